@@ -97,13 +97,13 @@ def micro_batches(worker: "Worker", start_step: int) -> Iterator[Batch]:
         )
         is_start = first_step == start_step
         # After a phase its steps are not committed yet: the step agrees on a stop, and commits.
-        batches = once_the_first_is_there(worker, loader) if is_start else iter(loader)
+        batches = wait_for_first_batch(worker, loader) if is_start else iter(loader)
         with closing(batches):
             count = (phase.steps.stop - first_step) * data.arithmetic.accumulation
             yield from moved_ahead(islice(batches, count), worker.group.device)
 
 
-def once_the_first_is_there(worker: "Worker", loader: TrainLoader) -> Generator[Batch]:
+def wait_for_first_batch(worker: "Worker", loader: TrainLoader) -> Generator[Batch]:
     """Iterate the loader's batches; a stop ends the wait for the first, which takes minutes where the cache is cold.
 
     Raises Preempted in the worker that waits. Only for where the loop starts: every step that was taken is
@@ -130,7 +130,7 @@ def once_the_first_is_there(worker: "Worker", loader: TrainLoader) -> Generator[
             logged_at = time.monotonic()
             loader.log_wait(worker.group.telemetry.log)
         # Every worker checks the driver's file: rank 0 may have its batch, and wait for the others' gradients.
-        if first is None and worker.stop.is_made_anywhere():
+        if first is None and worker.stop.is_requested_on_node():
             loader.stop()
             raise Preempted("stopped while waiting for the first batch; run the same command again to go on")
     if isinstance(first, Exception):

@@ -3,7 +3,7 @@
 A step whose gradient norm is not finite, in order:
 1. the engine leaves the weights alone, on every worker alike; the step is named and counted;
 2. after `max_skipped` of them in a row the run goes back once: the stretch since the last checkpoint is written into
-   `excluded-steps.json`, WentBack ends the attempt, and the next attempt excludes those steps;
+   `excluded-steps.json`, RolledBack ends the attempt, and the next attempt excludes those steps;
 3. where the same happens before another checkpoint was committed, Diverged ends the run.
 
 A spike is a norm that is not finite, or ten times the usual; it is reported with the steps before it.
@@ -24,7 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from data.checks import printable
-from data.errors import Diverged, WentBack
+from data.errors import Diverged, RolledBack
 from data.loader import Batch
 from pipeline.artifacts import EXCLUDED_STEPS, read_record, write_record
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
@@ -137,8 +137,8 @@ class Health:
         line += f"; look at the batch: python -m jobs replay {self.directory} step={step}"
         self.telemetry.report("spike", values, line)
 
-    def go_back_or_end(self, step: int) -> None:
-        """Collective: raise WentBack once for a stretch of steps, Diverged when that has not helped; on all alike.
+    def roll_back_or_fail(self, step: int) -> None:
+        """Collective: raise RolledBack once for a stretch of steps, Diverged when that has not helped; on all alike.
 
         The caller has committed the save in flight, so that the run goes back no further than it must.
         """
@@ -163,7 +163,7 @@ class Health:
             write_record(self.directory / EXCLUDED_STEPS, {"stretches": pairs})
         # The file must be there before any worker's error reaches the driver, which then starts the next attempt.
         dist.barrier()
-        raise WentBack(f"{happened}: back to step {last_committed}, steps {last_committed + 1} … {step} are excluded")
+        raise RolledBack(f"{happened}: back to step {last_committed}, steps {last_committed + 1} … {step} are excluded")
 
     def count_bad(self, batch: Batch) -> int:
         """Count the replaced samples of the batch; this worker's first and every thousandth are named."""

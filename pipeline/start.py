@@ -95,7 +95,7 @@ def set_up(task: WorkerTask) -> tuple[Worker, Progress]:
 
     # 1. The checkpoint to resume from; None if none was ever committed. Rank 0 sweeps and searches for the newest while
     #    the others wait: the watchdog must blame rank 0 alone.
-    with group.phases.led("restore", 0, group.rank == 0):
+    with group.phases.rank_0_phase("restore", 0, group.rank == 0):
         chosen = restore.choose_together(checkpoints, job.attempt, log)
     if chosen is not None:
         # A checkpoint that somebody copied here from another stage would load without an error if the shapes agree.

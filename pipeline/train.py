@@ -40,12 +40,12 @@ from pipeline.monitoring.telemetry import Window, account, log_line, memory_gb, 
 from pipeline.optimization import learning_rate
 from pipeline.phases import flops_of
 from pipeline.start import Worker, read_task, set_up
-from pipeline.worker import Progress, notice_sigterm
+from pipeline.worker import Progress, handle_sigterm
 
 BAD_GRACE = 10_000  # samples before max_bad_fraction is enforced
 
 
-class Kept(TypedDict):
+class ChosenWeights(TypedDict):
     """Holds which step's weights a stage exports instead of the last, and why."""
 
     metric: str
@@ -65,18 +65,18 @@ class StageResult(TypedDict):
     metrics: dict[str, float]
     world: int
     files: dict[str, FileRecord]  # the weights and their model, as rank 0 read them back
-    kept: NotRequired[Kept]  # if a hook has chosen other weights than the last
+    kept: NotRequired[ChosenWeights]  # if a hook has chosen other weights than the last
 
 
 def train(task: Mapping[str, Any]) -> StageResult:
     """Run or resume the stage on this worker of the group; return its result. Collective.
 
     `task` holds the plain "config", the fields of "job", and "hooks". Raises Preempted after committing if asked to
-    stop, WentBack, Diverged, CheckpointError, DataError.
+    stop, RolledBack, Diverged, CheckpointError, DataError.
     """
     # 1. Everything that the loop works with, and the step that it starts from.
     worker, progress = set_up(read_task(task))
-    notice_sigterm(worker.stop.signal)
+    handle_sigterm(worker.stop.signal)
     first_step = progress.step + 1
     # The loader computes its position from the step alone: a resume at step 600,000 starts as fast as one at step 0.
     batches = micro_batches(worker, progress.step)
@@ -114,7 +114,7 @@ def train(task: Mapping[str, Any]) -> StageResult:
         stopping = taken.stopping
         if is_evaluated and not is_asynchronous and not stopping:
             worker.saver.finish(step)  # an evaluation may fail
-            stopping = not worker.evaluator.evaluate_between(worker, progress)
+            stopping = not worker.evaluator.evaluate_during_training(worker, progress)
             is_over = not stopping and ends_early(worker, progress)
         if stopping and not is_last:
             stop(worker, progress)
@@ -126,7 +126,7 @@ def train(task: Mapping[str, Any]) -> StageResult:
     worker.saver.end(progress.step)
     # If a hook has just ended the stage, the step has its value.
     if progress.step == worker.data.last_step or was_over:
-        worker.evaluator.evaluate_at_the_end(worker, progress)
+        worker.evaluator.evaluate_at_end(worker, progress)
     return end(worker, progress)
 
 
@@ -167,7 +167,7 @@ def stop(worker: Worker, progress: Progress) -> None:
 # ------------------------------------------------------------------------------------------------ a step
 
 
-class TakenStep(NamedTuple):
+class StepOutcome(NamedTuple):
     """Holds the outcome of a step, on this worker and on all."""
 
     mean_loss: float
@@ -178,7 +178,7 @@ class TakenStep(NamedTuple):
     ids: list[list[int]]  # of this worker's samples: epoch, shard, sample
 
 
-def take_step(worker: Worker, step: int, batches: Iterator[Batch]) -> TakenStep:
+def take_step(worker: Worker, step: int, batches: Iterator[Batch]) -> StepOutcome:
     """Collective: take a step, counted from 0, with this worker's micro-batches of it."""
     engine = worker.engine
     watched = worker.group.phases  # what this worker does, as the watchdog reads it
@@ -213,13 +213,13 @@ def take_step(worker: Worker, step: int, batches: Iterator[Batch]) -> TakenStep:
     # 2. The optimizer's step, and with it what all workers must agree on: no worker may stop, commit or give up alone.
     # Nothing else in a step has the host wait for the device.
     mean_loss, bad_of_all, stopping, all_written = finish_step(worker, rate, loss_sum, bad_samples, samples)
-    return TakenStep(mean_loss, bad_of_all, stopping, all_written, planned, ids)
+    return StepOutcome(mean_loss, bad_of_all, stopping, all_written, planned, ids)
 
 
-def count_step(worker: Worker, progress: Progress, taken: TakenStep) -> None:
+def count_step(worker: Worker, progress: Progress, taken: StepOutcome) -> None:
     """Collective: count the step that has just become complete, and end a run that can no longer succeed.
 
-    Raises WentBack and Diverged after too many steps that are not finite, DataError after too many bad samples,
+    Raises RolledBack and Diverged after too many steps that are not finite, DataError after too many bad samples,
     CheckpointError if the save in flight is the last that may fail.
     """
     health = worker.health
@@ -252,7 +252,7 @@ def count_step(worker: Worker, progress: Progress, taken: TakenStep) -> None:
         saver.finish(progress.step)
         saver.end(progress.step)
     if has_given_up:
-        health.go_back_or_end(progress.step)
+        health.roll_back_or_fail(progress.step)
     if are_too_many_bad:
         raise DataError(
             f"{bad_share}\n"
@@ -270,7 +270,7 @@ def finish_step(
     """
     # They travel with the gradient's norm, which decides whether the optimizer steps at all and is waited for anyway:
     # a reduction of their own would be another wait in every step, after the optimizer and the gathering of weights.
-    of_host = on_device([bad_samples, worker.stop.is_made(), worker.saver.written], worker.group.device)
+    of_host = on_device([bad_samples, worker.stop.is_requested(), worker.saver.written], worker.group.device)
     numbers = torch.cat([loss_sum.double().reshape(1), of_host])
     loss_of_all, bad_of_all, stops, written = worker.engine.end_micro_batch(rate, numbers)
     mean_loss = worker.engine.mean_loss(loss_of_all, samples)
@@ -365,7 +365,7 @@ def end(worker: Worker, progress: Progress) -> StageResult:
     """Collective: rank 0 exports the weights and all wait for it; then everything is closed."""
     outcome: list[StageResult | None] = [None]
     group = worker.group
-    with group.phases.led("finish", progress.step, group.rank == 0):
+    with group.phases.rank_0_phase("finish", progress.step, group.rank == 0):
         if group.rank == 0:
             outcome = [export_weights(worker, progress)]
     dist.broadcast_object_list(outcome, src=0)
@@ -384,13 +384,13 @@ def export_weights(worker: Worker, progress: Progress) -> StageResult:
     # Read back from disk, not gathered from the workers: the next stage gets what was committed and digested, and rank
     # 0 alone can read it whole, at any ZeRO stage. The last evaluation lies between, which may take hours, so that what
     # is read is compared with its digests once more.
-    exported = worker.saver.of_step(progress.step)
+    exported = worker.saver.checkpoint_of(progress.step)
     last = exported.manifest
-    kept: Kept | None = None
+    kept: ChosenWeights | None = None
     for hook in worker.hooks:
         choice = hook.choose()
         if choice is not None:
-            exported = worker.saver.of_step(choice["step"])
+            exported = worker.saver.checkpoint_of(choice["step"])
             manifest = exported.manifest
             kept = {**choice, "samples_seen": manifest.samples_seen, "ledger": manifest.ledger}
     weights = export(exported.folder, worker.model_config)

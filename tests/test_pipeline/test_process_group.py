@@ -13,7 +13,7 @@ from data.errors import ClusterError, ExitCode
 from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
-from pipeline.identity import DEVICE, MUST_BE_EQUAL, SHOULD_BE_EQUAL, WORKERS_PER_GPU, differences, other_code
+from pipeline.identity import DEVICE, MUST_BE_EQUAL, SHOULD_BE_EQUAL, WORKERS_PER_GPU, code_mismatch, differences
 from pipeline.process_group import Arrival, check_device_memory, gpu_of_worker, log_differences, log_network
 from tests.support import hosts, preflights
 from tests.support.identities import worker
@@ -34,7 +34,9 @@ def logged(arrivals: list[Arrival], claimed: float) -> list[str]:
 
 def test_workers_that_are_alike_have_nothing_said_of_them() -> None:
     group = [worker(0), worker(1), worker(2)]
-    assert differences(group, [*MUST_BE_EQUAL, *SHOULD_BE_EQUAL, *DEVICE]) == [] and other_code(group, "a" * 64) == ""
+    assert (
+        differences(group, [*MUST_BE_EQUAL, *SHOULD_BE_EQUAL, *DEVICE]) == [] and code_mismatch(group, "a" * 64) == ""
+    )
     assert logged([Arrival(each, 100.0, True) for each in group], claimed=90.0) == []
 
 
@@ -85,7 +87,7 @@ def test_a_worker_that_does_not_fit_is_refused(act, message, tmp_path) -> None:
         pytest.skip(hosts.missing())
     with pytest.raises(WorkerGroupError) as caught:
         start(tmp_path, act)
-    kind = "UnlikeNodes" if act.startswith("other") else "ClusterError"
+    kind = "MismatchedNodes" if act.startswith("other") else "ClusterError"
     assert re.match(f"{kind}: {message}", caught.value.cause), caught.value.cause
     assert caught.value.exit_code == ExitCode.UNAVAILABLE
     assert "\n  expected: " in caught.value.cause
