@@ -169,5 +169,5 @@ def test_bad_samples_that_end_a_run_are_named_also_where_the_save_in_flight_fail
     taken = StepOutcome(2.0, bad_samples=1, stopping=False, all_written=False, planned=Ids([], [], []), ids=[])
     with pytest.raises(CheckpointError):
         count_step(worker, progress, taken)
-    said = "step 13: 12 bad samples among 208 seen, more than max_bad_fraction 0.001 allows"
+    said = "step 13: 12 of 208 samples were bad, more than data.max_bad_fraction=0.001 allows"
     assert events == [said, "the save fails"]
