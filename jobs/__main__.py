@@ -95,7 +95,7 @@ KINDS = {
 
 # What shows a run elsewhere than on the terminal (jobs/run/watchers.py).
 WATCHERS = (
-    "jobs.extras.report.kept:KeptPage",
+    "jobs.extras.report.page_watcher:PageWatcher",
     "jobs.extras.monitor.gauges:Gauges",
     "jobs.extras.monitor.trackers:Trackers",
 )
