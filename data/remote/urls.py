@@ -251,7 +251,7 @@ def client(scheme: str, timeout_s: float) -> AbstractFileSystem:
     except ImportError:
         raise DataError(f"{scheme}:// needs a client: pip install {package}") from None
 
-    # The client's own retries are turned off. Neither gcsfs nor adlfs has a public setting for it; docs/storage.md says
+    # The client's own retries are turned off. Neither gcsfs nor adlfs has a public setting for it; docs/design/stores.md says
     # what else was tried. A client that keeps its retries elsewhere would go on retrying unseen: it is refused by name.
     try:
         if scheme == "s3":
