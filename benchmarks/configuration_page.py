@@ -213,8 +213,8 @@ INTRODUCTION = """\
 
 <!-- Written by `python -m benchmarks.configuration_page > docs/configuration.md`; change the fields' comments. -->
 
-A recipe is a YAML file that describes a campaign. This page lists all its keys. A recipe contains only the keys that differ from the
-defaults, and any key can be overridden on the command line:
+A recipe is a YAML file that describes a campaign. This page lists all its keys. A recipe contains only the keys that
+differ from the defaults, and any key can be overridden on the command line:
 
     python -m jobs run recipe.yaml pretrain.optim.lr=1e-3 cluster.workers=8
 
@@ -231,7 +231,7 @@ data.train | training images: the folder of a set made by `pack` or `index`, or 
 data.evaluate | images for measuring accuracy, in the same form
 data.processes | decoding processes for each worker; 0: the training process decodes
 data.augment.crop | how a training image is cropped
-data.augment.min_area | smallest share of an image that a crop covers: 0.05 for millions of images, 0.3 or more for few
+data.augment.min_area | smallest share of an image that a crop covers: 0.05 for millions of images, 0.3+ for few
 data.augment.flip | false if left and right matter, as for digits
 data.cache.limit_bytes | size of a node's cache of shards from an object store
 model.name | size and patch: `mu/8`, `Ti/16`, `S/16`, `B/16`, `L/16`, `H/14`
@@ -244,24 +244,25 @@ batch_size | images in a step, over all workers
 micro_batch | images that a worker processes at once; reduce it if memory does not suffice
 optim.lr | peak learning rate; 8e-4 is for a batch_size of 4096: use less for smaller batches
 optim.weight_decay | strength of weight decay
-optim.schedule.warmup_steps | steps in which the learning rate rises; at most the stage's steps, a tenth of them is usual
+optim.schedule.warmup_steps | steps of warm-up; at most the stage's steps, a tenth of them is usual
 loss | `softmax`: one label for each image; `sigmoid`: several
 precision | `fp32` on a CPU, `bf16` on a GPU
 save_every | steps between checkpoints; a crash loses the work since the last checkpoint
 """
 
 STRUCTURE = """\
-**Units.** Values accept units: `80GB` or `80GiB` for keys in bytes or GiB, `90s`, `30min` or `2h` for keys in seconds, `10k` or
-`1e4` for whole numbers.
+**Units.** Values accept units: `80GB` or `80GiB` for keys in bytes or GiB, `90s`, `30min` or `2h` for keys in seconds,
+`10k` or `1e4` for whole numbers.
 
 **Models.** `model: S/16` is short for `model: {name: S/16}`. On the command line, `pretrain.model=S/16` and
-`'pretrain.model={name: S/16}'` keep only image_size and classes of the recipe's model. `pretrain.model.name=S/16` is refused if the
-recipe sets widths of its own.
+`'pretrain.model={name: S/16}'` keep only image_size and classes of the recipe's model. `pretrain.model.name=S/16` is
+refused if the recipe sets widths of its own.
 
-**Inputs.** Keys that name an input (`init`, `data.train`, `data.evaluate`, …) take a path or another stage of the recipe: `@stage` for
-its weights, `@stage/name` for a set of shards made by a `pack` stage.
+**Inputs.** Keys that name an input (`init`, `data.train`, `data.evaluate`, …) take a path or another stage of the
+recipe: `@stage` for its weights, `@stage/name` for a set of shards made by a `pack` stage.
 
-**Environment.** `${oc.env:NAME}` is replaced when the recipe is read, and saved in clear text: never put a secret there.
+**Environment.** `${oc.env:NAME}` is replaced when the recipe is read, and saved in clear text: never put a secret
+there.
 
 **Sweeps.** Any stage's section can hold a `sweep`, which turns it into several stages ([studies.md](studies.md)).
 
@@ -275,20 +276,21 @@ The top level of a recipe holds these keys:
 | `budget` | `null` | number, or `null` | largest total of exaFLOPs for all trained stages ([studies.md](studies.md)) |
 | any other | none | section | a stage: its name is the key, and so is its kind unless it sets `kind: …` |
 
-In the tables below, keys of a stage begin in the stage's section: `optim.lr`. `<name>` stands for a name that you choose.
+In the tables below, keys of a stage begin in the stage's section: `optim.lr`. `<name>` stands for a name that you
+choose.
 
 The column "on resume" tells what happens if a key changes before an unfinished stage resumes:
 
 - **free**: the stage resumes with the new value.
 - **warn**: the stage resumes with the new value and logs a warning; numbers before and after may not be comparable.
-- **forbid**: the stage refuses to resume and shows the difference, because the training would not be the same. Undo the change, or
-  restart the stage with `--fresh`. Only these keys determine whether a finished stage is skipped.
+- **forbid**: the stage refuses to resume and shows the difference, because the training would not be the same. Undo the
+  change, or restart the stage with `--fresh`. Only these keys determine whether a finished stage is skipped.
 """
 
 MODEL_TEXT = """\
-A model's section needs a `name`, an `image_size` in pixels and the number of `classes`. The name sets the architecture's fields (width,
-depth, patch and so on). The section can also set any field of the model's family. A stage with initial weights (`init`) can omit all
-fields and contains only its changes to their model.
+A model's section needs a `name`, an `image_size` in pixels and the number of `classes`. The name sets the
+architecture's fields (width, depth, patch and so on). The section can also set any field of the model's family. A stage
+with initial weights (`init`) can omit all fields and contains only its changes to their model.
 
     model: {name: B/16, image_size: 224, classes: 1000, pool: gap}
 

@@ -25,15 +25,17 @@ FIRST = 12  # lines of a long answer that are kept at its begin
 LAST = 16  # and at its end
 HEAD = """# The first hour: a recorded session
 
-This page shows a whole session in a terminal: `new` writes a recipe for a folder of images, `run` packs, trains and evaluates, `report`
-renders the run as a page, `export` converts the weights for timm, and `status` summarizes the run. To try it with your own images, type:
+This page shows a whole session in a terminal: `new` writes a recipe for a folder of images, `run` packs, trains and
+evaluates, `report` renders the run as a page, `export` converts the weights for timm, and `status` summarizes the run.
+To try it with your own images, type:
 
 ```
 patchline new photos --minutes 0.5 && patchline run photos.yaml
 ```
 
-Here the images are {images:,} handwritten digits in ten folders. `python -m benchmarks.recording` typed the commands into tmux and
-wrote this page. The terminal is {columns} columns wide; `…` stands for omitted lines. Commit {commit}, {date}, two CPU cores{load}.
+Here the images are {images:,} handwritten digits in ten folders. `python -m benchmarks.recording` typed the commands
+into tmux and wrote this page. The terminal is {columns} columns wide; `…` stands for omitted lines. Commit {commit},
+{date}, two CPU cores{load}.
 
 Inspect the images and write a recipe:
 """
@@ -107,7 +109,8 @@ def record(folder: Path, minutes: float) -> str:
         time.sleep(3)
         parts.append("Train. The last line is the progress bar:\n\n" + shortened(tmux.text(), FIRST, 8))
         tmux.end()
-        parts.append("At the end, `run` prints a table of the stages and the next commands:\n\n" + shortened(tmux.text(), 1, LAST))
+        text = shortened(tmux.text(), 1, LAST)
+        parts.append(f"At the end, `run` prints a table of the stages and the next commands:\n\n{text}")
 
         for task, command in (
             ("Render the report page", "report runs/photos"),
