@@ -177,7 +177,7 @@ def index_shard(job: IndexJob) -> Record | str:
     """Write one shard's table; returns its record, or what is wrong with it."""
     place = f"{job.directory}/{job.name}"
     try:
-        with job.cache.lent(place, job.bytes) if job.cache else open(place, "rb") as file, mapped(file) as tar:
+        with job.cache.temporary_copy(place, job.bytes) if job.cache else open(place, "rb") as file, mapped(file) as tar:
             result = walk(tar, job.name)
             table = result.table(tar)
             texts = Refusals()
