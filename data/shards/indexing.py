@@ -177,7 +177,8 @@ def index_shard(job: IndexJob) -> Record | str:
     """Write one shard's table; returns its record, or what is wrong with it."""
     place = f"{job.directory}/{job.name}"
     try:
-        with job.cache.temporary_copy(place, job.bytes) if job.cache else open(place, "rb") as file, mapped(file) as tar:
+        opened = job.cache.temporary_copy(place, job.bytes) if job.cache else open(place, "rb")
+        with opened as file, mapped(file) as tar:
             result = walk(tar, job.name)
             table = result.table(tar)
             texts = Refusals()

@@ -210,7 +210,7 @@ def read_all_labels(
         rows = index.rows(number)
         of_shard = None if wanted is None else wanted[rows]
         if of_shard is None or of_shard.any():
-            jobs.append(partial(read_shard_labels, index.alone(number), cache, of_shard))
+            jobs.append(partial(read_shard_labels, index.single_shard(number), cache, of_shard))
             rows_of_jobs.append(rows)
     values = [np.empty(0, np.int32)]
     # A shard that is fetched mostly waits, for which threads will do.
