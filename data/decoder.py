@@ -142,7 +142,7 @@ class Decoder:
         cfg: AugmentConfig,
         seed: int,
         reader: ShardReader,
-        leave_encoded: bool = False  # leave JPEGs encoded, for decoding on the GPU
+        leave_encoded: bool = False,  # leave JPEGs encoded, for decoding on the GPU
     ):
         self.index = index
         self.order = order
@@ -252,7 +252,7 @@ def images_per_cpu_s(index: Index, image_size: int, cfg: AugmentConfig) -> float
         return None
     shard = int(filled_shards[0])
     images = min(MEASURED, index.shards[shard].samples)
-        # Used by `plan`, which must not wait for a whole shard to be hashed.
+    # Used by `plan`, which must not wait for a whole shard to be hashed.
     reader = ShardReader(index, verify=False)
     out = np.empty((image_size, image_size, 3), np.uint8)
     try:

@@ -224,7 +224,7 @@ def locked(path: Path) -> Iterator[None]:
 
 def take_lock(handle: int, path: Path, *, wait: bool) -> bool:
     """Lock an open file until it is closed; return False if another process holds it and `wait` is False."""
-        # flock, because a POSIX lock is lost as soon as this process closes any other handle of the same file.
+    # flock, because a POSIX lock is lost as soon as this process closes any other handle of the same file.
     operation = fcntl.LOCK_EX
     if not wait:
         operation |= fcntl.LOCK_NB

@@ -60,7 +60,7 @@ def agreed_names(named: Iterable[tuple[str, Sequence[str]]], stage: str) -> Name
             raise DataError(
                 f"{stage}: {place} and {other_place} number their classes differently: {problem}\n"
                 "  expected one name for each class id\n"
-                "  pack or index one of them again, numbered as the other: --classes-of INDEX (in a recipe classes_of)\n"
+                "  pack or index one of them again, numbered as the other: --classes-of INDEX (in recipes classes_of)\n"
                 "  or --names FILE (in a recipe names), such as the classes.json of weights; if weights use other\n"
                 "  words for the same classes, import them again with the set's: --names SET.index.json"
             )

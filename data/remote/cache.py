@@ -88,8 +88,8 @@ class Cache:
                     # An error of the local disk: errors of the storage arrive as StorageError.
                     except OSError as error:
                         raise StorageError(
-                        f"{self.directory}: {error.strerror}; free some space, lower cache.limit_bytes "
-                        f"({self.cfg.limit_bytes}), set another cache.directory, or run again"
+                            f"{self.directory}: {error.strerror}; free some space, lower cache.limit_bytes "
+                            f"({self.cfg.limit_bytes}), set another cache.directory, or run again"
                         ) from None
         # Record the last use for eviction; the mtime, because many mounts do not update the atime. If another process
         # has evicted the file by now, `opened` notices.

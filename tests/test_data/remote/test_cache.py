@@ -26,7 +26,7 @@ from data.loader import TrainLoader
 from data.order import Ledger, Order
 from data.remote import cache as cache_module
 from data.remote import urls
-from data.remote.cache import Prefetcher, Cache
+from data.remote.cache import Cache, Prefetcher
 from data.remote.config import CacheConfig
 from data.shards.indexing import build_index
 from data.shards.reader import ShardReader

@@ -21,7 +21,7 @@ from data.loader import TrainLoader
 from data.order import Order
 from data.remote import cache as cache_module
 from data.remote import ranges, urls
-from data.remote.cache import Prefetcher, Cache
+from data.remote.cache import Cache, Prefetcher
 from data.remote.config import CacheConfig
 from data.shards import reader
 from data.shards.indexing import build_index
