@@ -116,11 +116,11 @@ class StageKind:
         """
         return True
 
-    def checks(self, stage: "Stage", there: "Available") -> Iterable["CheckResult"]:
+    def checks(self, stage: "Stage", available: "Available") -> Iterable["CheckResult"]:
         """Check a stage before it runs: raise for errors, yield all other results."""
         return ()
 
-    def check_outputs(self, stage: "Stage", there: "Available") -> Iterable["CheckResult"]:
+    def check_outputs(self, stage: "Stage", available: "Available") -> Iterable["CheckResult"]:
         """Check the outputs of a finished stage, in addition to the digests of its files."""
         return ()
 
@@ -149,7 +149,7 @@ class StageKind:
         """Return in words how the stage finds one of its `placeholders`."""
         raise NotImplementedError
 
-    def check_parent(self, stage: "Stage", parent: "Stage", there: "Available") -> None:
+    def check_parent(self, stage: "Stage", parent: "Stage", available: "Available") -> None:
         """Check a stage that this one reads, before that one runs. Raises ConfigError or DataError."""
 
     def check_campaign(self, campaign: "Campaign") -> None:
@@ -378,9 +378,9 @@ def index_if_made(path: str) -> Index | None:
 class Available:
     """The data of a campaign that exists at the moment; each set is read once."""
 
-    def __init__(self, campaign: Campaign, *, looks_at_files: bool = True) -> None:
+    def __init__(self, campaign: Campaign, *, checks_files: bool = True) -> None:
         self.campaign = campaign
-        self.looks_at_files = looks_at_files  # otherwise recipe and indexes alone are compared
+        self.checks_files = checks_files  # otherwise recipe and indexes alone are compared
         self.indexes: dict[str, Index | None] = {}
         self.readers_of: dict[str, list[Stage]] = {}  # by the name of the stage that is read
 

@@ -22,7 +22,7 @@ from data.files import atomic_file
 from data.index.names import preview
 from data.sources.numbering import read_class_list
 from jobs.commands.arguments import Debug
-from jobs.commands.weights import find_weights, refuse_missing
+from jobs.commands.weights import check_weights_exist, find_weights
 from jobs.named_stages import stage_at, stages_in
 from jobs.terminal import activity, echo
 from models.weights.folder import CONFIG
@@ -75,7 +75,7 @@ def import_foreign(
     _debug: Debug = False,
 ) -> None:
     """Write official, timm or transformers weights as ours."""
-    refuse_missing(path)
+    check_weights_exist(path)
     refuse_existing(directory)
     # "heads=3" is {"heads": 3}: a value is read as JSON, and is taken as a word where it is none.
     changes: dict[str, object] = {}

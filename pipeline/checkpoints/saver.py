@@ -272,7 +272,7 @@ class Saver:
 
         Where one worker ends, the others are killed a moment later: no old checkpoint is left half deleted by that.
         """
-        with self.phases.led("save", step, dist.get_rank() == 0):
+        with self.phases.rank_0_phase("save", step, dist.get_rank() == 0):
             self.wait_for_deleting()
         dist.barrier()
 
@@ -299,7 +299,7 @@ class Saver:
         except Exception as error:  # a thread has no caller that would hear of it
             self.telemetry.log(f"old checkpoints stay: {type(error).__name__}: {error}")
 
-    def of_step(self, step: int) -> Chosen:
+    def checkpoint_of(self, step: int) -> Chosen:
         """Return a committed step, its files on this node; rank 0 alone. Raises CheckpointError, StorageError."""
         # Of one step the later attempt comes first.
         name = next(name for name in self.checkpoints.committed() if step_of(Path(name)) == step)

@@ -34,7 +34,7 @@ from pipeline.checkpoints.manifest import (
     ChunkedRecord,
     Manifest,
     NewerSchema,
-    look_at,
+    inspect_checkpoint,
     manifest_in,
     newest_attempt,
     sealed,
@@ -209,7 +209,7 @@ class StageCheckpoints:
 
         Its files have two names from then on: nobody writes into them. Raises CheckpointError, OSError.
         """
-        manifest = look_at(Folder(source.parent), source.name)
+        manifest = inspect_checkpoint(Folder(source.parent), source.name)
         staged = self.local / f".tmp-{source.name}-linked"
         try:
             shutil.copytree(source, staged, copy_function=os.link)
@@ -240,7 +240,7 @@ class StageCheckpoints:
         self.storage.sweep(self.folder, attempt)
         for name in self.committed():
             try:
-                return name, look_at(self.storage, f"{self.folder}/{name}")
+                return name, inspect_checkpoint(self.storage, f"{self.folder}/{name}")
             except NewerSchema:
                 raise
             except CheckpointError as error:

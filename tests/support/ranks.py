@@ -310,7 +310,7 @@ def hear_of_rank_0(task: dict[str, Any]) -> list[list[str]]:
     heard: list[str] = []
     for work, stop in ((lambda beat: "done", bool), (fail, bool), (work_for_ever, wants_stop)):
         try:
-            value = EvaluationGroup(phases, device, stop).at_rank_0_alone(work, "protocol")
+            value = EvaluationGroup(phases, device, stop).run_on_rank_0(work, "protocol")
             heard.append(str(value))
         except (EvaluationFailed, EvaluationStopped) as error:
             heard.append(f"{type(error).__name__}: {error}")

@@ -166,7 +166,7 @@ class RehearsedWorker(TracedWorker):
     """Has the fields that the end of a step needs, too."""
 
     saver: Any = field(default_factory=lambda: SimpleNamespace(written=False))
-    stop: Any = field(default_factory=lambda: SimpleNamespace(is_made=lambda: False))
+    stop: Any = field(default_factory=lambda: SimpleNamespace(is_requested=lambda: False))
 
 
 def loaded_batch(cfg: TrainConfig, micro_batch: int, size: tuple[int, int]) -> Batch:

@@ -87,7 +87,10 @@ def test_the_example_at_the_top_of_the_module_is_what_happens():
         assert f"(shard sample) {words(held[:2])} | {words(held[2:])}\n" in story
     _, positions = order._positions(2)
     epoch, shard, sample = order.batch(2)
-    assert f"step 2 takes the position {positions[0]} which holds ({shard[0]} {sample[0]}); all 9 samples are used" in story
+    assert (
+        f"step 2 takes the position {positions[0]} which holds ({shard[0]} {sample[0]}); all 9 samples are used"
+        in story
+    )
     assert epoch.tolist() == [0, 1, 1, 1]
 
 

@@ -207,7 +207,7 @@ class Plan:
         return fits, time, bill(least_hours, most_hours, self.assumed.price)
 
 
-def known_names(stage: Stage, there: Available) -> tuple[Names, list[str]]:
+def known_names(stage: Stage, available: Available) -> tuple[Names, list[str]]:
     """Return the class names of the first set of a stage that has any, and the sets that have none: field and path."""
     paths: dict[str, str] = {}
     for shared in stage.kind.shared_classes(stage.config):
@@ -215,7 +215,7 @@ def known_names(stage: Stage, there: Available) -> tuple[Names, list[str]]:
     names: Names = ()
     nameless: list[str] = []
     for field_name, path in paths.items():
-        for index in there.made([path]):
+        for index in available.made([path]):
             if not index.names:
                 nameless.append(f"{field_name} ({path})")
             names = names or index.names

@@ -56,7 +56,7 @@ class FigureConfig:
 
     tables: dict[str, str] = field(default_factory=dict)  # by name: "@stage" of a sweep, or a folder: runs/x/finetune
     title: str = ""  # above it; "": y over x
-    x: str = "row"  # an axis, a metric, a value of the grid, the row or a part of it (docs/sweeps.md)
+    x: str = "row"  # an axis, a metric, a value of the grid, the row or a part of it (docs/studies.md)
     y: str = "accuracy"  # a metric, or an axis
     series: str = "table"  # what makes a line: `table`, or as x
     groups: dict[str, str] = field(default_factory=dict)  # lines by name → rows, as "S-*"; instead of series
@@ -212,7 +212,7 @@ class Figure(StageKind):
         summary = f"{len(points)} points, figure.png"
         return {"summary": summary, "files": artifacts.digests(context.directory, names)}
 
-    def checks(self, stage: Stage, there: Available) -> Iterable[CheckResult]:
+    def checks(self, stage: Stage, available: Available) -> Iterable[CheckResult]:
         """Refuse a figure without a table, and of stages that are none."""
         cfg: FigureConfig = stage.config
         require(
@@ -220,7 +220,7 @@ class Figure(StageKind):
         )
         for name, value in cfg.tables.items():
             link = reference(value)
-            if link is not None and there.campaign.stage(link[0]).kind.name != sweep.Table.name:
+            if link is not None and available.campaign.stage(link[0]).kind.name != sweep.Table.name:
                 raise ConfigError(
                     f"{stage.name}.tables.{name} is {value}, which is no sweep\n"
                     "  expected the name of a section with `sweep`; for a single stage write sweep: {seeds: [0]}"

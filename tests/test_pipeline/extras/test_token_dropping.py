@@ -354,7 +354,7 @@ def test_a_stop_at_a_border_of_sizes_is_left_to_the_step_which_commits(monkeypat
     in_order: Any = batches.micro_batches(worker, 0)
     assert [next(in_order), next(in_order)] == [(0, 16), (1, 16)]
     stop.signal.set()
-    monkeypatch.setattr(batches, "once_the_first_is_there", None)
+    monkeypatch.setattr(batches, "wait_for_first_batch", None)
     assert next(in_order) == (2, 24)
     monkeypatch.undo()
 
