@@ -123,7 +123,7 @@ def temporary_name(path: Path) -> Path:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename a file or folder; tolerates NFS repeating a rename whose first response was lost (docs/design/stores.md)."""
+    """Rename a file or folder; tolerates NFS repeating it after a lost response (docs/design/stores.md)."""
     renamed = source.stat()
     try:
         os.rename(source, target)
