@@ -123,7 +123,7 @@ COMMANDS = """
 65 pack table tiny.yaml out                   => expected columns path and label|begins with the line path,label
 65 pack table photos out                      => photos is a folder|expected a CSV or parquet file
 65 index photos                               => no *.tar here|python -m jobs pack folder photos photos-shards
-65 index nowhere                              => there is no such folder
+65 index nowhere                              => this folder does not exist
 65 index labelless                            => no sample has a label|expected samples of an image
 65 data check photos                          => python -m jobs pack folder photos photos-shards
 65 data repair shards/train shards/train      => holds the set that is to be repaired|give another folder
@@ -199,11 +199,11 @@ KEYS = """
 78 cluster.environment.WANDB_API_KEY=abc => looks like a secret|secrets belong to the nodes
 78 cluster.environment=NCCL_DEBUG   => type cluster.environment.NAME=…
 78 pretrain.data.decode=gpu         => cluster.gpus_per_worker is 0|type pretrain.data.decode=cpu
-65 pretrain.data.train=nowhere      => nowhere: there is no such index|expected a folder
+65 pretrain.data.train=nowhere      => nowhere: this index does not exist|expected a folder
 65 pretrain.data.train=photos       => python -m jobs pack folder photos photos-shards, then name photos-shards
 65 pretrain.data.train=photos/cat   => name the folder above
 65 pretrain.data.train=photos/cat/0.jpg => photos/cat/0.jpg is an image
-65 pretrain.data.train=loose        => images without folders of classes|loose/cat/1.jpg
+65 pretrain.data.train=loose        => images without class folders|loose/cat/1.jpg
 65 pretrain.data.train=tars         => type python -m jobs index tars
 65 pretrain.data.train=tars/a.tar   => is a tar, one shard of a set|type python -m jobs index tars
 65 pretrain.data.train=empty        => neither tars nor images
@@ -238,7 +238,7 @@ RECIPES: dict[str, tuple[str | bytes, int, str]] = {
     "an open quote": (TINY.replace("shards/train", '"shards/train'), 78, "line 4|a quote that closes"),
     "@ without quotes": (TINY.replace("shards/train", "@shards/train"), 78, 'line 4|"@shards/train"'),
     "backslashes": (TINY.replace("shards/train", '"C:\\photos"'), 78, "line 4|single quotes"),
-    "a variable of the shell": (TINY.replace("shards/train", "$PHOTOS"), 65, "$PHOTOS: there is no such index"),
+    "a variable of the shell": (TINY.replace("shards/train", "$PHOTOS"), 65, "$PHOTOS: this index does not exist"),
     "an unknown variable": (
         TINY.replace("runs/tiny", "${oc.env:NO_SUCH}"),
         78,

@@ -126,7 +126,7 @@ def test_unknown_ops_and_crops_of_small_images_are_refused():
         ("resize(16", r"'resize\(16' lacks a bracket"),
         ("resize_float((16, 8))", r"resize_float\(\(16, 8\)\): .*; expected for example resize\(224\)"),
         ("central_crop(2000)", "put a resize before it"),
-        ("resize(16)|value_range(-1, 1)", "scales the pixels, which evaluation does itself; leave that op out"),
+        ("resize(16)|value_range(-1, 1)", "scales the pixels, which evaluation does itself; remove that op"),
         ("VIT_JAX_EVAL(16)", "scales the pixels"),
     ],
 )

@@ -172,8 +172,8 @@ def test_an_altered_table_ends_a_reading_and_the_doctor_names_it(tmp_path, capsy
         (["{}/set/../set/b.tar"], ("{}/set", {"b.tar": 2})),
         ([], "no \\*.tar is named"),
         ("{}/empty", "no \\*.tar here"),
-        ("{}/set/a.tar", "a file that is no \\*.tar"),
-        ("{}/absent", "there is no such folder"),
+        ("{}/set/a.tar", "not a \\*.tar"),
+        ("{}/absent", "this folder does not exist"),
         (["{}/set/a.tar", "{}/set/z.tar"], "missing, 1 of 2 shards: .*/set/z.tar$"),
     ],
 )

@@ -249,7 +249,7 @@ def test_packing_in_parallel_gives_the_same_bytes(tmp_path):
 def test_a_finished_set_takes_no_other_samples(tmp_path, given, options):
     finished = pack(samples(12), tmp_path, shard_samples=5)
     before = contents(tmp_path)
-    with pytest.raises(DataError, match=r"(?s)finished set.*[0-9a-f]{64}.*give another folder or --name"):
+    with pytest.raises(DataError, match=r"(?s)finished set.*[0-9a-f]{64}.*use another folder or --name"):
         pack(given(), tmp_path, **{"shard_samples": 5, **options})
     assert contents(tmp_path) == before
     # The same samples are no others, and nothing is written.

@@ -533,7 +533,7 @@ def test_a_leaks_document_names_the_samples_of_this_set_alone(tmp_path, parent):
     with pytest.raises(DataError, match=r"1 of its 1 samples are not in .*s24"):
         make_subset(parent, tmp_path / "v", Rule(but=str(path)))
     for text, reason in (
-        (json.dumps(document), "no record that ends with"),
+        (json.dumps(document), "it does not end with"),
         (seal(document | {"schema": 9}), "schema 9"),
     ):
         path.write_text(text)

@@ -28,7 +28,7 @@ CRANES = ("crane", "gull", "crane", "owl")  # two classes of one name, as in Ima
             None,
             "^s: keep has 'stork', no class of this source\n  expected some of its 4 classes: 'cra",
         ),
-        ((), ["stork"], 7, "^s: keep has 'stork', no class of this source\n  nobody knows its class names"),
+        ((), ["stork"], 7, "^s: keep has 'stork', no class of this source\n  its class names are unknown"),
     ],
 )
 def test_classes_are_kept_by_id_or_name(names, keep, classes, expected) -> None:

@@ -271,7 +271,7 @@ def test_a_stop_is_heard_while_images_are_packed_and_the_next_start_makes_the_sa
         (["finetune.init=@resizee"], 78, "did you mean 'resize'"),
         (["resize.init=@fewshot"], 78, "circle"),
         (["resize.init=/nowhere"], 65, "no weights.safetensors in /nowhere"),
-        (["pretrain.data.train=/nowhere"], 65, "there is no such index"),
+        (["pretrain.data.train=/nowhere"], 65, "this index does not exist"),
         (["pretrain.data.train=null"], 78, "pretrain.data.train is missing: the images to train on"),
         ([MIXTURE, "pretrain.data.mixture.a.train=/nowhere"], 65, "pretrain.data.mixture.a.train: /nowhere"),
         ([MIXTURE, "pretrain.data.mixture.a.train=@shards/a"], 78, "pretrain.data.mixture.a.train is @shards, no such"),

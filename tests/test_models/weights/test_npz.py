@@ -169,9 +169,7 @@ def test_an_array_that_is_not_as_large_as_it_says_is_refused_before_its_memory_i
     np.lib.format.write_array_header_1_0(content, {"descr": "<f4", "fortran_order": False, "shape": (10**13,)})
     with zipfile.ZipFile(tmp_path / "good.npz", "a") as archive:
         archive.writestr("extra/kernel.npy", content.getvalue() + bytes(16))
-    with pytest.raises(
-        ValueError, match=r"extra/kernel: its header claims \(10000000000000,\) of float32, .* has 16"
-    ):
+    with pytest.raises(ValueError, match=r"extra/kernel: its header claims \(10000000000000,\) of float32, .* has 16"):
         models.load(tmp_path / "good.npz")
 
 

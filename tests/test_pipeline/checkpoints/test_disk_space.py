@@ -96,4 +96,4 @@ def test_a_read_only_disk_is_named_with_what_to_do(tmp_path: Path, shards: Path)
     said = on_a_disk(1000, "mount -o remount,ro $disk; $run; echo code $?", tmp_path, shards)
     assert "code 74" in said, said
     assert f"error: Read-only file system: {tmp_path}/disk/run" in said
-    assert "see to the mount or the folder's mode, or name another folder: run=/elsewhere" in said
+    assert "check the mount and the folder's mode, or use another folder: run=/elsewhere" in said

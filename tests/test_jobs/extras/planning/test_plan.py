@@ -30,10 +30,10 @@ def test_plan_names_what_is_missing_and_ends_as_run_does_unless_asked(recipe, ca
     missing = ["pretrain.data.train=/nowhere", "fewshot.probe.test=/neither"]
     assert main(["plan", str(recipe), *missing]) == 65
     planned = capsys.readouterr()
-    assert "  MISSING pretrain.data.train: /nowhere: there is no such index" in planned.out
+    assert "  MISSING pretrain.data.train: /nowhere: this index does not exist" in planned.out
     error = planned.err[planned.err.index("error: ") :]
     assert error.startswith("error: 2 inputs are missing: pretrain.data.train: /nowhere: there is no")
-    assert "\n  fewshot.probe.test: /neither: there is no such index" in error
+    assert "\n  fewshot.probe.test: /neither: this index does not exist" in error
     assert main(["run", str(recipe), *missing]) == 65
     assert capsys.readouterr().err == error
     log = (recipe.parent / "run" / "log.txt").read_text()
