@@ -201,7 +201,7 @@ def test_a_store_that_ignores_ranges_is_named(faulty, local, tmp_path, monkeypat
     monkeypatch.setattr(cache_module, "PIECE", size // 2)
     with pytest.raises(
         DataError,
-        match=f"train-000001.tar: the store ignores byte ranges: requested {size // 2} bytes, received {size}",
+        match=f"000001.tar: the store ignores byte ranges: requested {size // 2} bytes, received {size}",
     ):
         by_range.read(1, 0)
     by_range.stop()
@@ -264,9 +264,7 @@ def test_ranges_that_do_not_come_are_given_up_once_and_shards_are_waited_for(
 
 def test_a_shard_that_is_gone_or_rotten_in_the_store_ends_the_run_as_before(faulty, local, tmp_path, monkeypatch):
     gone = replace(faulty.index, directory="s3://images/elsewhere")
-    with pytest.raises(
-        DataError, match=r"s3://images/elsewhere/train-00000\d.tar: this shard or its bucket does not exist"
-    ):
+    with pytest.raises(DataError, match=r"elsewhere/train-00000\d.tar: this shard or its bucket does not exist"):
         take(gone, CacheConfig(str(tmp_path / "a"), **PATIENT))
     # Another shard under the name: of the same size, so that only digests tell.
     swapped = [replace(shard, name=faulty.index.shards[number ^ 1].name) for number, shard in enumerate(local.shards)]
