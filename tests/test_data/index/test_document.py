@@ -50,7 +50,7 @@ def test_a_field_that_was_edited_is_noticed(field, value, folder):
         ([], "expected one .*found none, and neither tars nor images"),
         (["a.tar"], "tars without an index\n  type python -m jobs index"),
         (["t.index.json.partial"], "belongs to an unfinished packing or indexing"),
-        (["cat/1.jpg"], "images in 1 folders, which are to be packed first"),
+        (["cat/1.jpg"], "images in 1 folders, which must be packed first"),
         (["1.jpg"], "images without class folders"),
         (["a.index.json", "b.index.json"], "found a.index.json, b.index.json"),
     ],

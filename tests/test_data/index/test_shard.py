@@ -175,7 +175,7 @@ def test_where_columns_cannot_be_kept_the_shards_are_held_and_it_is_said(path, m
     monkeypatch.setenv("PATCHLINE_CACHE", "/proc/x")
     read = load_index(path)
     assert isinstance(read.shards, tuple) and [shard.name for shard in read.shards] == [row[0] for row in ROWS]
-    assert "its columns cannot be kept in /proc/x/patchline/indexes" in caplog.text
+    assert "cannot store its columns in /proc/x/patchline/indexes" in caplog.text
     assert "set PATCHLINE_CACHE to a writable folder" in caplog.text
 
 
@@ -229,6 +229,6 @@ def test_a_process_keeps_two_epochs_of_the_order_and_nothing_of_the_index(path):
     order = Order(mapped.shard_samples, seed=0, batch_size=1024)
     for step in range(200):  # three epochs
         order.batch(step)
-    kept = [array for arrays in order._starts.values() for array in arrays]
+    kept = [array for arrays in order._shard_orders.values() for array in arrays]
     assert sum(array.nbytes for array in kept) == 2 * 6000 * (4 + 8) and order.shard_samples.base is not None
     assert os.path.getsize(mapped.shards.path) > 6000 * (2 * 8 + 2 * 64)

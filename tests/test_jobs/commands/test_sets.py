@@ -167,7 +167,7 @@ def test_two_shards_whose_tables_would_be_one_are_refused(photos, tmp_path, caps
     capsys.readouterr()
     tars = [str(tmp_path / "a" / "b-000000.tar"), str(tmp_path / "a--b-000000.tar")]
     assert main(["index", *tars, "--output", str(tmp_path / "index")]) == 65
-    assert "two shards would share the table a--b-000000.npy; rename one" in capsys.readouterr().err
+    assert "two shards would share table a--b-000000.npy; rename one" in capsys.readouterr().err
 
 
 def test_an_index_does_not_take_another_one_s_tables(photos, tmp_path, capsys):
