@@ -180,7 +180,7 @@ def test_a_sample_whose_halves_are_of_two_versions_of_the_shard_is_not_believed(
     overwrite(Bucket="images", Key=key, Body=other)
     faulty.fault = lambda path: None
     by_range = ShardReader(faulty.index, cache=CacheConfig(str(tmp_path / "b"), **PATIENT), by_range=True)
-    with pytest.raises(DataError, match=r"train-000000.tar: its sha256 is not the one in the index"):
+    with pytest.raises(DataError, match=r"train-000000.tar: its sha256 differs from the index"):
         by_range.read(0, 0)
     by_range.stop()
     overwrite(Bucket="images", Key=key, Body=first)
@@ -271,7 +271,7 @@ def test_a_shard_that_is_gone_or_rotten_in_the_store_ends_the_run_as_before(faul
     other = Index(tuple(swapped), 10, (), "", "s3://images/set", faulty.index.tables)
     tables = [local.table(number) for number in range(len(local.shards))]
     monkeypatch.setattr(Index, "table", lambda self, number: tables[number])
-    with pytest.raises(DataError, match=r"train-00000\d.tar: its sha256 is not the one in the index"):
+    with pytest.raises(DataError, match=r"train-00000\d.tar: its sha256 differs from the index"):
         take(other, CacheConfig(str(tmp_path / "b"), **PATIENT))
 
 

@@ -126,7 +126,7 @@ def test_such_a_sample_is_not_replaced_but_ends_the_run_with_what_to_type(made, 
     message = r"train-000002.tar: sample 'digit\d+' differs from the index.*\n  expected \w{16}: .*\n.*data.drop=\[set/"
     # Of two processes the one that is ahead may have met the sample first, and the other one then hashes the shard.
     if processes > 1:
-        message += r"|train-000002.tar: its sha256 is not the one in the index.* data.drop=\[set/"
+        message += r"|train-000002.tar: its sha256 differs from the index.* data.drop=\[set/"
     with pytest.raises(DataError, match=message) as caught:
         next(iter(loader))
     assert caught.value.exit_code == 65
@@ -148,7 +148,7 @@ def test_a_shard_that_is_replaced_while_it_is_opened_is_not_taken_for_the_one_th
     with monkeypatch.context() as patched:
         patched.setattr(reader_module, "mark_of", replacing)
         ShardReader(made).read(0, 0)
-    with pytest.raises(DataError, match=r"train-000000.tar: its sha256 is not the one in the index"):
+    with pytest.raises(DataError, match=r"train-000000.tar: its sha256 differs from the index"):
         ShardReader(made).read(0, 0)
 
 
@@ -350,7 +350,7 @@ def test_a_label_that_rots_is_found_by_whoever_reads_labels_alone(made, tmp_path
     with pytest.raises(DataError, match=f"sample '{row['key'].decode()}' differs from the index(?s:.*)restore it"):
         list(ShardReader(made, verify=False).labels(position))
     # The shard is no longer marked as verified: as a whole it is refused now.
-    with pytest.raises(DataError, match="its sha256 is not the one in the index"):
+    with pytest.raises(DataError, match="its sha256 differs from the index"):
         list(ShardReader(made).labels(position))
 
 
