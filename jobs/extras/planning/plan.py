@@ -25,7 +25,7 @@ from data.checks import few
 from data.files import memory_text
 from data.index.names import Names, some
 from jobs.extras.planning.plan_training import PlannedTraining, bill, span
-from jobs.extras.recipe_text import in_words
+from jobs.extras.recipe_text import describe_value
 from jobs.extras.studies import table
 from jobs.extras.studies.law import compute_of
 from jobs.recipe.records import half_done_folder
@@ -123,7 +123,7 @@ class Plan:
 
         # 3. What sweeps have chosen for it, or, of the table of a sweep, what it will be made of.
         for part in stage.references:
-            self.add("chosen", f"{part}: {in_words(campaign, stage, part)}")
+            self.add("chosen", f"{part}: {describe_value(campaign, stage, part)}")
         if stage.pending:
             self.add("chosen", "until then the lines below have the first of these values")
         if stage.kind.name == table.Table.name:

@@ -12,7 +12,7 @@ import pytest
 from data.shards.packing import pack
 from data.sources.samples import digits
 from jobs.extras.diff.facts import Effect
-from jobs.extras.diff.parting import part
+from jobs.extras.diff.first_difference import find_first_difference
 from jobs.extras.diff.recorded import recorded_differences
 from jobs.extras.history import read_run
 from jobs.extras.report.page import write_report
@@ -115,8 +115,8 @@ def twins(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> tuple[Path,
 def test_runs_that_are_alike_differ_in_nothing_and_do_not_part(twins):
     first, second = (read_run(folder).stages[0] for folder in twins)
     assert recorded_differences(first, second) == []
-    parting = part(first, second, [])
-    assert (parting.step, parting.common, parting.suspects) == (None, 24, ())
+    difference = find_first_difference(first, second, [])
+    assert (difference.step, difference.common_steps, difference.causes) == (None, 24, ())
 
 
 def test_fifty_planted_differences_are_all_named(twins, tmp_path):
@@ -181,10 +181,10 @@ def test_where_two_runs_part_and_why(tmp_path, shards, planted, step, by, ledger
     for name in planted:
         plants[name](second)
     stages = [read_run(folder).stages[0] for folder in (first, second)]
-    parting = part(*stages, recorded_differences(*stages))
-    assert parting.step == step
-    assert parting.losses == (LOSSES[step - 1], losses[step - 1])
-    assert next((suspect.name for suspect in parting.suspects), None) == cause
+    difference = find_first_difference(*stages, recorded_differences(*stages))
+    assert difference.step == step
+    assert difference.losses == (LOSSES[step - 1], losses[step - 1])
+    assert next((cause.name for cause in difference.causes), None) == cause
 
 
 def test_while_the_loss_stands_still_another_model_comes_before_another_learning_rate(tmp_path, shards):
@@ -194,8 +194,8 @@ def test_while_the_loss_stands_still_another_model_comes_before_another_learning
     for name in ("optim.lr", "model.dropout"):
         plant_config(name, second)
     stages = [read_run(folder).stages[0] for folder in (first, second)]
-    parting = part(*stages, recorded_differences(*stages))
-    assert (parting.step, [suspect.name for suspect in parting.suspects]) == (3, ["model.dropout", "optim.lr"])
+    difference = find_first_difference(*stages, recorded_differences(*stages))
+    assert (difference.step, [cause.name for cause in difference.causes]) == (3, ["model.dropout", "optim.lr"])
 
 
 def test_a_fact_that_cannot_act_is_named_and_never_the_cause(twins, tmp_path, shards):
@@ -204,4 +204,4 @@ def test_a_fact_that_cannot_act_is_named_and_never_the_cause(twins, tmp_path, sh
     stages = [read_run(folder).stages[0] for folder in (twins[0], second)]
     (difference,) = recorded_differences(*stages)
     assert difference.known.effect is Effect.NONE
-    assert not part(*stages, [difference]).suspects
+    assert not find_first_difference(*stages, [difference]).causes
