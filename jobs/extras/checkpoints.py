@@ -14,7 +14,7 @@ import typer
 
 import models
 from data.errors import CheckpointError, UsageError
-from data.files import whole_file
+from data.files import atomic_file
 from jobs.commands.arguments import Debug
 from jobs.commands.checkpoints import SavedRun
 from jobs.commands.stored_runs import OpenedRun, opened
@@ -236,7 +236,7 @@ def export_weights(path: SavedRun, target: Target, step: Step = None, _debug: De
 
         target = target.resolve()
         target.mkdir(parents=True, exist_ok=True)
-        models.save_weights(export(folder, model), target, model, writing=whole_file, **exported_with)
+        models.save_weights(export(folder, model), target, model, writing=atomic_file, **exported_with)
         # If the target is a stage's folder, keep its done.json: the digest there then detects the replaced weights.
         if not (target / artifacts.DONE).exists():
             exported = run.in_words(str(folder))

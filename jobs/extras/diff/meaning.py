@@ -24,13 +24,13 @@ from jobs.extras.history import flat, read_run
 from jobs.extras.studies import table as sweep
 from jobs.recipe.references import source_of
 from jobs.resolved_recipe import Available, Campaign, Kinds, Stage, StageKind, reference
-from jobs.stages import evaluate
+from jobs.stages import evaluate, fewshot
 from models.configs import ModelConfig, ViTConfig, from_dict
 from pipeline import config
 from pipeline.optimization import learning_rate
 from pipeline.training_data import steps_of
 
-EVALUATING = (evaluate.Evaluate.name, evaluate.FewShot.name)
+EVALUATING = (evaluate.Evaluate.name, fewshot.FewShot.name)
 NONE = "none"  # value of a fact that is known to be absent
 # Evaluation protocols with their own settings, which matter only if the protocol is used.
 WITH_SETTINGS = ("fewshot", "linear", "knn", "logistic")

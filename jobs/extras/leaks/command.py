@@ -47,7 +47,7 @@ def leaks(
 
     from data.extras.leaks.report import lines, write_page
     from data.extras.leaks.search import DOCUMENT, find_leaks
-    from data.files import write_whole
+    from data.files import write_atomically
     from data.index.document import SUFFIX, load_index
     from jobs.cluster_config import cores
 
@@ -108,7 +108,7 @@ def leaks(
 
     # 3. Summarize leaks.json for people: a report, a page, and the command that excludes the leaks from each set.
     report = lines(found_leaks, train_sets, test_sets)
-    write_whole(folder / REPORT, "\n".join(report) + "\n")
+    write_atomically(folder / REPORT, "\n".join(report) + "\n")
     write_page(folder / PAGE, found_leaks, train_sets, test_sets, fetched_by)
 
     for line in report:
