@@ -56,7 +56,9 @@ def test_a_step_that_has_no_room_is_told_with_the_worker_and_what_is_free() -> N
 
 def test_a_clock_is_named_that_is_more_than_a_second_off() -> None:
     arrivals = [Arrival(worker(rank), clock_s, True) for rank, clock_s in enumerate((100.0, 100.9, 97.5))]
-    assert logged(arrivals, claimed=100.5)[0].startswith("the clock of worker 2 on n2 is 2.5 s behind the clock of worker 0")
+    assert logged(arrivals, claimed=100.5)[0].startswith(
+        "the clock of worker 2 on n2 is 2.5 s behind the clock of worker 0"
+    )
     assert len(logged(arrivals, claimed=100.5)) == 1
     assert logged(arrivals[:2], claimed=110.0) == [
         "the clock of worker 0 on n0 is at least 10.0 s behind the driver's; synchronise them with NTP"

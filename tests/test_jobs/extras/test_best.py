@@ -19,8 +19,9 @@ def test_the_metric_must_be_one_and_what_it_is_of_is_in_the_key(recipe: Path):
     assert len({plain, key(*kept), key(*kept, "pretrain.evaluate_every=4"), key(*kept, "pretrain.patience=1")}) == 4
     with pytest.raises(ConfigError) as error:
         key(*kept, "pretrain.keep_best=acuracy")
-    assert "pretrain.keep_best is acuracy, which its evaluations will not have; did you mean 'accuracy'?" in str(
-        error.value
+    assert (
+        "pretrain.keep_best is acuracy, which the stage's evaluations do not report; did you mean 'accuracy'?"
+        in str(error.value)
     )
     assert "expected one of accuracy" in str(error.value)
 

@@ -36,7 +36,7 @@ def run(made, tmp_path) -> Path:
         (
             ["checkpoints", "diff", "RUN", "RUN"],
             64,
-            "what has changed from the first to the second: diff RUN --with RUN",
+            "changes from the first to the second, type: diff RUN --with RUN",
         ),
         (["checkpoints", "export", "RUN", "--to", "FILE"], 64, "--to FILE is a file\n  expected a folder"),
         (["replay", "RUN", "step=3", "--to", "FILE"], 64, "--to FILE does not end in .npz"),
@@ -67,9 +67,9 @@ def test_what_a_stranger_types_first_is_refused_with_what_to_type_next(run, caps
 def test_verify_names_the_bad_one_and_exits_74(run, capsys) -> None:
     assert main(["checkpoints", "verify", str(run)]) == 74
     out, err = capsys.readouterr()
-    assert f"{stage(run).name}/step-0000000012  whole" in out and "/step-0000000008  BAD: " in out
+    assert f"{stage(run).name}/step-0000000012  intact" in out and "/step-0000000008  DAMAGED: " in out
     assert "rank-00001.safetensors: its sha256 is not the manifest's" in out
-    assert "bad checkpoints: 1" in err and len(committed(stage(run) / "checkpoints")) == 3
+    assert "damaged checkpoints: 1" in err and len(committed(stage(run) / "checkpoints")) == 3
 
 
 def test_inspect_prints_the_manifest_and_every_parameter(run, capsys) -> None:

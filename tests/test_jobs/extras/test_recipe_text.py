@@ -49,5 +49,5 @@ def test_with_fields_changes_a_copy_and_makes_missing_sections():
 
 @pytest.mark.quick
 def test_with_fields_refuses_a_path_through_a_value():
-    with pytest.raises(ConfigError, match=r"p sets optim\.lr, and optim is 3, no section"):
+    with pytest.raises(ConfigError, match=r"p sets optim\.lr, but optim is 3, not a section"):
         with_fields({"optim": 3}, {"optim.lr": 2}, "p")

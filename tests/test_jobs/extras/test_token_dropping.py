@@ -29,10 +29,10 @@ def test_plan_counts_what_is_left_out_and_names_the_phases(recipe, capsys):
     model = loaded.stage("pretrain").model
     whole = 24 * 16 * 6 * models.macs_of(model)
     flops = flops_of(loaded.stage("pretrain").config.phases(24, model), model, range(24), 16)
-    assert f"{flops / whole:.2f} × the {whole / 1e18:.4g} of whole images" in text
-    assert "thinned steps 0 … 9: 16 px, 2 of 4 patches\n" in text
-    assert "thinned steps 10 … 17: 24 px, 4 of 9 patches\n" in text
-    assert "thinned steps 18 … 23: 24 px\n" in text
+    assert f"{flops / whole:.2f} × the {whole / 1e18:.4g} with whole images" in text
+    assert "phase   steps 0 … 9: 16 px, 2 of 4 patches\n" in text
+    assert "phase   steps 10 … 17: 24 px, 4 of 9 patches\n" in text
+    assert "phase   steps 18 … 23: 24 px\n" in text
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def test_what_cannot_be_analysed_is_refused_by_name(tmp_path, photos, capsys):
     assert "found family axial" in capsys.readouterr().err
     weights = saved(tmp_path)
     assert main(["analyze", weights, str(photos / "notes.txt"), *output]) == 64
-    assert "expected image files (jpg, jpeg, png, webp), folders of them or tar shards" in capsys.readouterr().err
+    assert "expected image files (jpg, jpeg, png, webp), folders of images or tar shards" in capsys.readouterr().err
     assert main(["analyze", weights, str(photos), *output, "--limit", "0"]) == 64
     assert main(["analyze", weights, str(photos / "absnt.png"), *output]) == 64
     assert main(["analyze", weights, str(photos / "absent.png"), *output]) == 64

@@ -92,7 +92,7 @@ def test_what_is_judged_beside_training_is_what_the_loop_would_have_judged(loop,
     assert where(loop) == dict.fromkeys((16, 32, 40), "training")
     log = (stage(run) / "log.txt").read_text()
     assert log.count("evaluate step 16  accuracy 0.") == log.count("evaluate step 32  accuracy 0.") == 1
-    assert "beside training, on " in log and "evaluated in the loop" not in log
+    assert "during training, on " in log and "evaluated in the loop" not in log
     assert (stage(loop) / "log.txt").read_text().count("evaluated in the loop: ") == 1, "its price, once"
     kept = {folder: {step_of(path) for path in committed(stage(folder) / "checkpoints")} for folder in (run, loop)}
     assert kept[run] >= {16, 32}, "committed first"
@@ -129,7 +129,7 @@ def test_an_evaluator_that_dies_or_hangs_costs_training_nothing(how, cause, loop
     assert finish(run, *EVERY_16, *sets, SPARE, stall, patch=f"evaluator_dies {how}") == 0, said(run)
     assert_same(run, loop)
     assert judged(run) == judged(loop) and where(run)[16] == "spare"
-    assert f"evaluate step 16: the process beside training failed ({cause}" in said(run), said(run)
+    assert f"evaluate step 16: the spare worker failed ({cause}" in said(run), said(run)
     assert "1 of 3 times" in said(run) and "restarting" not in said(run)
     assert len(list(run.parent.glob("struck-*"))) == 1 and not (stage(run) / "incidents.txt").exists()
 
@@ -141,7 +141,7 @@ def test_an_evaluator_that_always_dies_is_given_up_with_words(loop, run, sets) -
     assert judged(run)[40] == judged(loop)[40]
     failed = {record["step"] for record in read_metrics(stage(run), "evaluate_failed")}
     assert 16 in failed and failed | judged(run).keys() == {16, 32, 40}
-    assert "evaluate step 16 FAILED beside training (killed by SIGKILL)" in said(run), said(run)
+    assert "evaluate step 16 FAILED on a spare worker (killed by SIGKILL)" in said(run), said(run)
 
 
 def wait_for(claim: Callable[[], object], process: Any) -> None:
@@ -156,12 +156,12 @@ def wait_for(claim: Callable[[], object], process: Any) -> None:
 def test_what_was_asked_for_is_judged_by_the_next_command(number, exit_code, loop, run, sets) -> None:
     """Training has ended, and waits for its evaluations; then the driver is killed, or asked to stop."""
     process = start(run, *EVERY_16, *sets, SPARE, patch="slow_evaluator")
-    wait_for(lambda: "waiting for the evaluations of steps 16, 32" in said(run), process)
+    wait_for(lambda: "for the evaluation of steps 16, 32" in said(run), process)
     os.kill(process.pid, number)
     process.join(60)
     assert process.exitcode == exit_code, said(run)
     assert requested_steps(stage(run)) == [16, 32] and judged(run).keys() == {40}
-    assert exit_code != 75 or "the evaluations of steps 16, 32 have not; run the same command again" in said(run)
+    assert exit_code != 75 or "not the evaluation of steps 16, 32; run the same command again" in said(run)
     (run.parent / "go").touch()
     assert finish(run, *EVERY_16, *sets, SPARE, patch="slow_evaluator") == 0, said(run)
     assert_same(run, loop)
@@ -301,7 +301,7 @@ def test_spikes_are_searched_one_after_the_other_and_what_they_name_is_masked_on
     named = {"is_spike": True, "is_found": True, "rows": [5], "samples": [sample], "value_without": 0.25}
     innocent = {"is_spike": True, "is_found": False, "rows": [1, 2, 3], "samples": []}
     died = WorkerGroupError(0, "n1", "killed by SIGKILL", exit_code=70)
-    places = Scripted(named, died, NoPlace("somebody wants the place"), innocent)
+    places = Scripted(named, died, NoPlace("another job needs the resources"), innocent)
     made = Stage(tmp_path, places)
     made.evaluations.cfg = FullConfig(steps=100, health=HealthConfig(on_spike="bisect"))
     made.evaluations.task = {"config": {}, "job": {}, "hooks": {SEARCH: {}}}
@@ -334,11 +334,11 @@ def test_spikes_are_searched_one_after_the_other_and_what_they_name_is_masked_on
     assert [step for step, _ in places.searched] == [20, 22, 24, 24]
     assert [masked for _, masked in places.searched] == [[], *[[[0, 0, 7, 8]]] * 3]
     said = "\n".join(made.said)
-    assert "step 20: its spike goes with 1 sample, without which grad_norm is 0.25: a.tar k7; masked" in said
-    assert "step 22: the search beside training FAILED (killed" in said
-    assert "step 24: no single sample is behind its spike, 3 are at the least: nothing is masked" in said
+    assert "step 20: its spike is caused by 1 sample, without which grad_norm is 0.25: a.tar k7; masked" in said
+    assert "step 22: the search on a spare worker FAILED (killed" in said
+    assert "step 24: no single sample causes its spike, at least 3 do: nothing is masked" in said
     made.evaluations.finish()
-    assert "step 26: not searched to its end, training has ended" in made.said
+    assert "step 26: search cancelled because training has ended" in made.said
     assert sorted(path.name for path in (tmp_path / "searches").iterdir()) == [
         f"step-00000000{step}.json" for step in (20, 22, 24, 26)
     ]
@@ -363,12 +363,14 @@ def test_a_step_that_was_never_committed_is_not_waited_for(tmp_path) -> None:
 def test_a_place_that_is_wanted_and_a_death_put_off_and_a_refusal_does_not(tmp_path) -> None:
     death = WorkerGroupError(0, "n1", "killed by SIGKILL")
     refusal = WorkerGroupError(0, "n1", "DataError: torn", exit_code=65, kind="DataError")
-    made = Stage(tmp_path, Scripted(NoPlace("somebody wants the place"), death, None, refusal, death, death, death))
+    made = Stage(
+        tmp_path, Scripted(NoPlace("another job needs the resources"), death, None, refusal, death, death, death)
+    )
     made.commit(10)
     for _ in range(3):
         made.evaluations.poll()
     assert made.answers() == {10: "evaluate"}
-    assert "put off, somebody wants the place" in made.said[0] and "1 of 3 times" in made.said[1]
+    assert "postponed, because another job needs the resources" in made.said[0] and "1 of 3 times" in made.said[1]
     made.commit(20)
     made.evaluations.poll()
     assert made.answers() == {20: "evaluate_failed"} and (made.attempt / async_evaluation.SPARE_FILE).exists()
@@ -398,7 +400,7 @@ def test_nor_does_the_command_prune_it(tmp_path, monkeypatch, capsys) -> None:
 
 
 def test_in_the_end_nothing_is_left_of_what_waited_or_was_put_off(tmp_path) -> None:
-    made = Stage(tmp_path, Scripted(NoPlace("somebody wants the place"), None))
+    made = Stage(tmp_path, Scripted(NoPlace("another job needs the resources"), None))
     made.commit(10, 20, 30, 40, 50)
     for step in (30, 40, 50):
         async_evaluation.withdraw(tmp_path, step)
@@ -453,7 +455,7 @@ def test_an_answer_stays_until_the_disk_has_taken_its_record(tmp_path, monkeypat
     with monkeypatch.context() as patched:
         patched.setattr(Telemetry, "_append", lambda *args: False)
         made.evaluations.report_records()
-    assert "refused the records of evaluations" in made.said[-1] and "step-0000000010.json" in made.said[-1]
+    assert "could not write evaluation results" in made.said[-1] and "step-0000000010.json" in made.said[-1]
     made.evaluations.report_records()
     assert [record["step"] for record in read_metrics(tmp_path, "evaluate_skipped")] == [10]
     assert async_evaluation.records(tmp_path) == []
@@ -521,7 +523,7 @@ def test_a_borrowed_place_of_ray_goes_to_whoever_asks_and_a_dead_evaluator_is_na
                 assert nodes_of(cluster).room() == cpus, "for a larger worker group it is free"
                 asked_for.append(placement_group([{"CPU": 1}] * cpus))
             if place.is_wanted():
-                raise NoPlace("somebody wants the place")
+                raise NoPlace("another job needs the resources")
 
         with pytest.raises(NoPlace):
             run_until("wanted", ask)

@@ -32,26 +32,26 @@ PLANTED = [
     (I21K, "pretrain.optim.schedule.end=0", "learning-rate schedule and its end", "1e-5 and not at 0"),  # 2.1, 2.3
     (JFT, "pretrain.optim.schedule.decay=cosine", "learning-rate schedule and its end", "table 3"),  # 2.1
     (JFT, "pretrain.optim.schedule.warmup_steps=500", "warm-up", "10,000 steps"),  # 2.1
-    (I1K, "pretrain.optim.weight_decay=9e-4", "weight decay", "in big_vision's convention"),  # 2.2: 0.3 · lr 3e-3
+    (I1K, "pretrain.optim.weight_decay=9e-4", "weight decay", "big_vision's convention"),  # 2.2: 0.3 · lr 3e-3
     (I21K, "pretrain.optim.head_weight_decay=3", "weight decay", "3 on the head"),  # 2.6
     (I1K, "pretrain.optim.lr=3e-4", "peak learning rate", "3e-3"),  # 2.1
     (I1K, "pretrain.data.augment={min_area: 0.08}", "training crop", "RandomResizedCrop keeps 8 %"),  # 2.5
     (I1K, "pretrain.data.augment.flip=false", "flip", "bd20fee"),  # 2.4
     (I1K, "pretrain.data.preprocess=null", "preprocessing at evaluation", "resize_small(256)"),  # 2.5
     (I21K, "pretrain.loss=softmax", "loss", "issue 34"),  # 1.5
-    (I21K, "pretrain.model.head_bias=0", "head, and its first values", "-10"),  # 1.5
-    (I1K, "pretrain.model.representation=null", "head, and its first values", "tanh"),  # 1.5
+    (I21K, "pretrain.model.head_bias=0", "head and its initialization", "-10"),  # 1.5
+    (I1K, "pretrain.model.representation=null", "head and its initialization", "tanh"),  # 1.5
     (I1K, "pretrain.label_smoothing=0.1", "label smoothing", "issue 89"),  # 2.1
     (I1K, "pretrain.passes=90", "images seen", "384,348,160"),  # 2.1
     (JFT, "pretrain.optim.clip=1", "gradient clipping", "ImageNet alone"),  # 2.1
-    (JFT, "pretrain.data.max_labels=1", "labels of an image", "several labels"),  # 2.1
+    (JFT, "pretrain.data.max_labels=1", "labels per image", "several labels"),  # 2.1
     (JFT, "pretrain.model.dropout=0.1", "dropout", "84.53"),  # 1.3, 2.4
-    (I1K, "pretrain.optim.beta2=0.95", "averages of the optimizer", "0.999"),  # 2.1
+    (I1K, "pretrain.optim.beta2=0.95", "optimizer betas, eps and momentum", "0.999"),  # 2.1
     (TRANSFER, "resize.image_size=224", "resolution", "81.2 %"),  # 2.4
     (TRANSFER, "finetune.optim.name=adam", "optimizer", "table 7"),  # 2.7, D.1
     (TRANSFER, "finetune.steps=1000", "images seen", "CIFAR 10,000"),  # 2.4
-    (TRANSFER, "finetune.new_head=false", "head, and its first values", "zeros"),  # 1.5
-    (L16, "finetune-imagenet.polyak=0", "weights that are handed on", "0.9999"),  # 2.4
+    (TRANSFER, "finetune.new_head=false", "head and its initialization", "zero-init"),  # 1.5
+    (L16, "finetune-imagenet.polyak=0", "exported weights", "0.9999"),  # 2.4
     (BEYER, "pretrain.mixup=0", "RandAugment and mixup", "73.6"),  # 2.6
     (BEYER, "pretrain.model={pool: token, class_slot: false}", "pooling", "76.9"),  # 2.6
     (BEYER, "pretrain.model.positions=learned", "position embeddings", "75.0"),  # 2.6
@@ -59,7 +59,7 @@ PLANTED = [
     (I1K, "pretrain.model.patch=32", "model", "80.73"),  # 1.7
     (I21K, "pretrain.model.classes=19167", "training data", "21,843"),  # winter21 has fewer, docs/data-sets.md
     (B16, "real.preprocess=resize(384)", "preprocessing at evaluation", "configs/transfer.py"),  # 2.5
-    (B16, "fewshot.probe.l2=1", "protocol of the evaluation", "l2 1024"),  # 4
+    (B16, "fewshot.probe.l2=1", "evaluation protocol", "l2 1024"),  # 4
     (I1K, "pretrain.precision=fp32", "precision", "float32"),
     (I1K, "pretrain.seed=1", "seed", "seed"),
     (TRANSFER, "finetune.sweep.seeds=[0]", "number of runs", "three"),  # 2.4
@@ -157,13 +157,13 @@ def test_a_written_out_recipe_is_the_recipe_and_a_run_is_compared_with_one(tmp_p
     assert main(["run", str(recipe), "pretrain.steps=6", "pretrain.seed=4"]) == 0
     capsys.readouterr()
     lines = lines_of(capsys, str(tmp_path / "run"), str(recipe))
-    assert subjects(lines) == ["images seen", "seed"] and "96; there 384" in lines[1]
+    assert subjects(lines) == ["images seen", "seed"] and "96; other: 384" in lines[1]
     assert subjects(lines_of(capsys, str(tmp_path / "run"), str(tmp_path / "run" / "pretrain"))) == []
 
 
 def test_of_another_family_the_name_is_to_be_typed(capsys):
     text = "\n".join(lines_of(capsys, "table3/bit_jft300m", JFT))
-    assert "family bit; there vit\n    type   pretrain.model=B/16\n" in text and "model.family=" not in text
+    assert "family bit; other: vit\n    type   pretrain.model=B/16\n" in text and "model.family=" not in text
 
 
 def test_what_cannot_be_compared_is_said(tmp_path, capsys):
@@ -175,4 +175,4 @@ def test_what_cannot_be_compared_is_said(tmp_path, capsys):
     assert main(["diff", mine, str(only_shards)]) == 64
     assert "neither trains" in capsys.readouterr().err
     assert main(["diff", mine, TRANSFER]) == 64
-    assert "of the kind finetune" in capsys.readouterr().err
+    assert "of kind finetune" in capsys.readouterr().err

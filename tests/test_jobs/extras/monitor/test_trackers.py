@@ -152,8 +152,10 @@ CLIENTS = {
     "hangs": "import time; time.sleep(60)",
 }
 SAID = {
-    "fails": ["wandb: RuntimeError: no route to host; the run goes on, and is shown again when that has passed"],
-    "hangs": ["wandb: no answer within 0.5 s, and the end is not waited for"],
+    "fails": [
+        "wandb: RuntimeError: no route to host; the run continues, and monitoring resumes once the problem is gone"
+    ],
+    "hangs": ["wandb: no answer within 0.5 s; the last values may be missing"],
 }
 
 

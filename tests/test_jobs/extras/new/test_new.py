@@ -208,8 +208,8 @@ def test_weights_are_fine_tuned_with_a_new_head(tmp_path, capsys):
         == 0
     )
     for words, message in (
-        (["--init", "nowhere"], "there are no weights"),
-        (["--init", "weights", "--model", "S/16"], "leave out --model"),
+        (["--init", "nowhere"], "contains no weights"),
+        (["--init", "weights", "--model", "S/16"], "omit --model"),
     ):
         assert main(["new", str(folder), "--output", "other.yaml", *words]) != 0
         assert message in capsys.readouterr().err and not Path("other.yaml").exists()
@@ -226,14 +226,14 @@ def test_a_recipe_that_is_there_stays(tmp_path, capsys):
 def test_a_model_that_is_named_gets_an_image_size_of_64_patches_or_more(tmp_path, capsys):
     folder = class_folders(tmp_path / "input", three_digits())
     new(folder, "--model", "mu/8", "--minutes", "0.0001")
-    assert "longer than --minutes asks for: fewer than 10 steps train nothing" in capsys.readouterr().out
+    assert "longer than --minutes: fewer than 10 steps would train nothing" in capsys.readouterr().out
     Path("recipe.yaml").unlink()
     stage = new(folder, "--model", "mu/8").stages[-1]
     assert stage.model == models.config_of("mu/8", 64, 3)
     # Every line of the recipe that holds a choice gives its reason.
     text = Path("recipe.yaml").read_text()
     assert 20 <= len(text.splitlines()) <= 36
-    assert re.search(r"\n    # RandAugment needs more passes .*\n    augment: ", text)
+    assert re.search(r"\n    # no RandAugment, which needs more passes .*\n    augment: ", text)
     for key in ("model", "lr", "schedule", "steps", "micro_batch"):
         assert re.search(rf"^ *{key}: .*  # ", text, re.MULTILINE), key
 
@@ -276,15 +276,15 @@ def test_odd_folders_are_read_or_refused_with_what_to_do(tmp_path, capsys):
             0,
             "日本 犬 8",
         ),
-        ("one-each", {f"{name}/1.jpg": grey for name in "abcdefghijkl"}, 0, "too few images of most classes"),
-        ("corrupt", {**several, "a/9.jpg": cut}, 0, "1 of 17 that were opened cannot be read: 1 × truncated, first "),
+        ("one-each", {f"{name}/1.jpg": grey for name in "abcdefghijkl"}, 0, "most classes have too few images"),
+        ("corrupt", {**several, "a/9.jpg": cut}, 0, "1 of 17 opened images cannot be read: 1 × truncated, first "),
         ("wrapped/deep/photos", {f"train/{name}": content for name, content in several.items()}, 0, "16 images of 2"),
         ("gifs", {**several, "a/x.gif": b"GIF"}, 0, "1 × .gif: no jpg, jpeg, png, webp"),
         (
             "hidden",
             {**several, "a/.ipynb_checkpoints/1-checkpoint.jpg": grey, "b/._1.jpg": grey},
             0,
-            "(a 8, b 8), 16 × 16 px in the middle\n  2 files are hidden, and are left out",
+            "(a 8, b 8), median size 16 × 16 px\n  2 files are hidden, and are left out",
         ),
         ("beside", {**several, "x.jpg": grey}, 0, "1 images lie in no class's folder"),
         ("competition", {**{f"train/{name}": grey for name in several}, "test/1.jpg": grey}, 0, "is not evaluated on"),
@@ -328,7 +328,10 @@ def test_odd_folders_are_read_or_refused_with_what_to_do(tmp_path, capsys):
 def test_images_without_labels_are_said_to_be_trained_without_classes_and_how_to_get_some(tmp_path, capsys):
     photos = class_folders(tmp_path / "photos", three_digits())
     cases = [
-        (photos / "eins", f"if it is one class, and 'null', 'zwei' beside it others, type python -m jobs new {photos}"),
+        (
+            photos / "eins",
+            f"if it is one class and 'null', 'zwei' next to it are others, type python -m jobs new {photos}",
+        ),
         (flat_folder(tmp_path / "alone" / "flat", three_digits()), "for classes sort the images into a sub-folder"),
         (paths_alone(tmp_path / "table", three_digits()), "for classes give the table a column label"),
         (tars(tmp_path / "tars", three_digits(), lambda _: {}), "for classes put a .cls or .json"),
@@ -336,7 +339,7 @@ def test_images_without_labels_are_said_to_be_trained_without_classes_and_how_to
     for place, how in cases:
         new(place)
         said = capsys.readouterr().out
-        assert "no labels: masked patch prediction is trained" in said and how in said, place
+        assert "no labels: masked patch prediction learns features" in said and how in said, place
         Path("recipe.yaml").unlink()
     new(cases[0][0], "--unlabelled")
     assert "no labels" not in capsys.readouterr().out, "it was asked for"
@@ -377,5 +380,5 @@ def test_sizes_are_the_middle_ones_and_greys_count_as_images(tmp_path, capsys):
         path.parent.mkdir(parents=True, exist_ok=True)
         cv2.imwrite(str(path), np.full((height, width), number, np.uint8))
     stage = new(tmp_path / "mixed").stages[-1]
-    assert "12 images of 2 classes (a 6, b 6), 400 × 300 px in the middle" in capsys.readouterr().out
+    assert "12 images of 2 classes (a 6, b 6), median size 400 × 300 px" in capsys.readouterr().out
     assert stage.model.image_size == (64, 64)

@@ -68,7 +68,7 @@ def test_what_is_well_is_ok_and_says_its_figures() -> None:
         assert figure in text, f"{figure} in\n{text}"
     for figure in ("100.0 GB free, 12.0 GB needed", "9.3 GiB free on n0 for 1 worker, about 2.8 GiB", "40.0 MB/s read"):
         assert figure in text, f"{figure} in\n{text}"
-    assert "/run/packed: not there yet" in text
+    assert "/run/packed: not checked" in text
 
 
 def ill(change: str) -> list[CheckResult]:
@@ -92,8 +92,8 @@ def ill(change: str) -> list[CheckResult]:
         ('workers.1.identity.device = "H100"', "workers", "WARN", "worker 1 on n1 has device H100"),
         ('workers.1.identity.driver = "550.1"', "workers", "WARN", "has GPU driver 550.1"),
         ("workers.1.machine.gpus_present = 8", "GPUs", "WARN", "0 asked for, 8 on the workers' nodes"),
-        ("workers.1.folder.sees_driver = false", "run folder", "FAIL", "worker 1 on n1 does not see what the driver"),
-        ("workers.1.folder.is_answered = false", "run folder", "FAIL", "the driver does not see what worker 1 on n1"),
+        ("workers.1.folder.sees_driver = false", "run folder", "FAIL", "worker 1 on n1 does not see files that the driver"),
+        ("workers.1.folder.is_answered = false", "run folder", "FAIL", "the driver does not see files that worker 1 on n1"),
         ('workers.0.folder.lacks = ["no locks"]', "run folder", "FAIL", "worker 0 on n0: no locks"),
         ("workers.2.folder.skew_s = -2.5", "clocks", "WARN", "worker 2 on n2 is 2.5 s behind the driver's, give"),
         ("workers.2.folder.skew_s = null", "clocks", "WARN", "not measured"),
@@ -120,7 +120,7 @@ def test_what_is_not_well_is_named_with_its_place_and_a_remedy(change, subject, 
 def test_memory_is_not_well_where_the_step_could_not_be_traced() -> None:
     needs = dataclasses.replace(REQUIREMENTS, stages=[dataclasses.replace(STAGE, memory_bytes=None)])
     result = of(check_report(report(), needs), "memory")
-    assert result.level == "WARN" and "without the steps of pretrain, which could not be traced" in result.text
+    assert result.level == "WARN" and "not included: pretrain, whose steps could not be traced" in result.text
 
 
 def test_of_a_run_in_an_object_store_no_shared_folder_is_asked_for(tmp_path) -> None:
@@ -151,7 +151,7 @@ def test_a_node_without_a_worker_is_looked_at_as_well(change, subject, said) -> 
     changed["spares"].append(spare)
     results = check_report(changed, REQUIREMENTS)
     assert {result.level for result in results} == {"OK"}
-    assert of(results, "workers").text == "3 on 3 nodes (n0: 0, n1: 1, n2: 2), on cpu; 1 spare node looked at too"
+    assert of(results, "workers").text == "3 on 3 nodes (n0: 0, n1: 1, n2: 2), on cpu; 1 spare node checked too"
 
     for part, values in change.items():
         for key, value in values.items():
@@ -173,4 +173,4 @@ def test_a_worker_that_wants_a_gpu_and_has_none_fails() -> None:
     needs = Requirements(3, gpus_per_worker=1, code="a" * 64, stages=[], sets={})
     result = of(check_report(report(), needs), "GPUs")
     assert (result.level, result.exit_code) == ("FAIL", ExitCode.UNAVAILABLE)
-    assert "3 asked for, 0 on the workers' nodes; worker 0 on n0 (and 2 more) computes on the CPU" in result.text
+    assert "3 requested, 0 on the workers' nodes; without a GPU: worker 0 on n0 (and 2 more)" in result.text

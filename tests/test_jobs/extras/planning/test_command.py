@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[4]
         (["plan", "--price", "0"], 78, "--price is 0, expected more than 0"),
         (["plan", "--mtbf", "-1"], 78, "--mtbf is -1, expected more than 0"),
         (["trial", "--stage", "pretran"], 78, "the recipe has no stage 'pretran'"),
-        (["trial", "--stage", "resize"], 78, "resize is a stage of kind resize, which takes no steps"),
+        (["trial", "--stage", "resize"], 78, "resize is a stage of kind resize, which does not train"),
     ],
 )
 def test_refusals(words, code, message, recipe, capsys):

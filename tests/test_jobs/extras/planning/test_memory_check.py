@@ -36,7 +36,7 @@ def test_patches_that_are_left_out_to_the_end_are_said_and_nothing_is_refused_fo
     limited += ["finetune.micro_batch=4", "pretrain.thinning.patch_dropout=0.5"]
     assert main(["plan", str(recipe), *limited]) == 0
     said = capsys.readouterr().out
-    assert "(checkpoint_blocks=0); of whole images, which patch dropout leaves out to the end: a worker needs" in said
+    assert "(checkpoint_blocks=0); for whole images, which patch dropout never uses here: the actual need" in said
     assert "pretrain: whether it fits cluster.gpu_memory_gb=5 is not known with patch dropout" in said
     # Where the last steps see whole images, they count.
     assert main(["plan", str(recipe), *limited, "pretrain.thinning.patch_dropout_until=0.9"]) == 78
@@ -49,10 +49,8 @@ def test_of_a_compiled_step_the_need_is_not_known_and_nothing_is_refused_for_it(
     limited += ["finetune.micro_batch=4", "pretrain.compile=true"]
     assert main(["plan", str(recipe), *limited]) == 0
     said = capsys.readouterr().out
-    assert (
-        "memory  not known: the step is not traced with compile: true" in said and "of pretrain it is not known" in said
-    )
-    assert "pretrain: whether it fits cluster.gpu_memory_gb=5 is not known: the step is not traced with" in said
+    assert "memory  unknown: the step is not traced with compile: true" in said and "unknown for pretrain" in said
+    assert "pretrain: cannot tell whether it fits cluster.gpu_memory_gb=5: the step is not traced with" in said
 
     stage = load(recipe, limited).stage("pretrain")
     assert memory.need_if_traced(stage.config, stage.model, 2, is_gpu=True) is None

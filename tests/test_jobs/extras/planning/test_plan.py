@@ -42,4 +42,4 @@ def test_plan_names_what_is_missing_and_ends_as_run_does_unless_asked(recipe, ca
     assert main(["plan", str(recipe), *missing, "--without-data"]) == 0
     out = capsys.readouterr().out
     assert "  MISSING fewshot.probe.test: /neither" in out
-    assert out.endswith("planned without 2 missing inputs: until they are there `run` ends with exit code 65\n")
+    assert out.endswith("planned without 2 missing inputs: until they exist, `run` ends with exit code 65\n")

@@ -55,14 +55,14 @@ def test_plan_multiplies_a_trial_and_adds_saves_evaluations_and_failures(recipe,
     expected_s = 24_000 * 0.1 + 3000 * 0.02 + images / (3 * 160)
     assert main(["plan", str(recipe), *long]) == 0
     said = capsys.readouterr().out
-    assert "(measured 2030-01-01; Abacus, 1.5 GiB at most)" in said
+    assert "(measured 2030-01-01; Abacus, at most 1.5 GiB)" in said
     assert (
         "100 ms a step on 2 workers: compute 80 ms, storage 0.00 ms, decode 20 ms, transfer 0.00 ms; 160 images/s"
         in said
     )
     minutes, seconds = divmod(int(expected_s), 60)
     assert f"  finish  {minutes}m{seconds:02}s for 24,000 steps and evaluations (0s, a third of" in said
-    assert f"; {2 * expected_s / 3600:,.1f} worker-hours (--price 2.5 says what they cost)" in said
+    assert f"; {2 * expected_s / 3600:,.1f} worker-hours (--price 2.5 adds the cost)" in said
     assert "with" not in lines_of(said, "time ")[0]
     # A failure every half hour: Young's interval is √(2 · 0.02 · 1,800) = 8.5 s of work, 85 steps.
     assert main(["plan", str(recipe), *long, "--mtbf", "0.5", "--price", "2"]) == 0
@@ -88,10 +88,10 @@ def test_plan_says_what_it_assumes_of_a_world_that_was_not_tried(recipe, tried, 
 def test_a_trial_of_other_workers_is_not_gone_by(recipe, tried, capsys):
     assert main(["plan", str(recipe), "cluster.cpus_per_worker=4"]) == 0
     said = capsys.readouterr().out
-    assert "time    not known: type python -m jobs trial RECIPE, which takes 30 steps of each stage, or --gpu" in said
-    assert "\ncost    not known without the time\n" in said
+    assert "time    unknown: type python -m jobs trial RECIPE to measure 30 steps of each stage, or --gpu" in said
+    assert "\ncost    unknown without the time\n" in said
     assert main(["plan", str(recipe), "cluster.gpus_per_worker=1"]) == 0
-    assert "a GPU's peak is of bf16, and this stage computes in fp32; type python -m jobs" in capsys.readouterr().out
+    assert "estimates assume bf16, but this stage computes in fp32; type python -m jobs" in capsys.readouterr().out
 
 
 def test_an_estimate_is_a_range_and_says_that_it_is_one(recipe, capsys):
@@ -108,6 +108,6 @@ def test_an_estimate_is_a_range_and_says_that_it_is_one(recipe, capsys):
     least, most, money = (float(text.replace(",", "")) for text in hours.groups())
     assert least == pytest.approx(2 * least_h, rel=0.01) and most == pytest.approx(2 * least, rel=0.01)
     assert money == pytest.approx(2 * least, rel=0.01)
-    assert "20 to 40 % of the peak of 2 H100; python -m jobs trial RECIPE measures it" in said
+    assert "20 to 40 % of the peak performance of 2 H100; python -m jobs trial RECIPE measures it" in said
     assert re.match(r"fits    yes: finetune needs the most, .* a worker of 79\.1 GiB \(an H100\)\n", said)
     assert loaded.cluster.most == 2

@@ -60,7 +60,7 @@ def test_a_trial_of_a_run_in_a_bucket_saves_there_and_keeps_its_document_there_a
         words = [str(recipe), "run=s3://images/runs/tried", f"cluster.scratch={tmp_path / 'scratch'}"]
         try:
             assert main(["trial", *words, "--stage", "pretrain"]) == 0
-            assert "a save holds up" in capsys.readouterr().out
+            assert "a save pauses training" in capsys.readouterr().out
             kept = load(recipe, words[1:]).storage.list()
             assert [name.partition("-")[2] for name in kept] == ["2.json"], kept
             # Another machine, with a disk of its own, goes by it.
@@ -113,7 +113,7 @@ def test_where_it_does_not_fit_the_first_line_says_so(recipe, capsys):
     # Traces are made by hand (conftest.py): a GiB, and as much at the start.
     limited = ["cluster.gpus_per_worker=1", "cluster.gpu_memory_gb=0.5"]
     assert main(["plan", str(recipe), *limited]) == 78
-    assert capsys.readouterr().out.startswith("fits    NO: of pretrain, finetune a worker needs more than there is\n")
+    assert capsys.readouterr().out.startswith("fits    NO: not enough memory for a worker of pretrain, finetune\n")
 
 
 def test_a_stage_without_its_data_is_not_tried_and_the_others_are_named(tmp_path, capsys):
@@ -128,9 +128,9 @@ def test_a_stage_without_its_data_is_not_tried_and_the_others_are_named(tmp_path
     assert main(["trial", str(file)]) == 65
     ended = capsys.readouterr()
     assert re.search(
-        r"pretrain   not tried: .*/train is not there yet; type python -m jobs run RECIPE --only pack", ended.out
+        r"pretrain   not tried: .*/train does not exist yet; type python -m jobs run RECIPE --only pack", ended.out
     )
-    assert re.search(r"error: no stage can be tried: pretrain: .*/train is not there yet", ended.err)
+    assert re.search(r"error: no stage can be measured: pretrain: .*/train does not exist yet", ended.err)
     assert not (tmp_path / "run").exists()
 
 

@@ -11,9 +11,9 @@ pytestmark = pytest.mark.quick
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("step=3 limit=0.7", "'limit=0.7' is not understood"),
-        ("step=3 shards", "'shards' is not understood"),
-        ("metric=loss", "no step is named"),
+        ("step=3 limit=0.7", "unknown argument 'limit=0.7'"),
+        ("step=3 shards", "unknown argument 'shards'"),
+        ("metric=loss", "the step is missing"),
     ],
 )
 def test_words_that_do_not_fit_are_refused(words: str, said: str) -> None:

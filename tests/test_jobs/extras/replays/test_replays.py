@@ -212,7 +212,7 @@ def test_a_step_without_a_spike_accuses_nobody(folder: Path) -> None:
     record = artifacts.read_record(folder / "run-bisect" / "step-12" / "bisect.json")
     assert not record["is_spike"] and record["samples"] == []
     text = (folder / f"{list(COMMANDS).index('no spike')}.log").read_text()
-    assert "as it is on record, to the bit" in text
+    assert "equals the record bit for bit" in text
 
 
 def test_the_page_of_the_run_shows_what_its_replays_have_said(folder: Path) -> None:
@@ -225,8 +225,8 @@ def test_the_page_of_the_run_shows_what_its_replays_have_said(folder: Path) -> N
     flipped = "steps 6 to 10: silent corruption from step 8 on, first in the gradient of worker 1; most in "
     assert f"{flipped}{FLIPPED}" in audits
     without = "\n".join(said["without"])
-    assert "2 of 1,442 samples, first used in step 7" in without and "equal to the run's, bit for bit" in without
-    assert "step 12 from commit 10, loss against the usual" in said["bisect"][0] and "no spike" in said["bisect"][0]
+    assert "2 of 1,442 samples, first used in step 7" in without and "equal the run's, bit for bit" in without
+    assert "step 12 from commit 10, loss compared with" in said["bisect"][0] and "no spike" in said["bisect"][0]
     assert not Album(with_replay=False).replays(read_run(folder / "start")), "those are of another run"
     page = write_report([folder / "run"], folder / "page.html", with_replay=False).read_text()
-    assert "Steps that were taken again" in page and flipped in page
+    assert "Replayed steps" in page and flipped in page

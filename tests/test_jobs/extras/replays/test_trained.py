@@ -28,7 +28,7 @@ def test_a_run_with_one_trained_stage_means_that_stage(run: Path, path: str) -> 
 
 def test_a_folder_without_a_trained_stage_is_refused(tmp_path: Path) -> None:
     (tmp_path / "pictures").mkdir()
-    with pytest.raises(UsageError, match=r"there is no trained stage in .*pictures\n  expected a run directory"):
+    with pytest.raises(UsageError, match=r"pictures has no trained stage\n  expected a run directory"):
         find_trained(str(tmp_path / "pictures"))
 
 

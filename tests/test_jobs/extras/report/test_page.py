@@ -125,14 +125,14 @@ def test_the_numbers_of_the_page_are_those_of_metrics_jsonl(restarted, tmp_path,
         steps = [min(values), max(values), by_value[0], most]
         assert shown.row(name)[1:] == [f"{values[step]!r} (step {step})" for step in steps]
     low, high = binomtest(286, 352).proportion_ci(method="wilson")
-    assert shown.row("28", "accuracy")[2:] == ["81.25 %", f"{low:.2%} to {high:.2%}, of 352 samples"]
-    assert shown.row("28", "5shot")[2:] == ["70.00 %", "± 14.14% between 2 draws of the shots"]
+    assert shown.row("28", "accuracy")[2:] == ["81.25 %", f"{low:.2%} to {high:.2%}, 352 samples"]
+    assert shown.row("28", "5shot")[2:] == ["70.00 %", "± 14.14% over 2 few-shot draws"]
     for said in (
         "attempt 2: random weights, step 16",
         "steps 21 to 22",
-        "Spike at step 14: gradient norm 322, usual up to 12",
+        "Spike at step 14: gradient norm 322, normal up to 12",
         "killed by SIGKILL",
-        "attempt 2 went on 1s later with 2 workers",
+        "attempt 2 resumed 1s later with 2 workers",
         "lost steps of attempt 1",
         "3 bad samples were replaced",
     ):
@@ -217,7 +217,7 @@ def test_a_finished_page_says_what_was_trained_and_how_well_each_class_is_known(
     shown = Tables(write_report([restarted.parent], tmp_path / "page.html", with_replay=False).read_text())
     for name, words in (
         ("model", "mu/8, patch 8 × 8, width 32, depth 1, heads 2"),
-        ("first weights", "random"),
+        ("initial weights", "random"),
         ("image size", "16 × 16 pixels"),
         ("steps", "28 of 28, in batches of 16 images: 448 images seen"),
         ("device", "2 workers on Xeon"),
@@ -267,14 +267,14 @@ def test_the_verdict_says_how_the_run_stands_and_what_it_waits_for(tmp_path, sha
     assert re.match(r"Running since .*: pretrain at step 25 of 50, loss 1.25, 25s to go\.$", verdict())
     (folder / "attempts" / "attempt-000002").mkdir()
     (folder / "log.txt").write_text("step 25\n[driver] waiting for 2 GPUs\n")
-    assert verdict().endswith("it waits for its workers to start: waiting for 2 GPUs.")
+    assert verdict().endswith("waiting for its workers to start: waiting for 2 GPUs.")
     with open(folder / "log.txt", "a") as log:
         log.write("[driver] pretrain: key 1a2b3c4d, in runs/run/pretrain-1a2b3c4d\n")
-    assert verdict().endswith("it waits for its workers to start.")
+    assert verdict().endswith("waiting for its workers to start.")
     lease = Lease(Folder(tmp_path / "run"), print)
     lease.record["pid"] = 2**22 + 1  # above any real one: its process was killed
     lease.take()
-    assert "Stopped: killed, or lost with its machine" in verdict()
+    assert "Stopped: killed, or its machine was lost" in verdict()
     artifacts.write_record(folder / "done.json", {"seconds": 3.0, "metrics": {"accuracy": 0.5}})
     assert verdict() == "Done. pretrain accuracy 50.00%"
 
@@ -329,7 +329,7 @@ def test_a_run_and_a_set_in_a_store_are_shown_as_those_on_a_disk(tmp_path, shard
     text = (tmp_path / "page.html").read_text()
     pixels = decode(ShardReader(there).read(0, 7)[1])
     assert str(jpeg(pixels)) in text and str(jpeg(pixels)) not in kept_by_run
-    assert "its images lie in a store; to see them: python -m jobs report " in kept_by_run
+    assert "the images are in an object store; to show them, type: python -m jobs report " in kept_by_run
     assert "patchline-run-" not in text, "the copy's folder is gone when somebody reads the page"
     assert "not a JPEG" in text and "Running since" in text
 
@@ -397,7 +397,7 @@ def test_a_run_keeps_its_page_and_two_runs_part_behind_the_first_update(tmp_path
     first = run(tmp_path, shards, 0.01)
     assert f"page: {first / 'report.html'}" in capsys.readouterr().out
     shown = Tables((first / "report.html").read_text())
-    assert "Done. pretrain accuracy" in shown.text and "the confident mistakes first" in shown.text
+    assert "Done. pretrain accuracy" in shown.text and "the most confident mistakes first" in shown.text
     (folder,) = first.glob("pretrain-*")
 
     # The predictions are those of the weights that the stage hands on, computed by a plain pass.
@@ -455,12 +455,12 @@ def test_a_run_keeps_its_page_and_two_runs_part_behind_the_first_update(tmp_path
 
     monkeypatch.setattr(page, "write_report", fail)
     second = run(tmp_path, shards, 0.02)
-    assert "no page of this run: RuntimeError: no ink" in capsys.readouterr().out
+    assert "report.html: RuntimeError: no ink" in capsys.readouterr().out
     assert not (second / "report.html").exists()
     monkeypatch.undo()
 
     compared = Tables(write_report([first, second], tmp_path / "both.html").read_text())
     # The rate of step 1 is 0: the warm-up begins there. Step 2 is the first that moves weights by another amount.
-    assert "part at step 3: loss" in compared.text
+    assert "first differ at step 3: loss" in compared.text
     assert compared.row("config", "optim.lr")[2:4] == ["0.01", "0.02"]
     assert re.search(r"Likeliest cause:\s+config, optim.lr\s+\(0.01 → 0.02\)", compared.text)

@@ -123,12 +123,12 @@ def test_a_curve_is_the_mean_of_the_runs_of_a_row_over_their_axis(x, tmp_path, c
     assert [(point["y"], point["runs"]) for point in drawn["points"]] == [(5.0, 2), (2.0, 2)]
     assert drawn["points"][0]["high"] - 5.0 == pytest.approx(2**0.5)
     said = capsys.readouterr().out
-    assert "lost of t has no curve: diverged" in said
+    assert "lost of t has no curve: its runs diverged" in said
 
 
 def test_a_branch_has_no_seconds_of_its_own_that_its_curve_could_be_over(tmp_path):
     tables = {"t": trained_table(tmp_path / "other", init="@trunk", begin=4)}
-    with pytest.raises(DataError, match="seconds of the runs of 'a' of t is not known step by step"):
+    with pytest.raises(DataError, match="seconds is not known for every step of the runs of 'a' of t"):
         draw(tmp_path, {"tables": tables, "y": "loss", "x": "seconds", "curve": True})
 
 
@@ -154,7 +154,7 @@ def test_a_law_that_was_planted_in_a_table_is_in_the_figure(sizes, tmp_path):
     text = (folder / "figure.md").read_text()
     # Four points have a law, and three have none that could foretell the fourth.
     if len(sizes) == 4:
-        assert "what the law without the largest point foretells of it is not known: 3 points, expected 4" in text
+        assert "no forecast of the largest point from the others: 3 points, expected 4" in text
         return
     assert record["fit"]["largest"]["foretold"] == pytest.approx(1 - rows["300000"]["accuracy"], rel=1e-3)
     assert "without 300000 it foretells" in text
@@ -165,14 +165,14 @@ def test_a_law_that_was_planted_in_a_table_is_in_the_figure(sizes, tmp_path):
     [
         ({"x": "exaflop"}, "has no 'exaflop'; did you mean 'exaflops'?\n  expected one of row, exaflops"),
         ({"y": "top-1"}, "no row of t has a number"),
-        ({"x": "row", "y": "exaflops", "groups": {"big": "L-*"}}, "the row 'S-32' of t is of none of the groups"),
+        ({"x": "row", "y": "exaflops", "groups": {"big": "L-*"}}, "the row 'S-32' of t matches no group"),
         ({"y": "exaflops", "fit": ["exaflops"]}, "2 points, expected 4 or more for a law of 3 parameters"),
         ({"curve": True, "y": "loss"}, "no curve of loss over steps in metrics.jsonl"),
         ({"log": ["z"]}, "log is ['z'], expected x, y or both"),
         ({"paper": {"table": "table 60", "x": "row", "y": "5shot"}}, "paper.table is table 60; did you mean 'table 6"),
         (
             {"paper": {"table": "table 8", "x": "row", "y": "top-1"}},
-            "which table 8 does not have\n  expected 5shot, row",
+            "which table 8 does not contain\n  expected 5shot, row",
         ),
         ({"tables": {}}, "figure.tables is empty"),
     ],

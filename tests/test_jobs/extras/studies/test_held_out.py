@@ -191,7 +191,7 @@ def test_what_a_plan_can_look_up_is_looked_up(tmp_path: Path, capsys: pytest.Cap
     gpu = ["cluster.workers=1", "cluster.backend=ray", "cluster.gpus_per_worker=1", "pretrain.precision=bf16"]
     assert main(["plan", str(recipe), "--without-data", "pretrain.model.classes=4", *gpu]) == 0
     out = capsys.readouterr().out
-    assert "no number of processes feeds so small a model" in out and "type pretrain.data.processes" not in out
+    assert "decoding limits so small a model" in out and "type pretrain.data.processes" not in out
 
 
 @pytest.mark.parametrize("most", [2, 3, 7])

@@ -101,15 +101,15 @@ def test_runs_that_measure_nothing_have_a_table_of_their_axes_and_what_they_shar
     # Five more positions of width 32: 2 × 2 and the class token became 3 × 3.
     parameters = [document["axes"][row]["parameters"] for row in document["rows"]]
     assert parameters[1] - parameters[0] == 5 * 32
-    with pytest.raises(ConfigError, match="will have no 'accuracy'"):
+    with pytest.raises(ConfigError, match="does not report 'accuracy'"):
         load(protocol, [*overrides, "resize.sweep.held_out.image_size=16"])
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["finetune.sweep.best=accurracy"], "finetune.lr-0.01 will have no 'accurracy'; did you mean 'accuracy'?"),
-        (["finetune.sweep.held_out.data.evaluate=null"], "finetune.grid: finetune.lr-0.01 will have no 'accuracy'"),
+        (["finetune.sweep.best=accurracy"], "finetune.lr-0.01 does not report 'accurracy'; did you mean 'accuracy'?"),
+        (["finetune.sweep.held_out.data.evaluate=null"], "finetune.grid: finetune.lr-0.01 does not report 'accuracy'"),
         (["finetune.stepz=3"], "unknown key finetune.stepz; did you mean 'steps'?"),
         (["finetune.sweep.grid.optim.lrr=[1]"], "unknown key finetune.optim.lrr; did you mean 'lr'?"),
         (["finetune.sweep.each={'a/b': null}"], "a stage is called 'finetune.a/b.lr-0.01'"),
@@ -117,7 +117,7 @@ def test_runs_that_measure_nothing_have_a_table_of_their_axes_and_what_they_shar
             ["fewshot.init=@finetune"],
             "that is the table of a sweep\n  expected one of its runs: @finetune.seed-0, @fin",
         ),
-        (["finetune.sweep.grid={init: [x, y]}"], "finetune.seed-0: init names an input, which a grid with held_out"),
+        (["finetune.sweep.grid={init: [x, y]}"], "finetune.seed-0: init names an input, and a grid with held_out"),
         (
             ["finetune.sweep.grid={data: {augment: [{min_area: 0.5}, {min_area: 0.7}]}}"],
             "finetune.sweep.grid.data.augment lists {'min_area': 0.5}, a section",
@@ -182,7 +182,7 @@ def test_the_last_runs_get_the_value_that_did_best_and_keep_their_keys(protocol,
     plan(before, Assumptions(), print)
     planned = capsys.readouterr().out
     assert planned.count("optim.lr: the best of 0.01, 0.1 by accuracy, known after finetune.grid") == 2
-    assert "2 runs in 2 rows by accuracy: chooses the highest mean; of equal ones the first in the recipe" in planned
+    assert "2 runs in 2 rows by accuracy: chooses the highest mean; if equal, the first in the recipe" in planned
     assert "lr: the best of 0.01, 0.1 by accuracy, known after" in recipe_text.resolved(before)
     facts = facts_of(before, before.stage("finetune.seed-0"))
     assert facts["config"]["optim"]["lr"].startswith("the best of"), "no tracker is told a value that was not chosen"
@@ -251,7 +251,7 @@ def test_where_all_have_diverged_nothing_is_chosen_and_a_mean_needs_all_its_runs
     with pytest.raises(Diverged) as error:
         make_table(loaded, "finetune.grid")
     names = "finetune.lr-0.01, finetune.lr-0.1"
-    assert f"2 runs of the sweep have diverged: {names}\n  expected one that has not" in str(error.value)
+    assert f"2 runs of the sweep have diverged: {names}; at least one run must succeed\n" in str(error.value)
     with pytest.raises(Diverged) as error:
         make_table(loaded, "finetune")
     assert "1 runs of the sweep have diverged: finetune.seed-0\n  expected all of them" in str(error.value)
@@ -269,7 +269,7 @@ def test_a_table_takes_the_best_evaluation_of_each_run_where_it_is_asked_to(prot
     document, said = make_table(loaded, "finetune.grid")
     assert document["chosen"] == {"optim.lr": 0.01}
     assert document["evaluation"] == "best" and document["runs"][0]["steps"] == {"accuracy": 8, "5shot": 4}
-    assert said[0].startswith("finetune.grid, in %, the best evaluation of each run, chosen by what it is judged on")
+    assert said[0].startswith("finetune.grid, in %, best evaluation of each run (chosen on the evaluation set)")
     assert said[1].split()[:3] == ["optim.lr=0.01", "75.00", "10.00"]
     # The same runs by their last evaluations: another table, of another key.
     loaded = load(protocol, [])
@@ -281,7 +281,10 @@ def test_a_table_takes_the_best_evaluation_of_each_run_where_it_is_asked_to(prot
     with pytest.raises(ConfigError) as error:
         varies = "sweep: {each: {b: null}, best: top-1, evaluation: best}"
         load(protocol, ["e={kind: evaluate, init: x, sets: {a: {test: y}}, protocols: [top-1], " + varies + "}"])
-    assert "e: e.b is of kind evaluate, which is evaluated once\n  expected runs that train" in str(error.value)
+    assert (
+        "e: e.b is of kind evaluate, which is evaluated only once\n  sweep.evaluation=best needs runs that train"
+        in str(error.value)
+    )
 
 
 def test_means_and_deviations_are_those_of_numpy_over_rows_groups_and_seeds(tmp_path):
