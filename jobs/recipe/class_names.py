@@ -40,7 +40,7 @@ def of_stage(stage: Stage, available: Available) -> Names:
         for field in shared.trained:
             for index in available.made([shared.sets[field]]):
                 trained.append((shared.sets[field], index.names))
-    names = agreed(trained, stage.name)
+    names = agreed_names(trained, stage.name)
     if not names and keeps_head_of_weights(stage, available):
         names = of_weights(stage.config.init, available)
     return names

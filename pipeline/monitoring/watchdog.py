@@ -6,8 +6,8 @@
 
    overwritten in place by a single write (2 µs). The file is in a folder of the node's own (`node_folder`), so that a
    shared folder that hangs does not hide where the worker is.
-2. The agent of each node reads the file (`read_phase`) and reports it to the driver, which calls `Watch.find_stall` once
-   a second. The driver compares phases with earlier reports on its own clock: the clocks of the nodes do not matter.
+2. The agent of each node reads the file (`read_phase`) and reports it to the driver, which calls `Watch.find_stall`
+   once a second. The driver compares phases with earlier reports on its own clock, so clocks may differ between nodes.
 3. When no worker has entered a phase for `stall_s`, the look returns a verdict: the rank that holds up the others, and
    why. All workers enter the same phases in the same order, so the one that has entered the fewest is behind.
 4. `Watch.slow` tells which worker the others have waited for in most of the last looks, though it does move.
