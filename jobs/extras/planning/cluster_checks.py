@@ -412,7 +412,7 @@ def sets(facts: ClusterFacts) -> Iterator[CheckVerdict]:
                 continue
             count = facts.workers_on[slowest] or 1
             wanted = rate_needed * count
-            text += f"; its {counted(count, 'worker')} need {size_text(round(wanted))}/s at the speed that plan "
+            text += f"; needed by its {counted(count, 'worker')}: {size_text(round(wanted))}/s at the speed that plan "
             text += "assumes for GPUs"
             remedy = "measured with one reader; if several are not faster, use faster storage or copy the shards to "
             remedy += "the nodes"

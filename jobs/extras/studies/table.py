@@ -5,7 +5,7 @@ Out: sweep.json, a record with runs, rows, choice and its own sha256; report.txt
 
     finetune.grid, in %         accuracy
     optim.lr=0.003                97.41
-    optim.lr=0.01                 98.02   the best
+    optim.lr=0.01                 98.02   best
     optim.lr=0.03                     -   diverged
 
                      parameters   GMACs    exaFLOPs   samples   steps   seconds   images/s

@@ -1,4 +1,4 @@
-"""What `plan` and `trial` refuse, and how soon they answer."""
+"""Options that `plan` and `trial` refuse, and the time until `plan` prints its first line."""
 
 import os
 import subprocess
@@ -24,13 +24,13 @@ ROOT = Path(__file__).parents[4]
         (["trial", "--stage", "resize"], 78, "resize is a stage of kind resize, which does not train"),
     ],
 )
-def test_refusals(words, code, message, recipe, capsys):
+def test_wrong_options_are_refused(words, code, message, recipe, capsys):
     assert main([words[0], str(recipe), *words[1:]]) == code
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_plan_says_something_within_two_seconds(recipe):
+def test_plan_prints_a_line_within_two_seconds(recipe):
     environment = {**os.environ, "PYTHONPATH": import_path()}
     began = time.monotonic()
     with subprocess.Popen(
