@@ -98,7 +98,7 @@ COMMANDS = """
 64 new photos --output nowhere/x.yaml         => the folder nowhere does not exist
 64 new photos/cat photos/dog loose            => no folder and no pattern holds these alone|a pattern in quotes
 64 analyze weights photos                     => Missing option '--output'|photos/cat --output pictures
-64 analyze weights nowhere --output out       => there is no file or folder nowhere|expected image files
+64 analyze weights nowhere --output out       => no such file or folder: nowhere|expected image files
 64 evaluate                                   => Missing argument 'WEIGHTS'|pretrain runs/photos/parts/held-out
 64 evaluate weights                           => Missing argument 'SET|evaluate runs/photos/pretrain runs/photos/parts
 64 evaluate weights train=shards/train        => no set to evaluate on|evaluate weights runs/photos/parts/held-out

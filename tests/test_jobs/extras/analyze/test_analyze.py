@@ -3,9 +3,11 @@
 import json
 from pathlib import Path
 
+import cv2
 import numpy as np
 import pytest
 
+import models
 from data.shards.packing import pack
 from data.sources.samples import digits
 from jobs.__main__ import main

@@ -192,7 +192,7 @@ def test_a_clean_stretch_is_equal_on_another_number_of_workers_and_signed(folder
     report = folder / "clean" / "audit.json"
     (finding,) = artifacts.read_record(report)["stretches"]
     assert (finding["verdict"], finding["world"], finding["steps"], finding["traced"]) == ("equal", 1, 5, 5)
-    # Equal conditions: a differing trace alone would count. In exact mode traces do not depend on the number of workers.
+    # Conditions are equal, so a differing trace alone would count. Exact traces do not depend on the world size.
     assert finding["conditions"] == {}
     assert finding["states"] == len(last_state(folder / "run"))
     public = (folder / "key.pub").read_text().split()

@@ -68,7 +68,7 @@ finetune:
 
 @pytest.fixture
 def protocol(tmp_path: Path) -> Path:
-    """The protocol of table 4 on a small scale: a grid of two on a held-out part, then two seeds with the best value."""
+    """The protocol of table 4 in small: a grid of two on a held-out part, then two seeds with the best value."""
     path = tmp_path / "protocol.yaml"
     path.write_text(RECIPE.format(run=tmp_path / "run"))
     return path
