@@ -254,7 +254,7 @@ def run_folder(facts: ClusterFacts) -> Iterator[CheckVerdict]:
         yield CheckVerdict("FAIL", text, SHARED_RUN)
     elif lacking:
         who, lacks = lacking[0]
-        remedy = "docs/storage.md lists the requirements; choose another directory: run=/elsewhere"
+        remedy = "docs/run-storage.md lists the requirements; choose another directory: run=/elsewhere"
         yield CheckVerdict("FAIL", f"{worker_name(who)}: {'; '.join(lacks)}", remedy)
     else:
         text = f"the same on the driver and {counted(len(facts.folders), 'node')}; links, rename and fsync work"

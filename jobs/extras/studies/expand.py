@@ -54,7 +54,7 @@ NO_NAME = re.compile(r"[^A-Za-z0-9._-]")  # characters not allowed in a stage's 
 
 @dataclass(frozen=True)
 class SweepConfig:
-    """What varies between several runs of a stage; a table of all runs is made at the end (docs/sweeps.md)."""
+    """What varies between several runs of a stage; a table of all runs is made at the end (docs/studies.md)."""
 
     each: dict[str, Any] = field(default_factory=dict)  # runs by name, with the fields that differ for each
     # lists of values; one run for every combination. Names of `each` may override grid and held_out

@@ -56,7 +56,7 @@ class FigureConfig:
 
     tables: dict[str, str] = field(default_factory=dict)  # by name: "@stage" of a sweep, or a folder: runs/x/finetune
     title: str = ""  # of the figure; "": y over x
-    x: str = "row"  # an axis, a metric, a value of the grid, the row or a part of it (docs/sweeps.md)
+    x: str = "row"  # an axis, a metric, a value of the grid, the row or a part of it (docs/studies.md)
     y: str = "accuracy"  # a metric or an axis
     series: str = "table"  # the value that distinguishes lines: `table`, or any value allowed for x
     groups: dict[str, str] = field(default_factory=dict)  # replaces series: line → pattern of its rows, e.g. "S-*"

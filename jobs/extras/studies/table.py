@@ -547,7 +547,7 @@ def check_held_out(table: Stage, run: Stage, available: Available) -> None:
                     f"{key} ({path}) chooses values for {run.source}, but {max(same_places, same_bytes):,} of "
                     f"its {index.samples:,} samples are also in {other_key} ({other_path})\n"
                     "  use held-out samples: a part of the training set that is neither trained on nor in the final "
-                    "evaluation (docs/sweeps.md)\n"
+                    "evaluation (docs/studies.md)\n"
                     f"  type {run.source}.sweep.held_out.data.evaluate=…, or allow it with "
                     f"{run.source}.sweep.chosen_on_test=true, which the table then notes"
                 )
