@@ -233,13 +233,13 @@ def test_a_terminal_that_takes_no_line_holds_up_no_stop_and_the_log_has_every_li
 
 
 HANGS = {
-    "reduce": r"worker 1 on .*, in reduce of step 12: frozen: stopped by a signal, \ds without a sign of life",
-    "build": r"worker 1 on .*, in build: stuck for \ds, the others wait for it",
-    "restore": r"worker 0 on .*, in restore: stuck for \ds, the others wait for it",
+    "reduce": r"worker 1 on .*, in reduce of step 12: frozen: stopped by a signal, \ds without progress",
+    "build": r"worker 1 on .*, in build: stuck for \ds; the other workers are waiting for it",
+    "restore": r"worker 0 on .*, in restore: stuck for \ds; the other workers are waiting for it",
     "data": r"worker 1 on .*, in data of step 23, shard train-0000\d\d.tar: stalled reader: \ds without a batch",
     "collective": r"worker 0 on .*, in reduce of step 32: stuck collective: all 2 workers are there for \ds",
     "evaluate": r"worker 1 on .*, in evaluate after step 40, shard few-0000\d\d.tar: stuck for \ds, the others .*",
-    "finish": r"worker 0 on .*, in finish after step 40: stuck for \ds, the others wait for it",
+    "finish": r"worker 0 on .*, in finish after step 40: stuck for \ds; the other workers are waiting for it",
 }
 
 

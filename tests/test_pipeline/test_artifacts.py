@@ -212,7 +212,7 @@ def test_a_stage_hands_on_no_weights_of_a_checkpoint_that_has_changed_since_its_
     # What of a worker is used up to the weights; the last evaluation is over, during which the bit has changed.
     worker: Any = SimpleNamespace(
         job=SimpleNamespace(directory=str(folder)),
-        saver=SimpleNamespace(of_step=lambda step: Chosen(newest.name, newest, manifest.read_manifest(newest))),
+        saver=SimpleNamespace(checkpoint_of=lambda step: Chosen(newest.name, newest, manifest.read_manifest(newest))),
         model_config=loaded.stage("pretrain").model,
         hooks=(),
         cfg=loaded.stage("pretrain").config,

@@ -50,13 +50,15 @@ def test_a_step_that_has_no_room_is_told_with_the_worker_and_what_is_free() -> N
     # Workers that compute on the CPU share their node's memory.
     cpus = [Arrival(worker(rank, node="n"), 0.0, True, 50 * gib) for rank in range(3)]
     check_device_memory(cpus, 16 * gib)
-    with pytest.raises(ClusterError, match=r"and 3 such share 50.0 GiB"):
+    with pytest.raises(ClusterError, match=r"and 3 such workers share 50.0 GiB"):
         check_device_memory(cpus, 17 * gib)
 
 
 def test_a_clock_is_named_that_is_more_than_a_second_off() -> None:
     arrivals = [Arrival(worker(rank), clock_s, True) for rank, clock_s in enumerate((100.0, 100.9, 97.5))]
-    assert logged(arrivals, claimed=100.5)[0].startswith("the clock of worker 2 on n2 is 2.5 s behind the clock of worker 0")
+    assert logged(arrivals, claimed=100.5)[0].startswith(
+        "the clock of worker 2 on n2 is 2.5 s behind the clock of worker 0"
+    )
     assert len(logged(arrivals, claimed=100.5)) == 1
     assert logged(arrivals[:2], claimed=110.0) == [
         "the clock of worker 0 on n0 is at least 10.0 s behind the driver's; synchronise them with NTP"
@@ -113,7 +115,7 @@ def test_a_clock_that_is_off_is_said_and_the_look_at_all_takes_a_tenth_of_a_seco
         (
             "nccl",
             [("n1", "GLOO_SOCKET_IFNAME=e"), ("n2", "GLOO_SOCKET_IFNAME=e")],
-            "NCCL over the interface that it picks",
+            "NCCL over the default interface",
         ),
         (
             "nccl",
@@ -137,7 +139,7 @@ def test_the_network_line_names_interfaces_and_settings(backend, settings, expec
     log_network(lines.append)
     if expected is None:
         shown = ", ".join(f"e{node} on n{node}" for node in range(8))
-        expected = f"NCCL over {shown} and 2 nodes more"
+        expected = f"NCCL over {shown} and 2 more nodes"
     (line,) = lines
     assert line.replace("; GLOO_SOCKET_IFNAME=e", "") == f"network: {expected}"
 

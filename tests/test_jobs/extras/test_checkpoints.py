@@ -68,7 +68,7 @@ def test_verify_names_the_bad_one_and_exits_74(run, capsys) -> None:
     assert main(["checkpoints", "verify", str(run)]) == 74
     out, err = capsys.readouterr()
     assert f"{stage(run).name}/step-0000000012  whole" in out and "/step-0000000008  BAD: " in out
-    assert "rank-00001.safetensors: its sha256 is not the manifest's" in out
+    assert "rank-00001.safetensors: its sha256 differs from the manifest" in out
     assert "bad checkpoints: 1" in err and len(committed(stage(run) / "checkpoints")) == 3
 
 

@@ -66,7 +66,7 @@ def test_a_disk_without_room_for_the_checkpoints_is_refused_before_the_run(tmp_p
     # Four checkpoints and the weights, counted by hand; each checkpoint has a few kB of headers.
     assert float(needed[1]) == pytest.approx((4 * 12 + 4) * parameters() / 1e6, rel=0.1)
     assert needed[2].startswith(str(tmp_path / "disk/run/pretrain-"))
-    assert "lower keep, or give the run another disk: run=/elsewhere" in said
+    assert "lower keep, or use another disk: run=/elsewhere" in said
     assert f"{needed[1]} MB needed under" in said.partition("code 74")[2], "status tells the same"
     assert "attempts" not in said.partition("code 74")[2], "no worker was started"
 
@@ -87,7 +87,7 @@ def test_a_disk_that_fills_up_ends_the_run_with_its_path_and_bytes_and_status_te
     )
     assert end is not None, said
     assert float(end[2]) < float(end[1]), "the first save that failed may have left some room behind"
-    assert "make room under" in said and "then run the same command again" in said
+    assert "free space under" in said and "then run the same command again" in said
     assert said.count("end  pretrain: 2 saves in a row failed") == 2, "status tells it, on the full disk and after"
     assert "killed, or lost with its machine" not in said and "without a word" not in said
 

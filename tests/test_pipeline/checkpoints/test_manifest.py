@@ -30,7 +30,7 @@ def group(tmp_path) -> savers.WorkerGroup:
 def test_a_newer_schema_is_refused_and_left_alone(group) -> None:
     newest = committed(group.folder)[0]
     savers.reseal(newest, schema=SCHEMA + 1)
-    with pytest.raises(CheckpointError, match=r"has schema 2, this code reads up to 1\n  update Patchline"):
+    with pytest.raises(CheckpointError, match=r"has schema 2, but this code reads up to 1\n  update Patchline"):
         group.checkpoints_anew().choose(2, print)
     assert newest.is_dir()
 
@@ -72,7 +72,7 @@ def test_order_is_by_step_and_attempt_whatever_the_clock_says(tmp_path) -> None:
 def test_a_folder_under_another_steps_name_is_refused(group) -> None:
     os.rename(group.folder / "step-0000000010", group.folder / "step-0000000090")
     step, said = savers.pick(group.folder)
-    assert step == 20 and "is of step 10, the folder's name says 90" in said[0]
+    assert step == 20 and "is of step 10, but the folder's name says 90" in said[0]
 
 
 def test_a_manifest_says_everything_and_only_the_truth(group) -> None:

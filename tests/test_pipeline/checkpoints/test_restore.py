@@ -110,13 +110,16 @@ def test_what_one_worker_alone_finds_damaged_makes_all_load_the_one_before(cases
             # The disk has the right bytes: no checkpoint is to blame, and none is refused.
             assert first["error"] == second["error"] != "" and first["left"] == names
             assert "rank-00001.safetensors: bytes 0 to " in first["error"] and "read by worker 1 on" in first["error"]
-            assert "rank 0 on" in first["error"] and "finds it whole\n  nothing was changed" in first["error"]
+            assert (
+                "rank 0 on" in first["error"]
+                and "read the same checkpoint without errors\n  nothing was changed" in first["error"]
+            )
             continue
         for outcome in (first, second):
             assert (outcome["step"], outcome["wrong"], outcome["error"]) == (10, 0, ""), (zero, file, outcome)
             assert outcome["left"] == ["bad-0000000020-000002", "step-0000000010"]
         (line,) = first["said"]
-        assert file in line and "kept as bad-0000000020-000002, trying the one before it" in line
+        assert file in line and "kept as bad-0000000020-000002; trying the previous checkpoint" in line
         assert second["said"] == [], "rank 0 speaks for all"
         if zero == 2:  # where worker 1 reads its own file alone
             assert "(read by worker 1 on" in line and "the file has changed" in line
@@ -128,6 +131,6 @@ def test_when_all_are_damaged_in_what_is_read_a_person_decides(group) -> None:
         content = bytearray(file.read_bytes())
         content[-1] ^= 1
         file.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"none of 2 checkpoints .* is whole; they are kept as bad-"):
+    with pytest.raises(CheckpointError, match=r"all 2 checkpoints .* are damaged; they are kept as bad-"):
         savers.start_from(group.folder, 2, print)
     assert len(list(group.folder.glob("bad-*"))) == 2

@@ -95,7 +95,7 @@ def test_a_pipe_in_place_of_a_file_does_not_hold_the_start(group) -> None:
 def test_when_nothing_is_whole_a_person_decides(group) -> None:
     for step in committed(group.folder):
         (step / "rank-00000.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"none of 2 checkpoints .* is whole; they are kept as bad-"):
+    with pytest.raises(CheckpointError, match=r"all 2 checkpoints .* are damaged; they are kept as bad-"):
         group.checkpoints_anew().choose(2, print)
     assert len(list(group.folder.glob("bad-*"))) == 2
     assert group.checkpoints_anew().choose(3, print) is None  # the same command again: from step 0
@@ -180,7 +180,7 @@ def test_a_file_that_rank_0_does_not_see_whole_fails_the_save_with_worker_node_a
         assert group.finish() is None
         failure = group.savers[0].failure
         node = socket.gethostname()
-        assert failure.startswith(f"worker 1 on {node} has written {path} (")
+        assert failure.startswith(f"worker 1 on {node} wrote {path} (")
         assert f"rank 0 on {node} sees {said} there after 0 s; {group.folder} must be the same storage" in failure
         assert savers.pick(group.folder)[0] == 20, "nothing was sealed"
         assert not path.parent.exists()
@@ -198,7 +198,7 @@ def test_a_file_that_is_seen_late_is_waited_for_and_the_wait_is_said(tmp_path) -
     threading.Timer(1.2, hidden.rename, [path]).start()
     assert group.finish() is not None
     (line,) = said
-    assert re.search(r"rank 0 saw the files of all workers in \S+ only after 1\.\d s", line)
+    assert re.search(r"the files of all workers became visible to rank 0 in \S+ only after 1\.\d s", line)
 
 
 @pytest.mark.skipif(hosts.missing() != "", reason=hosts.missing())
@@ -215,7 +215,7 @@ def test_a_worker_with_a_disk_of_its_own_seals_nothing(apart, tmp_path) -> None:
     )
     folders = [path.name for path in (tmp_path / "run" / "stage" / "checkpoints").iterdir()]
     if apart:
-        assert isinstance(failure, str) and re.match(r"worker 1 on \S+ has written .*rank-00001.safetensors", failure)
+        assert isinstance(failure, str) and re.match(r"worker 1 on \S+ wrote .*rank-00001.safetensors", failure)
         assert folders == []
     else:
         assert (failure, folders) == ("", ["step-0000000010"])
@@ -396,12 +396,12 @@ def test_nothing_that_befalls_a_deletion_is_lost(group, tmp_path, monkeypatch) -
 
     first.needed = [no_number]
     assert group.save(30) is not None
-    assert len(said) == 1 and said[0].startswith("old checkpoints stay: ValueError: invalid literal"), said
+    assert len(said) == 1 and said[0].startswith("could not delete old checkpoints: ValueError: invalid literal"), said
     # What a disk deletes in part only.
     first.needed = []
     monkeypatch.setattr(folder_storage.shutil, "rmtree", lambda path, **options: None)
     assert group.save(40) is not None
-    assert len(said) == 2 and OLD in said[1] and "could not be deleted whole" in said[1], said
+    assert len(said) == 2 and OLD in said[1] and "could not delete all of" in said[1], said
 
 
 def test_a_commit_whose_name_is_not_durable_is_none_and_the_step_can_be_saved_again(group, monkeypatch) -> None:

@@ -289,7 +289,7 @@ def test_a_loop_in_a_thread_of_a_process_that_did_not_start_as_workers_do_is_sai
     environment = {name: value for name, value in os.environ.items() if name not in MALLOC}
     command = [sys.executable, "-c", IN_A_THREAD]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("the loop is in a thread whose malloc gives large pieces back to the kernel")
+    assert done.stdout.startswith("the loop runs in a thread whose malloc returns large pieces to the kernel")
     assert all(f"start this process with {name}={value}" in done.stdout for name, value in MALLOC.items())
 
 
@@ -299,8 +299,8 @@ def test_a_loop_in_a_thread_of_a_process_that_did_not_start_as_workers_do_is_sai
         (lambda number, value: 1, ""),
         # As glibc before 2.35, where half of a heap of 64 MB is the largest M_MMAP_THRESHOLD.
         (lambda number, value: int(number != -3 or value <= 2**25), ""),
-        (lambda number, value: int(number != -4), "mallopt has refused M_MMAP_MAX: "),
-        (lambda number, value: 0, "mallopt has refused M_TRIM_THRESHOLD and M_MMAP_MAX: "),
+        (lambda number, value: int(number != -4), "mallopt rejected M_MMAP_MAX: "),
+        (lambda number, value: 0, "mallopt rejected M_TRIM_THRESHOLD and M_MMAP_MAX: "),
         (None, "this C library has no mallopt: "),
     ],
 )

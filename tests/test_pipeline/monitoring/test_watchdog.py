@@ -59,9 +59,9 @@ def put(group: list[Phases], *phases: str) -> None:
 
 
 READER = "data of step 8, shard train-000003.tar"
-WAITED_FOR = "stuck for 11s, the others wait for it"
+WAITED_FOR = "stuck for 11s; the other workers are waiting for it"
 COLLECTIVE = "stuck collective: all 3 workers are there for 11s"
-FROZEN = "frozen: stopped by a signal, 11s without a sign of life"
+FROZEN = "frozen: stopped by a signal, 11s without progress"
 VERDICTS = [  # phases of the three workers, the rank that is stopped; the rank that is named, its place, the cause
     (("reduce", "data", "reduce"), None, 1, READER, "stalled reader: 11s without a batch"),
     (("reduce", "reduce", "forward"), None, 2, "forward of step 8", WAITED_FOR),
@@ -97,7 +97,7 @@ def test_there_is_no_phase_without_a_judge(tmp_path, group, watch, clock) -> Non
         worker.enter("join", 0)
     assert watch.find_stall(awake) is late.find_stall(awake) is None
     clock.now = 11
-    assert watch.find_stall(awake) == Stall(2, "does not start, 11s without a sign of life")
+    assert watch.find_stall(awake) == Stall(2, "does not start, 11s without progress")
     assert late.find_stall(awake) is None, "importing takes its time"
     clock.now = 12
     with group[0].rank_0_phase("restore", 0, True):  # rank 0 restores, the others wait for it
@@ -106,7 +106,7 @@ def test_there_is_no_phase_without_a_judge(tmp_path, group, watch, clock) -> Non
                 worker.enter(phase, 0)
         assert watch.find_stall(awake) is None
         clock.now = 23
-        assert watch.find_stall(awake) == Stall(0, "stuck for 11s, the others wait for it")
+        assert watch.find_stall(awake) == Stall(0, "stuck for 11s; the other workers are waiting for it")
         assert str(watch.places[0]) == "restore"
     group[2].enter("evaluate", 40, "test-000001.tar")
     assert watch.find_stall(awake) is None
@@ -117,7 +117,7 @@ def test_of_several_that_do_not_start_the_first_is_named_unless_another_is_stopp
     group[0].enter("join", 0)
     watch.find_stall(awake)
     clock.now = 11
-    assert watch.find_stall(awake) == Stall(1, "does not start, 11s without a sign of life")
+    assert watch.find_stall(awake) == Stall(1, "does not start, 11s without progress")
     clock.now = 22
     assert watch.find_stall(lambda rank: rank == 2).rank == 2
 
@@ -159,7 +159,7 @@ def test_a_verdict_on_a_large_group_waits_for_the_last_that_moves(world, clock) 
     places = {rank: PhaseReport(103 - (rank == stuck), "reduce", 8, "") for rank in range(world)}
     assert watch.find_stall(places, awake) is None, "they have moved since"
     clock.now = 33
-    assert watch.find_stall(places, awake) == Stall(stuck, "stuck for 11s, the others wait for it")
+    assert watch.find_stall(places, awake) == Stall(stuck, "stuck for 11s; the other workers are waiting for it")
 
 
 @pytest.mark.parametrize("slow_rank", [0, 700, None])
