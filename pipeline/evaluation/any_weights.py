@@ -128,6 +128,6 @@ def refuse_other_pixels(path: str) -> None:
         if set(means) | set(deviations) != {0.5}:
             raise DataError(
                 f"{folder / name}: pixels are normalised by mean {means} and deviation {deviations}\n"
-                "  expected 0.5 and 0.5, pixels from −1 to 1, as in all evaluations here; otherwise values would be wrong\n"
+                "  expected 0.5 and 0.5, pixels from −1 to 1, as everywhere here; values would be wrong\n"
                 "  use weights that expect such pixels"
             )

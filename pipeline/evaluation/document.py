@@ -19,8 +19,9 @@
                                                     protocol learned from, "leaked": 7, "values": {…}}
  }, …]}
 
-Except for the paths, nothing in it depends on when, where or on how many workers it was computed. The digest of a set is
-that of its index; the digest of a protocol is the sha256 of {"fields": …, "protocol": name} as JSON with sorted keys.
+Except for the paths, nothing in it depends on when, where or on how many workers it was computed. The digest of a set
+is that of its index. The digest of a protocol is the sha256 of {"fields": …, "protocol": name} as JSON with sorted
+keys.
 """
 
 import base64
@@ -140,7 +141,7 @@ def value_entries(
         if interval == "seeds":
             seeds = map(str, protocol.settings.seeds)
             values[name]["seeds"] = dict(zip(seeds, shares, strict=True))
-            values[name]["interval"] = "95 %, over test samples; one draw cannot show the variance between draws"
+            values[name]["interval"] = "95 %, over test samples; a single draw tells nothing of the variance over draws"
         if len(shares) > 1:
             values[name]["interval"] = f"95 %, over {len(shares)} draws and test samples"
             values[name]["sd"] = stdev(shares)
@@ -163,7 +164,7 @@ def share_entry(right: int, samples: int) -> Entry:
 
 
 def metrics_with_seeds(result: Entry) -> dict[str, float]:
-    """Return a result's metrics, {"10shot-seed-0": 0.82, …, "10shot": mean over seeds} (as big_vision fewshot_lsr.py)."""
+    """Return {"10shot-seed-0": 0.82, …, "10shot": mean over seeds} of a result (as big_vision fewshot_lsr.py)."""
     metrics: dict[str, float] = {}
     for name, entry in result["values"].items():
         for seed, value in entry.get("seeds", {}).items():

@@ -54,7 +54,7 @@ def test_a_stage_with_polyak_hands_on_and_evaluates_the_averaged_weights(recipe,
     accuracy = right / load_index(shards / "test").samples
     assert read_metrics(folder, "evaluate")[-1]["accuracy"] == pytest.approx(accuracy)
     log = (folder / "log.txt").read_text()
-    assert "of the weights averaged by 0.9" in log and "averaged weights in" in log
+    assert "of the weights averaged with decay 0.9" in log and "averaged weights in" in log
 
 
 MASKED = (

@@ -65,7 +65,7 @@ def test_a_module_without_a_name_ends_the_start_with_both_versions_and_a_way_out
         import_deepspeed()
     assert str(raised.value).splitlines() == [
         "DeepSpeed 0.20.1: deepspeed.runtime.engine.DeepSpeedEngine has no _do_optimizer_sanity_check",
-        "  expected DeepSpeed 0.19.8, whose insides Patchline uses (pipeline/engine/deepspeed.py)",
+        "  expected DeepSpeed 0.19.8, whose private names Patchline uses (pipeline/engine/deepspeed.py)",
         "  type: pip install deepspeed==0.19.8",
     ]
 

@@ -53,20 +53,20 @@ def test_the_share_of_the_time_is_logged_once_with_what_to_do_about_it(monkeypat
     evaluator.report_cost(worker, 25, 10.0)  # 50 s of 25 steps: 2 s a step
     evaluator.report_cost(worker, 50, 10.0)
     assert worker.lines == [
-        "evaluated in the loop: 10.00s every 25 steps, 16.7% of the time"
-        "; evaluate_on=spare evaluates commits beside training, where the cluster has room"
+        "evaluation during training: 10.00s every 25 steps, 16.7% of the time"
+        "; with evaluate_on=spare a spare worker evaluates checkpoints during training, if the cluster has room"
     ]
 
 
 def test_a_failed_evaluation_is_recorded_with_its_exit_code_and_what_follows() -> None:
     worker = listening()
     error = EvaluationFailed("no\nroom", 74)
-    report_failure(worker, SimpleNamespace(step=12), error, "training goes on without it")  # type: ignore[arg-type]
+    report_failure(worker, SimpleNamespace(step=12), error, "training continues without it")  # type: ignore[arg-type]
     ((kind, values, line),) = worker.records
     assert kind == "evaluate_failed"
     assert values == {"step": 12, "error": "no\nroom", "exit_code": 74}
     assert line.startswith("evaluate step 12 FAILED (no")
-    assert line.endswith("); training goes on without it")
+    assert line.endswith("); training continues without it")
 
 
 def test_a_stage_without_sets_evaluates_nothing() -> None:

@@ -92,8 +92,8 @@ def test_what_is_judged_beside_training_is_what_the_loop_would_have_judged(loop,
     assert where(loop) == dict.fromkeys((16, 32, 40), "training")
     log = (stage(run) / "log.txt").read_text()
     assert log.count("evaluate step 16  accuracy 0.") == log.count("evaluate step 32  accuracy 0.") == 1
-    assert "beside training, on " in log and "evaluated in the loop" not in log
-    assert (stage(loop) / "log.txt").read_text().count("evaluated in the loop: ") == 1, "its price, once"
+    assert "beside training, on " in log and "evaluation during training: " not in log
+    assert (stage(loop) / "log.txt").read_text().count("evaluation during training: ") == 1, "its price, once"
     kept = {folder: {step_of(path) for path in committed(stage(folder) / "checkpoints")} for folder in (run, loop)}
     assert kept[run] >= {16, 32}, "committed first"
     assert kept[loop] == {30, 35, 40}, "an evaluation by the workers themselves is no reason to save"
