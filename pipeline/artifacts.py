@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data.errors import CheckpointError, DataError
-from data.files import naming, write_whole
+from data.files import path_in_errors, write_atomically
 from data.seal import Unsealed, seal, unseal
 from data.storage import Storage
 from models.weights.folder import CLASSES, CONFIG, PREPROCESSING, WEIGHTS
@@ -51,7 +51,7 @@ SAY_AFTER_S = 5.0  # a check that takes longer is logged
 
 def write_record(path: Path, values: Mapping[str, object]) -> None:
     """Write a record sealed with its own digest, atomically."""
-    write_whole(path, seal({"schema": SCHEMA, **values}))
+    write_atomically(path, seal({"schema": SCHEMA, **values}))
 
 
 def read_record(path: Path) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def digests(folder: Path, names: Iterable[str] = HANDED_ON) -> dict[str, FileRec
 
 def digest_of(path: Path) -> FileRecord:
     """Read a file and return its size and sha256."""
-    with naming(path), open(path, "rb") as file:
+    with path_in_errors(path), open(path, "rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         return {"bytes": file.tell(), "sha256": sha256}
 
@@ -237,12 +237,12 @@ def fetch_weights(storage: Storage, stage: str) -> None:
     if record is None:
         raise DataError(f"{storage.address(stage)} has no {DONE}: the stage has not finished\n  run it first")
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / DONE, record)
+    write_atomically(folder / DONE, record)
     files: dict[str, FileRecord] = read_record(folder / DONE).get("files", {})
     for name in WEIGHT_FILES:
         if name in files:
             try:
-                storage.bring(f"{stage}/{name}", files[name]["bytes"], files[name]["sha256"])
+                storage.ensure_local(f"{stage}/{name}", files[name]["bytes"], files[name]["sha256"])
             except CheckpointError as error:
                 raise DataError(str(error)) from None
     # Delete class names and preprocessing of earlier weights, left here by a previous owner of the run.

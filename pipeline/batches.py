@@ -40,7 +40,7 @@ from torch import Tensor
 
 import models
 from data.errors import Preempted
-from data.loader import Batch, TrainLoader, moved_ahead
+from data.loader import Batch, TrainLoader, prefetched_to_device
 from data.order import Ids
 from models.catalog import normalise
 from pipeline import config
@@ -101,7 +101,7 @@ def micro_batches(worker: "Worker", start_step: int) -> Iterator[Batch]:
         batches = wait_for_first_batch(worker, loader) if is_start else iter(loader)
         with closing(batches):
             count = (phase.steps.stop - first_step) * data.arithmetic.accumulation
-            yield from moved_ahead(islice(batches, count), worker.group.device)
+            yield from prefetched_to_device(islice(batches, count), worker.group.device)
 
 
 def wait_for_first_batch(worker: "Worker", loader: TrainLoader) -> Generator[Batch]:

@@ -285,7 +285,7 @@ def build_model(
 def build_engine(cfg: TrainConfig, model: nn.Module, accumulation: int) -> Engine:
     """Wrap the model in the DeepSpeed engine; exact mode has an engine that sums in a fixed order."""
     settings = engine_settings(cfg, accumulation)
-    decayed = models.decayed(model)
+    decayed = models.decayed_parameters(model)
     if cfg.exact_parts:
         from pipeline.engine.exact import ExactEngine  # needed only in exact mode
 

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 import models
 from data.errors import DataError, Preempted
-from data.files import whole_file
+from data.files import atomic_file
 from data.loader import Batch
 from data.order import Ids
 from pipeline import artifacts, config
@@ -402,7 +402,7 @@ def export_weights(worker: Worker, progress: Progress) -> StageResult:
         weights,
         directory,
         worker.model_config,
-        writing=whole_file,
+        writing=atomic_file,
         class_names=worker.job.class_names,
         preprocessing=preprocessing_of(worker.cfg.data.preprocess, worker.model_config),
     )
@@ -417,7 +417,7 @@ def export_weights(worker: Worker, progress: Progress) -> StageResult:
         kind = f"weights of step {chosen['step']} with the best {chosen['metric']}, {chosen['value']:.4f},"
     worker.group.telemetry.log(f"done at step {progress.step}: {kind} in {directory / 'weights.safetensors'}")
     for name in artifacts.WEIGHT_FILES:
-        checkpoints.storage.send(f"{checkpoints.stage}/{name}")
+        checkpoints.storage.upload(f"{checkpoints.stage}/{name}")
     result: StageResult = {
         "step": progress.step,
         "samples_seen": last.samples_seen,

@@ -160,7 +160,7 @@ COMPILED += [("zero=3", "exact_parts=2", "precision=bf16")]
 @pytest.mark.parametrize(
     ("options", "patch"),
     [
-        (("zero=3", "checkpoint_blocks=1"), "without_kernels"),
+        pytest.param(("zero=3", "checkpoint_blocks=1"), "without_kernels", marks=pytest.mark.slow),
         *(pytest.param(options, "", marks=pytest.mark.slow) for options in COMPILED),
     ],
 )

@@ -56,7 +56,7 @@ def evaluate(
             f"{weights} runs/photos/parts/held-out"
         )
     weights = find_weights(weights)
-    from data.files import write_whole
+    from data.files import write_atomically
     from jobs.cluster_config import ClusterConfig, cores
     from jobs.kinds import load_kinds
     from jobs.recipe.campaign import resolve
@@ -117,7 +117,7 @@ def evaluate(
     campaign = replace(campaign, cluster=build(ClusterConfig, cluster, "cluster"))
     run_campaign(campaign, watchers=context.obj.watchers)
     document = (campaign.directory(stage) / NAME).read_text()
-    write_whole(campaign.run / NAME, document)
+    write_atomically(campaign.run / NAME, document)
     echo(f"written  {campaign.run / NAME}: {counted(len(json.loads(document)['results']), 'result')}")
 
 

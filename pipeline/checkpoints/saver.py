@@ -40,7 +40,7 @@ from torch import Tensor
 
 import models
 from data.errors import CheckpointError, RunOwned, StorageError
-from data.files import DISK_BLOCK, free_bytes, make_folder, refusal, size_text
+from data.files import DISK_BLOCK, error_text, free_bytes, make_folder, size_text
 from data.storage import Folder
 from models import ModelConfig
 from pipeline.checkpoints.manifest import Manifest, digest, newest_attempt, step_of
@@ -172,12 +172,12 @@ class Saver:
             # 3. If the other nodes do not see this disk, upload the metrics too. A former owner that was frozen must
             #    not do so: its lines would replace newer ones.
             if is_rank_0 and self.checkpoints.sends_metrics and newest_attempt(storage) <= self.manifest.attempt:
-                storage.send(f"{self.checkpoints.stage}/{METRICS}")
+                storage.upload(f"{self.checkpoints.stage}/{METRICS}")
             self.result = WrittenFile(file, record)
         except CheckpointError as error:
             self.result = WrittenFile(file, error=f"{file}: {error}")
         except OSError as error:
-            self.result = WrittenFile(file, error=f"{file}: {refusal(error)}")
+            self.result = WrittenFile(file, error=f"{file}: {error_text(error)}")
         except StorageError as error:
             self.result = WrittenFile(file, error=str(error))  # the error names the object
 
@@ -383,7 +383,7 @@ def bytes_to_come(cfg: TrainConfig, model: ModelConfig, checkpoints: StageCheckp
     At its fullest the disk holds one checkpoint more than are kept, because the oldest is deleted only after the newest
     is complete. Leftovers that the next start deletes before its first save count as free.
     """
-    kept = max(cfg.keep, LEAST_KEPT) if checkpoints.storage.has_sets_here else 1
+    kept = max(cfg.keep, LEAST_KEPT) if checkpoints.storage.keeps_sets_locally else 1
     # Only on this disk: checkpoints in an object store need no room here.
     kept += cfg.exempt_checkpoints
     existing = Folder(checkpoints.local).published("")
@@ -417,7 +417,7 @@ def check_room(checkpoints: StageCheckpoints, manifest: Manifest, needed_bytes: 
     object store always has room.
     """
     storage = checkpoints.storage
-    if not storage.has_sets_here:
+    if not storage.keeps_sets_locally:
         return
     staged = checkpoints.staged_name(manifest)
     free = free_bytes(storage.local / staged)

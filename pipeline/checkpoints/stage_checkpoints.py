@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data.errors import CheckpointError, RunOwned, StorageError
-from data.files import MANIFEST, refusal, size_text, wait_until_seen, write_whole
+from data.files import MANIFEST, error_text, size_text, wait_until_seen, write_atomically
 from data.storage import Folder, Storage
 from pipeline.checkpoints.manifest import (
     ChunkedRecord,
@@ -131,7 +131,7 @@ class StageCheckpoints:
 
     def staged_name(self, manifest: Manifest) -> str:
         """Return the name, in the storage, of the folder that a save is written to."""
-        return self.storage.staged(self.folder, manifest.name, manifest.attempt)
+        return self.storage.staging_name(self.folder, manifest.name, manifest.attempt)
 
     def commit(self, manifest: Manifest, results: Sequence[WrittenFile], log: Log) -> Decision:
         """Turn a save into a checkpoint if every file was written and this attempt still owns the run; rank 0 only.
@@ -176,7 +176,7 @@ class StageCheckpoints:
             return Decision(None, str(error))
         except OSError as error:
             # The message is composed before the save's disk space is freed.
-            failure = refusal(error)
+            failure = error_text(error)
         except CheckpointError as error:
             failure = str(error)
 
@@ -197,7 +197,7 @@ class StageCheckpoints:
             is_milestone = keep_every > 0 and step % keep_every == 0
             if is_milestone or step in needed:
                 continue
-            leftover = self.storage.retire(self.folder, name)
+            leftover = self.storage.delete_set(self.folder, name)
             if leftover is not None:
                 leftovers.append(str(leftover))
             removed.append(name)
@@ -219,7 +219,7 @@ class StageCheckpoints:
             shutil.copytree(source, staged)
         if key is not None:
             # The manifest is replaced by a renamed new file: the other folder keeps its own.
-            write_whole(staged / MANIFEST, sealed(replace(manifest, key=key)))
+            write_atomically(staged / MANIFEST, sealed(replace(manifest, key=key)))
         staged.rename(self.local / source.name)
 
     # ------------------------------------------------------------------------ starting
@@ -250,7 +250,7 @@ class StageCheckpoints:
             raise CheckpointError(
                 f"all {self.refused} checkpoints in {self.address} are damaged; they are kept "
                 f"{self.storage.set_aside_as}\n"
-                f"  {self.storage.bring_back}, or run the same command again to start from step 0"
+                f"  {self.storage.restore_hint}, or run the same command again to start from step 0"
             )
         return None
 
@@ -276,7 +276,7 @@ def check_seen(storage: Storage, staged: str, written: Sequence[WrittenFile], lo
     """
     expected = {file.name: file.bytes for file in written}
     # Rank 0 sees its own file at once. If even that is missing, another start has deleted the folder: do not wait.
-    is_patient = not storage.sees_at_once and written[0].name in sizes_in(storage, staged)
+    is_patient = not storage.is_consistent and written[0].name in sizes_in(storage, staged)
     sizes = partial(sizes_in, storage, staged)
     unseen, waited_s = wait_until_seen(sizes, expected, is_patient=is_patient)
     address = storage.address(staged)

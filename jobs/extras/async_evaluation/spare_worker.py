@@ -88,7 +88,7 @@ class SpareWorker:
         self.trouble = ""  # that was logged last
 
     @contextmanager
-    def beside(self, task: Task, attempt_folder: Path, cluster: ClusterConfig) -> Iterator[None]:
+    def during_attempt(self, task: Task, attempt_folder: Path, cluster: ClusterConfig) -> Iterator[None]:
         """Evaluate commits and search spikes while an attempt runs."""
         self.task = task
         self.attempt_folder = attempt_folder
