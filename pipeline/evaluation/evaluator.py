@@ -190,8 +190,8 @@ class Evaluator:
                 needed_later: set[str | None] = set()
                 for later in requests[number:]:
                     needed_later |= {later.train, later.test}
-                for path in stores.keys() - needed_later:
-                    stores.pop(path).close()
+                for unneeded in stores.keys() - needed_later:
+                    stores.pop(unneeded).close()
                 for path in (request.train, request.test):
                     if path is not None and path not in stores:
                         stores[path] = self.collect(path, requests)
