@@ -33,7 +33,7 @@ RESNET: Any = SimpleNamespace(image_size=(32, 48), family="bit")
         ("resize(48)", RESNET, None),
     ],
 )
-def test_ops_make_images_of_the_models_size(ops, model, size) -> None:
+def test_ops_must_produce_images_of_the_models_size(ops, model, size) -> None:
     if size is None:
         check_shape(ops, model, "data.preprocess")
         return
@@ -55,7 +55,7 @@ def test_ops_make_images_of_the_models_size(ops, model, size) -> None:
         ("resize(64)|central_crop(48)|resize(32)", (32, 32), None, "bilinear"),
     ],
 )
-def test_the_preprocessing_that_exports_tell_of(ops, size, resize, interpolation) -> None:
+def test_preprocessing_recorded_with_exported_weights(ops, size, resize, interpolation) -> None:
     expected = Preprocessing(ops or "resize((32, 48))", size, resize, interpolation)
     assert preprocessing_of(ops, WIDE) == expected
 
@@ -63,7 +63,7 @@ def test_the_preprocessing_that_exports_tell_of(ops, size, resize, interpolation
 # ------------------------------------------------------------------------ models of stages
 
 
-def test_a_section_with_a_name_is_a_model_and_one_without_changes_that_of_init() -> None:
+def test_section_without_a_name_changes_the_model_of_init() -> None:
     described = model_config({"name": "mu/8", "image_size": 32, "classes": 10})
     assert described == models.config_of("mu/8", 32, 10)
     assert model_config({"image_size": 64}, described) == models.config_of("mu/8", 64, 10)
@@ -79,7 +79,7 @@ def test_classification_starts_from_the_vit_inside_a_masked_model() -> None:
         trained_model(TrainConfig(steps=1, objective="masked", model={"name": "mu/8", "image_size": 32, "classes": 1}))
 
 
-def test_a_set_with_more_classes_than_the_head_is_refused_with_the_number_to_type() -> None:
+def test_set_with_more_classes_than_the_head_is_refused_with_the_number_to_set() -> None:
     cfg = TrainConfig(steps=1)
     model = models.config_of("mu/8", 32, 10)
     check_model(cfg, model, {"/shards/train": 10})

@@ -34,7 +34,7 @@ TAGGED = [
 
 
 @pytest.mark.parametrize("kind", TAGGED, ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
-def test_every_field_says_what_a_resume_may_change(kind):
+def test_every_field_has_a_resume_tag(kind):
     nested = {f.name for f in dataclasses.fields(kind) if dataclasses.is_dataclass(f.type) or "Config" in str(f.type)}
     fields = {field.name for field in dataclasses.fields(kind)}
     tagged = set(config.resume_tags(kind))
@@ -42,7 +42,7 @@ def test_every_field_says_what_a_resume_may_change(kind):
     assert tagged <= fields, "a tag names a field that is gone"
 
 
-def test_tags_reach_into_named_sections_and_into_classes_without_tags():
+def test_tags_apply_to_named_sections_and_classes_without_tags():
     cfg = TrainConfig(steps=1, data=DataConfig(mixture={"a": MixedConfig("x", 1.0)}))
     free, forbid = config.tagged(cfg, "free"), config.tagged(cfg, "forbid")
     assert forbid["data.mixture.a.weight"] == 1.0 and "data.augment.min_area" in forbid
@@ -61,7 +61,7 @@ class Grown:
     LATER: ClassVar[tuple[str, ...]] = ("seed", "partial", "rename")
 
 
-def test_a_later_field_is_left_out_while_it_has_its_default_and_not_while_it_is_empty():
+def test_later_field_is_omitted_at_its_default_but_not_if_empty():
     assert config.tagged(Grown(), "forbid") == {"steps": 1}
     assert config.tagged(Grown(seed=0), "forbid") == {"steps": 1, "seed": 0}
     assert config.tagged(Grown(partial=True, rename={"a": "b"}), "forbid").keys() == {"steps", "partial", "rename"}
@@ -69,7 +69,7 @@ def test_a_later_field_is_left_out_while_it_has_its_default_and_not_while_it_is_
     assert config.tagged(Grown(partial=0), "forbid") == {"steps": 1, "partial": 0}
 
 
-def test_a_part_and_a_part_of_a_permutation_by_seed_0_are_two_subsets():
+def test_subset_with_seed_0_differs_from_one_without_a_seed():
     part = pack.SetConfig(source="subset", path="p", part=":98%")
     drawn = dataclasses.replace(part, seed=0)
     assert config.tagged(drawn, "forbid") == config.tagged(part, "forbid") | {"seed": 0}
@@ -88,7 +88,7 @@ def test_a_part_and_a_part_of_a_permutation_by_seed_0_are_two_subsets():
         ),
     ],
 )
-def test_a_wrong_value_names_its_key_what_was_found_and_what_was_expected(changes, message):
+def test_wrong_value_is_reported_with_key_value_and_expectation(changes, message):
     with pytest.raises(ConfigError, match=message):
         config.build(TrainConfig, {"data": {"train": "x"}, **changes}, "s")
 
@@ -135,7 +135,7 @@ def test_negative_infinite_and_undefined_numbers_are_refused_in_every_config(kin
             config.build(kind, values, "s")
 
 
-def test_the_numbers_of_a_recipe_are_all_found():
+def test_search_finds_all_numeric_fields():
     """So that the test above cannot pass by looking at nothing."""
     fields = {f"{kind.__name__}.{field}" for kind, field, _, _ in numeric_fields()}
     expected = "TrainConfig.stall_s DataConfig.lanes ProbeConfig.shots SetConfig.classes ClusterConfig.backoff_s"
@@ -143,7 +143,7 @@ def test_the_numbers_of_a_recipe_are_all_found():
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../../x", "a/b", "a b", "é", "a\n", "x" * 65])
-def test_a_name_that_is_no_file_name_is_refused_wherever_it_is_given(name):
+def test_name_unsuitable_as_a_file_name_is_refused(name):
     digits = {"source": "digits"}
     with pytest.raises(ConfigError, match=r"a set is called .*\n  expected 1 to 64 of the characters"):
         config.build(pack.PackConfig, {"sets": {"train": digits, name: digits}}, "s")

@@ -68,7 +68,7 @@ FLASH = {
 @pytest.mark.parametrize("queries", [None, 1], ids=["all tokens", "class token alone"])
 @pytest.mark.parametrize("head", [64, 80], ids=["B/16 and L/16", "H/14"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_attention_is_computed_by_a_flash_kernel_forward_and_backward(device, head, queries):
+def test_attention_uses_a_flash_kernel_forward_and_backward(device, head, queries):
     """On a CPU in float32: in bfloat16 two plain products are faster there (models/vit.py)."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     torch.manual_seed(0)
@@ -99,7 +99,7 @@ def off_by(tensor: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_adamw_is_fused_on_a_gpu_alone_and_its_steps_are_those_of_the_formula(device):
+def test_adamw_is_fused_only_on_a_gpu_and_follows_the_formula(device):
     torch.manual_seed(0)
     model = torch.nn.Linear(7, 5, bias=False).to(device)
     optimizer = build_optimizer(model, {"weight"}, OptimConfig(lr=0.01, weight_decay=0.1))
@@ -121,7 +121,7 @@ def test_adamw_is_fused_on_a_gpu_alone_and_its_steps_are_those_of_the_formula(de
 
 
 @pytest.mark.parametrize("device", DEVICES_SLOW)
-def test_compiled_blocks_give_the_logits_and_gradients_of_plain_ones(device):
+def test_compiled_blocks_match_logits_and_gradients_of_plain_ones(device):
     torch.manual_seed(0)
     images = torch.randn(2, 3, on_device.SIDE, on_device.SIDE, device=device)
     results = []
@@ -136,7 +136,7 @@ def test_compiled_blocks_give_the_logits_and_gradients_of_plain_ones(device):
         torch.testing.assert_close(compiled, plain, rtol=1e-3, atol=1e-4)
 
 
-def test_the_process_group_and_later_ones_are_bound_to_the_gpu_of_the_worker(monkeypatch):
+def test_all_process_groups_are_bound_to_the_workers_gpu(monkeypatch):
     """What torch holds of a group of its own without a network, where LOCAL_RANK is not the rank; NCCL is not asked.
 
     Left to itself NCCL takes, for a barrier that comes first, the GPU with the number of the rank.
@@ -183,7 +183,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return request.param, seen
 
 
-def test_the_workers_talk_over_nccl_each_on_a_gpu_of_its_own(trained):
+def test_workers_use_nccl_with_one_gpu_each(trained):
     device, seen = trained
     world = len(seen)
     expected_sum = [world * (world + 1) / 2] * 3
@@ -194,9 +194,7 @@ def test_the_workers_talk_over_nccl_each_on_a_gpu_of_its_own(trained):
 
 
 @pytest.mark.parametrize("zero", ["1", "2", "3"])
-def test_every_zero_stage_trains_with_the_fused_optimizer_and_restores_what_it_saved_through_pinned_memory(
-    trained, zero
-):
+def test_every_zero_stage_trains_fused_and_restores_through_pinned_memory(trained, zero):
     device, seen = trained
     for worker in seen:
         stage = worker["stages"][zero]
@@ -207,7 +205,7 @@ def test_every_zero_stage_trains_with_the_fused_optimizer_and_restores_what_it_s
 
 
 @pytest.mark.parametrize("device", DEVICES_SLOW)
-def test_exact_parts_with_deterministic_kernels_give_the_same_bits_twice_and_at_every_world(device, tmp_path):
+def test_exact_parts_give_the_same_bits_twice_and_at_every_world_size(device, tmp_path):
     digests = set()
     for world in {1, workers_on(device)}:
         seen: Any = run_worker_group(
@@ -223,7 +221,7 @@ def test_exact_parts_with_deterministic_kernels_give_the_same_bits_twice_and_at_
 
 
 @pytest.mark.parametrize("device", DEVICES_SLOW)
-def test_a_worker_that_runs_out_of_memory_is_known_by_what_it_says(device, tmp_path):
+def test_out_of_memory_error_is_recognised_by_its_message(device, tmp_path):
     """By this the driver adds what to lower (`restarts.LESS_MEMORY`; whole runs: test_checkpoint_runs.py)."""
     with pytest.raises(WorkerGroupError) as error:
         run_worker_group(
@@ -235,7 +233,7 @@ def test_a_worker_that_runs_out_of_memory_is_known_by_what_it_says(device, tmp_p
 
 
 @pytest.mark.parametrize("device", DEVICES_SLOW)
-def test_a_campaign_trains_in_bf16_commits_and_is_judged(device, recipe):
+def test_run_trains_in_bf16_commits_and_is_evaluated(device, recipe):
     overrides = [
         "pretrain.precision=bf16",
         "pretrain.zero=2",

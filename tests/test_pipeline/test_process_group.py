@@ -39,7 +39,7 @@ def test_no_difference_is_reported_for_identical_workers() -> None:
     assert logged([Arrival(each, 100.0, True) for each in group], claimed=90.0) == []
 
 
-def test_a_step_that_has_no_room_is_told_with_the_worker_and_what_is_free() -> None:
+def test_step_that_does_not_fit_is_reported_with_worker_and_free_memory() -> None:
     gib = 2**30
     gpus = [Arrival(worker(rank, device="H100"), 0.0, True, room) for rank, room in enumerate((40 * gib, 20 * gib))]
     check_device_memory(gpus, 20 * gib)
@@ -54,7 +54,7 @@ def test_a_step_that_has_no_room_is_told_with_the_worker_and_what_is_free() -> N
         check_device_memory(cpus, 17 * gib)
 
 
-def test_a_clock_is_named_that_is_more_than_a_second_off() -> None:
+def test_clock_difference_above_a_second_is_logged() -> None:
     arrivals = [Arrival(worker(rank), clock_s, True) for rank, clock_s in enumerate((100.0, 100.9, 97.5))]
     assert logged(arrivals, claimed=100.5)[0].startswith(
         "the clock of worker 2 on n2 is 2.5 s behind the clock of worker 0"
@@ -83,7 +83,7 @@ def start(tmp_path: Path, act: str = "") -> Any:
         pytest.param("other torch", r"worker 1 on \S+ has torch 1.0, 1 of 1 nodes 2", marks=pytest.mark.slow),
     ],
 )
-def test_a_worker_that_does_not_fit_is_refused(act, message, tmp_path) -> None:
+def test_incompatible_worker_is_refused(act, message, tmp_path) -> None:
     if act in ("own disk", "no claim") and hosts.missing():
         pytest.skip(hosts.missing())
     with pytest.raises(WorkerGroupError) as caught:
@@ -94,7 +94,7 @@ def test_a_worker_that_does_not_fit_is_refused(act, message, tmp_path) -> None:
     assert "\n  expected: " in caught.value.cause
 
 
-def test_a_clock_that_is_off_is_said_and_the_look_at_all_takes_a_tenth_of_a_second(tmp_path) -> None:
+def test_start_check_logs_a_wrong_clock(tmp_path) -> None:
     value = start(tmp_path, "other clock")
     print(f"check_start on two workers: {value['seconds']:.3f} s")
     (line,) = value["said"]
@@ -125,7 +125,7 @@ def test_a_clock_that_is_off_is_said_and_the_look_at_all_takes_a_tenth_of_a_seco
         ("nccl", [(f"n{node}", f"NCCL_SOCKET_IFNAME=e{node}") for node in range(10)], None),
     ],
 )
-def test_the_network_line_names_interfaces_and_settings(backend, settings, expected, monkeypatch) -> None:
+def test_network_line_lists_interfaces_and_settings(backend, settings, expected, monkeypatch) -> None:
     places = [(node, dict(word.split("=") for word in text.split())) for node, text in settings]
 
     def gather(gathered: list[object], own: object) -> None:
@@ -152,9 +152,7 @@ def test_the_network_line_names_interfaces_and_settings(backend, settings, expec
     ("local_rank", "count", "per_gpu", "expected"),
     [(0, 1, 1, 0), (3, 4, 1, 3), (1, 1, 2, 0), (3, 2, 2, 1), (1, 1, 1, None), (2, 1, 2, None)],
 )
-def test_every_worker_has_the_gpu_of_its_number_or_is_refused(
-    local_rank, count, per_gpu, expected, monkeypatch
-) -> None:
+def test_worker_gets_the_gpu_of_its_local_rank_or_is_refused(local_rank, count, per_gpu, expected, monkeypatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", str(local_rank))
     monkeypatch.setenv(WORKERS_PER_GPU, str(per_gpu))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
@@ -176,7 +174,7 @@ def test_every_worker_has_the_gpu_of_its_number_or_is_refused(
         ([(0, 26, 0), (1, 26, 0)], "nccl"),
     ],
 )
-def test_workers_that_share_a_gpu_talk_over_gloo_and_others_over_nccl(addresses, backend, tmp_path) -> None:
+def test_workers_that_share_a_gpu_use_gloo_and_others_nccl(addresses, backend, tmp_path) -> None:
     """Real workers join with the addresses of GPUs that are not there; NCCL itself is not started."""
     asked = run_worker_group(
         preflights.choose_backend, {"addresses": addresses}, cluster=TWO, name="group", directory=tmp_path

@@ -18,13 +18,13 @@ def test_overrides_reach_into_the_recipe_and_stage_references_need_no_quotes(tmp
 
 
 @pytest.mark.parametrize("text", ["a: [", "- 1\n- 2\n"])
-def test_a_broken_recipe_is_refused(tmp_path: Path, text: str):
+def test_broken_recipe_is_refused(tmp_path: Path, text: str):
     (tmp_path / "r.yaml").write_text(text)
     with pytest.raises(ConfigError):
         read_recipe(tmp_path / "r.yaml")
 
 
-def test_a_missing_recipe_and_a_word_that_is_no_override_are_refused(tmp_path: Path):
+def test_missing_recipe_and_malformed_override_are_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="no recipe at"):
         read_recipe(tmp_path / "none.yaml")
     with pytest.raises(ConfigError, match=r"is a folder\n  expected a recipe, a YAML file"):
@@ -38,13 +38,13 @@ def test_environment_values_stay_unresolved_in_saved_yaml(monkeypatch: pytest.Mo
     assert "hunter2" not in to_yaml({"a": "${oc.env:PATCHLINE_SECRET}"})
 
 
-def test_a_value_may_refer_to_another_and_one_that_is_not_there_is_named():
+def test_interpolations_are_resolved_and_missing_ones_reported():
     assert with_overrides({"a": 1, "b": "${a}"}, []) == {"a": 1, "b": 1}
     with pytest.raises(ConfigError, match=r"^Interpolation key 'missing' not found\n  in b$"):
         with_overrides({"b": "${missing}"}, [])
 
 
-def test_another_model_keeps_of_the_recipes_what_the_data_says() -> None:
+def test_another_model_keeps_only_image_size_and_classes() -> None:
     """A width that the recipe gave its own model would make S/16 another model without a word."""
     recipe = {"pretrain": {"model": {"name": "mu/8", "width": 192, "image_size": 64, "classes": 3}}}
     written_as_text = {"pretrain": {"model": "mu/8"}}

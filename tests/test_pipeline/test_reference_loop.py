@@ -146,7 +146,7 @@ def flat(weights: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_loss_and_gradient_norm_is_the_plain_loops(name: str, world: World, expected: dict[str, Expected]):
+def test_losses_and_gradient_norms_match_the_plain_loop(name: str, world: World, expected: dict[str, Expected]):
     losses, norms = steps_of(world.folder / name)
     trained = expected[name]
     assert len(losses) == len(norms) == CASES[name].plan.steps
@@ -158,7 +158,7 @@ def test_every_loss_and_gradient_norm_is_the_plain_loops(name: str, world: World
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_weights_handed_on_are_the_plain_loops(name: str, world: World, expected: dict[str, Expected]):
+def test_exported_weights_match_the_plain_loop(name: str, world: World, expected: dict[str, Expected]):
     plan = CASES[name].plan
     weights, _ = models.load_weights(world.folder / name)
     trained = expected[name]
@@ -218,7 +218,7 @@ IN_FP32 = [name for name, case in CASES.items() if not case.plan.bf16]
 
 
 @pytest.mark.parametrize("name", IN_FP32)
-def test_accuracy_and_few_shot_probe_are_the_plain_loops(name: str, world: World, expected: dict[str, Expected]):
+def test_accuracy_and_few_shot_probe_match_the_plain_loop(name: str, world: World, expected: dict[str, Expected]):
     trained = expected[name]
     plan = CASES[name].plan
     exact = outputs_of(trained.network, ended_with(trained.exact, plan), world.images)
@@ -227,7 +227,7 @@ def test_accuracy_and_few_shot_probe_are_the_plain_loops(name: str, world: World
     assert_same_evaluation(record, exact, rounded, world.images)
 
 
-def test_an_evaluation_has_no_dropout(world: World):
+def test_evaluation_has_no_dropout(world: World):
     network = models.load(world.folder / "dropout")
     assert network.config.dropout == 0.5
     weights = {name: parameter.detach() for name, parameter in network.named_parameters()}
@@ -238,7 +238,7 @@ def test_an_evaluation_has_no_dropout(world: World):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_every_process_group_has_the_recipes_timeout(workers: int, world: World):
+def test_every_process_group_has_the_timeout_of_the_recipe(workers: int, world: World):
     assert world.timeouts[workers] == [runs.TIMEOUT_S]
 
 
@@ -246,7 +246,7 @@ def test_every_process_group_has_the_recipes_timeout(workers: int, world: World)
 CAMPAIGN = Case(Plan(**runs.ADAM, smoothing=0.1), world=2, zero=2, micro_batch=8, keeps_weights=False)
 
 
-def test_a_campaigns_stages_train_and_judge_as_the_plain_loop_does(world: World, tmp_path: Path):
+def test_stages_of_a_run_train_and_evaluate_like_the_plain_loop(world: World, tmp_path: Path):
     cfg = runs.train_config(CAMPAIGN, world.sets, world.folder / "given")
     recipe = {
         "run": str(tmp_path / "run"),

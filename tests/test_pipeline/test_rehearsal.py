@@ -82,7 +82,7 @@ IMAGES = 16
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "zero", "options", "recomputed"), CASES, ids=lambda value: str(value))
-def test_a_step_on_a_gpu_that_is_not_there(guard, name, zero, options, recomputed):
+def test_rehearsed_step_on_a_simulated_gpu(guard, name, zero, options, recomputed):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU: the tests that are marked gpu take real steps on it")
     model = models.config_of(name, 224, 1000, **options)

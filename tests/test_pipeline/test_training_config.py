@@ -35,12 +35,12 @@ MIXTURE = {"train": None, "mixture": {"a": {"train": "x", "weight": 9}, "b": {"t
         ({"steps": 1, "data": {"train": "x", "augment": {"min_area": 2.0}}}, "min_area"),
     ],
 )
-def test_values_that_cannot_be_trained_with_are_refused(changes, message):
+def test_invalid_training_values_are_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         config.build(TrainConfig, {"data": {"train": "x"}, **changes}, "s")
 
 
-def test_the_sets_of_a_mixture_are_in_the_order_of_their_names():
+def test_sets_of_a_mixture_are_sorted_by_name():
     data = DataConfig(mixture={"b": MixedConfig("y", 1.0), "a": MixedConfig("x", 9.0)})
     assert data.sets() == {"a": "x", "b": "y"}
     assert data.weights() == [9.0, 1.0]

@@ -234,7 +234,7 @@ SLOW = [
     ("phase", "steps", "workers", "changes"),
     [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
 )
-def test_training_follows_the_originals_own_run(phase, steps, workers, changes, pool, tmp_path) -> None:
+def test_training_follows_the_original_run(phase, steps, workers, changes, pool, tmp_path) -> None:
     trace = Trace(phase)
     losses, norms, stage = follow(phase, pool, tmp_path, steps=steps, workers=workers, **changes)
     assert len(losses) == len(norms) == steps

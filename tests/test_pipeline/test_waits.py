@@ -46,16 +46,16 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("zero", EXPECTED)
-def test_the_host_waits_at_most_twice_a_step_of_four_micro_batches(zero, counted):
+def test_host_waits_at_most_twice_per_step_of_four_micro_batches(zero, counted):
     assert counted[str(zero)] == EXPECTED[zero]
 
 
-def test_in_exact_mode_the_norm_is_read_with_the_loss_and_what_the_workers_agree_on(counted):
+def test_exact_mode_reads_norm_loss_and_agreed_numbers_at_once(counted):
     assert counted["exact"] == ["tolist in exact.py:_step"]
 
 
 @pytest.mark.slow
-def test_a_step_of_one_micro_batch_has_as_many_waits(tmp_path):
+def test_step_of_one_micro_batch_has_the_same_waits(tmp_path):
     runs.make_sets(tmp_path / "sets")
     counted = waits_of(tmp_path, {str(zero): task_of(tmp_path, zero, 1) for zero in EXPECTED})
     assert counted == {str(zero): expected for zero, expected in EXPECTED.items()}

@@ -57,7 +57,7 @@ def check(outcome: dict[str, Any]) -> None:
     assert outcome["attempt"] >= dict(outcome["said"]).get("attempt", 1), outcome
 
 
-def test_a_crash_at_any_call_loses_nothing_acknowledged(recorded) -> None:
+def test_crash_at_any_call_loses_no_reported_checkpoint(recorded) -> None:
     crashes = [o for o in recorded[1] if o["how"] == KILL and o["killed"]]
     for outcome in crashes:
         check(outcome)
@@ -67,7 +67,7 @@ def test_a_crash_at_any_call_loses_nothing_acknowledged(recorded) -> None:
     print(f"{calls} of {calls} crash points loadable")
 
 
-def test_a_crash_in_the_middle_of_any_write_loses_nothing_acknowledged(recorded) -> None:
+def test_crash_during_any_write_loses_no_reported_checkpoint(recorded) -> None:
     torn = [o for o in recorded[1] if o["how"] == TEAR and o["killed"]]
     for outcome in torn:
         check(outcome)
@@ -76,7 +76,7 @@ def test_a_crash_in_the_middle_of_any_write_loses_nothing_acknowledged(recorded)
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EROFS], ids=errno.errorcode.get)
-def test_a_failing_call_leaves_the_checkpoint_before_it_and_training_goes_on(recorded, error) -> None:
+def test_failing_call_keeps_the_previous_checkpoint_and_training_continues(recorded, error) -> None:
     failures = [o for o in recorded[1] if o["error"] == error]
     for outcome in failures:
         check(outcome)
@@ -100,7 +100,7 @@ def paths(folder: Path) -> tuple[Path, Path, str]:
 
 
 @pytest.mark.parametrize("states", [2_000, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
-def test_a_power_cut_loses_nothing_acknowledged(states, recorded, tmp_path) -> None:
+def test_power_cut_loses_no_reported_checkpoint(states, recorded, tmp_path) -> None:
     recording, rng = Recording(*paths(recorded[0])), random.Random(SEED)
     (tmp_path / "store").mkdir()
     seen = set()
@@ -137,7 +137,7 @@ def restart(state: dict[str, bytes | None], folder: Path, known: dict[str, int])
     return said
 
 
-def test_a_power_cut_would_find_a_save_without_its_fsyncs(recorded, tmp_path) -> None:
+def test_simulated_power_cut_detects_missing_fsyncs(recorded, tmp_path) -> None:
     """The model is no sham: the same run, its fsyncs forgotten, loses what it acknowledged."""
     recording, rng = Recording(*paths(recorded[0])), random.Random(SEED)
     for operation in (operation for line in recording.lines for operation in line):

@@ -57,7 +57,7 @@ def parameters() -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def test_a_disk_without_room_for_the_checkpoints_is_refused_before_the_run(tmp_path: Path, shards: Path) -> None:
+def test_disk_too_small_for_the_checkpoints_is_refused_before_the_run(tmp_path: Path, shards: Path) -> None:
     size_kb = 3 * 12 * parameters() // 1000  # three checkpoints fit; keep=3 needs four, and the weights
     said = on_a_disk(size_kb, "$run; echo code $?; $status; ls $disk/run/pretrain-*", tmp_path, shards)
     assert "code 74" in said, said
@@ -71,7 +71,7 @@ def test_a_disk_without_room_for_the_checkpoints_is_refused_before_the_run(tmp_p
     assert "attempts" not in said.partition("code 74")[2], "no worker was started"
 
 
-def test_a_disk_that_fills_up_ends_the_run_with_its_path_and_bytes_and_status_tells_it(tmp_path, shards) -> None:
+def test_disk_that_fills_up_ends_the_run_and_status_reports_path_and_bytes(tmp_path, shards) -> None:
     script = (
         "$run pretrain.steps=100000 & pid=$!\n"
         "until ls $disk/run/pretrain-*/checkpoints/step-* >/dev/null 2>&1; do sleep 0.1; done\n"
@@ -92,7 +92,7 @@ def test_a_disk_that_fills_up_ends_the_run_with_its_path_and_bytes_and_status_te
     assert "killed, or lost with its machine" not in said and "without a word" not in said
 
 
-def test_a_read_only_disk_is_named_with_what_to_do(tmp_path: Path, shards: Path) -> None:
+def test_read_only_disk_is_reported_with_a_remedy(tmp_path: Path, shards: Path) -> None:
     said = on_a_disk(1000, "mount -o remount,ro $disk; $run; echo code $?", tmp_path, shards)
     assert "code 74" in said, said
     assert f"error: Read-only file system: {tmp_path}/disk/run" in said

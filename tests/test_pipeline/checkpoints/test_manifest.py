@@ -27,7 +27,7 @@ def group(tmp_path) -> savers.WorkerGroup:
     return savers.with_steps(tmp_path / "run")
 
 
-def test_a_newer_schema_is_refused_and_left_alone(group) -> None:
+def test_newer_schema_is_refused_but_not_quarantined(group) -> None:
     newest = committed(group.folder)[0]
     savers.reseal(newest, schema=SCHEMA + 1)
     with pytest.raises(CheckpointError, match=r"has schema 2, but this code reads up to 1\n  update Patchline"):
@@ -35,7 +35,7 @@ def test_a_newer_schema_is_refused_and_left_alone(group) -> None:
     assert newest.is_dir()
 
 
-def test_the_digests_of_a_save_are_those_of_its_files(tmp_path, monkeypatch) -> None:
+def test_digests_of_a_save_match_its_files(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(manifests, "LEAST_CHUNK", 256)
     monkeypatch.setattr(manifests, "MOST_CHUNKS", 2)
     made = savers.WorkerGroup(tmp_path / "run")
@@ -50,7 +50,7 @@ def test_the_digests_of_a_save_are_those_of_its_files(tmp_path, monkeypatch) -> 
         assert record["chunks"] == "".join(xxhash.xxh3_64(chunk).hexdigest() for chunk in chunks)
 
 
-def test_order_is_by_step_and_attempt_whatever_the_clock_says(tmp_path) -> None:
+def test_checkpoints_are_ordered_by_step_and_attempt_not_by_clock(tmp_path) -> None:
     group = savers.WorkerGroup(tmp_path / "run", attempt=1)
     for step in (10, 20, 30):
         group.save(step)
@@ -69,13 +69,13 @@ def test_order_is_by_step_and_attempt_whatever_the_clock_says(tmp_path) -> None:
     assert group.checkpoints.prune(2, 0) == expected[2:]
 
 
-def test_a_folder_under_another_steps_name_is_refused(group) -> None:
+def test_folder_renamed_to_another_step_is_refused(group) -> None:
     os.rename(group.folder / "step-0000000010", group.folder / "step-0000000090")
     step, said = savers.pick(group.folder)
     assert step == 20 and "is of step 10, but the folder's name says 90" in said[0]
 
 
-def test_a_manifest_says_everything_and_only_the_truth(group) -> None:
+def test_manifest_records_the_real_state(group) -> None:
     manifest = read_manifest(committed(group.folder)[0])
     assert asdict(manifest) == {**asdict(savers.manifest(20, 1, 2)), "files": manifest.files}
     assert sorted(manifest.files) == ["rank-00000.safetensors", "rank-00001.safetensors"]

@@ -30,7 +30,7 @@ def group(tmp_path) -> savers.WorkerGroup:
     return savers.with_steps(tmp_path / "run")
 
 
-def test_a_fragment_that_is_nowhere_is_an_error_and_not_a_zero(group) -> None:
+def test_missing_fragment_is_an_error_not_zeros(group) -> None:
     newest = committed(group.folder)[0]
     (newest / "rank-00001.safetensors").unlink()
     name = "rank-00000.safetensors"
@@ -74,7 +74,7 @@ def save_cut(
 
 @pytest.mark.parametrize("is_parted", [False, True], ids=["save_flat", "save_parted"])
 @pytest.mark.parametrize("world", [8, 64])
-def test_a_worker_opens_and_hashes_what_it_needs_however_much_there_is(is_parted, world, tmp_path, monkeypatch) -> None:
+def test_worker_opens_and_verifies_only_the_files_that_it_needs(is_parted, world, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(manifests, "LEAST_CHUNK", 512)
     state = torch.arange(48_000.0)
     files = save_cut(tmp_path, state, CUTS, world, is_parted=is_parted)
@@ -103,7 +103,7 @@ def test_a_worker_opens_and_hashes_what_it_needs_however_much_there_is(is_parted
 
 
 @pytest.mark.parametrize("share", [None, 0.5], ids=["all", "what-is-asked-for"])
-def test_a_checkpoint_of_more_files_than_a_process_may_open_is_read_whole(share, tmp_path) -> None:
+def test_checkpoint_with_more_files_than_the_open_file_limit_is_read(share, tmp_path) -> None:
     world = MOST_OPEN + 100
     state = torch.arange(4.0 * world)
     records = save_cut(tmp_path, state, [0, len(state)], world, is_parted=False)

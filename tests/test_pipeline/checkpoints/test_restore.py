@@ -37,7 +37,7 @@ ALL = (0, 1, 2, 3)
         ),
     ],
 )
-def test_what_one_topology_saved_every_other_loads_bit_for_bit(topologies, tmp_path) -> None:
+def test_every_topology_loads_what_another_saved_bit_for_bit(topologies, tmp_path) -> None:
     """From each world and ZeRO stages to each: masters and moments as saved, and the weights in use with them."""
     values = [
         run_worker_group(
@@ -59,7 +59,7 @@ def test_what_one_topology_saved_every_other_loads_bit_for_bit(topologies, tmp_p
     print(f"{count**2} loads bit-equal")
 
 
-def test_failing_storage_condemns_no_checkpoint(group, monkeypatch) -> None:
+def test_failing_storage_quarantines_no_checkpoint(group, monkeypatch) -> None:
     def refuse(path, *args, **kwargs):
         raise PermissionError(13, "Permission denied", str(path))
 
@@ -69,7 +69,7 @@ def test_failing_storage_condemns_no_checkpoint(group, monkeypatch) -> None:
     assert len(committed(group.folder)) == 2
 
 
-def test_a_bad_checkpoint_that_cannot_be_renamed_is_an_error_that_all_workers_hear(group, monkeypatch) -> None:
+def test_damaged_checkpoint_that_cannot_be_renamed_raises_on_all_workers(group, monkeypatch) -> None:
     file = committed(group.folder)[0] / "rank-00001.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
@@ -95,7 +95,7 @@ MORE_CASES = [(3, "rank-00001.safetensors"), (3, "rank-00000.safetensors"), (1, 
 
 
 @pytest.mark.parametrize("cases", [CASES, pytest.param(MORE_CASES, marks=pytest.mark.slow)], ids=["few", "more"])
-def test_what_one_worker_alone_finds_damaged_makes_all_load_the_one_before(cases, tmp_path) -> None:
+def test_damage_found_by_one_worker_makes_all_load_the_previous_checkpoint(cases, tmp_path) -> None:
     """Two real workers, each of which reads its own part of the state at ZeRO 1 and 2; at 0 they share the reading."""
     everybody = run_worker_group(
         savers.load_damaged,
@@ -125,7 +125,7 @@ def test_what_one_worker_alone_finds_damaged_makes_all_load_the_one_before(cases
             assert "(read by worker 1 on" in line and "the file has changed" in line
 
 
-def test_when_all_are_damaged_in_what_is_read_a_person_decides(group) -> None:
+def test_start_fails_if_all_checkpoints_have_damaged_data(group) -> None:
     for step in committed(group.folder):
         file = step / "rank-00001.safetensors"
         content = bytearray(file.read_bytes())

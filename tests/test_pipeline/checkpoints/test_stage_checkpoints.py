@@ -52,7 +52,7 @@ def group(tmp_path) -> savers.WorkerGroup:
 # ------------------------------------------------------------------------ damage
 
 
-def test_every_flipped_bit_is_found_named_and_the_one_before_loaded(group, tmp_path) -> None:
+def test_flipped_bit_is_reported_and_the_previous_checkpoint_loaded(group, tmp_path) -> None:
     rng, good = random.Random(SEED), tmp_path / "good"
     shutil.copytree(group.folder, good)
     files = sorted(committed(group.folder)[0].iterdir())
@@ -73,7 +73,7 @@ def test_every_flipped_bit_is_found_named_and_the_one_before_loaded(group, tmp_p
     print(f"{found} of 300 flipped bits found")
 
 
-def test_every_damaged_set_of_files_is_found_and_named(group, tmp_path) -> None:
+def test_missing_or_extra_files_are_reported(group, tmp_path) -> None:
     rng, good = random.Random(SEED), tmp_path / "good"
     shutil.copytree(group.folder, good)
     names = sorted(p.name for p in committed(group.folder)[0].iterdir())
@@ -87,12 +87,12 @@ def test_every_damaged_set_of_files_is_found_and_named(group, tmp_path) -> None:
         savers.back(group.folder, good)
 
 
-def test_a_pipe_in_place_of_a_file_does_not_hold_the_start(group) -> None:
+def test_pipe_in_place_of_a_file_does_not_block_the_start(group) -> None:
     savers.damage("a pipe", committed(group.folder)[0] / "rank-00001.safetensors", random.Random(0))
     assert savers.pick(group.folder)[0] == 10
 
 
-def test_when_nothing_is_whole_a_person_decides(group) -> None:
+def test_start_fails_if_no_checkpoint_is_intact(group) -> None:
     for step in committed(group.folder):
         (step / "rank-00000.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"all 2 checkpoints .* are damaged; they are kept as bad-"):
@@ -124,7 +124,7 @@ def pickles(poison: Poison, path: Path) -> list[bytes]:
     return [*kinds, path.read_bytes()]
 
 
-def test_a_poisoned_pickle_in_any_file_is_refused_and_nothing_runs(group, tmp_path) -> None:
+def test_poisoned_pickle_in_any_file_is_refused_without_running_it(group, tmp_path) -> None:
     sentinel, good = tmp_path / "executed", tmp_path / "good"
     shutil.copytree(group.folder, good)
     kinds = pickles(Poison(sentinel), tmp_path / "poison.pt")
@@ -146,7 +146,7 @@ def test_a_poisoned_pickle_in_any_file_is_refused_and_nothing_runs(group, tmp_pa
 # ------------------------------------------------------------------------ order and ownership
 
 
-def test_a_frozen_former_owners_commit_is_refused(tmp_path) -> None:
+def test_commit_of_a_frozen_former_owner_is_refused(tmp_path) -> None:
     """20 owners freeze between writing their file and committing, while another attempt takes over."""
     run = tmp_path / "run"
     for round in range(20):
@@ -159,7 +159,7 @@ def test_a_frozen_former_owners_commit_is_refused(tmp_path) -> None:
         assert sorted(p.name for p in former.folder.iterdir()) == before
 
 
-def test_a_former_owner_whose_files_were_swept_commits_nothing(group) -> None:
+def test_former_owner_with_deleted_files_commits_nothing(group) -> None:
     group.begin(30)
     assert savers.pick(group.folder)[0] == 20  # another start sweeps what was in flight
     assert group.finish() is None and "sees no such file there after 0 s" in group.savers[0].failure
@@ -169,7 +169,7 @@ def test_a_former_owner_whose_files_were_swept_commits_nothing(group) -> None:
 # ------------------------------------------------------------------------ what rank 0 does not see
 
 
-def test_a_file_that_rank_0_does_not_see_whole_fails_the_save_with_worker_node_and_path(group, monkeypatch) -> None:
+def test_file_not_visible_to_rank_0_fails_the_save_with_worker_node_and_path(group, monkeypatch) -> None:
     monkeypatch.setattr("data.files.SEEN_WITHIN_S", 0.2)
     for seen, said in ((None, "no such file"), (b"half", "4 bytes")):
         group.begin(30)
@@ -186,7 +186,7 @@ def test_a_file_that_rank_0_does_not_see_whole_fails_the_save_with_worker_node_a
         assert not path.parent.exists()
 
 
-def test_a_file_that_is_seen_late_is_waited_for_and_the_wait_is_said(tmp_path) -> None:
+def test_wait_for_a_file_that_appears_late_is_logged(tmp_path) -> None:
     said: list[str] = []
     telemetry = savers.Quiet()
     telemetry.log = said.append  # type: ignore[method-assign]
@@ -203,7 +203,7 @@ def test_a_file_that_is_seen_late_is_waited_for_and_the_wait_is_said(tmp_path) -
 
 @pytest.mark.skipif(hosts.missing() != "", reason=hosts.missing())
 @pytest.mark.parametrize("apart", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_worker_with_a_disk_of_its_own_seals_nothing(apart, tmp_path) -> None:
+def test_worker_with_a_separate_disk_prevents_the_commit(apart, tmp_path) -> None:
     """Two real workers, one of which finds another disk at the run's path, as a node without the shared mount does."""
     (tmp_path / "run").mkdir()
     failure = run_worker_group(
@@ -224,7 +224,7 @@ def test_a_worker_with_a_disk_of_its_own_seals_nothing(apart, tmp_path) -> None:
 # ------------------------------------------------------------------------ full disks
 
 
-def test_of_a_full_disk_the_room_is_said_that_the_save_found(group, monkeypatch) -> None:
+def test_full_disk_error_reports_the_free_space_during_the_save(group, monkeypatch) -> None:
     """Not the room that there is again when the files of the failed save are deleted."""
     original = folder_storage.write_durably
 
@@ -239,7 +239,7 @@ def test_of_a_full_disk_the_room_is_said_that_the_save_found(group, monkeypatch)
     assert group.savers[0].failure.endswith("MANIFEST.json (1.0 kB free)")
 
 
-def test_foreign_files_among_the_attempts_do_no_harm(tmp_path) -> None:
+def test_foreign_files_among_the_attempts_are_ignored(tmp_path) -> None:
     assert claim_attempt(Folder(tmp_path)) == 1
     for name in ("notes.json", ".000009.123", ".000009.json.123.tmp"):
         (tmp_path / "attempts" / name).write_text("")
@@ -247,7 +247,7 @@ def test_foreign_files_among_the_attempts_do_no_harm(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("starts", [2, 20])
-def test_of_concurrent_starts_exactly_one_owns_the_run_and_the_others_name_it(starts, tmp_path) -> None:
+def test_exactly_one_of_several_concurrent_starts_owns_the_run(starts, tmp_path) -> None:
     lease = Lease(Folder(tmp_path / "run"), print)
     lease.record["pid"] = 4194305  # above any real pid: its process was killed
     lease.take()
@@ -265,7 +265,7 @@ def test_of_concurrent_starts_exactly_one_owns_the_run_and_the_others_name_it(st
     assert len(told) == starts - 1 and all(f"is owned by process {winner.pid} on" in text for text in told), told
 
 
-def test_pruning_keeps_the_newest_and_the_milestones(tmp_path) -> None:
+def test_pruning_keeps_the_newest_and_multiples_of_keep_every(tmp_path) -> None:
     group = savers.WorkerGroup(tmp_path / "run")
     for step in range(10, 80, 10):
         group.save(step)
@@ -325,7 +325,7 @@ def heard(group: savers.WorkerGroup) -> list[str]:
     return lines
 
 
-def test_the_loop_goes_on_and_saves_again_while_an_old_checkpoint_is_deleted(deleting, slow_disk) -> None:
+def test_loop_continues_and_saves_while_an_old_checkpoint_is_deleted(deleting, slow_disk) -> None:
     assert [step_of(path) for path in committed(deleting.folder)] == [30, 20], "no start takes what is half deleted"
     assert (deleting.folder / OLD).is_dir()
     deleting.begin(40)  # fits, so it is written beside
@@ -336,7 +336,7 @@ def test_the_loop_goes_on_and_saves_again_while_an_old_checkpoint_is_deleted(del
     assert len(list(deleting.folder.iterdir())) == 2
 
 
-def test_a_save_that_does_not_fit_beside_what_is_deleted_waits_for_its_room(deleting, slow_disk, monkeypatch) -> None:
+def test_save_waits_for_a_deletion_if_it_does_not_fit_before(deleting, slow_disk, monkeypatch) -> None:
     def check_room(checkpoints: object, manifest: Manifest, needed_bytes: int) -> None:
         if (deleting.folder / OLD).exists():
             raise CheckpointError("full")
@@ -351,7 +351,7 @@ def test_a_save_that_does_not_fit_beside_what_is_deleted_waits_for_its_room(dele
     assert first.result.error == ""
 
 
-def test_a_deletion_that_hangs_is_said_and_holds_up_no_save_that_fits(deleting, monkeypatch) -> None:
+def test_hanging_deletion_is_logged_and_does_not_block_a_save_that_fits(deleting, monkeypatch) -> None:
     monkeypatch.setattr(saver, "DELETING_S", 0.1)
     said = heard(deleting)
     deleting.begin(40)
@@ -368,7 +368,7 @@ def test_a_deletion_that_hangs_is_said_and_holds_up_no_save_that_fits(deleting, 
     assert first.deleting is not None and first.deleting.daemon, "a worker can end"
 
 
-def test_where_the_next_save_does_not_fit_beside_an_old_checkpoint_nobody_hears_of_the_commit_before_it_is_gone(
+def test_commit_is_announced_after_the_deletion_if_the_next_save_would_not_fit(
     slow_disk, tmp_path, monkeypatch
 ) -> None:
     """Other workers than rank 0 do not look for room: they would find the disk full."""
@@ -382,11 +382,11 @@ def test_where_the_next_save_does_not_fit_beside_an_old_checkpoint_nobody_hears_
     assert group.told[-1] == ["step-0000000020", "step-0000000030"]
 
 
-def test_where_the_next_save_fits_the_others_hear_of_the_commit_at_once(deleting) -> None:
+def test_commit_is_announced_at_once_if_the_next_save_fits(deleting) -> None:
     assert {OLD, "step-0000000010"} & set(deleting.told[-1])
 
 
-def test_nothing_that_befalls_a_deletion_is_lost(group, tmp_path, monkeypatch) -> None:
+def test_every_failure_of_a_deletion_is_logged(group, tmp_path, monkeypatch) -> None:
     said = heard(group)
     first = group.savers[0]
     first.saving = replace(first.saving, keep=2)
@@ -404,7 +404,7 @@ def test_nothing_that_befalls_a_deletion_is_lost(group, tmp_path, monkeypatch) -
     assert len(said) == 2 and OLD in said[1] and "could not delete all of" in said[1], said
 
 
-def test_a_commit_whose_name_is_not_durable_is_none_and_the_step_can_be_saved_again(group, monkeypatch) -> None:
+def test_commit_fails_if_the_rename_is_not_durable_and_the_step_can_be_saved_again(group, monkeypatch) -> None:
     refused = [group.folder]
     sync = folder_storage.sync
 
@@ -421,7 +421,7 @@ def test_a_commit_whose_name_is_not_durable_is_none_and_the_step_can_be_saved_ag
     assert committed(group.folder)[0].name == "step-0000000030"
 
 
-def test_what_a_deletion_has_left_is_room_for_the_next_start(tmp_path, monkeypatch) -> None:
+def test_leftovers_of_a_deletion_count_as_free_space_for_the_next_start(tmp_path, monkeypatch) -> None:
     model = models.config_of("mu/8", 16, 10)
     cfg = TrainConfig(steps=1000, save_every=10)
     checkpoints = checkpoints_in(tmp_path)
@@ -436,7 +436,7 @@ def test_what_a_deletion_has_left_is_room_for_the_next_start(tmp_path, monkeypat
     assert checkpoints.choose(1, print) is None and not list(tmp_path.iterdir()), "it does"
 
 
-def test_all_workers_wait_for_rank_0_which_deletes_in_the_phase_that_it_leads(tmp_path, monkeypatch) -> None:
+def test_all_workers_wait_for_the_deletion_of_rank_0_at_the_end(tmp_path, monkeypatch) -> None:
     events: list[str] = []
     phases = watchdog.Phases.__new__(watchdog.Phases)
     monkeypatch.setattr(phases, "enter", lambda phase, step: events.append(phase))
@@ -450,7 +450,7 @@ def test_all_workers_wait_for_rank_0_which_deletes_in_the_phase_that_it_leads(tm
     assert events == ["save", "deleting", "wait", "barrier", "save", "wait", "deleting", "barrier"]
 
 
-def test_the_metrics_of_a_save_are_on_the_disk_before_it_is_committed(tmp_path) -> None:
+def test_metrics_of_a_save_are_on_disk_before_its_commit(tmp_path) -> None:
     events: list[str] = []
     group = savers.WorkerGroup(tmp_path / "run")
 
@@ -470,7 +470,7 @@ def test_the_metrics_of_a_save_are_on_the_disk_before_it_is_committed(tmp_path) 
     ("name", "polyak", "copies", "keep", "checkpoints"),
     [("adam", 0.0, 3, 3, 4), ("adam", 0.9, 4, 3, 4), ("sgd", 0.0, 2, 3, 4), ("adam", 0.0, 3, 2, 3)],
 )
-def test_room_is_asked_for_one_checkpoint_more_than_are_kept_and_for_the_weights(
+def test_required_space_covers_kept_checkpoints_one_more_and_the_weights(
     name, polyak, copies, keep, checkpoints, tmp_path, monkeypatch
 ) -> None:
     model = models.config_of("mu/8", 16, 10)
@@ -484,7 +484,7 @@ def test_room_is_asked_for_one_checkpoint_more_than_are_kept_and_for_the_weights
         saver.check_disk_space(cfg, model, checkpoints_in(tmp_path))
 
 
-def test_what_a_save_has_written_already_counts_as_room(tmp_path, monkeypatch) -> None:
+def test_files_already_written_by_a_save_count_as_free_space(tmp_path, monkeypatch) -> None:
     group = savers.WorkerGroup(tmp_path / "run")
     group.temporary(10).mkdir(parents=True)
     (group.temporary(10) / "rank-00000.safetensors").write_bytes(bytes(60_000))

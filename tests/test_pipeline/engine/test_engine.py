@@ -64,13 +64,13 @@ def in_one_process(count: int = 6) -> tuple[list[float], dict[str, torch.Tensor]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_restored_state_is_the_saved_one_and_repeats_the_same_losses_bit_for_bit(results, case):
+def test_restored_state_equals_the_saved_one_and_repeats_the_losses_bit_for_bit(results, case):
     assert results[case]["back"] and results[case]["repeats"]
     assert results[case]["updates"] == 3
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_gradient_that_is_not_finite_in_one_micro_batch_of_one_worker_has_all_skip_the_step(results, case):
+def test_non_finite_gradient_in_one_micro_batch_makes_all_workers_skip_the_step(results, case):
     """NaN, then infinity. Neither weights, moments nor average change, and all workers hear what the others say."""
     assert results[case]["unharmed"]
     # DeepSpeed has no count of its own at stage 0.
@@ -78,12 +78,12 @@ def test_a_gradient_that_is_not_finite_in_one_micro_batch_of_one_worker_has_all_
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_two_ranks_of_every_stage_match_one_process(results, zero):
+def test_two_ranks_at_every_stage_match_one_process(results, zero):
     assert results[zero, "fp32", 2]["losses"] == pytest.approx(in_one_process()[0], abs=2e-6)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_within_averaged_the_model_computes_with_the_average_written_out_by_hand(results, case):
+def test_averaged_uses_the_average_computed_by_hand(results, case):
     model = ranks.small_model()
     model.load_state_dict(in_one_process(3)[1])
     expected = model(ranks.batch_of(0)[0]).detach()
@@ -93,7 +93,7 @@ def test_within_averaged_the_model_computes_with_the_average_written_out_by_hand
     assert (expected - other).abs().max() > 4e-2, "the average has moved too little to tell"
 
 
-def test_the_average_goes_on_from_a_checkpoint_at_another_world_and_stage(tmp_path: Path):
+def test_average_continues_from_a_checkpoint_of_another_world_size_and_stage(tmp_path: Path):
     averages = []
     for save, zero, world in ((True, 2, 2), (False, 3, 1)):
         task = {"zero": zero, "save": save, "folder": str(tmp_path / "checkpoints")}
@@ -120,18 +120,18 @@ def test_bf16_gradients_are_summed_over_micro_batches_and_workers_in_fp32(zero: 
     assert error < 1e-6
 
 
-def test_bf16_has_the_same_bits_at_stages_1_and_2_also_behind_a_skipped_step(results):
+def test_bf16_has_the_same_bits_at_stages_1_and_2_even_after_a_skipped_step(results):
     assert results[1, "bf16", 2]["end"] == results[2, "bf16", 2]["end"]
     assert results[1, "bf16", 2]["behind"] == results[2, "bf16", 2]["behind"]
     assert results[1, "bf16", 2]["behind"] != results[1, "bf16", 2]["end"]
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case[0] > 0])
-def test_the_bucket_that_gradients_are_summed_in_is_no_larger_than_the_model(results, case):
+def test_reduction_bucket_is_not_larger_than_the_model(results, case):
     assert results[case]["bucket"] == 12 * 33 + 33 + 33 * 7 + 7
 
 
-def test_a_worker_that_raises_alone_under_averaged_weights_is_heard_at_once(tmp_path: Path):
+def test_error_of_one_worker_under_averaged_weights_is_reported_at_once(tmp_path: Path):
     """It once waited for the others to put the weights back, who waited for it in another collective."""
     began = time.monotonic()
     with pytest.raises(WorkerGroupError, match=r"worker 1 on .*: ValueError: alone"):
@@ -145,7 +145,7 @@ def test_a_worker_that_raises_alone_under_averaged_weights_is_heard_at_once(tmp_
     assert time.monotonic() - began < 40, "the collective's time-out is 60 s"
 
 
-def test_a_deepspeed_file_may_ask_for_sums_in_bf16(tmp_path: Path):
+def test_deepspeed_file_may_request_bf16_sums(tmp_path: Path):
     file = tmp_path / "ds.json"
     file.write_text('{"communication_data_type": "bf16"}')
     error = run_worker_group(
@@ -178,7 +178,7 @@ ODD_VALUES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(("zero", "precision"), [(1, "bf16"), (2, "bf16"), (3, "fp32")])
-def test_what_a_users_deepspeed_file_may_set_changes_no_bit(results, zero, precision, tmp_path: Path):
+def test_allowed_settings_of_a_deepspeed_file_change_no_bit(results, zero, precision, tmp_path: Path):
     assert set(ODD_VALUES) == set(TUNING)
     section = {}
     for key, value in ODD_VALUES.items():
@@ -200,12 +200,12 @@ def test_what_a_users_deepspeed_file_may_set_changes_no_bit(results, zero, preci
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_starts_no_process(results, case):
+def test_step_starts_no_process(results, case):
     assert results[case]["started"] == []
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_torchs_linear_is_left_alone(results, case):
+def test_torchs_linear_is_not_replaced(results, case):
     assert results[case]["linear_untouched"]
 
 
@@ -261,7 +261,7 @@ for way in ("given back", "kept"):
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc gives back what mallopt can have it keep")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="workers on GPUs leave malloc as it is")
-def test_a_worker_on_a_cpu_keeps_the_memory_that_it_frees_and_no_bit_depends_on_that():
+def test_cpu_worker_keeps_freed_memory_without_changing_bits():
     """Four tensors of 64 MiB are 65,536 pages of 4 KiB, which the kernel would fill with zeros at every step.
 
     What is kept holds NaN: whatever read memory before it was written would end otherwise than with new pages.
@@ -285,7 +285,7 @@ thread.join()
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc gives back what mallopt can have it keep")
-def test_a_loop_in_a_thread_of_a_process_that_did_not_start_as_workers_do_is_said():
+def test_loop_in_a_thread_with_its_own_heap_is_reported():
     environment = {name: value for name, value in os.environ.items() if name not in MALLOC}
     command = [sys.executable, "-c", IN_A_THREAD]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
@@ -304,7 +304,7 @@ def test_a_loop_in_a_thread_of_a_process_that_did_not_start_as_workers_do_is_sai
         (None, "this C library has no mallopt: "),
     ],
 )
-def test_a_malloc_that_does_not_keep_freed_memory_is_said(monkeypatch, mallopt, expected):
+def test_malloc_that_does_not_keep_freed_memory_is_reported(monkeypatch, mallopt, expected):
     library = SimpleNamespace() if mallopt is None else SimpleNamespace(mallopt=mallopt)
     monkeypatch.setattr(process_group.ctypes, "CDLL", lambda name: library)
     said = process_group.keep_freed_memory()

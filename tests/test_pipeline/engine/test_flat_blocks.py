@@ -50,7 +50,7 @@ def drawn(name: str, size: int, options: dict[str, Any]) -> models.Model:
 
 @pytest.mark.parametrize(("name", "size", "options"), FAMILIES)
 @pytest.mark.parametrize("recomputed", [0, 2])
-def test_a_model_of_flat_blocks_computes_what_the_plain_one_does_and_has_its_gradients(name, size, options, recomputed):
+def test_flat_blocks_have_outputs_and_gradients_of_the_plain_model(name, size, options, recomputed):
     plain, flat = drawn(name, size, options), drawn(name, size, options)
     plain.recomputed_blocks = flat.recomputed_blocks = recomputed
     members = flattened(flat).members
@@ -74,7 +74,7 @@ def test_a_model_of_flat_blocks_computes_what_the_plain_one_does_and_has_its_gra
             assert torch.equal(holder.grad.flatten()[span], parameter.grad.flatten()), name
 
 
-def test_kernels_and_the_rest_lie_apart_and_no_element_is_lost_or_held_twice():
+def test_kernels_and_rest_are_separate_and_every_element_is_held_once():
     model = drawn(*FAMILIES[4])
     decayed = models.decayed_parameters(model)
     sizes = {name: p.numel() for name, p in model.named_parameters()}
@@ -96,7 +96,7 @@ def test_the_392_parameters_of_h14_become_72():
 
 
 @pytest.mark.parametrize(("name", "size", "options"), [FAMILIES[0], FAMILIES[4]])
-def test_layers_hold_weights_only_while_their_block_computes_and_raise_when_asked_alone(name, size, options):
+def test_layers_have_weights_only_while_their_block_computes(name, size, options):
     model = drawn(name, size, options)
     flattened(model)
     for _ in range(2):
@@ -184,7 +184,7 @@ def train_all(
 
 
 @pytest.mark.parametrize("number", NUMBERS, ids=lambda number: "-".join(map(str, CASES[number].values())))
-def test_every_stage_trains_every_parameter_as_plain_torch_does(trained, number):
+def test_every_stage_trains_every_parameter_like_plain_torch(trained, number):
     assert_trained_as_plain(*trained, number, CASES[number])
 
 
@@ -222,7 +222,7 @@ def test_weights_written_by_name_are_restored_to_the_bit_and_compute_the_same_bi
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-def test_within_averaged_the_blocks_compute_with_the_average(trained, number):
+def test_averaged_also_applies_to_flat_blocks(trained, number):
     _, state, trained_model = in_plain_torch(3)
     model = ranks.model_of_blocks()
     with torch.no_grad():
@@ -236,7 +236,7 @@ def test_within_averaged_the_blocks_compute_with_the_average(trained, number):
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-def test_deepspeed_sees_two_parameters_a_block_and_hooks_blocks_alone(trained, number):
+def test_deepspeed_sees_two_parameters_per_block_and_hooks_only_blocks(trained, number):
     result = trained[1][number]
     assert result["parameters"] == 7 + 3 * 2
     assert result["layers_hold"] == 0

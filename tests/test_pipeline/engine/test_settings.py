@@ -19,12 +19,12 @@ pytestmark = pytest.mark.quick
         (2, {}, 8, 16, "all gradients at once after the backward pass, in a fixed order (exact_parts)"),
     ],
 )
-def test_plan_says_in_what_pieces_and_when_gradients_are_summed(zero, tuning, world, parts, line):
+def test_plan_describes_the_reduction_of_gradients(zero, tuning, world, parts, line):
     settings = deepspeed_config(zero=zero, precision="fp32", micro_batch=1, accumulation=1, clip=1.0, user_file=None)
     section = {**settings["zero_optimization"], **tuning}
     assert line in reduction_line(section, 632_045_800, world, parts)
 
 
-def test_a_small_model_is_one_bucket_and_one_worker_has_nothing_to_sum():
+def test_small_model_has_one_bucket_and_one_worker_needs_no_reduction():
     assert "one bucket of 22 million gradients" in reduction_line({"stage": 2}, 22_000_000, 4)
     assert reduction_line({"stage": 2}, 22_000_000, 1) == ""

@@ -58,7 +58,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_two_workers_count_as_many_right_ones_as_the_model_has(run: Path, tmp_path: Path) -> None:
+def test_two_workers_count_the_right_predictions_of_the_whole_model(run: Path, tmp_path: Path) -> None:
     pack(islice(digits(train=False, image_size=16), 50), tmp_path / "set", shard_samples=20)
     value = evaluate(run, tmp_path / "set")
     model = models.load(run / "weights")
@@ -72,7 +72,7 @@ def test_two_workers_count_as_many_right_ones_as_the_model_has(run: Path, tmp_pa
     assert result["values"]["top-1"]["value"] == right / 50
 
 
-def test_a_set_that_is_not_there_ends_all_workers_with_its_name_and_what_to_do(run: Path, tmp_path: Path) -> None:
+def test_missing_set_ends_all_workers_with_its_name_and_a_remedy(run: Path, tmp_path: Path) -> None:
     with pytest.raises(WorkerGroupError, match="repair the set, then run the same command again") as failure:
         evaluate(run, tmp_path / "nothing")
     assert str(tmp_path / "nothing") in str(failure.value)

@@ -73,7 +73,7 @@ VERDICTS = [  # phases of the three workers, the rank that is stopped; the rank 
 
 
 @pytest.mark.parametrize(("phases", "stopped", "rank", "place", "cause"), VERDICTS)
-def test_the_verdict_names_who_is_behind(phases, stopped, rank, place, cause, group, watch, clock) -> None:
+def test_stall_names_the_late_worker(phases, stopped, rank, place, cause, group, watch, clock) -> None:
     put(group, *phases)
     assert watch.find_stall(awake) is None
     clock.now = 9
@@ -83,14 +83,14 @@ def test_the_verdict_names_who_is_behind(phases, stopped, rank, place, cause, gr
     assert str(watch.places[rank]) == place
 
 
-def test_nobody_is_judged_while_anybody_moves(group, watch, clock) -> None:
+def test_no_stall_while_any_worker_moves(group, watch, clock) -> None:
     put(group, "reduce", "data", "reduce")
     for clock.now in range(0, 60, 6):
         group[1].enter("data", 7)
         assert watch.find_stall(awake) is None
 
 
-def test_there_is_no_phase_without_a_judge(tmp_path, group, watch, clock) -> None:
+def test_every_phase_is_watched(tmp_path, group, watch, clock) -> None:
     """A worker that never starts, one stuck at the start, a rank 0 that works alone, a stuck evaluation."""
     late = FolderWatch(tmp_path, 3, stall_s=10, start_s=100, clock=clock)
     for worker in group[:2]:
@@ -113,7 +113,7 @@ def test_there_is_no_phase_without_a_judge(tmp_path, group, watch, clock) -> Non
     assert str(watch.places[2]) == "evaluate after step 40, shard test-000001.tar"
 
 
-def test_of_several_that_do_not_start_the_first_is_named_unless_another_is_stopped(group, watch, clock) -> None:
+def test_first_worker_that_does_not_start_is_named_unless_another_is_stopped(group, watch, clock) -> None:
     group[0].enter("join", 0)
     watch.find_stall(awake)
     clock.now = 11
@@ -122,7 +122,7 @@ def test_of_several_that_do_not_start_the_first_is_named_unless_another_is_stopp
     assert watch.find_stall(lambda rank: rank == 2).rank == 2
 
 
-def test_a_slow_worker_is_named_and_an_even_worker_group_is_not(group, watch, clock) -> None:
+def test_slow_worker_is_named_but_not_in_an_even_group(group, watch, clock) -> None:
     for _ in range(SLOW_LOOKS):
         put(group, "reduce", "reduce", "reduce")
         watch.find_stall(awake)
@@ -146,7 +146,7 @@ def places_of(world: int, steps: int, behind: int | None) -> dict[int, PhaseRepo
 
 
 @pytest.mark.parametrize("world", [256, 4096])
-def test_a_verdict_on_a_large_group_waits_for_the_last_that_moves(world, clock) -> None:
+def test_large_group_stalls_only_when_its_last_worker_stops_moving(world, clock) -> None:
     watch = Watch(world, stall_s=10, clock=clock)
     places = places_of(world, 0, None)
     assert watch.find_stall(places, awake) is None
@@ -163,7 +163,7 @@ def test_a_verdict_on_a_large_group_waits_for_the_last_that_moves(world, clock) 
 
 
 @pytest.mark.parametrize("slow_rank", [0, 700, None])
-def test_a_slow_worker_of_a_large_group_is_named_and_no_other(slow_rank, clock) -> None:
+def test_only_the_slow_worker_of_a_large_group_is_named(slow_rank, clock) -> None:
     watch = Watch(1000, stall_s=10, clock=clock)
     named = []
     for steps in range(2 * SLOW_LOOKS):
@@ -176,7 +176,7 @@ def test_a_slow_worker_of_a_large_group_is_named_and_no_other(slow_rank, clock) 
 
 
 @pytest.mark.parametrize("letter", ["a", "é", "𝄞"])
-def test_a_shard_with_a_long_name_is_named_by_its_end(letter, group, watch) -> None:
+def test_long_shard_name_is_cut_at_the_start(letter, group, watch) -> None:
     for worker in group:
         worker.enter("data", 10**9, 244 * letter + "-000123.tar")
     assert watch.find_stall(awake) is None
@@ -184,7 +184,7 @@ def test_a_shard_with_a_long_name_is_named_by_its_end(letter, group, watch) -> N
     assert place.startswith(f"data of step {10**9 + 1}, shard …{letter}") and place.endswith(f"{letter}-000123.tar")
 
 
-def test_the_shard_that_is_named_in_an_evaluation_is_the_one_that_is_read(tmp_path, shards, monkeypatch) -> None:
+def test_evaluation_phase_names_the_shard_being_read(tmp_path, shards, monkeypatch) -> None:
     """Batches of 30 from shards of 100: whenever a sample is read, the phase file names its shard."""
     worker = Phases(tmp_path, 0, 3600)
     index = load_index(shards / "train")
@@ -212,7 +212,7 @@ def test_the_shard_that_is_named_in_an_evaluation_is_the_one_that_is_read(tmp_pa
     worker.close()
 
 
-def test_a_worker_on_a_full_disk_goes_on(tmp_path, monkeypatch) -> None:
+def test_worker_continues_on_a_full_disk(tmp_path, monkeypatch) -> None:
     def refuse(*args):
         raise OSError(28, "No space left on device")
 
