@@ -1,4 +1,4 @@
-"""The model of a `model:` section, whether a stage can train it, and the images that it takes."""
+"""The model of a `model:` section, whether a stage can train it, and its image size."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -50,7 +50,7 @@ def test_ops_must_produce_images_of_the_models_size(ops, model, size) -> None:
         ("resize(48, antialias=False)", (48, 48), (48, 48), "bilinear"),
         ("decode|resize_tf1(48)", (48, 48), (48, 48), "bilinear of TensorFlow 1"),
         ("resize_small(64)|central_crop((32, 48))", (32, 48), 64, "area"),
-        # What other libraries cannot be told is kept as ops alone.
+        # Preprocessing without an equivalent in other libraries is recorded only as ops.
         ("central_crop(48)", (48, 48), None, "bilinear"),
         ("resize(64)|central_crop(48)|resize(32)", (32, 32), None, "bilinear"),
     ],

@@ -1,4 +1,4 @@
-"""What one stage hands to the next is still what it wrote, bit for bit, or the file is named and nothing starts."""
+"""The next stage reads exactly what a stage wrote, bit for bit; otherwise the file is named and nothing starts."""
 
 import json
 import random
@@ -25,12 +25,12 @@ from tests.support import campaigns
 from tests.support.recipes import TINY
 
 STAGES = ("pretrain", "resize", "finetune", "fewshot")
-LOGS = {"log.txt", "metrics.jsonl", "examples.json"}  # nothing is made of them
+LOGS = {"log.txt", "metrics.jsonl", "examples.json"}  # no result depends on them
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
-    """The recipe of a finished campaign of four stages."""
+    """Return the recipe of a finished run of four stages."""
     folder = tmp_path_factory.mktemp("artifacts")
     recipe = folder / "tiny.yaml"
     recipe.write_text(TINY.format(run=folder / "run", shards=shards))
@@ -45,7 +45,7 @@ def stage_folder(recipe: Path, name: str) -> Path:
 
 @contextmanager
 def flipped(file: Path, bit: int) -> Iterator[None]:
-    """The file with one bit changed; put back afterwards."""
+    """Change one bit of the file for the duration of the block."""
     original = file.read_bytes()
     damaged = bytearray(original)
     damaged[bit // 8] ^= 1 << bit % 8
@@ -59,7 +59,7 @@ def some_bits(file: Path, count: int, seed: int) -> list[int]:
 
 
 def command(arguments: list[str]) -> int:
-    """Return the exit code of a command; if a kind comes first, of a run of that stage alone."""
+    """Return the exit code of a command; if the first word is a kind of stage, of a run of only that stage."""
     if arguments[0] not in STAGES:
         return main(arguments)
     kind, *words = arguments
@@ -67,7 +67,7 @@ def command(arguments: list[str]) -> int:
 
 
 def refused(arguments: list[str], file: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """What the command said when it ended with 65 and named the file."""
+    """Return the output of a command that must exit with 65 and name the file."""
     capsys.readouterr()
     code = command(arguments)
     said = capsys.readouterr().err
@@ -87,7 +87,7 @@ def test_stage_records_the_sha256_of_every_output_file(made):
 
 
 def test_weight_file_names_agree_between_packages():
-    """The records have it without importing what writes the files."""
+    """The records use the names without importing the modules that write the files."""
     assert artifacts.WEIGHT_FILES == (files.WEIGHTS, files.CONFIG, files.CLASSES, files.PREPROCESSING)
 
 
@@ -209,7 +209,7 @@ def test_stage_exports_no_weights_from_a_checkpoint_changed_after_its_commit(mad
     loaded = campaigns.load(made, [])
     folder = loaded.directory(loaded.stage("pretrain"))
     newest = manifest.committed(folder / "checkpoints")[0]
-    # What of a worker is used up to the weights; the last evaluation is over, during which the bit has changed.
+    # The parts of a worker that the export uses; the bit changed during the last evaluation.
     worker: Any = SimpleNamespace(
         job=SimpleNamespace(directory=str(folder)),
         saver=SimpleNamespace(checkpoint_of=lambda step: Chosen(newest.name, newest, manifest.read_manifest(newest))),

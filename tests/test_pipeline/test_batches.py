@@ -1,4 +1,4 @@
-"""From a micro-batch to images and a loss: the values that depend on the samples alone."""
+"""From a micro-batch to images and a loss: values depend only on the samples."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -51,7 +51,7 @@ def test_tags_apply_to_named_sections_and_classes_without_tags():
 
 @dataclasses.dataclass(frozen=True)
 class Grown:
-    """A config that was given every field but its first later."""
+    """A config whose fields were all added later, except the first."""
 
     steps: int = 1
     seed: int | None = None
@@ -65,7 +65,7 @@ def test_later_field_is_omitted_at_its_default_but_not_if_empty():
     assert config.tagged(Grown(), "forbid") == {"steps": 1}
     assert config.tagged(Grown(seed=0), "forbid") == {"steps": 1, "seed": 0}
     assert config.tagged(Grown(partial=True, rename={"a": "b"}), "forbid").keys() == {"steps", "partial", "rename"}
-    # Of no default that equals it to Python alone.
+    # Not for a value of another type that merely equals the default in Python.
     assert config.tagged(Grown(partial=0), "forbid") == {"steps": 1, "partial": 0}
 
 
@@ -93,7 +93,7 @@ def test_wrong_value_is_reported_with_key_value_and_expectation(changes, message
         config.build(TrainConfig, {"data": {"train": "x"}, **changes}, "s")
 
 
-# What each config needs besides the field that is wrong; the others need nothing.
+# Fields that a config requires besides the wrong one; other configs require none.
 NEEDED = {
     TrainConfig: {"steps": 1, "data": {"train": "x"}},
     FullConfig: {"steps": 1, "data": {"train": "x"}},
@@ -106,7 +106,7 @@ NEEDED = {
 
 
 def numeric_fields() -> list[tuple[type, str, bool, bool]]:
-    """(config class, field, is it a float, is it a list) of everything in a recipe that is a number."""
+    """Return (config class, field, is a float, is a list) for every numeric field of a recipe."""
     fields = []
     for kind in (*TAGGED, AugmentConfig, CacheConfig, ProbeConfig):
         for name, hint in get_type_hints(kind).items():
@@ -124,7 +124,7 @@ def numeric_fields() -> list[tuple[type, str, bool, bool]]:
 def test_negative_infinite_and_undefined_numbers_are_refused_in_every_config(kind, field, is_float, is_list):
     wrong = [-1]
     if field == "seed":
-        wrong = [2**63]  # any 64 bits are a seed
+        wrong = [2**63]  # any 64-bit number is a valid seed
     if is_float:
         wrong += [math.nan, math.inf, -math.inf]
     for value in wrong:
@@ -136,7 +136,7 @@ def test_negative_infinite_and_undefined_numbers_are_refused_in_every_config(kin
 
 
 def test_search_finds_all_numeric_fields():
-    """So that the test above cannot pass by looking at nothing."""
+    """The test above must not pass without checking anything."""
     fields = {f"{kind.__name__}.{field}" for kind, field, _, _ in numeric_fields()}
     expected = "TrainConfig.stall_s DataConfig.lanes ProbeConfig.shots SetConfig.classes ClusterConfig.backoff_s"
     assert set(expected.split()) <= fields and len(fields) > 60

@@ -1,4 +1,4 @@
-"""Fine-tuning step by step as the original: from its published file through transfer, loss, schedule and SGD."""
+"""Fine-tuning follows the original step by step: published weights, transfer, loss, schedule and SGD."""
 
 import json
 from dataclasses import replace
@@ -38,7 +38,7 @@ def batch(arrays, step: int) -> tuple[Tensor, Tensor]:
 
 
 def start(arrays) -> nn.Module:
-    """The pretrained file at the new size, with a new head."""
+    """Return the pretrained model at the new size, with a new head."""
     pretrained = models.load(GOLDEN / "finetune_e2e.pretrained.npz")
     size, classes = settings_of(arrays)["finetune_res"], settings_of(arrays)["finetune_classes"]
     target = replace(pretrained.config, image_size=(size, size), classes=classes, representation=None)

@@ -1,4 +1,4 @@
-"""Spikes, stretches that are excluded, and the end of a run that can no longer succeed."""
+"""Spikes, excluded steps, and the end of a run that cannot recover."""
 
 import math
 from pathlib import Path
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.quick
 
 
 class Listening(savers.Quiet):
-    """Telemetry that keeps lines and records."""
+    """Telemetry that collects lines and records."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -35,7 +35,7 @@ class Listening(savers.Quiet):
 
 @pytest.fixture
 def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return what makes the Health of a single worker whose run has committed steps 10 and 20."""
+    """Return a function that creates the Health of a single worker whose run has committed steps 10 and 20."""
     group = savers.with_steps(tmp_path / "run")
     # A group of one worker needs no process group.
     monkeypatch.setattr(health, "dist", savers.ALONE)

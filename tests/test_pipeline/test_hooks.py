@@ -1,4 +1,4 @@
-"""Hooks attach to a real run, by name; their keys stay flat, and a name that is none is refused."""
+"""Hooks attach to a real run by name; their keys stay flat, and unknown names are refused."""
 
 from pathlib import Path
 from typing import Any
@@ -52,11 +52,11 @@ def test_hook_methods_are_called_once_in_order(sets: Path, tmp_path: Path) -> No
     evaluated = [["is_over", 2], ["is_over", 4]]
     first = [["begin", 0], ["is_over", 0], ["before_record", 1]]  # the first step is logged
     assert calls == [*first, evaluated[0], *saves, evaluated[1], *last, ["choose"]]
-    # The other worker is asked in nothing that rank 0 decides.
+    # Only rank 0 is asked for decisions.
     others = [call for call in calls_of(notes, 1) if call[0] != "masked"]
     assert others == [call for call in calls if call[0] not in ("is_over", "choose")]
 
-    # Each step asks once for the whole batch, then for each micro-batch of this worker.
+    # Each step calls it once for the whole batch, then for each micro-batch of this worker.
     asked = [call[1:] for call in calls_of(notes, 0) if call[0] == "masked"]
     expected = []
     for step in range(6):

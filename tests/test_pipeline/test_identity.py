@@ -1,4 +1,4 @@
-"""Which of several workers and nodes is unlike the others: by the majority of the nodes, and a tie is said as one."""
+"""Differences between workers and nodes: the majority of the nodes decides, and a tie is reported as one."""
 
 import shutil
 from pathlib import Path
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def torch(*versions: str) -> list[Any]:
-    """Workers with these versions of torch, "a" to "z"; each on a node of its own."""
+    """Return workers with these versions of torch, "a" to "z", each on a separate node."""
     return [worker(rank, packages={"torch": version}) for rank, version in enumerate(versions)]
 
 
@@ -36,12 +36,12 @@ def torch(*versions: str) -> list[Any]:
         (torch("b", "a", "c", "a", "b", "a"), "worker 0 on n0 (and 2 more) has torch b, 3 of 6 nodes a"),
         (torch("a", "b"), "worker 1 on n1 has torch b, worker 0 on n0 a: a tie, each on 1 of 2 nodes"),
         (torch("b", "b", "a", "a", "c"), "worker 2 on n2 (and 2 more) has torch a, worker 0 on n0 b: a tie, each on 2"),
-        # Eight workers of a node are one node.
+        # Eight workers on one node count as one node.
         (
             [{**each, "node": "n0"} for each in torch(*"bbbbbbbb")] + torch(*"aaaaaaaaaaa")[8:],
             "worker 0 on n0 (and 7 more) has torch b, 3 of 4 nodes a",
         ),
-        # A node without a worker has a vote.
+        # A node without a worker counts too.
         ([*torch("a", "b"), {**torch("b")[0], "rank": NO_RANK, "node": "s"}], "worker 0 on n0 has torch a, 2 of 3"),
     ],
 )  # fmt: skip
@@ -89,7 +89,7 @@ def test_changed_source_changes_the_code_version(source, tmp_path, monkeypatch) 
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(identity, "ROOT", tmp_path)
     unchanged = identity.code_version.__wrapped__()
-    assert unchanged == identity.code_version()  # wherever the checkout lies
+    assert unchanged == identity.code_version()  # independent of the checkout's location
     with open(tmp_path / source, "a") as file:
         file.write("\n")
     assert identity.code_version.__wrapped__() != unchanged

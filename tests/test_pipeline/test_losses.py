@@ -1,4 +1,4 @@
-"""Losses, targets and mixup against arrays that the original code produced, and by hand."""
+"""Losses, targets and mixup, compared with arrays from the original code and with hand calculations."""
 
 import numpy as np
 import pytest

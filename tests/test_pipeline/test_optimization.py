@@ -1,4 +1,4 @@
-"""Optimizers and schedules against arrays that the original code produced."""
+"""Optimizers and schedules, compared with arrays from the original code."""
 
 import json
 
@@ -32,12 +32,14 @@ def test_schedules_match_golden_values():
     for number, case in cases.items():
         total, peak = case["kwargs"]["total_steps"], case["kwargs"]["base"]
         ours = [learning_rate(int(s), total, peak, schedule_of(case)) for s in arrays[f"steps_{number}"]]
-        np.testing.assert_allclose(ours, arrays[f"lr_{number}"], rtol=1e-5, atol=3e-8 * peak)  # theirs is float32
+        np.testing.assert_allclose(
+            ours, arrays[f"lr_{number}"], rtol=1e-5, atol=3e-8 * peak
+        )  # the original computes in float32
     assert len(cases) == 5
 
 
 def flat_model(arrays) -> tuple[nn.Module, dict[str, str]]:
-    """The golden parameters under names without slashes, and those names by golden key."""
+    """Return the golden parameters under names without slashes, and those names by golden key."""
     keys = [key.removeprefix("init/") for key in arrays.files if key.startswith("init/")]
     model = nn.Module()
     names = {key: key.replace("/", "-").replace("head-", "head.") for key in keys}
@@ -49,7 +51,7 @@ def flat_model(arrays) -> tuple[nn.Module, dict[str, str]]:
 
 
 def config_of(meta: dict) -> tuple[OptimConfig, float, int]:
-    """The original's settings in ours: its decay is not multiplied by the rate, torch's is (SPEC 2.2)."""
+    """Convert the original's settings: its decay is not multiplied by the rate, torch's is (SPEC 2.2)."""
     if "momentum" in meta:
         schedule = ScheduleConfig(decay=meta["decay"], warmup_steps=meta["warmup_steps"])
         cfg = OptimConfig(name="sgd", lr=meta["base_lr"], weight_decay=0.0, clip=meta["clip"], schedule=schedule)
@@ -120,7 +122,7 @@ def test_ranges_are_checked(wrong):
 
 @pytest.mark.parametrize(("supports", "peak"), [((100, 200, 300, 400, 500), 0.003), ((7, 11, 30, 41), 0.5)])
 def test_staircase_schedule_matches_the_bit_rule(supports, peak):
-    """An independent walk: a linear rise, and a division by ten in every update after a support that has passed."""
+    """Compare with an independent loop: a linear rise, and a division by ten after each drop step."""
     first, *drops, steps = supports
     schedule = ScheduleConfig(decay="constant", warmup_steps=first, drops=tuple(drops))
     rate = peak

@@ -1,4 +1,4 @@
-"""Phases of a stage: what they compute and which shapes they have; those of token dropping are in its own test."""
+"""Phases of a stage: their FLOPs and shapes; phases of token dropping are tested in its own file."""
 
 import pytest
 

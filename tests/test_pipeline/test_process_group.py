@@ -1,4 +1,4 @@
-"""Before workers train: what must be alike is refused where it is not, what should be is said; and what it costs."""
+"""Start checks: incompatible workers are refused, other differences are logged."""
 
 import re
 import socket
@@ -23,7 +23,7 @@ TWO = ClusterConfig(workers=2, backend="processes")
 
 
 def logged(arrivals: list[Arrival], claimed: float) -> list[str]:
-    """The lines that rank 0 logs of these workers."""
+    """Return the lines that rank 0 logs about these workers."""
     lines: list[str] = []
     log_differences(arrivals, claimed, lines.append)
     return lines
@@ -69,7 +69,7 @@ def test_clock_difference_above_a_second_is_logged() -> None:
 
 
 def start(tmp_path: Path, act: str = "") -> Any:
-    """Have two real workers check their start; worker 1 is made to be otherwise."""
+    """Run the start check on two real workers; `act` makes worker 1 differ."""
     task = preflights.start_task(tmp_path, act)
     return run_worker_group(preflights.start, task, cluster=TWO, name="group", directory=tmp_path)
 
@@ -144,7 +144,7 @@ def test_network_line_lists_interfaces_and_settings(backend, settings, expected,
     assert line.replace("; GLOO_SOCKET_IFNAME=e", "") == f"network: {expected}"
 
 
-# ------------------------------------------------------------------------ which GPU, and over what the workers talk
+# ------------------------------------------------------------------------ GPU and backend of a worker
 
 
 @pytest.mark.quick
@@ -175,7 +175,7 @@ def test_worker_gets_the_gpu_of_its_local_rank_or_is_refused(local_rank, count, 
     ],
 )
 def test_workers_that_share_a_gpu_use_gloo_and_others_nccl(addresses, backend, tmp_path) -> None:
-    """Real workers join with the addresses of GPUs that are not there; NCCL itself is not started."""
+    """Join real workers with made-up GPU addresses; NCCL itself is not started."""
     asked = run_worker_group(
         preflights.choose_backend, {"addresses": addresses}, cluster=TWO, name="group", directory=tmp_path
     )

@@ -45,7 +45,7 @@ def test_interpolations_are_resolved_and_missing_ones_reported():
 
 
 def test_another_model_keeps_only_image_size_and_classes() -> None:
-    """A width that the recipe gave its own model would make S/16 another model without a word."""
+    """A width from the recipe's own model would silently make S/16 another model."""
     recipe = {"pretrain": {"model": {"name": "mu/8", "width": 192, "image_size": 64, "classes": 3}}}
     written_as_text = {"pretrain": {"model": "mu/8"}}
     another = with_overrides(recipe, ["pretrain.model=S/16", "pretrain.model.dropout=0.1"])
@@ -56,8 +56,8 @@ def test_another_model_keeps_only_image_size_and_classes() -> None:
     assert replaced == {"pretrain": {"model": {"name": "B/16", "image_size": 64, "classes": 3}}}
     quoted = with_overrides(recipe, ['pretrain.model={"name": B/16, classes: 5}'])
     assert quoted == {"pretrain": {"model": {"name": "B/16", "image_size": 64, "classes": 5}}}
-    # What only looks like a name: a text with one in it, and a section of its own.
+    # Values that only resemble a name: a text that contains one, and a section with one.
     for value in ('{stem: "{name"}', "{stem: [a, name]}", "{inner: {name: x}}"):
         assert with_overrides(recipe, [f"pretrain.model={value}"])["pretrain"]["model"]["width"] == 192, value
     merged = with_overrides(recipe, ["pretrain.model={dropout: 0.1}"])
-    assert merged["pretrain"]["model"]["width"] == 192  # without a name a section is merged, as any other
+    assert merged["pretrain"]["model"]["width"] == 192  # a section without a name is merged like any other

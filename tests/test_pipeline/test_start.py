@@ -1,4 +1,4 @@
-"""How a worker starts: its task, deterministic kernels, and checkpoints that are of another stage."""
+"""The start of a worker: its task, deterministic kernels, and checkpoints of another stage."""
 
 import dataclasses
 import os
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.quick
 
 @pytest.fixture
 def restored(monkeypatch):
-    """Torch's settings as they were, after the test."""
+    """Restore torch's settings after the test."""
     monkeypatch.delenv(CUBLAS_VARIABLE, raising=False)
     with deterministic_kernels():
         os.environ.pop(CUBLAS_VARIABLE)
@@ -35,7 +35,7 @@ def restored(monkeypatch):
 def test_exact_mode_enables_deterministic_kernels_on_a_gpu_before_joining(
     exact_parts, is_gpu, restored, monkeypatch, tmp_path
 ) -> None:
-    """Joining starts CUDA, and cuBLAS reads its variable when it starts."""
+    """Joining the group starts CUDA, and cuBLAS reads its variable at that moment."""
     seen = []
 
     def join_group(timeout_s: float) -> None:

@@ -1,4 +1,4 @@
-"""What a trained stage ends with: averaged weights, and masked patch prediction as another objective."""
+"""Whole trained stages: averaged weights, resumes, and masked patch prediction."""
 
 import json
 import re
@@ -27,7 +27,7 @@ from tests.support import campaigns
 
 
 def run_stages(recipe: Path, *names: str, overrides: tuple[str, ...] = ()) -> list[Path]:
-    """Run some stages of a recipe; the folders of their outputs."""
+    """Run some stages of a recipe; return the folders of their outputs."""
     loaded = campaigns.load(recipe, list(overrides))
     for name in names:
         run_campaign(loaded, only=name, quiet=True)
@@ -84,7 +84,7 @@ IN_BF16 = '{"communication_data_type": "bf16"}'
     [(1, "{}", "fp32; a resume "), (2, IN_BF16, "fp32 over micro-batches, in bf16 over workers; a resume ")],
 )
 def test_log_names_the_data_type_of_gradient_sums(zero, content, said, recipe, monkeypatch):
-    """Whose DeepSpeed file lies in the driver's folder, where workers need not be."""
+    """The DeepSpeed file is in the driver's folder, which need not be the workers' folder."""
     (recipe.parent / "ds.json").write_text(content)
     monkeypatch.chdir(recipe.parent)
     (folder,) = run_stages(recipe, "pretrain", overrides=("pretrain.deepspeed=ds.json", f"pretrain.zero={zero}", *BF16))
@@ -94,7 +94,7 @@ def test_log_names_the_data_type_of_gradient_sums(zero, content, said, recipe, m
 
 
 def test_resume_does_not_need_the_initial_weights(recipe):
-    """Fine-tuning goes on from its own checkpoint, and ends with the same weights."""
+    """Fine-tuning resumes from its own checkpoint and ends with the same weights."""
     _, resized, folder = run_stages(recipe, "pretrain", "resize", "finetune", overrides=RESUMED)
     weights = (folder / "weights.safetensors").read_bytes()
     (folder / "done.json").unlink()
@@ -145,7 +145,7 @@ def test_corruption_does_not_depend_on_the_world_size(recipe):
 
 
 def test_bad_samples_are_reported_even_if_the_save_in_flight_fails(tmp_path, monkeypatch):
-    """Then the error of the save, with its own exit code, is the only one that comes out."""
+    """In that case only the error of the save is raised, with its own exit code."""
     events: list[str] = []
 
     def fail(step: int) -> None:

@@ -1,4 +1,4 @@
-"""What the config of a trained stage refuses, and what it tells the core of a stage without extras."""
+"""The config of a trained stage: rejected values, and its methods without extras."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""How a batch falls on workers, and how long a stage is."""
+"""The division of a batch among workers, and the length of a stage."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Values as people write them; every number on the right was computed by hand."""
+"""Reading values as people write them; every number on the right was calculated by hand."""
 
 from typing import Any, Literal
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.quick
         ([1, "5"], tuple[int, ...], "shots", [1, 5]),
         ("adam", Literal["adam", "sgd"], "name", "adam"),
         ({"a": 1}, Any, "values", {"a": 1}),
-        (7, str, "entity", 7),  # a text of digits, as OmegaConf makes it
+        (7, str, "entity", 7),  # digits that OmegaConf reads as a number
     ],
 )
 def test_value_is_read_as_people_write_it(written: object, hint: Any, key: str, value: object) -> None:

@@ -1,4 +1,4 @@
-"""Where a worker is told to write, and how it is asked to stop."""
+"""The folders of a worker, and how it is stopped."""
 
 import signal
 import threading

@@ -27,11 +27,11 @@ SEED = int(os.environ.get("FAULT_SEED", "20261120"))
 
 @pytest.fixture(scope="module")
 def recorded(request) -> tuple[Path, list[dict[str, Any]]]:
-    """(the folder with the trace, what became of every run that was hit)"""
+    """Return the folder with the trace, and the state left by every interrupted run."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None or sys.platform != "linux":
         pytest.skip("needs Linux and a C compiler for the shim between Python and its file system calls")
-    memory = Path("/dev/shm")  # where fsync costs nothing; what it means is the simulation's business
+    memory = Path("/dev/shm")  # fsync is free there, and the simulation models its effect
     folder = Path(tempfile.mkdtemp(dir=memory if memory.is_dir() else None))
     request.addfinalizer(lambda: shutil.rmtree(folder))
     shim = folder / "faults.so"
@@ -51,7 +51,7 @@ def newest_saved(outcome: dict[str, Any]) -> int:
 
 
 def check(outcome: dict[str, Any]) -> None:
-    """Loadable, nothing acknowledged lost, nothing half made under a valid name, the claimed attempt still taken."""
+    """Check that a state can be loaded, lost no reported checkpoint, has no partial set and keeps the attempt."""
     assert outcome["loads"] in (30, 40, 50) and outcome["loads"] >= newest_saved(outcome), outcome
     assert not outcome["complaints"], outcome
     assert outcome["attempt"] >= dict(outcome["said"]).get("attempt", 1), outcome
@@ -90,7 +90,7 @@ def test_failing_call_keeps_the_previous_checkpoint_and_training_continues(recor
             assert said[-2][0] == "failed" or "failed" in kinds, outcome
     assert len(failures) > 50
     unsaved = [o for o in failures if o["how"] == FAIL_FROM and "ready" in dict(o["said"]) and o["loads"] == 30]
-    assert len(unsaved) > 5 or error == errno.EIO  # the disk was full before the first save could be whole
+    assert len(unsaved) > 5 or error == errno.EIO  # the disk was full before the first save was complete
     assert all(os.strerror(error) in str(dict(o["said"])["failed"]) for o in unsaved)
     print(f"{len(failures)} failing calls of {errno.errorcode[error]}: nothing lost")
 
@@ -119,7 +119,7 @@ def test_power_cut_loses_no_reported_checkpoint(states, recorded, tmp_path) -> N
 
 
 def restart(state: dict[str, bytes | None], folder: Path, known: dict[str, int]) -> list[str]:
-    """What is wrong with what a start finds in the state, where `known` had been acknowledged."""
+    """Start from a state after `known` was reported; return what is wrong with it, "" if nothing."""
     run = folder / "run"
     build(state, run, folder / "store")
     said: list[str] = []
@@ -129,7 +129,7 @@ def restart(state: dict[str, bytes | None], folder: Path, known: dict[str, int])
             said.append(f"loads {found}, acknowledged was {known}")
         if newest_attempt(Folder(run)) < known.get("attempt", 1):
             said.append(f"attempt {newest_attempt(Folder(run))}, acknowledged was {known}")
-        for step in committed(run / "stage" / "checkpoints"):  # the older ones may be needed one day
+        for step in committed(run / "stage" / "checkpoints"):  # the older ones must stay valid too
             verify(step)
     except (CheckpointError, OSError) as error:
         said.append(str(error))
@@ -138,7 +138,7 @@ def restart(state: dict[str, bytes | None], folder: Path, known: dict[str, int])
 
 
 def test_simulated_power_cut_detects_missing_fsyncs(recorded, tmp_path) -> None:
-    """The model is no sham: the same run, its fsyncs forgotten, loses what it acknowledged."""
+    """Check the simulation itself: the same run without its fsyncs loses reported checkpoints."""
     recording, rng = Recording(*paths(recorded[0])), random.Random(SEED)
     for operation in (operation for line in recording.lines for operation in line):
         operation.durable = 1 << 30

@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself, and the digests of its files."""
+"""The manifest of a checkpoint, and the digests of its files."""
 
 import itertools
 import os
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.quick
 
 @pytest.fixture
 def group(tmp_path) -> savers.WorkerGroup:
-    """A run with committed steps 10 and 20."""
+    """Return a run with committed steps 10 and 20."""
     return savers.with_steps(tmp_path / "run")
 
 
@@ -55,10 +55,10 @@ def test_checkpoints_are_ordered_by_step_and_attempt_not_by_clock(tmp_path) -> N
     for step in (10, 20, 30):
         group.save(step)
     later = savers.WorkerGroup(tmp_path / "run", attempt=2)
-    assert later.save(30)  # replayed: the former attempt's copy stays, the later attempt's comes first
+    assert later.save(30)  # repeated: the earlier attempt's copy stays, the later attempt's comes first
     expected = [p.name for p in committed(group.folder)]
     assert expected == [f"step-00000000{n}" for n in ("30-000002", "30", "20", "10")]
-    for jumps in itertools.product((-1, 1), repeat=3):  # by an hour, either way, between any two saves
+    for jumps in itertools.product((-1, 1), repeat=3):  # by an hour, forwards or backwards, between any two saves
         hours = itertools.accumulate((0, *jumps))
         for step, then in zip(reversed(expected), (time.time() + 3600 * hour for hour in hours), strict=True):
             os.utime(group.folder / step, (then, then))

@@ -1,4 +1,4 @@
-"""Which checkpoints must stay: those that are still to be evaluated, and that of the best evaluation."""
+"""Checkpoints to keep: those of requested evaluations and of the best evaluation."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.quick
 
 
 def stage_of(folder: Path, *accuracies: float) -> Path:
-    """Make a stage that was evaluated every ten steps."""
+    """Create a stage with an evaluation every ten steps."""
     lines = []
     for number, accuracy in enumerate(accuracies, 1):
         record = {"kind": "evaluate", "time": 1.0, "attempt": 1, "step": 10 * number, "accuracy": accuracy}

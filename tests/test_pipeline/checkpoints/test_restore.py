@@ -1,4 +1,4 @@
-"""A start loads the newest checkpoint that is whole, on all workers alike, in any topology."""
+"""A start loads the newest intact checkpoint, on all workers alike, at any topology."""
 
 import errno
 import os
@@ -19,7 +19,7 @@ from tests.support import savers
 
 @pytest.fixture
 def group(tmp_path) -> savers.WorkerGroup:
-    """A run with committed steps 10 and 20."""
+    """Return a run with committed steps 10 and 20."""
     return savers.with_steps(tmp_path / "run")
 
 
@@ -38,7 +38,7 @@ ALL = (0, 1, 2, 3)
     ],
 )
 def test_every_topology_loads_what_another_saved_bit_for_bit(topologies, tmp_path) -> None:
-    """From each world and ZeRO stages to each: masters and moments as saved, and the weights in use with them."""
+    """Load from each world size and ZeRO stage at each other: masters, moments and computing weights are equal."""
     values = [
         run_worker_group(
             act,
@@ -96,7 +96,7 @@ MORE_CASES = [(3, "rank-00001.safetensors"), (3, "rank-00000.safetensors"), (1, 
 
 @pytest.mark.parametrize("cases", [CASES, pytest.param(MORE_CASES, marks=pytest.mark.slow)], ids=["few", "more"])
 def test_damage_found_by_one_worker_makes_all_load_the_previous_checkpoint(cases, tmp_path) -> None:
-    """Two real workers, each of which reads its own part of the state at ZeRO 1 and 2; at 0 they share the reading."""
+    """Use two real workers: at ZeRO 1 and 2 each reads its own part of the state; at 0 they share the reading."""
     everybody = run_worker_group(
         savers.load_damaged,
         {"run": str(tmp_path), "cases": cases},
@@ -107,7 +107,7 @@ def test_damage_found_by_one_worker_makes_all_load_the_previous_checkpoint(cases
     names = ["step-0000000010", "step-0000000020"]
     for (zero, file), first, second in zip(cases, *everybody, strict=True):
         if not file:
-            # The disk has the right bytes: no checkpoint is to blame, and none is refused.
+            # The bytes on disk are right: no checkpoint is to blame, and none is quarantined.
             assert first["error"] == second["error"] != "" and first["left"] == names
             assert "rank-00001.safetensors: bytes 0 to " in first["error"] and "read by worker 1 on" in first["error"]
             assert (
@@ -121,7 +121,7 @@ def test_damage_found_by_one_worker_makes_all_load_the_previous_checkpoint(cases
         (line,) = first["said"]
         assert file in line and "kept as bad-0000000020-000002; trying the previous checkpoint" in line
         assert second["said"] == [], "rank 0 speaks for all"
-        if zero == 2:  # where worker 1 reads its own file alone
+        if zero == 2:  # worker 1 reads only its own file
             assert "(read by worker 1 on" in line and "the file has changed" in line
 
 

@@ -1,4 +1,4 @@
-"""When a save is due, and how a step is made safe; how a checkpoint is written is in test_stage_checkpoints.py."""
+"""When a save is due, and how a step gets committed; test_stage_checkpoints.py tests how a checkpoint is written."""
 
 import errno
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.quick
 
 @pytest.fixture
 def group(tmp_path: Path) -> Iterator[WorkerGroup]:
-    """A group of one worker, whose save of step 10 is committed."""
+    """Return a group of one worker that has committed step 10."""
     made = WorkerGroup(tmp_path / "run", world=1)
     made.save(10)
     with made.collectives():
@@ -22,7 +22,7 @@ def group(tmp_path: Path) -> Iterator[WorkerGroup]:
 
 
 def beginning(group: WorkerGroup, step: int, begun: list[int]) -> Callable[[], None]:
-    """Return what begins a save of this step, and notes it."""
+    """Return a function that begins a save of this step, and records the call."""
 
     def begin() -> None:
         begun.append(step)
@@ -35,7 +35,7 @@ def beginning(group: WorkerGroup, step: int, begun: list[int]) -> Callable[[], N
     ("step", "is_evaluated", "saves_evaluated", "is_finite", "is_due"),
     [
         (8, False, False, True, True),
-        (8, False, False, False, False),  # amid steps that are not finite
+        (8, False, False, False, False),  # during non-finite steps
         (9, False, False, True, False),
         (9, True, False, True, False),
         (9, True, True, True, True),
@@ -76,7 +76,7 @@ def test_save_in_flight_of_the_current_step_is_not_repeated(group: WorkerGroup) 
 def test_failed_save_is_retried_only_with_retries(
     retries: bool, is_committed: bool, tries: int, group: WorkerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The save in flight fails, and so does the first of the retries."""
+    """Let the save in flight fail, and the first retry too."""
     storage = group.checkpoints.storage
     write = storage.write
     failures = [errno.ENOSPC, errno.ENOSPC]

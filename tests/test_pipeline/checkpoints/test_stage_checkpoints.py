@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, loadable in any topology, and never by the wrong owner."""
+"""Checkpoints are complete or absent, can be loaded at any topology, and are never committed by a former owner."""
 
 import errno
 import os
@@ -45,7 +45,7 @@ SEED = int(os.environ.get("FAULT_SEED", "20261120"))
 
 @pytest.fixture
 def group(tmp_path) -> savers.WorkerGroup:
-    """A run with committed steps 10 and 20."""
+    """Return a run with committed steps 10 and 20."""
     return savers.with_steps(tmp_path / "run")
 
 
@@ -98,11 +98,11 @@ def test_start_fails_if_no_checkpoint_is_intact(group) -> None:
     with pytest.raises(CheckpointError, match=r"all 2 checkpoints .* are damaged; they are kept as bad-"):
         group.checkpoints_anew().choose(2, print)
     assert len(list(group.folder.glob("bad-*"))) == 2
-    assert group.checkpoints_anew().choose(3, print) is None  # the same command again: from step 0
+    assert group.checkpoints_anew().choose(3, print) is None  # the same command again starts from step 0
 
 
 class Poison:
-    """Runs `touch` when it is unpickled."""
+    """An object that runs `touch` when it is unpickled."""
 
     def __init__(self, sentinel: Path) -> None:
         self.sentinel = sentinel
@@ -112,7 +112,7 @@ class Poison:
 
 
 def pickles(poison: Poison, path: Path) -> list[bytes]:
-    """The poison in every wrapping that some loader unpickles: raw, torch's two formats, NumPy's, a zip."""
+    """Return the malicious pickle in every format that some loader unpickles: raw, torch's two, NumPy's, a zip."""
     kinds = [pickle.dumps(poison, protocol) for protocol in (0, 2, 4, 5)]
     for zipped in (True, False):
         torch.save(poison, path, _use_new_zipfile_serialization=zipped)
@@ -136,7 +136,7 @@ def test_poisoned_pickle_in_any_file_is_refused_without_running_it(group, tmp_pa
             for resealed in {False, name != "MANIFEST.json"}:
                 newest = committed(group.folder)[0]
                 (newest / name).write_bytes(blob)
-                if resealed:  # digests that fit: only the format itself stands between the file and us
+                if resealed:  # digests that match: only the file format prevents the attack
                     savers.reseal(newest)
                 step, said = savers.pick(group.folder)
                 assert step == 10 and name in said[0] and not sentinel.exists()
@@ -147,12 +147,12 @@ def test_poisoned_pickle_in_any_file_is_refused_without_running_it(group, tmp_pa
 
 
 def test_commit_of_a_frozen_former_owner_is_refused(tmp_path) -> None:
-    """20 owners freeze between writing their file and committing, while another attempt takes over."""
+    """Freeze 20 owners between writing their file and committing, while another attempt takes over."""
     run = tmp_path / "run"
     for round in range(20):
         former = savers.WorkerGroup(run, claim_attempt(Folder(run)))
         former.begin(100 + round)
-        claim_attempt(Folder(run))  # meanwhile somebody else starts
+        claim_attempt(Folder(run))  # another attempt starts meanwhile
         before = sorted(p.name for p in former.folder.iterdir() if not p.name.startswith("."))
         with pytest.raises(RunOwned, match=f"attempt {2 * round + 2} owns .* now, this is attempt {2 * round + 1}"):
             former.finish()
@@ -161,12 +161,12 @@ def test_commit_of_a_frozen_former_owner_is_refused(tmp_path) -> None:
 
 def test_former_owner_with_deleted_files_commits_nothing(group) -> None:
     group.begin(30)
-    assert savers.pick(group.folder)[0] == 20  # another start sweeps what was in flight
+    assert savers.pick(group.folder)[0] == 20  # another start deletes the save in flight
     assert group.finish() is None and "sees no such file there after 0 s" in group.savers[0].failure
     assert savers.pick(group.folder)[0] == 20
 
 
-# ------------------------------------------------------------------------ what rank 0 does not see
+# ------------------------------------------------------------------------ files not visible to rank 0
 
 
 def test_file_not_visible_to_rank_0_fails_the_save_with_worker_node_and_path(group, monkeypatch) -> None:
@@ -204,7 +204,7 @@ def test_wait_for_a_file_that_appears_late_is_logged(tmp_path) -> None:
 @pytest.mark.skipif(hosts.missing() != "", reason=hosts.missing())
 @pytest.mark.parametrize("apart", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_worker_with_a_separate_disk_prevents_the_commit(apart, tmp_path) -> None:
-    """Two real workers, one of which finds another disk at the run's path, as a node without the shared mount does."""
+    """Use two real workers, one with another disk at the run's path, like a node without the shared mount."""
     (tmp_path / "run").mkdir()
     failure = run_worker_group(
         savers.save_apart,
@@ -225,7 +225,7 @@ def test_worker_with_a_separate_disk_prevents_the_commit(apart, tmp_path) -> Non
 
 
 def test_full_disk_error_reports_the_free_space_during_the_save(group, monkeypatch) -> None:
-    """Not the room that there is again when the files of the failed save are deleted."""
+    """Report the free space during the save, not after the files of the failed save were deleted."""
     original = folder_storage.write_durably
 
     def full(path: Path, content: bytes) -> None:
@@ -249,7 +249,7 @@ def test_foreign_files_among_the_attempts_are_ignored(tmp_path) -> None:
 @pytest.mark.parametrize("starts", [2, 20])
 def test_exactly_one_of_several_concurrent_starts_owns_the_run(starts, tmp_path) -> None:
     lease = Lease(Folder(tmp_path / "run"), print)
-    lease.record["pid"] = 4194305  # above any real pid: its process was killed
+    lease.record["pid"] = 4194305  # larger than any real pid, as if its process had been killed
     lease.take()
     crowd = [drives.fork_process(drives.own, str(tmp_path / "run"), str(tmp_path), number) for number in range(starts)]
     for process in crowd:
@@ -276,7 +276,7 @@ def test_pruning_keeps_the_newest_and_multiples_of_keep_every(tmp_path) -> None:
 
 @pytest.fixture
 def slow_disk(monkeypatch) -> Iterator[SimpleNamespace]:
-    """A disk that `was_asked` to delete something, and does when it `may_delete`, or after 10 s."""
+    """A disk that sets `was_asked` when it should delete something, and waits for `may_delete`, at most 10 s."""
     disk = SimpleNamespace(was_asked=threading.Event(), may_delete=threading.Event())
     rmtree = shutil.rmtree
 
@@ -295,26 +295,26 @@ OLD = ".tmp-old-step-0000000010"
 
 @pytest.fixture
 def deleting(slow_disk, tmp_path) -> Iterator[savers.WorkerGroup]:
-    """A run of keep=2 that has committed step 30, and whose rank 0 deletes step 10 as long as the disk is slow."""
+    """Return a run with keep=2 that has committed step 30 and whose rank 0 is still deleting step 10."""
     group = savers.WorkerGroup(tmp_path / "run", keep=2)
     for step in (10, 20):
         group.save(step)
     group.begin(30)
-    assert group.finish_only() is not None  # ends, though nothing is deleted
+    assert group.finish_only() is not None  # returns although nothing is deleted yet
     assert slow_disk.was_asked.wait(10)
     with group.collectives():
         yield group
 
 
 def begin_alone(group: savers.WorkerGroup, step: int) -> saver.Saver:
-    """Rank 0's saver, which has begun to save the step, and is not waited for."""
+    """Begin to save the step with rank 0's saver, without waiting for it; return the saver."""
     first = group.savers[0]
     first.begin(savers.FakeEngine(0, 2, step).fragments(), savers.manifest(step, 1, 2))
     return first
 
 
 def heard(group: savers.WorkerGroup) -> list[str]:
-    """What rank 0 says from now on."""
+    """Return the list that collects rank 0's log lines from now on."""
     lines: list[str] = []
 
     class Speaking(savers.Quiet):
@@ -328,7 +328,7 @@ def heard(group: savers.WorkerGroup) -> list[str]:
 def test_loop_continues_and_saves_while_an_old_checkpoint_is_deleted(deleting, slow_disk) -> None:
     assert [step_of(path) for path in committed(deleting.folder)] == [30, 20], "no start takes what is half deleted"
     assert (deleting.folder / OLD).is_dir()
-    deleting.begin(40)  # fits, so it is written beside
+    deleting.begin(40)  # fits next to the old one, so it is written
     assert deleting.finish_only() is not None and (deleting.folder / OLD).is_dir()
     slow_disk.may_delete.set()
     deleting.savers[0].wait_for_deleting()
@@ -371,7 +371,7 @@ def test_hanging_deletion_is_logged_and_does_not_block_a_save_that_fits(deleting
 def test_commit_is_announced_after_the_deletion_if_the_next_save_would_not_fit(
     slow_disk, tmp_path, monkeypatch
 ) -> None:
-    """Other workers than rank 0 do not look for room: they would find the disk full."""
+    """Workers other than rank 0 do not check for space and would find the disk full."""
     group = savers.WorkerGroup(tmp_path / "run", keep=2)
     for step in (10, 20):
         group.save(step)
@@ -392,12 +392,12 @@ def test_every_failure_of_a_deletion_is_logged(group, tmp_path, monkeypatch) -> 
     first.saving = replace(first.saving, keep=2)
 
     def no_number() -> set[int]:
-        return {int("10 copy")}  # of a file that somebody has copied
+        return {int("10 copy")}  # from a file that somebody copied
 
     first.needed = [no_number]
     assert group.save(30) is not None
     assert len(said) == 1 and said[0].startswith("could not delete old checkpoints: ValueError: invalid literal"), said
-    # What a disk deletes in part only.
+    # A deletion that fails halfway.
     first.needed = []
     monkeypatch.setattr(folder_storage.shutil, "rmtree", lambda path, **options: None)
     assert group.save(40) is not None
@@ -461,7 +461,7 @@ def test_metrics_of_a_save_are_on_disk_before_its_commit(tmp_path) -> None:
     for of_rank in group.savers:
         of_rank.telemetry = Watching()  # type: ignore[assignment]
     group.save(10)
-    # Once, by rank 0, and behind the beginning of the save, by when the loop has written the records of its steps.
+    # Once, by rank 0, after the save has begun: by then the loop has written the records of its steps.
     assert events == ["fsync, 0 committed, in flight: True"]
     assert [step_of(path) for path in committed(group.folder)] == [10]
 
@@ -476,7 +476,9 @@ def test_required_space_covers_kept_checkpoints_one_more_and_the_weights(
     model = models.config_of("mu/8", 16, 10)
     parameters = sum(parameter.numel() for parameter in models.build("mu/8", 16, 10).parameters())
     cfg = TrainConfig(steps=1000, save_every=10, keep=keep, polyak=polyak, optim=OptimConfig(name=name))
-    needed = checkpoints * (copies * 4 * parameters + saver.HEADER_BYTES) + 4 * parameters  # fp32: four bytes a number
+    needed = (
+        checkpoints * (copies * 4 * parameters + saver.HEADER_BYTES) + 4 * parameters
+    )  # fp32: four bytes per number
     monkeypatch.setattr(saver, "free_bytes", lambda folder: needed)
     saver.check_disk_space(cfg, model, checkpoints_in(tmp_path))
     monkeypatch.setattr(saver, "free_bytes", lambda folder: needed - 1)

@@ -1,4 +1,4 @@
-"""What of DeepSpeed is not documented is named in one file, which checks at start that it is there."""
+"""DeepSpeed's undocumented names are listed in a single file, which checks at the start that they exist."""
 
 import ast
 import os
@@ -22,7 +22,7 @@ CHECKED = {name for names in NAMES.values() for name in names.split()}
 
 
 def attributes(path: Path) -> set[str]:
-    """The names that a file takes as an attribute of something."""
+    """Return the names that a file uses as attributes."""
     tree = ast.parse(path.read_text())
     return {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
 
@@ -117,7 +117,7 @@ print(len(probed))
 
 @pytest.mark.parametrize("accelerator", ["cpu", "cuda"])
 def test_starting_a_worker_probes_no_deepspeed_operator(accelerator) -> None:
-    """The planted operators would record a probe, as the last line shows."""
+    """Plant operators that would record a probe; the last line shows that they do."""
     environment = {**os.environ, "DS_ACCELERATOR": accelerator}
     command = [sys.executable, "-c", PLANTED]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)

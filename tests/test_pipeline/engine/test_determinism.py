@@ -1,4 +1,4 @@
-"""What an attempt says of the bits of a resume, and which kernels exact mode has torch use on a GPU."""
+"""The line about the bits of a resume, and the deterministic kernels of exact mode on a GPU."""
 
 import os
 
@@ -20,7 +20,7 @@ KERNELS = "GPU kernels may add in any order"
 NCCL = "NCCL chooses the order of its sums"
 COMPILED = "compiled kernels have not been compared on a GPU"
 
-# What is promised: whole runs on CPUs are compared in test_resume.py and test_checkpoint_runs.py.
+# Whether the promise holds is tested with whole runs on CPUs in test_resume.py and test_checkpoint_runs.py.
 PROMISES = [
     (CPU, REPEATS),
     ({**CPU, "world": 1, "zero": 0}, "a resume with 1 worker at ZeRO 0 on the same hardware repeats every bit"),
@@ -68,7 +68,7 @@ def test_resume_line_reports_a_changed_worker_group(conditions, before, expected
 
 @pytest.fixture
 def restored(monkeypatch):
-    """Torch's settings as they were, after the test."""
+    """Restore torch's settings after the test."""
     monkeypatch.delenv(CUBLAS_VARIABLE, raising=False)
     with deterministic_kernels():
         os.environ.pop(CUBLAS_VARIABLE)
@@ -80,7 +80,7 @@ def test_deterministic_kernels_are_enabled_together_with_the_cublas_variable(res
     use_deterministic_kernels()
     assert os.environ[CUBLAS_VARIABLE] == ":4096:8"
     assert torch.are_deterministic_algorithms_enabled()
-    # Flash attention would only warn otherwise.
+    # Otherwise flash attention would only warn.
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
     assert not torch.utils.deterministic.fill_uninitialized_memory
     assert not torch.backends.cuda.cudnn_sdp_enabled()

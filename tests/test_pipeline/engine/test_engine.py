@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO 0–3 on gloo as Patchline uses it; also the guard at every DeepSpeed bump."""
+"""DeepSpeed ZeRO 0–3 on gloo as Patchline uses it; these tests also guard every DeepSpeed upgrade."""
 
 import json
 import os
@@ -45,9 +45,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str, in
 
 
 def in_one_process(count: int = 6) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The same steps in plain torch, with the average written out.
+    """Run the same steps in plain torch, with the average computed by hand.
 
-    Losses are those of the first half of every batch, which is worker 0's of two.
+    Losses are those of the first half of every batch, which belongs to worker 0 of two.
     """
     model = ranks.small_model()
     optimizer = build_optimizer(model, {"0.weight", "2.weight"}, OptimConfig(lr=1e-2))
@@ -71,9 +71,9 @@ def test_restored_state_equals_the_saved_one_and_repeats_the_losses_bit_for_bit(
 
 @pytest.mark.parametrize("case", CASES)
 def test_non_finite_gradient_in_one_micro_batch_makes_all_workers_skip_the_step(results, case):
-    """NaN, then infinity. Neither weights, moments nor average change, and all workers hear what the others say."""
+    """Use NaN, then infinity: weights, moments and average do not change, and all workers get the summed numbers."""
     assert results[case]["unharmed"]
-    # DeepSpeed has no count of its own at stage 0.
+    # At ZeRO 0 DeepSpeed does not count skipped steps.
     assert results[case]["skipped"] == (2 if case[0] else 0)
 
 
@@ -132,7 +132,7 @@ def test_reduction_bucket_is_not_larger_than_the_model(results, case):
 
 
 def test_error_of_one_worker_under_averaged_weights_is_reported_at_once(tmp_path: Path):
-    """It once waited for the others to put the weights back, who waited for it in another collective."""
+    """It used to wait for the others to restore the weights, while they waited for it in another collective."""
     began = time.monotonic()
     with pytest.raises(WorkerGroupError, match=r"worker 1 on .*: ValueError: alone"):
         run_worker_group(
@@ -209,7 +209,7 @@ def test_torchs_linear_is_not_replaced(results, case):
     assert results[case]["linear_untouched"]
 
 
-# Prints for each way page faults that the kernel answers once more for freed memory, and the digest of the end.
+# Prints, for each variant, the page faults caused by returned memory, and the digest of the final weights.
 BOTH_WAYS = """
 import os
 import resource
@@ -262,15 +262,15 @@ for way in ("given back", "kept"):
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc gives back what mallopt can have it keep")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="workers on GPUs leave malloc as it is")
 def test_cpu_worker_keeps_freed_memory_without_changing_bits():
-    """Four tensors of 64 MiB are 65,536 pages of 4 KiB, which the kernel would fill with zeros at every step.
+    """Use four tensors of 64 MiB: 65,536 pages of 4 KiB, which the kernel would zero at every step.
 
-    What is kept holds NaN: whatever read memory before it was written would end otherwise than with new pages.
+    Kept memory contains NaN, so a program that reads memory before writing it would end with other bits.
     """
     environment = os.environ | {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "PYTHONPATH": import_path()} | MALLOC
     command = [sys.executable, "-c", BOTH_WAYS]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     given_back, kept = (line.split() for line in done.stdout.splitlines()[-2:])
-    # Had the thread something to say, it would stand before the number.
+    # A warning of the thread would be printed before the number.
     assert int(kept[0]) < 1000
     assert kept[1] == given_back[1], "weights and moments after three steps"
 
@@ -297,7 +297,7 @@ def test_loop_in_a_thread_with_its_own_heap_is_reported():
     ("mallopt", "expected"),
     [
         (lambda number, value: 1, ""),
-        # As glibc before 2.35, where half of a heap of 64 MB is the largest M_MMAP_THRESHOLD.
+        # As in glibc before 2.35, whose largest M_MMAP_THRESHOLD is half of a heap of 64 MB.
         (lambda number, value: int(number != -3 or value <= 2**25), ""),
         (lambda number, value: int(number != -4), "mallopt rejected M_MMAP_MAX: "),
         (lambda number, value: 0, "mallopt rejected M_TRIM_THRESHOLD and M_MMAP_MAX: "),

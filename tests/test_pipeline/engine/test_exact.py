@@ -1,4 +1,4 @@
-"""With `exact_parts` the bits do not depend on the world; without it they do (whole runs: test_checkpoint_runs.py)."""
+"""With `exact_parts` the bits do not depend on the world size (whole runs: test_checkpoint_runs.py)."""
 
 import json
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ WORLDS = (1, 2, 4)
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], Any]:
-    """What every world found for every case."""
+    """Return the results of every case at every world size."""
     folder, found = tmp_path_factory.mktemp("elastic"), {}
     for world in WORLDS:
         cases = [PLAIN, PLAIN_SGD, *EXACT]

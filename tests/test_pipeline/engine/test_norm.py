@@ -1,4 +1,4 @@
-"""The gradient's norm over flat pieces, against numpy in float64."""
+"""The gradient norm over flat pieces, compared with numpy in float64."""
 
 import math
 
@@ -23,7 +23,7 @@ def test_sum_of_squares_matches_numpy_however_the_gradient_is_split(sizes: list[
 
 
 def test_norm_of_a_long_gradient_is_as_accurate_as_that_of_a_short_one():
-    """Torch adds 16 million squares on a CPU in a few running fp32 sums: it is off by 7e-4."""
+    """On a CPU torch sums 16 million squares in a few running fp32 sums, with an error of 7e-4."""
     gradient = torch.randn(2**24, generator=torch.Generator().manual_seed(0))
     expected = float(np.linalg.norm(gradient.numpy().astype(np.float64)))
     assert math.sqrt(float(sum_of_squares([gradient]))) == pytest.approx(expected, rel=1e-7)

@@ -1,4 +1,4 @@
-"""DeepSpeed's settings: what `plan` says of the sums over workers."""
+"""DeepSpeed's settings, and the line about the reduction of gradients in `plan`."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A ds_config.json of the user's own: what may stand there, and that the rest stops plan and run before they start."""
+"""The user's ds_config.json: what it may contain; anything else stops plan and run before they start."""
 
 import contextlib
 import json
@@ -68,7 +68,10 @@ def test_auto_and_values_equal_to_the_recipe_change_nothing(content: dict[str, A
         ({"zero_optimization": {"overlap_comm": "perhaps"}}, "overlap_comm is 'perhaps'\n  DeepSpeed says: "),
         ({"zero_optimization": True}, "zero_optimization is True\n  expected a mapping"),
         ({"gradient_accumulation_steps": 3}, "is 3 in your file and 2 by the recipe"),
-        ({"communication_data_type": "bf16"}, "'fp32' by the recipe\n  remove one of them: precision=fp32 sums gradients"),
+        (
+            {"communication_data_type": "bf16"},
+            "'fp32' by the recipe\n  remove one of them: precision=fp32 sums gradients",
+        ),
         (
             {"timers": {"throughput": {"enabled": True}}},
             "DeepSpeed's timer would make the host wait twice per micro-batch",

@@ -1,4 +1,4 @@
-"""Weights of this project and of others: their digests, and the sets that they were trained on."""
+"""Our own and foreign weights: their digests, and the sets that they were trained on."""
 
 import hashlib
 import json

@@ -26,7 +26,7 @@ def test_interval_of_a_share_matches_a_hand_calculation() -> None:
 
 
 def test_few_shot_reports_mean_deviation_and_interval_of_its_seeds(tmp_path: Path) -> None:
-    """Seeds are not 0, 1, 2; a test sample cannot be read and three are leaked, of which one cannot be read."""
+    """Use seeds other than 0, 1, 2, an unreadable test sample, and three leaked samples, one of them unreadable."""
     store = unreadable(None, np.zeros(120, int), tmp_path, [7])
     right = np.random.default_rng(4).random((3, 119)) < [[0.5], [0.6], [0.9]]
     (protocol,) = protocols_of(("fewshot",), SimpleNamespace(fewshot=FewShotConfig((1,), (3, 4, 5))), {})
@@ -54,7 +54,7 @@ def test_single_draw_says_that_its_variance_is_unknown(tmp_path: Path) -> None:
 
 
 def test_shots_are_listed_by_shard_and_position(tmp_path: Path) -> None:
-    """In shards of 4, 1 and 7 samples; two seeds and two values."""
+    """Use shards of 4, 1 and 7 samples, two seeds and two values."""
     shards = tuple(Shard(f"{name}.tar", count, 0, "") for name, count in (("a", 4), ("b", 1), ("c", 7)))
     train = FeatureStore(Index(shards, 10, (), "d" * 64, "", Path(), names=NAMES), tmp_path)
     test = store_of(None, np.zeros(5, int), tmp_path)
@@ -69,7 +69,7 @@ def test_shots_are_listed_by_shard_and_position(tmp_path: Path) -> None:
 
 
 def results_of_two_sets() -> dict:
-    """A document as evaluation.json holds it: of two sets, one of which was compared with a training set."""
+    """Return a document like evaluation.json with two sets, one of which was compared with a training set."""
     share = {"value": 0.8, "low": 0.4902, "high": 0.9433, "samples": 10}
     draws = {"value": 0.5, "low": 0.25, "high": 0.75, "samples": 1200, "sd": 0.0123, "seeds": {"3": 0.4, "5": 0.6}}
     leaks = {
@@ -129,7 +129,7 @@ def test_values_are_reported_with_and_without_leaked_samples(tmp_path: Path) -> 
     numbers = [3, 45, 46, 149]
     store = unreadable(None, np.zeros(150, int), tmp_path, [77])
     is_right = np.zeros(149, bool)
-    is_right[[3, 45, 46, 148]] = True  # row 148 of those that could be read is sample 149
+    is_right[[3, 45, 46, 148]] = True  # row 148 of the readable samples is sample 149
     (protocol,) = protocols_of(("top-1",), None, {})
     result = document.result_of(Outcome({"top-1": [is_right]}), protocol, store, None, numbers)
     assert result["values"]["top-1"]["value"] == 4 / 149

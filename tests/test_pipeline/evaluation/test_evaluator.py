@@ -1,4 +1,4 @@
-"""Requests on sets: each set passes through the model once, and what its protocols need is kept."""
+"""Evaluation requests: each set passes through the model once, and only what the protocols need is stored."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,7 +34,7 @@ def with_a_bad_one(tmp_path_factory: pytest.TempPathFactory) -> Index:
 
 @contextmanager
 def evaluator_of(model: nn.Module, index: Index, folder: Path) -> Iterator[Evaluator]:
-    """One process, for the set "set"."""
+    """Return an evaluator of one process for the set "set"."""
     phases = Phases(folder, 0, 60.0)
     yield Evaluator(
         group=EvaluationGroup(phases, CPU, wants_stop=lambda: False),
@@ -49,7 +49,7 @@ def evaluator_of(model: nn.Module, index: Index, folder: Path) -> Iterator[Evalu
 
 
 def evaluate(model: nn.Module, index: Index, folder: Path, *requests: Request) -> list[document.Entry]:
-    """The results of one process for the set "set"."""
+    """Return the results of one process for the set "set"."""
     with evaluator_of(model, index, folder) as evaluator:
         return evaluator.evaluate(requests)
 
@@ -66,7 +66,7 @@ def evaluate(model: nn.Module, index: Index, folder: Path, *requests: Request) -
     ],
 )
 def test_only_what_the_protocols_need_is_stored(asked, width, best, with_a_bad_one: Index, tmp_path: Path) -> None:
-    """Of the set "set": a protocol of features wants them of both its sets, one of the head its best classes."""
+    """Protocols of features need the features of both sets; protocols of the head need the best classes."""
     settings = SimpleNamespace(knn=NeighboursConfig((3,)), linear=LinearConfig())
     requests = [Request(test, train, protocols_of((name,), settings, {})[0]) for test, train, name in asked]
     with evaluator_of(Sums(), with_a_bad_one, tmp_path) as evaluator:

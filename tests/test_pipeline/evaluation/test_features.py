@@ -1,4 +1,4 @@
-"""What rank 0 keeps of a set: the same at any world, in the order of the set, on a disk that has room."""
+"""Features stored by rank 0: the same at any world size, in the order of the set, on a disk with enough room."""
 
 from collections import deque
 from pathlib import Path
@@ -24,7 +24,7 @@ def with_a_bad_one(tmp_path_factory: pytest.TempPathFactory) -> Index:
 
 
 def collected(index: Index, world: int, folder: Path) -> FeatureStore:
-    """What rank 0 has received when every rank of a world has given its part, one after the other."""
+    """Return rank 0's store after every rank has sent its part, one after another."""
     torch.manual_seed(0)
     model = Sums()
     store = FeatureStore(index, folder)
@@ -48,7 +48,7 @@ def test_rank_0_stores_the_same_bits_at_any_world_size(with_a_bad_one: Index, tm
 def test_rank_0_receives_the_batches_of_all_ranks(
     with_a_bad_one: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ten batches for three ranks: the last rank has two of padding. Those that send keep nothing."""
+    """Send ten batches from three ranks, two of them padding on the last rank; the other ranks store nothing."""
     alone = collected(with_a_bad_one, 1, tmp_path)
     torch.manual_seed(0)
     model = Sums()

@@ -1,4 +1,4 @@
-"""Which steps are evaluated, and what is logged about the time that it takes."""
+"""Which steps are evaluated, and the log line about the time that it takes."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Intervals against scipy, sums written out, and simulations with a known truth."""
+"""Intervals compared with scipy, with plain sums, and with simulations whose true value is known."""
 
 import itertools
 from functools import partial
@@ -23,7 +23,7 @@ def test_interval_of_a_share_matches_scipys_wilson_interval(right: int, samples:
 
 
 def two_way(right: np.ndarray) -> tuple[float, float]:
-    """The interval by the textbook's sums of squares of two crossed factors, written out cell by cell."""
+    """Compute the interval from the textbook's sums of squares of two crossed factors, cell by cell."""
     draws, samples = right.shape
     mean = right.mean()
     of_draws = sum(samples * (right[s].mean() - mean) ** 2 for s in range(draws)) / (draws - 1)
@@ -70,7 +70,7 @@ def test_mean_over_classes_always_has_a_nonzero_interval(sizes: list[int], accur
     assert 0 <= low < high <= 1 and high - low > 0.5 / sum(sizes)
     mean = np.mean([right[labels == label].mean() for label in range(len(sizes))])
     assert low <= mean <= high
-    # One class for every sample, or all of one size and perfect: as many independent samples as there are.
+    # With one class per sample, or equal and perfect classes, all samples are independent.
     if len(set(sizes)) == 1 and (accuracy != 0.9 or sizes[0] == 1):
         expected = wilson(right.mean(), len(right))
         assert (low, high) == pytest.approx(expected, abs=0.004)
@@ -123,6 +123,6 @@ WORLDS = {
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_intervals_contain_the_true_value_as_often_as_promised(world: str) -> None:
-    """Of 800 repetitions 92 to 97 %, and two deviations of such a count (1.5 points) on either side."""
+    """Expect 92 to 97 % of 800 repetitions, with two standard deviations of the count (1.5 points) on either side."""
     held, width = simulations.coverage(WORLDS[world], 800, np.random.default_rng(17))
     assert 0.905 <= held <= 0.985 and width < 0.25

@@ -1,4 +1,4 @@
-"""The probes of frozen features against scikit-learn, NumPy and the original's golden results."""
+"""Probes of frozen features, compared with scikit-learn, NumPy and golden results of the original."""
 
 import json
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.quick
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Small matrices on a busy machine: threads that wait for each other took 20 times as long."""
+    """Use one thread: on a busy machine, waiting threads made small matrices 20 times slower."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with threadpool_limits(1):
@@ -47,7 +47,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def sets(tmp_path_factory: pytest.TempPathFactory) -> tuple[FeatureStore, FeatureStore, dict[str, np.ndarray]]:
-    """Pixels of the digits as features: 1,000 rows to learn from, 300 to judge."""
+    """Return pixels of the digits as features: 1,000 training rows and 300 test rows."""
     pixels, labels = load_digits(return_X_y=True)
     folder = tmp_path_factory.mktemp("features")
     arrays = {
@@ -102,7 +102,7 @@ def test_class_with_fewer_samples_than_shots_uses_all_of_them():
 
 @pytest.mark.parametrize(("rows", "width"), [(6, 40), (12, 11), (13, 12)])
 def test_fewer_rows_than_features_give_the_minimum_norm_interpolation(rows: int, width: int) -> None:
-    """Without a penalty, by NumPy's pseudo-inverse; the constant feature is one more."""
+    """Compare with NumPy's pseudo-inverse, without a penalty; there is one more feature, the constant."""
     rng = np.random.default_rng(7)
     x = rng.normal(size=(rows, width))
     labels = np.arange(rows) % 3
@@ -133,7 +133,7 @@ def test_few_shot_from_a_store_matches_the_original(golden, tmp_path: Path) -> N
 
 def test_few_shot_uses_first_labels_in_training_and_any_label_in_evaluation(sets, tmp_path: Path) -> None:
     train, _, arrays = sets
-    # The true label comes second in every other sample, behind one that is wrong.
+    # In every other sample the true label comes second, after a wrong one.
     true = arrays["test_labels"]
     labels = np.stack([true, np.full_like(true, -1)], axis=1)
     labels[::2] = np.stack([(true + 1) % 10, true], axis=1)[::2]
@@ -170,7 +170,7 @@ def test_knn_matches_scikit_learn(weighted: bool, sets, monkeypatch: pytest.Monk
         )
         reference.fit(arrays["train"].astype(np.float64), arrays["train_labels"])
         expected = reference.predict(arrays["test"].astype(np.float64))
-        # float32 and float64 may rank neighbours that are equally near otherwise.
+        # float32 and float64 may order equally near neighbours differently.
         assert (is_right == (expected == arrays["test_labels"])).mean() > 0.99
         assert is_right.mean() > 0.9
 
@@ -186,7 +186,7 @@ def test_logistic_regression_matches_scikit_learn(sets) -> None:
     expected = reference.decision_function((arrays["test"] - mean) / std)
     fitted = fit_logistic(train, train.rows, l2, 1000, CPU, no_beat)
     scores = fitted.scores(test.features(test.rows)).numpy()
-    # A constant may be added to all classes' biases: what softmax does not see is taken off.
+    # Softmax is invariant to a constant added to all biases, so subtract it.
     scores -= scores.mean(1, keepdims=True)
     assert np.abs(scores - (expected - expected.mean(1, keepdims=True))).max() < 1e-3
     (is_right,) = outcome.right["logistic"]
@@ -194,7 +194,7 @@ def test_logistic_regression_matches_scikit_learn(sets) -> None:
 
 
 def test_logistic_regression_uses_the_first_and_the_last_row(sets, tmp_path: Path) -> None:
-    """Two classes have a single row: a fit that leaves out either predicts that class nowhere."""
+    """Two classes have a single row: a fit that skips either row never predicts its class."""
     _, test, arrays = sets
     middle = np.flatnonzero((arrays["train_labels"] != 3) & (arrays["train_labels"] != 6))[:200]
     first = np.flatnonzero(arrays["train_labels"] == 3)[:1]
@@ -259,7 +259,7 @@ def test_shots_are_sample_numbers_even_if_samples_are_missing(shots: int, sets, 
 def test_chosen_penalty_is_fitted_to_all_rows(
     seed: int, held_out: float, l2: tuple[float, ...], sets, tmp_path: Path
 ) -> None:
-    """Two samples cannot be read; the split, the choice and the fit to all are scikit-learn's and NumPy's."""
+    """With two unreadable samples, split, choice and final fit match scikit-learn and NumPy."""
     _, test, arrays = sets
     features, labels = arrays["train"][:150], arrays["train_labels"][:150]
     train = store_of(features, labels, tmp_path)
@@ -282,7 +282,7 @@ def test_chosen_penalty_is_fitted_to_all_rows(
         accuracies[penalty] = reference.score((features[aside] - mean) / std, labels[aside])
         found = outcome.chosen[f"held-out accuracy at l2 {penalty:g}"]
         assert found == pytest.approx(accuracies[penalty], abs=1e-9)
-    # Of equal ones the larger.
+    # Among equal accuracies the larger penalty.
     best = max(l2, key=lambda penalty: (accuracies[penalty], penalty))
     assert outcome.chosen["l2"] == best
     reference, mean, std = fitted(kept, best)

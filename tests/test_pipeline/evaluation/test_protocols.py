@@ -1,4 +1,4 @@
-"""The protocols of an evaluation and its document against scipy, NumPy and the original's golden results."""
+"""Evaluation protocols and document, compared with scipy, NumPy and golden results of the original."""
 
 import hashlib
 import json
@@ -43,7 +43,7 @@ def test_top_1_top_5_and_per_class_match_numpy(tmp_path: Path) -> None:
 
 
 def test_per_class_counts_a_sample_in_each_class_of_its_labels(tmp_path: Path) -> None:
-    """Three labels at most, classes of unequal sizes, one that no image has, an image without a label, a bad one."""
+    """Use up to three labels, unequal classes, an empty class, an unlabelled image and an unreadable one."""
     rng = np.random.default_rng(8)
     labels = np.full((90, 3), -1)
     for row in range(89):
@@ -70,7 +70,7 @@ def test_per_class_counts_a_sample_in_each_class_of_its_labels(tmp_path: Path) -
 
 
 def test_real_accuracy_matches_the_original(tmp_path: Path) -> None:
-    """Any of several labels; images with an empty list are left out, as the source that packs them does."""
+    """Accept any of several labels; images with an empty list are excluded, as when they are packed."""
     path = GOLDEN / "real_eval.json"
     if not path.exists():
         pytest.skip("golden data is absent: ../shared/golden/real_eval.json")

@@ -1,4 +1,4 @@
-"""The worker of a stage that evaluates: its results are those of the whole model on the whole set."""
+"""The worker of an evaluation stage: its results match those of the whole model on the whole set."""
 
 import time
 from dataclasses import asdict
@@ -51,7 +51,7 @@ def evaluate(run: Path, test: Path) -> Any:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A folder of a run with weights of a small model."""
+    """Return the folder of a run with the weights of a small model."""
     model = models.from_config(models.config_of("mu/8", 16, 10), torch.Generator().manual_seed(0))
     torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(1))  # a new head is all zeros
     models.save_weights(model, tmp_path / "run" / "weights")

@@ -1,4 +1,4 @@
-"""What a run says, and how it is read back."""
+"""Log lines and metrics: writing and reading."""
 
 import math
 import time
@@ -45,7 +45,7 @@ def test_log_line_has_fixed_order_and_readable_numbers():
     ],
 )
 def test_log_line_fits_100_columns(values):
-    """Of ViT-H over a million steps, and of photographs on a laptop."""
+    """Use reports of ViT-H over a million steps, and of photographs on a laptop."""
     assert len("[pretrain] " + log_line(REPORT | values)) <= 100
 
 
@@ -77,7 +77,9 @@ def test_non_finite_numbers_are_null_in_the_file_and_nan_when_read(tmp_path: Pat
     telemetry.report("spike", {"step": 7, "grad_norm": -math.inf, "recent": recent})
     telemetry.close()
     with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write('{"kind": "train", "step": 8, "loss": NaN, "losses": [Infinity]}\n')  # as it was written before
+        file.write(
+            '{"kind": "train", "step": 8, "loss": NaN, "losses": [Infinity]}\n'
+        )  # the format of earlier versions
 
     first, second, _ = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert '"loss": null' in first and '"losses": [1.5, null]' in first
@@ -92,7 +94,7 @@ def test_non_finite_numbers_are_null_in_the_file_and_nan_when_read(tmp_path: Pat
 
 
 def test_log_line_shows_the_speed_of_all_steps_since_the_previous_line() -> None:
-    """A save after 2 of 5 steps ended a record: the line's 50 images took 10 s, not the last 30 images 4 s."""
+    """A save after 2 of 5 steps ended a record; the line must show 50 images in 10 s, not the last 30 in 4 s."""
     since_line = Window()
     before_save = Window()
     before_save.losses = [3.0, 2.9]
@@ -129,7 +131,7 @@ def test_tensorboard_opens_on_the_loss(tmp_path: Path):
     telemetry.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    curves = sorted(events.Tags()["scalars"])  # as TensorBoard's page has them
+    curves = sorted(events.Tags()["scalars"])  # in the order of TensorBoard's page
     assert curves[0] == "1 train/1 loss" and "2 evaluate/accuracy" in curves and "checkpoint/took_s" in curves
 
 

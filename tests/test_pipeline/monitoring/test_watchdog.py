@@ -1,4 +1,4 @@
-"""The watchdog: a hang becomes a verdict that names rank, phase and shard."""
+"""The watchdog: a hang is reported with rank, phase and shard."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def group(tmp_path) -> list[Phases]:
 
 
 class FolderWatch(Watch):
-    """A watch that is told what an agent would read in the workers' folder."""
+    """A watch that gets the phases that an agent would read from the workers' folder."""
 
     def __init__(self, folder, world: int, **options) -> None:
         super().__init__(world, **options)
@@ -50,7 +50,7 @@ def awake(rank: int) -> bool:
 
 
 def put(group: list[Phases], *phases: str) -> None:
-    """All workers go through a whole step, then as far as `phases`."""
+    """Move all workers through a whole step, then into the given phases."""
     order = ["data", "forward", "backward", "reduce"]
     for worker, phase in zip(group, phases, strict=True):
         for passed in [*order, *order[: order.index(phase)]]:
@@ -62,7 +62,7 @@ READER = "data of step 8, shard train-000003.tar"
 WAITED_FOR = "stuck for 11s; the other workers are waiting for it"
 COLLECTIVE = "stuck collective: all 3 workers are there for 11s"
 FROZEN = "frozen: stopped by a signal, 11s without progress"
-VERDICTS = [  # phases of the three workers, the rank that is stopped; the rank that is named, its place, the cause
+VERDICTS = [  # phases of the three workers, the stopped rank; expected rank, phase and cause
     (("reduce", "data", "reduce"), None, 1, READER, "stalled reader: 11s without a batch"),
     (("reduce", "reduce", "forward"), None, 2, "forward of step 8", WAITED_FOR),
     (("reduce", "reduce", "reduce"), None, 0, "reduce of step 8", COLLECTIVE),
@@ -91,7 +91,7 @@ def test_no_stall_while_any_worker_moves(group, watch, clock) -> None:
 
 
 def test_every_phase_is_watched(tmp_path, group, watch, clock) -> None:
-    """A worker that never starts, one stuck at the start, a rank 0 that works alone, a stuck evaluation."""
+    """Watch a worker that never starts, one stuck at the start, a rank 0 working alone, a stuck evaluation."""
     late = FolderWatch(tmp_path, 3, stall_s=10, start_s=100, clock=clock)
     for worker in group[:2]:
         worker.enter("join", 0)
@@ -100,7 +100,7 @@ def test_every_phase_is_watched(tmp_path, group, watch, clock) -> None:
     assert watch.find_stall(awake) == Stall(2, "does not start, 11s without progress")
     assert late.find_stall(awake) is None, "importing takes its time"
     clock.now = 12
-    with group[0].rank_0_phase("restore", 0, True):  # rank 0 restores, the others wait for it
+    with group[0].rank_0_phase("restore", 0, True):  # rank 0 restores while the others wait
         for worker in group[1:]:
             for phase in ("restore", "wait") if worker is group[1] else ("join", "restore", "wait"):
                 worker.enter(phase, 0)
@@ -137,7 +137,7 @@ def test_slow_worker_is_named_but_not_in_an_even_group(group, watch, clock) -> N
 
 
 def places_of(world: int, steps: int, behind: int | None) -> dict[int, PhaseReport]:
-    """All have gone through some steps; one is still before its last phase."""
+    """Return phases of workers after some steps, one of which is still in an earlier phase."""
     entered = 100 + 4 * steps
     places = dict.fromkeys(range(world), PhaseReport(entered, "reduce", 8, ""))
     if behind is not None:
@@ -150,7 +150,7 @@ def test_large_group_stalls_only_when_its_last_worker_stops_moving(world, clock)
     watch = Watch(world, stall_s=10, clock=clock)
     places = places_of(world, 0, None)
     assert watch.find_stall(places, awake) is None
-    # All hang but for one worker.
+    # All workers hang except one.
     clock.now = 11
     places[world - 1] = PhaseReport(102, "reduce", 8, "")
     assert watch.find_stall(places, awake) is None
@@ -185,7 +185,7 @@ def test_long_shard_name_is_cut_at_the_start(letter, group, watch) -> None:
 
 
 def test_evaluation_phase_names_the_shard_being_read(tmp_path, shards, monkeypatch) -> None:
-    """Batches of 30 from shards of 100: whenever a sample is read, the phase file names its shard."""
+    """Read batches of 30 from shards of 100: the phase file always names the shard being read."""
     worker = Phases(tmp_path, 0, 3600)
     index = load_index(shards / "train")
     evaluator = Evaluator(
