@@ -113,8 +113,8 @@ def build_recorded(kind: type[Config], values: Mapping[str, Any], where: str) ->
     Null values of keys that no longer exist are dropped. Raises as `build`.
     """
     known = {field.name for field in dataclasses.fields(kind)}
-    kept = {name: value for name, value in values.items() if name in known or value is not None}
-    return build(kind, kept, where)
+    usable = {name: value for name, value in values.items() if name in known or value is not None}
+    return build(kind, usable, where)
 
 
 def with_defaults(config: Config, names: str) -> Config:

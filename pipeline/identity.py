@@ -159,9 +159,9 @@ def differences(workers: Sequence[Identity], names: Sequence[str]) -> list[Diffe
         values = []
         value_of_node: dict[str, str] = {}  # that of its first worker
         for worker in workers:
-            of_worker = {**worker["packages"], "device": worker["device"], "GPU driver": worker["driver"]}
-            values.append(of_worker[name])
-            value_of_node.setdefault(worker["node"], of_worker[name])
+            value_of = {**worker["packages"], "device": worker["device"], "GPU driver": worker["driver"]}
+            values.append(value_of[name])
+            value_of_node.setdefault(worker["node"], value_of[name])
         if len(set(values)) <= 1:
             continue
         counts = Counter(value_of_node.values())

@@ -55,7 +55,7 @@ LONGEST_LIST = 8  # nodes listed in a log line
 LARGE_PIECE = 80 << 20  # bytes; more than the 64 MB heap that glibc gives each thread
 CGROUP = Path("/sys/fs/cgroup")
 CPUINFO = Path("/proc/cpuinfo")
-SKEW_S = 1.0  # clock difference that is logged: records, incidents and the accounting compare times of several nodes
+SKEW_S = 1.0  # smallest clock difference to log: records, incidents and the accounting compare times of several nodes
 
 
 def join_group(timeout_s: float) -> torch.device:
@@ -258,7 +258,7 @@ def processor() -> str:
 
 
 def memory_free() -> int:
-    """Return the bytes of memory that are still free: of the machine, or within the container's limit if smaller."""
+    """Return the free memory in bytes: of the machine, or within the container's limit if smaller."""
     free = psutil.virtual_memory().available
     # cgroup v2; without a limit the file contains "max", which int() rejects.
     with suppress(OSError, ValueError):
@@ -351,7 +351,7 @@ def check_device_memory(arrivals: Sequence[Arrival], device_bytes: int) -> None:
         free = f"{arrival.free_bytes / 2**30:.1f} GiB"
         share = f"{free} are free"
         if sharing > 1:
-            share = f"{sharing} such workers share {free} that are free"
+            share = f"{sharing} such workers share {free} of free memory"
         way_out = "`python -m jobs plan RECIPE` shows why; lower micro_batch, or raise checkpoint_blocks or zero"
         if arrival.identity["device"] != "cpu":
             # Rounded down to what is really free.
@@ -381,7 +381,7 @@ def refuse_unlike(arrivals: Sequence[Arrival], code: str, claim: Path, attempt_f
     if not is_shared:
         return
 
-    # With separate storage a worker would save its part of a checkpoint where no other worker finds it.
+    # With separate storage a worker would save its part of a checkpoint out of reach of the others.
     for arrival in arrivals:
         if not arrival.sees_claim:
             raise ClusterError(

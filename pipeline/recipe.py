@@ -209,7 +209,7 @@ def expand_home(values: Values) -> Values:
     """Expand texts `~/…` and `~name/…` in nested plain values to absolute paths, as a shell does.
 
     A shell does not expand `run=~/runs`, and a folder named `~` would be created. The section `cache` is unchanged: it
-    names folders on every node, where the home folder may differ.
+    names folders on every node, whose home folders may differ.
     """
     if isinstance(values, str):
         return os.path.expanduser(values)  # type: ignore[return-value]

@@ -121,7 +121,7 @@ class StageData:
 
 @dataclass
 class TrainingLog:
-    """The steps that are still to be reported, and the learning rate of the last one."""
+    """Steps without a report so far, and the learning rate of the last step."""
 
     window: Window = field(default_factory=Window)  # steps since the last record
     since_line: Window = field(default_factory=Window)  # recorded steps since the last log line

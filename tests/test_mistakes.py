@@ -216,7 +216,7 @@ KEYS = """
 65 pretrain.init=weights.npz        => python -m jobs import weights.npz FOLDER
 65 pretrain.init=weights/weights.safetensors => give its folder: weights
 78 pretrain.init=weights pretrain.model.name=Ti/8 => width: 32 -> 192|leave these keys, and the name, out of `model`
-78 pretrain.deepspeed=nowhere.json  => No such file|deepspeed=null does without
+78 pretrain.deepspeed=nowhere.json  => No such file|or deepspeed=null for none
 78 run=                             => run is empty, expected a folder
 78 run=tiny.yaml                    => tiny.yaml is a file|give the run another name
 78 run=~nobody-here/x               => no user of this name is known here

@@ -160,7 +160,7 @@ def manifest_in(storage: Storage, checkpoint: str) -> Manifest:
         raise CheckpointError(f"{path}: {error}") from None
     except (KeyError, TypeError):
         raise CheckpointError(f"{path} is not a manifest") from None
-    # A folder that was renamed by hand would otherwise be loaded as another step than the one of its weights.
+    # Otherwise a folder renamed by hand would be loaded as another step than that of its weights.
     name = checkpoint.rpartition("/")[2]
     if name.startswith("step-") and step_of(Path(name)) != manifest.step:
         raise CheckpointError(f"{path} is of step {manifest.step}, but the folder's name says {step_of(Path(name))}")
@@ -222,15 +222,15 @@ def chunk_bytes_of(size: int) -> int:
 
 def digest_chunks(chunks: Iterable[memoryview], chunk_bytes: int) -> ChunkedRecord:
     """Return the size and digests of a file with these chunks, each of which is read once."""
-    whole = hashlib.sha256()
+    file_digest = hashlib.sha256()
     digests: list[str] = []
     size = 0
     for chunk in chunks:
-        whole.update(chunk)
+        file_digest.update(chunk)
         # The second digest finds the chunk in the CPU cache.
         digests.append(xxh3_64_hexdigest(chunk))
         size += len(chunk)
-    return {"bytes": size, "sha256": whole.hexdigest(), "chunk_bytes": chunk_bytes, "chunks": "".join(digests)}
+    return {"bytes": size, "sha256": file_digest.hexdigest(), "chunk_bytes": chunk_bytes, "chunks": "".join(digests)}
 
 
 def check_size(path: Path, expected: FileRecord) -> None:

@@ -1,6 +1,6 @@
 """Finds the steps of a stage whose checkpoints must be kept, however old they are.
 
-1. Steps with a requested evaluation that is not done: they are evaluated from their checkpoints (`evaluate_on: spare`).
+1. Steps with a pending evaluation request: they are evaluated from their checkpoints (`evaluate_on: spare`).
        <stage>/evaluations/step-0000001200.requested
 2. The step of the best evaluation so far (`keep_best`), from the stage's metrics.jsonl.
 
@@ -34,7 +34,7 @@ def file_of(stage: Path, step: int, suffix: str) -> Path:
 
 
 def requested_steps(stage: Path) -> list[int]:
-    """Return the steps with a requested evaluation that is not done, the oldest first."""
+    """Return the steps with a pending evaluation request, the oldest first."""
     steps = []
     for path in (stage / EVALUATIONS).glob(f"step-*{REQUESTED}"):
         steps.append(int(path.stem.removeprefix("step-")))
@@ -52,7 +52,7 @@ class BestStep(TypedDict):
 
 
 def evaluations_of(records: Iterable[Record]) -> dict[int, dict[str, float]]:
-    """Return the metrics of each evaluated step, by step in ascending order; steps that were repeated count once."""
+    """Return the metrics of each evaluated step, by step in ascending order; repeated steps count once."""
     evaluations: dict[int, dict[str, float]] = {}
     for record in records:
         if record["kind"] == "evaluate":
@@ -78,8 +78,8 @@ def best_of(evaluations: Mapping[int, Mapping[str, float]]) -> dict[str, BestSte
 def best_commit(stage: Path, metric: str, committed: Collection[int]) -> BestStep | None:
     """Return the best evaluation among the steps with a checkpoint; None if there is none yet."""
     evaluations = evaluations_of(read_metrics(stage, None))
-    of_commits = {step: scores for step, scores in evaluations.items() if step in committed}
-    return best_of(of_commits).get(metric)
+    with_checkpoint = {step: scores for step, scores in evaluations.items() if step in committed}
+    return best_of(with_checkpoint).get(metric)
 
 
 def steps_of_best(stage: Path, metric: str | None, committed: Callable[[], Collection[int]]) -> list[int]:

@@ -86,8 +86,8 @@ class FragmentFile:
         check_size(path, record)
         self.chunk_bytes = record["chunk_bytes"]
         self.digests = record["chunks"]
-        self.kept_number = -1  # of the last chunk that was read only in part
-        self.kept = bytearray()
+        self.cached_number = -1  # of the last partly used chunk
+        self.cached_chunk = bytearray()
         self.places: dict[str, tuple[int, int]] = {}  # by key: first byte in the file, number of elements
         # The header lists the positions of the fragments. If the file is something else, any of these steps may fail.
         try:
@@ -133,13 +133,13 @@ class FragmentFile:
             if position == chunk_begins and stop == chunk_ends:
                 self.read_chunk(number, part)
             else:
-                # A partly used chunk is kept, because the next range usually begins where this one ends.
-                if number != self.kept_number:
-                    self.kept_number = -1
-                    self.kept = bytearray(chunk_ends - chunk_begins)
-                    self.read_chunk(number, memoryview(self.kept))
-                    self.kept_number = number
-                part[:] = memoryview(self.kept)[position - chunk_begins : stop - chunk_begins]
+                # A partly used chunk is cached, because the next range usually begins where this one ends.
+                if number != self.cached_number:
+                    self.cached_number = -1
+                    self.cached_chunk = bytearray(chunk_ends - chunk_begins)
+                    self.read_chunk(number, memoryview(self.cached_chunk))
+                    self.cached_number = number
+                part[:] = memoryview(self.cached_chunk)[position - chunk_begins : stop - chunk_begins]
             position = stop
 
     def read_chunk(self, number: int, target: memoryview) -> None:
@@ -162,9 +162,9 @@ class FragmentFile:
             )
 
     def close(self) -> None:
-        """Close the file descriptor and free the kept chunk; later reads open the file again."""
-        self.kept_number = -1
-        self.kept = bytearray()
+        """Close the file descriptor and free the cached chunk; later reads open the file again."""
+        self.cached_number = -1
+        self.cached_chunk = bytearray()
         if self.handle is not None:
             os.close(self.handle)
             self.handle = None
@@ -223,7 +223,7 @@ class Reader:
 
     @property
     def hashed_bytes(self) -> int:
-        """Return the number of bytes that were verified."""
+        """Return the number of verified bytes."""
         return sum(fragments.hashed_bytes for fragments in self.opened.values())
 
     def __call__(self, name: str, kind: str, start: int, count: int) -> Tensor:
@@ -235,7 +235,7 @@ class Reader:
         # The range may span files of several workers, depending on the world size that saved it.
         out = torch.empty(count)
         filled = 0
-        checked = 0  # number of known pieces that were checked for this range
+        checked = 0  # number of known pieces already checked for this range
         while True:
             pieces = self.pieces.get((name, kind), [])
             for piece in pieces[checked:]:

@@ -60,18 +60,18 @@ def choose_together(checkpoints: StageCheckpoints, attempt: int, log: Log) -> Ch
         problem = ""  # of the first node that reports one
         node_with_problem = ""
         is_whole_somewhere = False
-        for of_worker, node in outcomes:
-            if isinstance(of_worker, CheckpointError):
-                raise of_worker
-            if of_worker == "":
+        for reported, node in outcomes:
+            if isinstance(reported, CheckpointError):
+                raise reported
+            if reported == "":
                 is_whole_somewhere = True
-            elif of_worker is not None and not problem:
-                problem = of_worker
+            elif reported is not None and not problem:
+                problem = reported
                 node_with_problem = node
         if not problem:
             return Chosen(name, checkpoints.local / name, manifest)
 
-        # 4. A checkpoint that is damaged on every node is quarantined, and the previous one is tried. A single node
+        # 4. A checkpoint damaged on every node is quarantined, and the previous one is tried. A single node
         #    with a bad disk must not condemn one checkpoint after another for all.
         if is_whole_somewhere:
             raise CheckpointError(

@@ -164,8 +164,8 @@ class Saver:
 
             # 2. Write and digest in parallel. Both read the same memory, which does not change until the next save,
             #    and both release Python's lock.
-            with ThreadPoolExecutor(1, "digest") as beside:
-                digesting = beside.submit(digest, content)
+            with ThreadPoolExecutor(1, "digest") as executor:
+                digesting = executor.submit(digest, content)
                 storage.write(f"{self.checkpoints.staged_name(self.manifest)}/{file}", content)
             record = digesting.result()
 
@@ -383,11 +383,11 @@ def bytes_to_come(cfg: TrainConfig, model: ModelConfig, checkpoints: StageCheckp
     At its fullest the disk holds one checkpoint more than are kept, because the oldest is deleted only after the newest
     is complete. Leftovers that the next start deletes before its first save count as free.
     """
-    kept = max(cfg.keep, LEAST_KEPT) if checkpoints.storage.keeps_sets_locally else 1
+    most_kept = max(cfg.keep, LEAST_KEPT) if checkpoints.storage.keeps_sets_locally else 1
     # Only on this disk: checkpoints in an object store need no room here.
-    kept += cfg.exempt_checkpoints
+    most_kept += cfg.exempt_checkpoints
     existing = Folder(checkpoints.local).published("")
-    to_come = kept + 1 - min(len(existing), kept)
+    to_come = most_kept + 1 - min(len(existing), most_kept)
     # A short stage saves fewer checkpoints.
     if cfg.steps is not None:
         last_step = step_of(Path(existing[0])) if existing else 0

@@ -136,7 +136,7 @@ class StageCheckpoints:
     def commit(self, manifest: Manifest, results: Sequence[WrittenFile], log: Log) -> Decision:
         """Turn a save into a checkpoint if every file was written and this attempt still owns the run; rank 0 only.
 
-        After a failure the staged files are deleted, so a save that was reported as failed leaves nothing behind.
+        After a failure the staged files are deleted, so a save reported as failed leaves nothing on disk.
         """
         newer_owner = ""
         try:
@@ -288,12 +288,12 @@ def check_seen(storage: Storage, staged: str, written: Sequence[WrittenFile], lo
     ranks = [rank for rank, file in enumerate(written) if file.name in unseen]
     first = written[ranks[0]]
     bytes_seen = unseen[first.name]
-    seen = "no such file" if bytes_seen is None else f"{bytes_seen:,} bytes"
+    visible = "no such file" if bytes_seen is None else f"{bytes_seen:,} bytes"
     others = ""
     if len(ranks) > 1:
         others = f", nor the files of {len(ranks) - 1} more workers ({', '.join(map(str, ranks[1:9]))} …)"
     raise CheckpointError(
         f"worker {ranks[0]} on {first.node} wrote {address}/{first.name} ({size_text(first.bytes)}), but rank 0 on "
-        f"{socket.gethostname()} sees {seen} there after {waited_s:.0f} s{others}; "
+        f"{socket.gethostname()} sees {visible} there after {waited_s:.0f} s{others}; "
         f"{address.rpartition('/')[0]} must be the same storage on all nodes"
     )

@@ -35,7 +35,7 @@ Part: TypeAlias = tuple[int, dict[str, Tensor]]
 
 EXPECTED = "0.19.8"  # the version with these private names; pyproject.toml pins it, and a test compares the two
 
-# Every name used here that is missing from DeepSpeed's documentation, by its owner.
+# The undocumented names of DeepSpeed used here, by their owner.
 NAMES: dict[str, str] = {
     "deepspeed.ops": "__compatible_ops__",
     "deepspeed.runtime.compiler": "compile",
@@ -83,7 +83,7 @@ def has_name(owner: object, name: str) -> bool:
 def import_deepspeed() -> ModuleType:
     """Import DeepSpeed without parts that workers never use; a fork server does this once for its workers.
 
-    Raises ConfigError if DeepSpeed lacks a name that is used here.
+    Raises ConfigError if DeepSpeed lacks a name used here.
     """
     # The import is inside this function because DeepSpeed reads the variable when it is imported.
     # DeepSpeed looks for an accelerator when it is imported; the import waits until the variable is set.
@@ -385,7 +385,7 @@ class Shards(ZeroState):
         return [flat.grad for flat in self.flats]  # type: ignore[misc]
 
     def apply(self) -> None:
-        """Step sub-group by sub-group, then gather the parameters that are never partitioned."""
+        """Step sub-group by sub-group, then gather the never partitioned parameters."""
         zero = self.zero
         for group in range(len(zero.fp16_groups)):
             self.step_flat(group)
@@ -399,7 +399,7 @@ class Shards(ZeroState):
         for group, flat in enumerate(self.flats):
             zero.fp16_partitioned_groups_flat[group].data.copy_(flat.data)
             zero._unflatten_partitioned_parameters(group)
-        # Parameters that were gathered earlier, and small ones that are never partitioned, still have the old values,
+        # Parameters gathered earlier, and small ones that ZeRO never partitions, still have the old values,
         # which the next forward pass would use.
         self.engine.empty_partition_cache()
         if zero.persistent_parameters:
@@ -407,5 +407,5 @@ class Shards(ZeroState):
 
 
 # By ZeRO stage: a class that takes DeepSpeed's engine. It raises ConfigError if DeepSpeed's optimizer or its parameters
-# lack a name that is used here.
+# lack a name used here.
 STATES: dict[int, Callable[[Any], ZeroState]] = {0: Replicas, 1: Partitions, 2: Partitions, 3: Shards}

@@ -264,16 +264,16 @@ class Engine:
                 part = math.ceil(count / world)
                 first = min(dist.get_rank() * part, count)
                 stop = min(first + part, count)
-                mine = torch.zeros(part, device=view.device)
+                own_part = torch.zeros(part, device=view.device)
                 if first < stop:
-                    mine[: stop - first] = read(name, kind, start + first, stop - first)
-                whole = torch.empty(part * world, device=view.device)
-                dist.all_gather_into_tensor(whole, mine)
-                view.copy_(whole[:count])
+                    own_part[: stop - first] = read(name, kind, start + first, stop - first)
+                gathered = torch.empty(part * world, device=view.device)
+                dist.all_gather_into_tensor(gathered, own_part)
+                view.copy_(gathered[:count])
         self.state.refresh()
 
     def load(self, read: ReadState, updates: int) -> None:
-        """Collective: load the state from a checkpoint that was saved after this number of optimizer updates."""
+        """Collective: load the state from a checkpoint saved after this number of optimizer updates."""
         self.restore(read)
         self.updates = updates
         # Adam's bias correction uses its own count.

@@ -205,18 +205,18 @@ class ExactEngine(Engine):
         rank = dist.get_rank()
         of_parts = 2 * self.parts
         trace = torch.zeros(of_parts + dist.get_world_size(), dtype=torch.float64, device=total.device)
-        mine = slice(rank * self.parts_here, (rank + 1) * self.parts_here)
-        trace[:of_parts].view(2, self.parts)[:, mine] = torch.stack(self._of_parts, 1)
+        own_parts = slice(rank * self.parts_here, (rank + 1) * self.parts_here)
+        trace[:of_parts].view(2, self.parts)[:, own_parts] = torch.stack(self._of_parts, 1)
         self._of_parts = []
         for flat in self.state.flats:
             for tensor in (flat, *map(self.state.optimizer.state[flat].get, self.state_names)):
                 trace[of_parts + rank] += checksum(tensor)
         # The norm of the whole gradient, on every worker: a sum over partitions would depend on the world size.
         norm_here = torch.linalg.vector_norm(gradient)
-        of_workers = trace if numbers is None else torch.cat([trace, numbers])
-        dist.all_reduce(of_workers)
+        step_numbers = trace if numbers is None else torch.cat([trace, numbers])
+        dist.all_reduce(step_numbers)
         # Read everything with a single copy: the host waits for the device once a step.
-        norm, loss, *values = torch.cat([norm_here.double().reshape(1), total[-1:].double(), of_workers]).tolist()
+        norm, loss, *values = torch.cat([norm_here.double().reshape(1), total[-1:].double(), step_numbers]).tolist()
         self.gradient_norm = norm
         self.loss = loss
         self.trace = Trace(values[: self.parts], values[self.parts : of_parts], values[of_parts : len(trace)])
@@ -258,9 +258,9 @@ class ExactEngine(Engine):
         # Memory per parameter of a worker: a micro-batch's gradient in the precision of computing; in fp32 the sum of a
         # part, one sum for each level of the worker's subtree, and its share of the optimizer's gradient.
         levels = (cfg.exact_parts // world).bit_length() - 1
-        of_a_parameter = BYTES_FP32 * (1 + levels + 1 / world)
-        of_a_parameter += BYTES_BF16 if cfg.precision == "bf16" else BYTES_FP32
-        mb = sum(self.sizes.values()) * of_a_parameter / 1e6
+        bytes_per_parameter = BYTES_FP32 * (1 + levels + 1 / world)
+        bytes_per_parameter += BYTES_BF16 if cfg.precision == "bf16" else BYTES_FP32
+        mb = sum(self.sizes.values()) * bytes_per_parameter / 1e6
         line = (
             f"exact in {cfg.exact_parts} parts: every step waits {tree_s:.3f}s for the sum over {world} workers "
             f"(one all-reduce: {plain_s:.3f}s); up to {mb:,.1f} MB of gradients per worker"

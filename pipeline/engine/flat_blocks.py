@@ -53,7 +53,7 @@ class Spot:
     shape: torch.Size
 
     def fill(self, value: Tensor) -> None:
-        """Set the attribute to a tensor that is not a parameter."""
+        """Set the attribute to a plain tensor, not a parameter."""
         # Bypasses `Module.__setattr__`, which takes 1.1 µs instead of 0.1.
         self.layer.__dict__[self.name] = value
 

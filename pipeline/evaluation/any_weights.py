@@ -46,11 +46,11 @@ def digest_of(path: str, log: Callable[[str], None]) -> str:
     """Return the digest of weights. Raises DataError if they are missing or altered, OSError."""
     if not is_foreign(path):
         return artifacts.check_weights(Path(path), log).sha256
-    file, *beside = files_of(path)
+    file, *configs = files_of(path)
     digest = artifacts.digest_of(file)["sha256"]
     # The config next to the file decides the model, and the part after a colon which tensors are read.
     described = []
-    for config in beside:
+    for config in configs:
         if config.is_file():
             described.append(artifacts.digest_of(config)["sha256"])
     part = ""

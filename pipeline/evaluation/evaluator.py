@@ -91,13 +91,13 @@ class EvaluationGroup:
         dist.all_reduce(flags)
         failures, stops, working = flags.tolist()
         if failures:
-            mine = None
+            own_failure = None
             if failure is not None:
                 traceback.print_exception(failure, file=self.phases.log)
                 self.phases.log.flush()
-                mine = (f"worker {dist.get_rank()}: {type(failure).__name__}: {failure}", exit_code(failure))
-            all_failures: list[tuple[str, int] | None] = [mine] * dist.get_world_size()
-            dist.all_gather_object(all_failures, mine)
+                own_failure = (f"worker {dist.get_rank()}: {type(failure).__name__}: {failure}", exit_code(failure))
+            all_failures: list[tuple[str, int] | None] = [own_failure] * dist.get_world_size()
+            dist.all_gather_object(all_failures, own_failure)
             for first_failure in all_failures:
                 if first_failure is not None:
                     raise EvaluationFailed(*first_failure) from failure
@@ -235,7 +235,7 @@ class Evaluator:
             collect(
                 self.model,
                 # A full disk at rank 0 is raised when the next batch is requested, so that all workers learn of it.
-                self.together(store.watching(self.batches(index)), index, path),
+                self.in_lockstep(store.watching(self.batches(index)), index, path),
                 store,
                 self.dtype,
                 self.group.device,
@@ -248,7 +248,7 @@ class Evaluator:
             raise EvaluationFailed(f"{path}: {error}", error.exit_code, path) from error
         return store
 
-    def together(self, batches: Iterator[EvaluationBatch], index: Index, path: str) -> Iterator[EvaluationBatch]:
+    def in_lockstep(self, batches: Iterator[EvaluationBatch], index: Index, path: str) -> Iterator[EvaluationBatch]:
         """Iterate batches in step with all other workers, and log the progress from time to time.
 
         Raises EvaluationFailed or EvaluationStopped, on all workers alike, if a worker cannot continue or was requested

@@ -96,10 +96,10 @@ class FeatureStore:
                 self.file = tempfile.TemporaryFile(dir=self.folder, prefix="features-")  # noqa: SIM115 (until `close`)
                 # Reserve all of it now, rather than find out after an hour that the disk is too small.
                 os.posix_fallocate(self.file.fileno(), 0, max(self.index.samples * self.row_bytes, 1))
-            kept = np.ascontiguousarray(features.cpu().numpy()[is_good], np.float32)
+            rows_to_write = np.ascontiguousarray(features.cpu().numpy()[is_good], np.float32)
             first = 0
             for run in runs_of(rows):
-                content = kept[first : first + len(run)].tobytes()
+                content = rows_to_write[first : first + len(run)].tobytes()
                 offset = int(run[0]) * self.row_bytes
                 # A single call may write only a part.
                 written = 0

@@ -29,7 +29,7 @@ from pipeline.monitoring.telemetry import read_metrics
 from pipeline.training_config import TrainConfig
 from pipeline.worker import Job, Progress, Setup
 
-EXAMPLES = 32  # samples of an evaluation that are stored with their predictions
+EXAMPLES = 32  # samples of an evaluation to store with their predictions
 WORTH_SPARING = 0.05  # share of the time spent on evaluations from which a log line suggests evaluating elsewhere
 TRIES = 3  # attempts at one evaluation whose workers die or hang
 
@@ -86,9 +86,9 @@ def evaluate_weights(
             examples = {"step": group.step, "set": request.test, "samples": result["examples"]}
             examples["classes"] = result["class_counts"]
             artifacts.write_record(Path(job.directory) / artifacts.EXAMPLES, examples)
-        judged = result["set"]["judged"]
-        values |= {"accuracy": result["values"]["top-1"]["value"], "judged": judged}
-        unreadable = result["set"]["samples"] - judged
+        readable = result["set"]["judged"]
+        values |= {"accuracy": result["values"]["top-1"]["value"], "judged": readable}
+        unreadable = result["set"]["samples"] - readable
         # Without a warning, a damaged set could look like a worse or better model.
         if unreadable:
             warnings.append(

@@ -247,7 +247,7 @@ def knn(inputs: Inputs, settings: NeighboursConfig) -> Outcome:
 # ------------------------------------------------------------------------------------------------ logistic regression
 
 # The linear probe of CLIP (Radford et al. 2021, appendix A.3) and of DINOv2 (eval/log_regression.py): L-BFGS on all
-# rows, no augmentation, and a grid of penalties that are compared on a held-out part of the training set.
+# rows, no augmentation, and a grid of penalties compared on a held-out part of the training set.
 #
 #     minimised: mean over rows of cross-entropy(W x + b, label) + l2 / 2 · sum of W²; b is not penalised
 #

@@ -9,8 +9,8 @@
 2. The agent of each node reads the file (`read_phase`) and reports it to the driver, which calls `Watch.find_stall`
    once a second. The driver compares phases with earlier reports by its own clock; the nodes' clocks do not matter.
 3. If no worker has entered a phase for `stall_s`, it returns the rank that holds up the others, and why. All workers
-   enter the same phases in the same order, so the worker that has entered the fewest phases is the late one.
-4. `Watch.slow` names a worker that is not stuck but that the others had to wait for in most of the recent checks.
+   enter the same phases in the same order, so the worker with the fewest phases is the late one.
+4. `Watch.slow` names a worker that still moves but made the others wait in most of the recent checks.
 
 Every phase is watched: from the start (join, build, restore) through the steps to evaluate, finish and end. On a GPU a
 phase is entered when its kernels are queued; a hanging device shows in the next phase that waits for it, `reduce`.
@@ -33,7 +33,7 @@ DUMP_AT = 0.8
 LINE_BYTES = 2048  # fixed length of a phase file, so that a short line leaves nothing of a longer one
 LONGEST_SHARD = 150  # characters; each may take twelve bytes in JSON, and a truncated line would not be valid JSON
 # A worker is slow if it was the only late one in this share of this many checks; the driver checks once a second.
-SLOW_LOOKS = 30
+SLOW_CHECKS = 30
 SLOW_SHARE = 0.9
 NODE_FOLDER = "PATCHLINE_NODE_FOLDER"  # environment variable of a worker: its attempt's folder local to this node
 STOP_FILE = "stop"  # created in the node's folder when the driver wants the worker group to commit and end
@@ -100,7 +100,7 @@ class Phases:
 
 @dataclass(frozen=True)
 class PhaseReport:
-    """A worker's current phase; of two workers the one that has entered fewer phases is behind."""
+    """A worker's current phase; of two workers the one with fewer phases is behind."""
 
     entered: int  # phases entered so far
     phase: str
@@ -151,7 +151,7 @@ class Watch:
         self.clock = clock
         self.last_sign: float | None = None  # when any worker last entered a new phase; initially the first check
         self.places: dict[int, PhaseReport] = {}  # by rank, as last reported
-        self.looks = 0  # checks during training steps since `slow` last returned a result
+        self.checks = 0  # checks during training steps since `slow` last returned a result
         self.behind: Counter[int] = Counter()  # by rank: in how many of these checks all others waited for it
 
     def find_stall(self, reported: Mapping[int, PhaseReport], frozen: Callable[[int], bool]) -> Stall | None:
@@ -174,7 +174,7 @@ class Watch:
 
         # Only in training steps do all workers have equal work; elsewhere rank 0 may be late for good reasons.
         if has_all and all(place.phase in STEP for place in self.places.values()):
-            self.looks += 1
+            self.checks += 1
             if self.world > 1:
                 last = min(self.places, key=lambda rank: self.places[rank].entered)
                 # Being ahead is not waiting: a worker that computes would not finish sooner if the last one arrived.
@@ -184,20 +184,20 @@ class Watch:
                 if waiting == self.world - 1:
                     self.behind[last] += 1
 
-        # A worker that has not reported yet may still be importing, which takes longer than any phase.
+        # A worker without a report may still be importing, which takes longer than any phase.
         limit_s = self.start_s
         if has_all:
             limit_s = self.stall_s
         if idle_s <= limit_s:
             return None
 
-        # Late workers are those that have not reported or, if all have, the ones with the fewest phases.
+        # Late are the workers without a report or, if all have reported, those with the fewest phases.
         if has_all:
             fewest = min(place.entered for place in self.places.values())
             late = [rank for rank in range(self.world) if self.places[rank].entered == fewest]
         else:
             late = [rank for rank in range(self.world) if rank not in self.places]
-        # A worker that is stopped by a signal explains why the others do not move.
+        # A worker stopped by a signal explains why the others do not move.
         for rank in late:
             if frozen(rank):
                 return Stall(rank, f"frozen: stopped by a signal, {idle_s:.0f}s without progress")
@@ -220,16 +220,16 @@ class Watch:
     def slow(self) -> tuple[int, float] | None:
         """Return (rank, share of checks in which all others waited only for it) if that share is at least SLOW_SHARE.
 
-        Returns a result once every `SLOW_LOOKS` checks, and None in between.
+        Returns a result once every `SLOW_CHECKS` checks, and None in between.
         """
-        if self.looks < SLOW_LOOKS:
+        if self.checks < SLOW_CHECKS:
             return None
-        # Restart the count each time, so that a worker that has recovered is not reported for its past.
-        looks = self.looks
+        # Restart the count each time, so that a recovered worker is not reported for its past.
+        checks = self.checks
         most_behind = self.behind.most_common(1)
-        self.looks = 0
+        self.checks = 0
         self.behind = Counter()
         for rank, times in most_behind:
-            if times >= SLOW_SHARE * looks:
-                return rank, times / looks
+            if times >= SLOW_SHARE * checks:
+                return rank, times / checks
         return None

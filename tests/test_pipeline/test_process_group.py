@@ -50,7 +50,7 @@ def test_step_that_does_not_fit_is_reported_with_worker_and_free_memory() -> Non
     # Workers that compute on the CPU share their node's memory.
     cpus = [Arrival(worker(rank, node="n"), 0.0, True, 50 * gib) for rank in range(3)]
     check_device_memory(cpus, 16 * gib)
-    with pytest.raises(ClusterError, match=r"and 3 such workers share 50.0 GiB"):
+    with pytest.raises(ClusterError, match=r"and 3 such workers share 50.0 GiB of free memory"):
         check_device_memory(cpus, 17 * gib)
 
 

@@ -6,7 +6,7 @@ import torch
 from data.index.document import load_index
 from data.shards.reader import ShardReader
 from pipeline.evaluation.evaluator import EvaluationGroup, Evaluator
-from pipeline.monitoring.watchdog import SLOW_LOOKS, PhaseReport, Phases, Stall, Watch, read_phase
+from pipeline.monitoring.watchdog import SLOW_CHECKS, PhaseReport, Phases, Stall, Watch, read_phase
 
 pytestmark = pytest.mark.quick
 
@@ -123,11 +123,11 @@ def test_first_worker_that_does_not_start_is_named_unless_another_is_stopped(gro
 
 
 def test_slow_worker_is_named_but_not_in_an_even_group(group, watch, clock) -> None:
-    for _ in range(SLOW_LOOKS):
+    for _ in range(SLOW_CHECKS):
         put(group, "reduce", "reduce", "reduce")
         watch.find_stall(awake)
     assert watch.slow() is None
-    for _ in range(SLOW_LOOKS):
+    for _ in range(SLOW_CHECKS):
         put(group, "reduce", "reduce", "forward")
         watch.find_stall(awake)
         group[2].enter("backward", 7), group[2].enter("reduce", 7)
@@ -166,7 +166,7 @@ def test_large_group_stalls_only_when_its_last_worker_stops_moving(world, clock)
 def test_only_the_slow_worker_of_a_large_group_is_named(slow_rank, clock) -> None:
     watch = Watch(1000, stall_s=10, clock=clock)
     named = []
-    for steps in range(2 * SLOW_LOOKS):
+    for steps in range(2 * SLOW_CHECKS):
         clock.now += 1
         assert watch.find_stall(places_of(1000, steps, slow_rank), awake) is None
         slow = watch.slow()
