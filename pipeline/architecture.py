@@ -88,7 +88,9 @@ def check_model(cfg: TrainConfig, model: ModelConfig, classes: Mapping[str, int]
     section, for messages.
     """
     height, width = model.image_size
-    require(height == width, f"{key}.image_size is {height}×{width}, expected a square: training crops are")
+    require(
+        height == width, f"{key}.image_size is {height}×{width}, expected a square, because training crops are square"
+    )
     squash = cfg.data.augment.squash
     require(
         squash is None or squash >= height,

@@ -184,7 +184,7 @@ def check_file(path: Path, expected: FileRecord, covering: Covering) -> FileReco
 
 
 class CheckedWeights(NamedTuple):
-    """The verification result of weights that something is about to start from."""
+    """The result of verifying initial weights."""
 
     sha256: str  # of weights.safetensors, as just read
     is_verified: bool  # False if no record holds the expected digest

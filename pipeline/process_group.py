@@ -376,7 +376,7 @@ def refuse_unlike(arrivals: Sequence[Arrival], code: str, claim: Path, attempt_f
         )
     for difference in differences(workers, MUST_BE_EQUAL):
         raise MismatchedNodes(
-            f"{difference}\n  expected: the same version on all nodes\n  install there the version in constraints.txt"
+            f"{difference}\n  expected: the same version on all nodes\n  install the version from constraints.txt there"
         )
     if not is_shared:
         return

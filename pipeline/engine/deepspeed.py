@@ -406,6 +406,6 @@ class Shards(ZeroState):
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
 
-# By ZeRO stage: a class that takes DeepSpeed's engine. It raises ConfigError if DeepSpeed's optimizer or its parameters
-# lack a name used here.
+# The ZeroState class of each ZeRO stage, to be created from DeepSpeed's engine. Raises ConfigError if DeepSpeed's
+# optimizer or its parameters lack a name used here.
 STATES: dict[int, Callable[[Any], ZeroState]] = {0: Replicas, 1: Partitions, 2: Partitions, 3: Shards}

@@ -307,7 +307,7 @@ class Evaluator:
                         shards += f" … {index.shards[last].name}"
                 phases.enter("evaluate", step, shards)
                 batch = next(batches)
-                # Once more: a worker that waits for the others has then entered one phase more than one that reads.
+                # Enter it again: a worker waiting for the others then has one phase more than one that still reads.
                 phases.enter("evaluate", step, shards)
                 yield batch
                 being_read = samples.rows[(number + 2) * size : (number + 3) * size]

@@ -421,7 +421,7 @@ class Account:
         return line
 
 
-# Fields of an Account that are overhead, and their names in the log.
+# The overhead fields of an Account, and their names in the log.
 OVERHEADS = {
     "start": "start-up",
     "data": "data loading",

@@ -100,7 +100,7 @@ class Phases:
 
 @dataclass(frozen=True)
 class PhaseReport:
-    """A worker's current phase; of two workers the one with fewer phases is behind."""
+    """A worker's current phase, and how many phases it has entered: the worker with the fewest is behind."""
 
     entered: int  # phases entered so far
     phase: str

@@ -118,5 +118,5 @@ def test_checkpoint_with_more_files_than_the_open_file_limit_is_read(share, tmp_
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert len(reader.opened) == world
-    holding = [file for file in reader.opened.values() if file.handle is not None or file.kept]
+    holding = [file for file in reader.opened.values() if file.handle is not None or file.cached_chunk]
     assert len(holding) <= MOST_OPEN, "neither descriptors nor chunks of all files"
