@@ -106,7 +106,7 @@ class Engine:
         self.members = flat_blocks.members
         # A plain torch optimizer: DeepSpeed's compile at first use, FusedAdam for 145 CPU-seconds.
         optimizer = build_optimizer(model, flat_blocks.decayed, optim)
-        with one_optimizer_class(), flat_blocks.while_deepspeed_is_made():
+        with one_optimizer_class(), flat_blocks.during_deepspeed_setup():
             self.engine, *_ = deepspeed.initialize(
                 model=model, optimizer=optimizer, config=settings, dist_init_required=False
             )

@@ -138,7 +138,7 @@ class FlatBlocks:
         return flat
 
     @contextmanager
-    def while_deepspeed_is_made(self) -> Iterator[None]:
+    def during_deepspeed_setup(self) -> Iterator[None]:
         """Hide the layers of all blocks from DeepSpeed during the `with` block; afterwards add the hooks for the views.
 
         At ZeRO 3 DeepSpeed adds four hooks to every layer that it sees, but the layers inside a block have nothing left

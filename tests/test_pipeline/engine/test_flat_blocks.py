@@ -28,7 +28,7 @@ FAMILIES: list[tuple[str, int, dict[str, Any]]] = [
 
 def flattened(model: models.Model) -> FlatBlocks:
     flat_blocks = FlatBlocks(model, models.decayed_parameters(model))
-    with flat_blocks.while_deepspeed_is_made():
+    with flat_blocks.during_deepspeed_setup():
         pass
     return flat_blocks
 
