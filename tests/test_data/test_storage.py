@@ -132,7 +132,7 @@ def test_an_owner_frozen_between_its_last_look_and_the_commit_commits_nothing(
         return create(self, name, content)
 
     monkeypatch.setattr(Bucket, "create_once", create_late)
-    with pytest.raises(RunOwned, match="step 30 is not committed: a newer attempt has taken its place"):
+    with pytest.raises(RunOwned, match="step 30 is not committed: a newer attempt has replaced it"):
         group.save(30)
     assert_is_step(starts[0][0], 20)
     assert committed_steps(run) == [20, 10]
@@ -177,7 +177,7 @@ def test_of_a_flipped_bit_the_one_before_is_loaded(file, group, run, bucket, tmp
     bucket.put_object(Key=name, Body=bytes(content))
     chosen, said = start(run, tmp_path / "other", monkeypatch)
     assert_is_step(chosen, 10)
-    assert len(said) == 1 and file in said[0] and "trying the one before it" in said[0]
+    assert len(said) == 1 and file in said[0] and "trying the previous checkpoint" in said[0]
     assert objects(bucket, run)[key(20, file)] == content, "a person may want to look at it"
     assert key(20, REFUSED) in objects(bucket, run)
     # It is not tried again.

@@ -263,7 +263,7 @@ def test_a_look_asks_the_workers_to_commit_where_somebody_wants_them_to_end(
     group.request_stop = lambda: stops_asked.append(True) or True
     growth = Growth((4,), 60.0, lambda: 4, lambda: 8)
     growth.is_due = lambda: grows and (setattr(growth, "target", 4) or True)  # type: ignore[method-assign]
-    watch = SimpleNamespace(world=2, look=lambda *arguments: looks.append(arguments), slow=lambda: (1, 0.95))
+    watch = SimpleNamespace(world=2, find_stall=lambda *arguments: looks.append(arguments), slow=lambda: (1, 0.95))
     attempt = Attempt(stand.context(), 1, group, watch, growth, can_commit=True)  # type: ignore[arg-type]
     group.node_names = ["n0", "n1"]
     attempt.look()

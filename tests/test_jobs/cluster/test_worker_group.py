@@ -259,7 +259,7 @@ def test_a_worker_that_a_signal_has_stopped_is_seen_and_named(backend, two, tmp_
             raise group.evidence().silent_failure(stuck.rank, stuck.cause)
 
     task = {"folder": str(folder), "ready": str(tmp_path / "ready")}
-    with pytest.raises(WorkerGroupError, match=r"worker 1 on .*: frozen: stopped by a signal, \d+s without a sign"):
+    with pytest.raises(WorkerGroupError, match=r"worker 1 on .*: frozen: stopped by a signal, \d+s without progress"):
         group.run(worker_functions.step_for_ever, task, look)
     assert not alive(folder)
 

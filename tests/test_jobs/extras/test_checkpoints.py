@@ -68,7 +68,7 @@ def test_verify_names_the_damaged_checkpoint_and_exits_74(run, capsys) -> None:
     assert main(["checkpoints", "verify", str(run)]) == 74
     out, err = capsys.readouterr()
     assert f"{stage(run).name}/step-0000000012  intact" in out and "/step-0000000008  DAMAGED: " in out
-    assert "rank-00001.safetensors: its sha256 is not the manifest's" in out
+    assert "rank-00001.safetensors: its sha256 differs from the manifest" in out
     assert "damaged checkpoints: 1" in err and len(committed(stage(run) / "checkpoints")) == 3
 
 

@@ -442,7 +442,7 @@ def test_a_recipe_travels_from_anywhere_with_its_relative_paths_and_is_the_same_
     with pytest.raises(ConfigError, match=r"mine\.yaml holds what looks like a secret: "):
         portable(read_recipe(home / "mine.yaml", secret), str(here.run), home, KINDS)
     assert main(["plan", "env:NOTHING"]) == 78
-    assert "no recipe in the environment variable NOTHING, which is not set" in capsys.readouterr().err
+    assert "expected a recipe in the environment variable NOTHING, which is not set" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -91,8 +91,8 @@ def test_evaluation_during_training_has_the_values_of_the_training_loop(loop, ru
     assert where(loop) == dict.fromkeys((16, 32, 40), "training")
     log = (stage(run) / "log.txt").read_text()
     assert log.count("evaluate step 16  accuracy 0.") == log.count("evaluate step 32  accuracy 0.") == 1
-    assert "during training, on " in log and "evaluated in the loop" not in log
-    assert (stage(loop) / "log.txt").read_text().count("evaluated in the loop: ") == 1, "its cost is logged once"
+    assert "during training, on " in log and "evaluation during training: " not in log
+    assert (stage(loop) / "log.txt").read_text().count("evaluation during training: ") == 1, "its cost is logged once"
     kept = {folder: {step_of(path) for path in committed(stage(folder) / "checkpoints")} for folder in (run, loop)}
     assert kept[run] >= {16, 32}, "a spare worker needs a commit"
     assert kept[loop] == {30, 35, 40}, "the training workers need no commit"
