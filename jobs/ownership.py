@@ -12,7 +12,7 @@ The life of a lease, in order (`Lease`):
    for a higher number: where there is one, this command has lost the run, and ends with exit code 73.
 3. The end of the command marks the lease as released: the next command does not wait.
 
-Whether a holder lives (`judge`) is told without comparing clocks, because those of two machines differ: a process of
+Whether a holder lives (`holder_state`) is told without comparing clocks, because those of two machines differ: a process of
 this machine is asked of the kernel; that of another one is watched until its lease changes, for LOST_PERIODS at most.
 
 A holder that was frozen for longer finds the higher number before it writes anything (`Lease.confirm`). What its
@@ -56,7 +56,7 @@ RAY_JOB = "Ray job"
 SLURM_JOB = "Slurm job"
 UNIT = "unit"
 # Who starts a command again must be told itself that it is to end: what to type, by how `job` begins.
-HOW_TO_END = {SLURM_JOB: "scancel --batch --signal=TERM", UNIT: "systemctl stop"}
+STOP_COMMANDS = {SLURM_JOB: "scancel --batch --signal=TERM", UNIT: "systemctl stop"}
 LONGEST_NAME = 255  # bytes of a file's or folder's name (NAME_MAX of Linux)
 
 # "free": nobody holds the run; "held": its holder lives; "lost": its holder has not said that it ends, and is gone.
@@ -84,13 +84,13 @@ class LeaseRecord(TypedDict):
 
 
 @dataclass(frozen=True)
-class Seen:
+class SeenLease:
     """Holds the newest lease of a run as it was read."""
 
     number: int
     content: bytes
     record: LeaseRecord | None  # None where the content is torn or altered
-    is_asked_to_stop: bool = False
+    stop_requested: bool = False
 
     @property
     def is_released(self) -> bool:
@@ -118,7 +118,7 @@ class Lease:
         self.storage = storage
         self.log = log
         self.number = 0  # 0 until it is taken
-        self.last_token = ""  # of the command that held the run before
+        self.previous_token = ""  # of the command that held the run before
         self.record: LeaseRecord = {
             "token": uuid4().hex,
             "host": socket.gethostname(),
@@ -136,14 +136,14 @@ class Lease:
             "is_released": False,
         }
         self.size_bytes = 0  # of the file, once it has been written
-        self.taken_s = 0.0  # when the storage took the last renewal, by `clock`
+        self.renewed_s = 0.0  # when the storage took the last renewal, by `clock`
         self.lost: RunOwned | None = None  # once another command is seen to own the run
         self.awake_s = clock()  # when this process was last seen to run
         self.has_ended = threading.Event()
         self.thread = threading.Thread(target=self.keep, name="lease", daemon=True)
 
     def __enter__(self) -> Self:
-        check_place(self.storage.local)
+        check_run_path(self.storage.local)
         make_folder(self.storage.local, self.storage.local)
         self.take()
         self.thread.start()
@@ -165,20 +165,20 @@ class Lease:
         self.storage.check_creates_once(f"{ATTEMPTS}/{0:06d}.json")
         while True:
             # 2. A holder that has not said that it ends may live.
-            state, seen = judge(self.storage, self.log)
+            state, seen = holder_state(self.storage, self.log)
             if seen is not None and state == "held":
-                raise owned_by(self.storage, seen)
+                raise owned_error(self.storage, seen)
             last_number = 0
             if seen is not None:
                 last_number = seen.number
                 if state == "lost":
                     self.log(f"no sign of life: taking the run over; should {seen.holder} wake up, it cannot commit")
-                self.last_token = seen.record["token"] if seen.record is not None else ""
+                self.previous_token = seen.record["token"] if seen.record is not None else ""
             # 3. Of those that come at once one creates the number. The others look again, and find it alive.
             if self.storage.create_once(LEASE.format(last_number + 1), self.content()):
                 break
         self.number = last_number + 1
-        self.taken_s = self.record["renewed_s"]
+        self.renewed_s = self.record["renewed_s"]
         # 4. Where this command was slow, the number may have been another's, which is deleted by now.
         self.check()
         older = []
@@ -195,9 +195,9 @@ class Lease:
         """
         seen = newest_lease(self.storage)
         if seen is not None and seen.number > self.number:
-            self.lost = owned_by(self.storage, seen)
+            self.lost = owned_error(self.storage, seen)
             raise self.lost
-        if seen is not None and seen.is_asked_to_stop:
+        if seen is not None and seen.stop_requested:
             self.storage.delete([STOP.format(self.number)])
             os.kill(os.getpid(), signal.SIGTERM)  # it is heard as any stop is
 
@@ -227,7 +227,7 @@ class Lease:
         self.record["renewals"] += 1
         self.record["is_released"] = is_released
         self.storage.renew(LEASE.format(self.number), self.content())
-        self.taken_s = self.record["renewed_s"]
+        self.renewed_s = self.record["renewed_s"]
 
     def content(self) -> bytes:
         """Return what the lease's file holds from now on."""
@@ -240,7 +240,7 @@ class Lease:
 
     def age_s(self) -> float:
         """Return the seconds since the last renewal that the storage has taken."""
-        return clock() - self.taken_s
+        return clock() - self.renewed_s
 
     def keep(self) -> None:
         """Renew the lease again and again, until the command ends or another one has taken the run over."""
@@ -266,9 +266,9 @@ class Lease:
 # ------------------------------------------------------------------------ what others see
 
 
-def newest_lease(storage: Storage) -> Seen | None:
+def newest_lease(storage: Storage) -> SeenLease | None:
     """Return the newest lease of a run; None where there was never one. Raises StorageError, OSError."""
-    seen: Seen | None = None
+    seen: SeenLease | None = None
     for _ in range(READ_TRIES):
         names = storage.list(LEASES)
         number = max((number_of(name) for name in names), default=0)
@@ -280,14 +280,14 @@ def newest_lease(storage: Storage) -> Seen | None:
             record = cast(LeaseRecord, unseal(content.rstrip()))
         except Unsealed:
             # It is being written at this very moment, or is torn or altered for good.
-            seen = Seen(number, content, None)
+            seen = SeenLease(number, content, None)
             time.sleep(READ_AGAIN_S)
             continue
-        return Seen(number, content, record, STOP.format(number) in names)
+        return SeenLease(number, content, record, STOP.format(number) in names)
     return seen
 
 
-def judge(storage: Storage, log: Log, periods: float = LOST_PERIODS) -> tuple[State, Seen | None]:
+def holder_state(storage: Storage, log: Log, periods: float = LOST_PERIODS) -> tuple[State, SeenLease | None]:
     """Tell whether a run is held, and by which lease; `log` is told of a wait, which is of `periods` at most.
 
     Raises StorageError, OSError.
@@ -325,7 +325,7 @@ def judge(storage: Storage, log: Log, periods: float = LOST_PERIODS) -> tuple[St
     return "lost", seen
 
 
-def owned_by(storage: Storage, seen: Seen) -> RunOwned:
+def owned_error(storage: Storage, seen: SeenLease) -> RunOwned:
     """Return the error that names another command as the owner of a run."""
     address = storage.address()
     if seen.is_released:
@@ -342,13 +342,13 @@ def owned_by(storage: Storage, seen: Seen) -> RunOwned:
     )
 
 
-def stop_holder(storage: Storage, seen: Seen, log: Log, patience_s: float) -> None:
+def stop_holder(storage: Storage, seen: SeenLease, log: Log, patience_s: float) -> None:
     """Ask the command that holds a run to commit and end, wherever it runs, and return when it has ended.
 
     It hears of it with its next renewal. Raises ClusterError where it has not ended in time, UsageError where it would
     be started again, StorageError.
     """
-    for kind, words in HOW_TO_END.items():
+    for kind, words in STOP_COMMANDS.items():
         if seen.record is not None and seen.record["job"].startswith(kind):
             name = seen.record["job"].removeprefix(kind).strip()
             raise UsageError(
@@ -360,7 +360,7 @@ def stop_holder(storage: Storage, seen: Seen, log: Log, patience_s: float) -> No
     log(f"asked {seen.holder} to finish its step, commit and end, for up to {patience_s:.0f} s")
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
-        state, now = judge(storage, log)
+        state, now = holder_state(storage, log)
         if state == "lost":
             log(f"it ended without a word; see where: python -m jobs status {storage.address()}")
             return
@@ -430,7 +430,7 @@ def this_job() -> str:
 # ------------------------------------------------------------------------ the run's folder, and its attempts
 
 
-def check_place(run: Path) -> None:
+def check_run_path(run: Path) -> None:
     """Raise ConfigError where no folder of this name can be a run directory, or one that it lies in is a file."""
     if run == run.parent:
         raise ConfigError(f"run is {run}, expected a folder of its own\n  type run={run}NAME")

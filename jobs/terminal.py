@@ -221,7 +221,7 @@ class Terminal:
         # Only a SimpleQueue may be used in a signal handler that interrupts a `put`.
         self.waiting: queue.SimpleQueue[str | MoveBar | None] = queue.SimpleQueue()
         self.dropped = 0  # lines in total
-        self.dropped_said = 0  # those of them that the terminal has reported
+        self.dropped_reported = 0  # those of them that the terminal has reported
         self.bar_place: BarPlace | None = None
         self.is_move_waiting = False
         self.has_bar = self.handle is not None and stream.isatty()
@@ -257,7 +257,7 @@ class Terminal:
             return 0
         self.waiting.put(None)
         self.thread.join(CLOSE_S)
-        lost = self.dropped - self.dropped_said
+        lost = self.dropped - self.dropped_reported
         if self.thread.is_alive():
             # The None counts for the line that the thread cannot write.
             lost += self.waiting.qsize() - self.is_move_waiting
@@ -278,7 +278,7 @@ class Terminal:
             item = self.waiting.get()
             if item is None:
                 break
-            dropped = self.dropped - self.dropped_said
+            dropped = self.dropped - self.dropped_reported
             # A closed terminal or pipe must not end the run.
             with suppress(OSError):
                 if isinstance(item, MoveBar):
@@ -290,7 +290,7 @@ class Terminal:
                 if dropped:
                     self.put(bar, f"({dropped} lines are not shown: this terminal took none; log.txt has them)")
                 self.put(bar, item)
-            self.dropped_said += dropped
+            self.dropped_reported += dropped
         if bar is not None:
             with suppress(OSError):
                 bar.close()

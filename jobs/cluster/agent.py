@@ -62,7 +62,7 @@ class StartRequest:
     variables: Mapping[str, str]  # of every worker, beside those of this node
     # Where nodes may have folders of their own: what an attempt's folder there begins with (NodeFiles.begin).
     token: str = ""  # "" where the attempt's folder is the same on every node
-    told: Mapping[str, bytes | None] = field(default_factory=dict)
+    carried: Mapping[str, bytes | None] = field(default_factory=dict)
     earlier: Sequence[str] = ()
 
 
@@ -89,7 +89,7 @@ class NodeReport:
 
     news: int  # counts what has happened here; given back with the next poll
     workers: list[WorkerState] = field(default_factory=list)
-    told_to_go: list[int] = field(default_factory=list)  # ranks that were sent SIGTERM
+    sigterm_ranks: list[int] = field(default_factory=list)  # ranks that were sent SIGTERM
     changes: list[Change] = field(default_factory=list)  # of files, where the nodes share none
 
 
@@ -172,7 +172,7 @@ class Agent:
             self.files = None
             if request.token:
                 files = NodeFiles(request.folder)
-                if files.begin(request.token, request.told, request.earlier):
+                if files.begin(request.token, request.carried, request.earlier):
                     self.files = files
             self.number += 1
             assert self.server is not None
@@ -196,37 +196,37 @@ class Agent:
                 )
             return self.files is not None
 
-    def poll(self, news: int, wait_s: float, taken: Mapping[str, Mark]) -> NodeReport:
+    def poll(self, news: int, wait_s: float, acknowledged: Mapping[str, Mark]) -> NodeReport:
         """Return how the workers stand, after `wait_s` or as soon as something has happened since `news`.
 
-        `taken` are the marks of file changes that the driver has written down.
+        `acknowledged` are the marks of file changes that the driver has written down.
         """
         deadline = time.monotonic() + wait_s
         with self.changed:
             if self.files is not None:
-                self.files.take(taken)
+                self.files.acknowledge(acknowledged)
             while self.news == news and time.monotonic() < deadline:
                 self.changed.wait(min(OOM_LOOK_S, max(0.0, deadline - time.monotonic())))
                 self.oom_kills.are_recent()
             self._read_records()
-            told_to_go = []
+            sigterm_ranks = []
             for worker in self.workers.values():
                 worker.place = read_place(self.node_folder, worker.rank)
                 worker.is_stopped = False
                 with suppress(psutil.Error):
                     worker.is_stopped = worker.pid != 0 and psutil.Process(worker.pid).status() == psutil.STATUS_STOPPED
                 if worker_file(self.node_folder, worker.rank, ".sigterm").exists():
-                    told_to_go.append(worker.rank)
+                    sigterm_ranks.append(worker.rank)
             changes = self.files.look() if self.files is not None else []
             # Copies: the driver of plain processes has the same objects, and an attempt's end would change them.
             states = [dataclasses.replace(worker) for worker in self.workers.values()]
-            return NodeReport(self.news, states, told_to_go, changes)
+            return NodeReport(self.news, states, sigterm_ranks, changes)
 
-    def take(self, taken: Mapping[str, Mark]) -> None:
+    def acknowledge(self, acknowledged: Mapping[str, Mark]) -> None:
         """Count as sent what the driver has written down."""
         with self.changed:
             if self.files is not None:
-                self.files.take(taken)
+                self.files.acknowledge(acknowledged)
 
     def stop(self) -> bool:
         """Ask the workers to commit and end; tell whether any of them has started, as of this moment."""

@@ -52,7 +52,7 @@ class Sizes:
     def begins(self, world: int) -> None:
         """Take down that an attempt has places for so many workers."""
         if world < self.target:
-            self.put_off()
+            self.postpone_growth()
         self.target = 0
 
     def grows(self, target: int) -> None:
@@ -71,10 +71,10 @@ class Sizes:
         if self.proven is None or world <= self.proven.world:
             return None
         self.limit = self.proven.world
-        self.put_off()
+        self.postpone_growth()
         return self.proven
 
-    def put_off(self) -> None:
+    def postpone_growth(self) -> None:
         """Try no growing for a while."""
         self.not_before = self.clock() + min(AGAIN_S * 2**self.failures, LONGEST_AGAIN_S)
         self.failures += 1

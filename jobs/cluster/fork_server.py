@@ -158,10 +158,10 @@ def serve(connection: Connection, lifeline: int, folder: Path) -> None:
     store: socket.socket | None = None  # where the next rank 0 will serve
     pids: set[int] = set()  # workers that have not been reaped
     # Written by workers, a byte each time, and by the arrival of SIGCHLD.
-    news, tell_news = os.pipe()
-    deaths, tell_deaths = os.pipe()
-    os.set_blocking(tell_deaths, False)
-    signal.set_wakeup_fd(tell_deaths, warn_on_full_buffer=False)
+    news, news_writer = os.pipe()
+    deaths, deaths_writer = os.pipe()
+    os.set_blocking(deaths_writer, False)
+    signal.set_wakeup_fd(deaths_writer, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, outlive)
     try:
         while True:
@@ -202,9 +202,9 @@ def serve(connection: Connection, lifeline: int, folder: Path) -> None:
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                     # The agent learns of the server's death by the end of this connection, which no worker may hold.
                     connection.close()
-                    for handle in (news, deaths, tell_deaths):
+                    for handle in (news, deaths, deaths_writer):
                         os.close(handle)
-                    run_worker(request, store, lifeline, tell_news)
+                    run_worker(request, store, lifeline, news_writer)
                 finally:
                     # What has come here has no worker's record; the exit code has to do.
                     os._exit(1)

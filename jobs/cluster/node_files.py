@@ -7,11 +7,11 @@ A stage's folder then has the same path on every node, and on each node it is an
    has a folder of its own at all: where the folder is shared after all, nothing must be copied onto itself.
 2. With every report the agent sends what is new, changed or longer, as `NodeFiles.look` finds it:
 
-       Change("attempts/attempt-000001/rank-00003.json", b'{"rank": 3, …', is_rest=False, mark=(311, 1764…))
-       Change("metrics.jsonl", b'{"kind": "train", …}\n', is_rest=True, mark=(81733, 0))
+       Change("attempts/attempt-000001/rank-00003.json", b'{"rank": 3, …', is_appended=False, mark=(311, 1764…))
+       Change("metrics.jsonl", b'{"kind": "train", …}\n', is_appended=True, mark=(81733, 0))
 
-3. `take_over` writes them into the driver's own folders, under the same names.
-4. What the driver has written is told to the node by its `mark`. Only then does the node count it as sent, so that
+3. `apply_changes` writes them into the driver's own folders, under the same names.
+4. What the driver has written is carried to the node by its `mark`. Only then does the node count it as sent, so that
    nothing is lost with an answer that never came, and what follows in a log is sent once.
 
 What a file may hold, and how it is sent:
@@ -50,7 +50,7 @@ class Change:
 
     name: str  # in the stage's folder
     content: bytes
-    is_rest: bool  # to be added to what the driver has, instead of taking its place
+    is_appended: bool  # to be added to what the driver has, instead of taking its place
     mark: Mark
 
 
@@ -63,15 +63,15 @@ class NodeFiles:
     def __init__(self, attempt: Path) -> None:
         self.attempt = attempt
         self.stage = attempt.parents[1]
-        self.told: list[str] = []  # names, in the stage's folder, of the files by which one attempt tells the next
+        self.carried: list[str] = []  # names, in the stage's folder, of the files by which one attempt tells the next
         self.sent: dict[str, Mark] = {}  # by name, as far as the driver has said that it has them
         self.settled: set[str] = set()  # files that are sent whole and had not just changed when they were read
         self.grown: dict[str, int] = {}  # by name: how much of a file that grows the driver has, over all attempts
 
-    def begin(self, token: str, told: Mapping[str, bytes | None], earlier: Iterable[str]) -> bool:
+    def begin(self, token: str, carried: Mapping[str, bytes | None], earlier: Iterable[str]) -> bool:
         """Prepare the folders for the workers; return False, and do nothing, where they are the driver's own.
 
-        `told` are the files by which one attempt tells the next: None where there is none. `earlier` are the names of
+        `carried` are the files by which one attempt tells the next: None where there is none. `earlier` are the names of
         the stage's attempts.
         """
         with suppress(OSError):
@@ -82,8 +82,8 @@ class NodeFiles:
         self.attempt.mkdir(parents=True, exist_ok=True)
         for name in earlier:
             (self.attempt.parent / name).mkdir(exist_ok=True)
-        self.told = list(told)
-        for name, content in told.items():
+        self.carried = list(carried)
+        for name, content in carried.items():
             if not is_new:
                 continue
             if content is None:
@@ -103,10 +103,10 @@ class NodeFiles:
         return True
 
     def look(self) -> list[Change]:
-        """Return what is new here, of which `take` has not been told."""
+        """Return what is new here, of which `acknowledge` has not been carried."""
         changes = []
         # Files that are sent whole. A file may vanish or be replaced at this moment: the next look has it.
-        for path in [*sorted(self.attempt.glob("rank-*")), *(self.stage / name for name in self.told)]:
+        for path in [*sorted(self.attempt.glob("rank-*")), *(self.stage / name for name in self.carried)]:
             name = str(path.relative_to(self.stage))
             with suppress(OSError), path.open("rb") as file:
                 before_reading_ns = time.time_ns()
@@ -141,10 +141,10 @@ class NodeFiles:
                     changes.append(Change(name, content, True, (known + len(content), 0)))
         return changes
 
-    def take(self, taken: Mapping[str, Mark]) -> None:
+    def acknowledge(self, acknowledged: Mapping[str, Mark]) -> None:
         """Count as sent what the driver has written down: by name, the mark of the change."""
         has_grown = False
-        for name, mark in taken.items():
+        for name, mark in acknowledged.items():
             if name in self.grown:
                 self.grown[name] = mark[0]
                 has_grown = True
@@ -167,30 +167,30 @@ class NodeFiles:
 # ------------------------------------------------------------------------ in the driver
 
 
-def begin_as_driver(attempt: Path, token: str) -> None:
+def mark_driver_folder(attempt: Path, token: str) -> None:
     """Mark the driver's own folder of an attempt."""
     (attempt / TOKEN).write_text(token)
     # The files here are the driver's again: whatever was sent from here is in them, and more.
     (attempt.parents[1] / SENT).unlink(missing_ok=True)
 
 
-def take_over(stage: Path, changes: Iterable[Change]) -> dict[str, Mark]:
+def apply_changes(stage: Path, changes: Iterable[Change]) -> dict[str, Mark]:
     """Write what has changed on a node into the driver's folder of the stage; return the marks of what is written."""
-    taken = {}
+    acknowledged = {}
     for change in changes:
         path = stage / change.name
         # A full disk costs the driver what it would have read there; the node sends it again.
         with suppress(OSError):
             if not path.parent.exists():
                 path.parent.mkdir(parents=True)
-            if change.is_rest:
+            if change.is_appended:
                 is_written = append_whole(path, change.content)
             else:
                 _replace(path, change.content)
                 is_written = True
             if is_written:
-                taken[change.name] = change.mark
-    return taken
+                acknowledged[change.name] = change.mark
+    return acknowledged
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -103,7 +103,7 @@ class ThisMachine:
         """Return code and packages of every node that may be left out, by its id."""
         return {}
 
-    def leave_out(self, node_ids: Set[str], least: int) -> int:
+    def exclude(self, node_ids: Set[str], least: int) -> int:
         """Use these nodes no more, as long as this process lives; return for how many workers the others have room.
 
         Where that is less than `least`, nothing is left out.

@@ -190,7 +190,7 @@ class RayNodes(RayPlaces):
         """Have the next attempts placed without any other node."""
         self.avoid(node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in node_ids)
 
-    def leave_out(self, node_ids: Set[str], least: int) -> int:
+    def exclude(self, node_ids: Set[str], least: int) -> int:
         """Use these nodes no more, as long as this process lives; return for how many workers the others have room.
 
         Where that is less than `least`, nothing is left out.
@@ -225,13 +225,13 @@ def run_on_nodes(
     # All wait together: a node that does not answer costs the others nothing.
     ray.wait([answer for _, answer in asked], num_returns=len(asked), timeout=timeout_s)
     values = []
-    silent = {}
+    unanswered = {}
     for node, answer in asked:
         try:
             values.append((node["NodeID"], ray.get(answer, timeout=0)))
         except RayError as error:  # a time-out too
-            silent[node["NodeManagerHostname"]] = str(error).splitlines()[0] or f"no answer in {timeout_s:g} s"
-    return values, silent
+            unanswered[node["NodeManagerHostname"]] = str(error).splitlines()[0] or f"no answer in {timeout_s:g} s"
+    return values, unanswered
 
 
 _joined: dict[tuple[str, str], RayNodes] = {}  # by the ids of this node and of this process there; at most one entry

@@ -110,7 +110,7 @@ class RayPlaces:
         self.excluded: set[str] = set()  # ids of nodes that are not used any more
         self.reservation: Reservation | None = None
         self.last_sizes: Sequence[int] = ()  # of the bundles that were requested last
-        self.lent: list[Reservation] = []  # free places that are given back when anybody needs them
+        self.borrowed: list[Reservation] = []  # free places that are given back when anybody needs them
         self.run = ""
 
     @property
@@ -153,12 +153,12 @@ class RayPlaces:
                 for node, is_there in zip(nodes, threads.map(takes_connections, nodes), strict=True):
                     if not is_there:
                         self.avoid([node["NodeID"]])
-            self._ask(worlds[0], worlds[-1])
+            self._request(worlds[0], worlds[-1])
         elif len(worlds) > 1:
             # Give it up for the places of more workers, where there is room for them.
             more = largest_within(worlds, self.room())
             if more > held.workers:
-                self._ask(more, worlds[-1])
+                self._request(more, worlds[-1])
 
         try:
             self._wait(worlds, log, on_tick)
@@ -226,14 +226,14 @@ class RayPlaces:
     def room(self) -> int:
         """Return for how many workers there would be room, those counted that have their places. Any thread may ask."""
         # Another campaign that waits comes before one that wants more.
-        if self.is_anything_asked_for():
+        if self.has_pending_requests():
             return self.workers_held
         return room_for(self.share, self._open_to_us(self.state(), self.avoided_now()))
 
-    def is_anything_asked_for(self) -> bool:
+    def has_pending_requests(self) -> bool:
         """Tell whether anybody waits for a placement group that the cluster can hold. Any thread may ask."""
         total = self.state().total
-        ours = [reservation.group.id.hex() for reservation in [self.reservation, *self.lent] if reservation]
+        ours = [reservation.group.id.hex() for reservation in [self.reservation, *self.borrowed] if reservation]
         for group, row in placement_group_table().items():
             if row["state"] in ("PENDING", "RESCHEDULING") and group not in ours:
                 requested: Counter[str] = Counter()
@@ -248,7 +248,7 @@ class RayPlaces:
                     return True
         return False
 
-    def _ask(self, workers: int, least: int) -> None:
+    def _request(self, workers: int, least: int) -> None:
         """Ask Ray for the places of so many workers, and give back what this process has asked for before."""
         share = self.share
         state = self.state()
@@ -293,7 +293,7 @@ class RayPlaces:
                 next_choice = now + NEXT_CHOICE_S
                 if is_patient:
                     next_choice = min(next_choice, patient_until)
-                if self._choose(worlds, log, is_patient=is_patient):
+                if self._adjust_request(worlds, log, is_patient=is_patient):
                     deadline = max(deadline, next_choice)
             if now > deadline:
                 raise ClusterError(f"{self._missing(worlds[-1])}\nwaited {timeout_s:.0f} s\n{TOO_FEW}")
@@ -314,7 +314,7 @@ class RayPlaces:
         state = self.state()
         return missing(workers, self.share, self._open_to_us(state, set()), state)
 
-    def _choose(self, worlds: Sequence[int], log: Callable[[str], None], *, is_patient: bool) -> bool:
+    def _adjust_request(self, worlds: Sequence[int], log: Callable[[str], None], *, is_patient: bool) -> bool:
         """Ask for the places of as many workers as there is room for; tell whether these are fewer than the most.
 
         As long as it `is_patient` the number stays, and bundles are only asked for in other sizes.
@@ -339,7 +339,7 @@ class RayPlaces:
             if world < worlds[0] and world != self.workers_held and not has_other_nodes:
                 log(f"goes on with {world} of up to {worlds[0]} workers: {self._missing(worlds[0])}")
             self.last_sizes = ()
-            self._ask(world, worlds[-1])
+            self._request(world, worlds[-1])
         return world < worlds[0]
 
     def _open_to_us(self, state: ClusterState, avoided: Set[str]) -> dict[str, Counter[str]]:
@@ -348,7 +348,7 @@ class RayPlaces:
         for node, resources in state.staying.items():
             if node not in avoided:
                 nodes[node] = Counter(resources)  # type: ignore[arg-type]  # amounts may be fractions
-        for reservation in [self.reservation, *self.lent]:
+        for reservation in [self.reservation, *self.borrowed]:
             if reservation is None:
                 continue
             # A bundle that has lost its node lies on none of these.

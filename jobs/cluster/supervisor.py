@@ -60,7 +60,7 @@ from jobs.resolved_recipe import Context
 from pipeline.identity import MUST_BE_EQUAL, code_version, differences, other_code
 from pipeline.monitoring.watchdog import Place, Watch
 
-GO_ON = "run the same command again to go on"
+RESUME_HINT = "run the same command again to go on"
 
 # What stands in the message when memory runs out: the kernel's or Ray's killer, CUDA, Python, torch on a CPU, C++.
 OUT_OF_MEMORY = ("out-of-memory", "OutOfMemoryError", "MemoryError", "can't allocate memory", "bad_alloc")
@@ -78,14 +78,14 @@ def supervise(
     worlds: Sequence[int],
     stall_s: float,
     can_commit: bool = True,
-    handed_on: Sequence[str] = (),
+    carried_files: Sequence[str] = (),
     accompany: Accompany | None = None,
 ) -> dict[str, Any]:
     """Run attempts of a stage until one succeeds; return rank 0's value.
 
     `make_task(attempt)` returns what the workers of an attempt are told. `worlds` are the numbers of workers on which
     the stage may run, the largest first. A worker that holds up all others for `stall_s` seconds is a failure. Workers
-    that cannot commit are ended at once where somebody wants this process to end. `handed_on` names the files of the
+    that cannot commit are ended at once where somebody wants this process to end. `carried_files` names the files of the
     stage's folder by which one attempt tells the next. `accompany(task, attempt_folder, cluster)` returns what works
     beside each attempt, and ends with it.
 
@@ -97,7 +97,7 @@ def supervise(
     while True:
         # 0. Before the claim: an attempt that never had a place leaves nothing behind.
         sizes = history.sizes
-        world = nodes.reserve(storage.address(), sizes.open_worlds(), context.log, partial(end_if_asked, context))
+        world = nodes.reserve(storage.address(), sizes.open_worlds(), context.log, partial(end_if_requested, context))
         sizes.begins(world)
         cluster = dataclasses.replace(context.campaign.cluster, workers=world)
         larger = [other for other in worlds if other > world]
@@ -113,7 +113,7 @@ def supervise(
 
         # 4 and 5. The watchdog starts anew with each attempt: it counts from the first look at these workers.
         watch = Watch(world, stall_s, cluster.start_timeout_s)
-        group = WorkerGroup(nodes, cluster, folder, is_shared=storage.is_shared, handed_on=handed_on)
+        group = WorkerGroup(nodes, cluster, folder, is_shared=storage.is_shared, carried_files=carried_files)
         attempt = Attempt(context, number, group, watch, growth, can_commit)
         companion: AbstractContextManager[object] = nullcontext()
         if accompany is not None:
@@ -205,15 +205,15 @@ class Attempt:
         if group.drain_events or self.growth.target is not None or context.stop_requested():
             # A worker that has not even started has nothing to commit, and to place it may take minutes.
             if not group.request_stop():
-                end_if_asked(context)
+                end_if_requested(context)
             if not self.can_commit:
                 raise Preempted(f"stopped in {context.stage.name}; run the same command again to do it from its start")
 
 
-def end_if_asked(context: Context) -> None:
+def end_if_requested(context: Context) -> None:
     """Raise Preempted where somebody wants this process to end before any worker has started."""
     if context.stop_requested():
-        raise Preempted(f"stopped before the workers had started, at {restart_point(context)}; {GO_ON}")
+        raise Preempted(f"stopped before the workers had started, at {restart_point(context)}; {RESUME_HINT}")
 
 
 def last_step(context: Context) -> int:
@@ -265,12 +265,12 @@ def move(attempt: Attempt, nodes: Nodes, sizes: Sizes) -> None:
         leaving[event.node_id] = f"{event.node} ({event.why})"
     text = f"about to leave: {', '.join(leaving.values())}"
     if None in drain_events:
-        raise Preempted(f"{text}; that is this command's own node; stopped at {restart_point(context)}; {GO_ON}")
+        raise Preempted(f"{text}; that is this command's own node; stopped at {restart_point(context)}; {RESUME_HINT}")
     nodes.avoid(list(leaving))
     context.log(f"{text}; moving to other nodes, from {restart_point(context)}")
 
 
-def leave_out_unlike(context: Context, nodes: Nodes, failure: WorkerGroupError, least: int) -> None:
+def exclude_unlike_nodes(context: Context, nodes: Nodes, failure: WorkerGroupError, least: int) -> None:
     """Leave out the nodes that are unlike most of all, of which some have no worker, and say so.
 
     Raises StageFailed where there are none, nobody can tell which, or too few workers would be left.
@@ -295,7 +295,7 @@ def leave_out_unlike(context: Context, nodes: Nodes, failure: WorkerGroupError, 
     if not odd:
         raise StageFailed(message, ExitCode.UNAVAILABLE, failure.kind)
     names = ", ".join(identities[node_id]["node"] for node_id in odd)
-    room = nodes.leave_out(odd.keys(), least)
+    room = nodes.exclude(odd.keys(), least)
     if room < least:
         message += f"\n  without {names} there is room for {room} of {least} workers"
         raise StageFailed(message, ExitCode.UNAVAILABLE, failure.kind)
@@ -321,7 +321,7 @@ def recover(
         return
     # c. Before d, which would not exclude the nodes by name.
     if failure.kind == UnlikeNodes.__name__ and not context.stop_requested():
-        leave_out_unlike(context, nodes, failure, min(history.sizes.worlds))
+        exclude_unlike_nodes(context, nodes, failure, min(history.sizes.worlds))
         return
     # d. Back to the workers and nodes of the last attempt that committed.
     if not made_progress:
@@ -353,7 +353,7 @@ def recover(
         )
     # g.
     if context.stop_requested():
-        raise Preempted(f"{failure}; stopped at {start}; {GO_ON}")
+        raise Preempted(f"{failure}; stopped at {start}; {RESUME_HINT}")
     # h. After a new checkpoint the next attempt starts at once; without one it perhaps waits for a disk or a node.
     wait_s = 0.0
     if history.failures:
@@ -364,5 +364,5 @@ def recover(
     deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline:
         if context.stop_requested():
-            raise Preempted(f"stopped while waiting to restart from {start}; {GO_ON}")
+            raise Preempted(f"stopped while waiting to restart from {start}; {RESUME_HINT}")
         time.sleep(STOP_POLL_S)

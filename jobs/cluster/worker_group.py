@@ -26,7 +26,7 @@ from typing import Any
 from data.errors import PatchlineError
 from jobs.cluster.agent import NodeAgent, NodeReport, StartRequest, WorkerState
 from jobs.cluster.failure import Evidence, WorkerGroupError, has_lost_a_peer
-from jobs.cluster.node_files import Mark, begin_as_driver, take_over
+from jobs.cluster.node_files import Mark, apply_changes, mark_driver_folder
 from jobs.cluster.nodes import Nodes, nodes_of
 from jobs.cluster.worker import RankInfo, Task, WorkerFunction
 from jobs.cluster_config import ClusterConfig
@@ -65,7 +65,9 @@ class AgentLink:
     answer: "Future[Any] | None" = None  # of the poll that is under way
     asked: float = 0.0  # when that was, or when the node was asked last
     news: int = 0
-    taken: dict[str, Mark] = field(default_factory=dict)  # files of the node that were written here since the last poll
+    acknowledged: dict[str, Mark] = field(
+        default_factory=dict
+    )  # files of the node that were written here since the last poll
     has_own_folder: bool = False  # the node shares no storage with the driver
     error: BaseException | None = None  # that the last poll raised
     loss: str = ""  # how the node was lost
@@ -81,7 +83,7 @@ class WorkerGroup:
     Workers find RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK, MASTER_ADDR and MASTER_PORT in their
     environment, and initialise torch.distributed themselves. `folder`, of the attempt, exists and is new. All nodes
     share it; where they do not (`is_shared`), each has a folder of its own under the same path, and the caller's comes
-    to hold copies of what workers leave in theirs, and in the stage's folder around it (node_files.py). `handed_on`
+    to hold copies of what workers leave in theirs, and in the stage's folder around it (node_files.py). `carried_files`
     names the files of the stage's folder by which one attempt tells the next.
     """
 
@@ -92,14 +94,14 @@ class WorkerGroup:
         folder: Path,
         *,
         is_shared: bool = True,
-        handed_on: Sequence[str] = (),
+        carried_files: Sequence[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.nodes = nodes
         self.cluster = cluster
         self.folder = folder
         self.is_shared = is_shared
-        self.handed_on = handed_on
+        self.carried_files = carried_files
         self.clock = clock  # seconds; heartbeats are counted by it
         self.links: list[AgentLink] = []
         self.states: dict[int, WorkerState] = {}  # by rank, as last reported
@@ -240,14 +242,14 @@ class WorkerGroup:
         # Nodes that share no storage with the driver get the attempt's folder, and what earlier attempts tell this one:
         # None for a file that is not there.
         token = ""
-        told: dict[str, bytes | None] = {}
+        carried: dict[str, bytes | None] = {}
         earlier = []
         if not self.is_shared:
             token = secrets.token_hex(16)
-            begin_as_driver(self.folder, token)
-            for name in self.handed_on:
+            mark_driver_folder(self.folder, token)
+            for name in self.carried_files:
                 path = self.folder.parents[1] / name
-                told[name] = path.read_bytes() if path.exists() else None
+                carried[name] = path.read_bytes() if path.exists() else None
             earlier = [path.name for path in self.folder.parent.iterdir() if path.is_dir()]
 
         # Rank 0 serves the store in which the workers find each other; it is told at which port.
@@ -262,7 +264,7 @@ class WorkerGroup:
         }
         requests = []
         for link in self.links:
-            requests.append(StartRequest(link.ranks, payload, self.folder, variables, token, told, earlier))
+            requests.append(StartRequest(link.ranks, payload, self.folder, variables, token, carried, earlier))
         return requests
 
     def _answers(
@@ -277,7 +279,7 @@ class WorkerGroup:
             while not cause and not wait([future], POLL_S / 4).done:
                 on_tick()
                 # An agent that starts may take long: its node tells whether to wait on.
-                self.ask_at_nodes([link], MISSED_BEATS)
+                self.check_nodes([link], MISSED_BEATS)
                 cause = link.loss
                 if not cause and time.monotonic() > deadline:
                     cause = f"no agent has started there in {self.cluster.start_timeout_s:.0f} s"
@@ -299,8 +301,8 @@ class WorkerGroup:
         for link in self.links:
             if link.answer is None and not link.loss:
                 # All with the same deadline: the workers' places are then of the same moment.
-                link.answer = link.agent.call("poll", link.news, POLL_S - now % POLL_S, link.taken)
-                link.taken = {}
+                link.answer = link.agent.call("poll", link.news, POLL_S - now % POLL_S, link.acknowledged)
+                link.acknowledged = {}
                 link.asked = now
         answers = [link.answer for link in self.links if link.answer is not None]
         done, _ = wait(answers, wait_s, return_when=FIRST_COMPLETED)
@@ -311,7 +313,7 @@ class WorkerGroup:
         limit = MISSED_BEATS
         if any(map(has_lost_a_peer, self.evidence().ends().values())):
             limit = MISSED_BEATS_PEER
-        self.ask_at_nodes([link for link in self.links if link.answer is not None and not link.answer.done()], limit)
+        self.check_nodes([link for link in self.links if link.answer is not None and not link.answer.done()], limit)
 
         failed = []
         for link in self.links:
@@ -329,21 +331,21 @@ class WorkerGroup:
             link.news = report.news
             for state in report.workers:
                 self.states[state.rank] = state
-            for rank in report.told_to_go:
+            for rank in report.sigterm_ranks:
                 # Without Ray whoever signals one process signals this one too, and there is nowhere else to go.
                 agent = link.agent
                 if agent.node_id:
                     event = DrainEvent(agent.name, agent.node_id, f"worker {rank} was sent SIGTERM")
                     self.drain_events.setdefault(rank, event)
             if report.changes:
-                link.taken = take_over(self.folder.parents[1], report.changes)
-                if any(change.is_rest for change in report.changes):
+                link.acknowledged = apply_changes(self.folder.parents[1], report.changes)
+                if any(change.is_appended for change in report.changes):
                     # At once, not with the next poll: a driver that is killed in between would get these lines again.
-                    link.agent.call("take", link.taken)
-                    link.taken = {}
+                    link.agent.call("acknowledge", link.acknowledged)
+                    link.acknowledged = {}
         if failed:
             # Where a connection broke for a moment the agent is asked again.
-            self.ask_at_nodes(failed, 0)
+            self.check_nodes(failed, 0)
             time.sleep(TOGETHER_S)
 
     def _end_workers(self) -> None:
@@ -356,10 +358,10 @@ class WorkerGroup:
         deadline = self.clock() + END_S
         while ending and self.clock() < deadline:
             wait([answer for _, answer in ending], POLL_S)
-            self.ask_at_nodes([link for link, answer in ending if not answer.done()], MISSED_BEATS_PEER)
+            self.check_nodes([link for link, answer in ending if not answer.done()], MISSED_BEATS_PEER)
             ending = [(link, answer) for link, answer in ending if not link.loss and not answer.done()]
 
-    def ask_at_nodes(self, links: Sequence[AgentLink], limit: int) -> None:
+    def check_nodes(self, links: Sequence[AgentLink], limit: int) -> None:
         """Ask the nodes whose agents have missed `limit` heartbeats whether they are there, and note which are lost.
 
         A node of which an agent's answer was an error is asked about with a limit of 0.

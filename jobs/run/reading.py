@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from data.storage import Storage
 from jobs.named_stages import STAGE_FOLDER
-from jobs.ownership import LOST_PERIODS, LeaseRecord, judge
+from jobs.ownership import LOST_PERIODS, LeaseRecord, holder_state
 from pipeline import artifacts
 from pipeline.monitoring.telemetry import TAIL_BYTES, Record, records_in, without_single_seeds
 
@@ -74,7 +74,7 @@ def read_command(run: Path, storage: Storage, log: Callable[[str], None], period
         return replace(command, state="done")
     if command.exit_code is not None:
         return command
-    state, seen = judge(storage, log, periods)
+    state, seen = holder_state(storage, log, periods)
     return replace(
         command,
         state="running" if state == "held" else "killed",

@@ -133,12 +133,12 @@ class Session:
             log=self.log,
             show_progress=self.log.show_progress,
             poll=self.poll,
-            stop_requested=self.stopper.is_asked,
+            stop_requested=self.stopper.is_stop_requested,
             check_owned=self.put_files,  # it checks first that the run is still ours
         )
         # Before the stopper is asked: a signal between the two would take effect only after the stage.
         self.stopper.works_here = not stage.kind.needs_workers
-        if self.stopper.is_asked():
+        if self.stopper.is_stop_requested():
             raise Preempted(f"stopped before {name}; run the same command again to go on")
         with self.watching.of_stage(context):
             outcome = run_stage(context, fresh=self.fresh)
@@ -191,7 +191,7 @@ class Stopper:
         # The parent process may have held them back: a fork server of workers does.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 
-    def is_asked(self) -> bool:
+    def is_stop_requested(self) -> bool:
         """Tell whether this process is to end."""
         return self.received is not None
 

@@ -45,7 +45,7 @@ def synced(storage: Storage, lease: Lease, log: Log) -> Iterator[Callable[[], No
         return
     # 1. The folder has the files of the last owner already if that command worked in it.
     sync = Sync(storage, lease, log)
-    has_files = lease.last_token == sync.last_token
+    has_files = lease.previous_token == sync.previous_token
     sync.pull(has_files)
     sync.note()
     # 2. A thread, because a large file takes minutes.
@@ -79,7 +79,7 @@ class Sync:
         self.log = log
         self.lock = threading.Lock()  # the thread and the command do not store files at the same time
         # The command that worked here last, and by name: size and mtime in ns of the files in the store.
-        self.last_token, self.known = last_owner(store.local)
+        self.previous_token, self.known = last_owner(store.local)
 
     def keep_putting(self, has_ended: threading.Event) -> None:
         """Store what has changed repeatedly, as long as this command owns the run."""

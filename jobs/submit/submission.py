@@ -390,7 +390,7 @@ def _submit_when_possible(submit_job: Callable[[], str]) -> str:
     Raises ClusterError where it takes none for AGENT_WAIT_S.
     """
     deadline = time.monotonic() + AGENT_WAIT_S
-    has_said = False
+    is_reported = False
     while True:
         try:
             return submit_job()
@@ -398,9 +398,9 @@ def _submit_when_possible(submit_job: Callable[[], str]) -> str:
             # The head answers this when its agent, which runs jobs and starts last, is not there after 10 s.
             if NO_AGENT not in str(error):
                 raise
-            if not has_said:
+            if not is_reported:
                 echo(f"waiting for the agent of the cluster's head, which runs jobs; for up to {AGENT_WAIT_S:.0f} s")
-                has_said = True
+                is_reported = True
         if time.monotonic() > deadline:
             raise ClusterError(
                 f"the cluster's head takes no jobs: its agent has not started within {AGENT_WAIT_S:.0f} s\n"

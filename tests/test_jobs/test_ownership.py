@@ -12,7 +12,7 @@ import pytest
 from data.errors import RunOwned
 from data.storage import Folder
 from jobs import ownership
-from jobs.ownership import Lease, judge, newest_lease
+from jobs.ownership import Lease, holder_state, newest_lease
 from tests.support.drives import fork_process
 
 pytestmark = pytest.mark.quick
@@ -81,7 +81,7 @@ def test_whether_a_holder_lives_is_known_here_at_once_and_elsewhere_by_what_chan
         else:
             process.join()
     began = time.monotonic()
-    found, seen = judge(Folder(tmp_path / "run"), lambda text: None)
+    found, seen = holder_state(Folder(tmp_path / "run"), lambda text: None)
     took_s = time.monotonic() - began
     assert found == state and seen is not None and f"process {process.pid} on " in seen.holder
     assert took_s < LOST_S / 2 or (waits and (state == "held" or took_s >= LOST_S)), took_s
@@ -104,22 +104,22 @@ def test_a_unit_that_its_host_starts_again_does_not_wait_for_the_lease_of_its_la
     for change in ({"this_job": "unit b"}, {"gethostname": "h1"}, {"this_system": "77ab"}, {"this_system": ""}, {}):
         be_at(**change)
         began = time.monotonic()
-        assert judge(storage, print) == ("lost", newest_lease(storage))
+        assert holder_state(storage, print) == ("lost", newest_lease(storage))
         assert (time.monotonic() - began >= LOST_S) == bool(change), change
 
 
 def test_a_run_without_a_lease_a_released_and_a_torn_one(tmp_path) -> None:
     storage = Folder(tmp_path / "run")
-    assert judge(storage, print) == ("free", None)
+    assert holder_state(storage, print) == ("free", None)
     with Lease(storage, print) as first:
         assert first.number == 1
-    state, seen = judge(storage, print)
+    state, seen = holder_state(storage, print)
     assert state == "free" and seen is not None and seen.is_released
     with Lease(storage, print) as second:
-        assert (second.number, second.last_token) == (2, first.record["token"])
+        assert (second.number, second.previous_token) == (2, first.record["token"])
         assert sorted(storage.list("leases")) == ["leases/000002.json"], "the one before it is of no use any more"
     (tmp_path / "run" / "leases" / "000002.json").write_text('{"token": ')
-    state, seen = judge(storage, print)
+    state, seen = holder_state(storage, print)
     assert state == "lost" and seen is not None and "torn or altered" in seen.holder
 
 

@@ -183,7 +183,7 @@ def test_a_stop_tells_whether_any_worker_has_started(served, tmp_path) -> None:
     worker_file(under_test.node_folder, 1, ".json").write_text('{"started": 1.0}')
     worker_file(under_test.node_folder, 0, ".sigterm").touch()
     assert under_test.stop() is True
-    assert under_test.poll(0, 0.0, {}).told_to_go == [0]
+    assert under_test.poll(0, 0.0, {}).sigterm_ranks == [0]
     # What was reported is a copy, which the end of the attempt does not change.
     reported = under_test.poll(0, 0.0, {}).workers[1]
     under_test.workers[1] = WorkerState(1, death="gone")

@@ -225,7 +225,7 @@ class Agents:
 
 
 @pytest.mark.parametrize(
-    ("drained", "told_to_go", "events"),
+    ("drained", "sigterm_ranks", "events"),
     [
         (set(), [], {}),
         ({"id1"}, [], {1: ("n1", "id1", "its node is drained")}),
@@ -239,7 +239,7 @@ class Agents:
     ],
 )
 def test_nodes_that_are_about_to_leave_are_noted_with_their_workers(
-    drained, told_to_go, events, tmp_path, monkeypatch
+    drained, sigterm_ranks, events, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.setattr(worker_group, "STATUS_POLL_S", 0.01)
     began = time.monotonic()
@@ -248,7 +248,7 @@ def test_nodes_that_are_about_to_leave_are_noted_with_their_workers(
         record: Any = {"rank": number, "started": 0.0}
         if number != 0 or time.monotonic() > began + 0.2:
             record |= {"ended": 1.0, "value": f"of {number}"}
-        told = [number] if number in told_to_go else []
+        told = [number] if number in sigterm_ranks else []
         return NodeReport(1, [WorkerState(number, pid=7, record=record)], told)
 
     nodes: Any = Agents(3, {"poll": report}, drained)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from jobs.cluster import node_files
-from jobs.cluster.node_files import NodeFiles, begin_as_driver, take_over
+from jobs.cluster.node_files import NodeFiles, apply_changes, mark_driver_folder
 from tests.support import hosts
 from tests.support.ray_hosts import RayHosts
 from tests.support.worker_records import records
@@ -30,17 +30,17 @@ class Pair:
         self.driver = folder / "driver" / "stage"
         (self.driver / ATTEMPT).mkdir(parents=True)
         self.files = NodeFiles(self.node / ATTEMPT)
-        self.taken: dict[str, node_files.Mark] = {}
+        self.acknowledged: dict[str, node_files.Mark] = {}
 
     def begin(self, told: dict[str, bytes | None] | None = None) -> bool:
-        begin_as_driver(self.driver / ATTEMPT, "a")
+        mark_driver_folder(self.driver / ATTEMPT, "a")
         return self.files.begin("a", told or {}, ["attempt-000001", "attempt-000002"])
 
     def look(self) -> list[str]:
         """One round of questions and answers; the names of what was sent."""
-        self.files.take(self.taken)
+        self.files.acknowledge(self.acknowledged)
         changes = self.files.look()
-        self.taken = take_over(self.driver, changes)
+        self.acknowledged = apply_changes(self.driver, changes)
         return [change.name for change in changes]
 
     def same(self, name: str | Path) -> bool:
@@ -92,7 +92,7 @@ def test_lines_of_several_nodes_and_the_driver_meet_in_one_log_each_once(pair, t
     other.begin("a", {}, [])
     rng = random.Random(3)
     written: list[str] = []
-    taken: dict[str, node_files.Mark] = {}
+    acknowledged: dict[str, node_files.Mark] = {}
     for number in range(300):
         stage = rng.choice([pair.node, pair.driver, other.stage])
         line = f"{number} é {'x' * rng.randrange(100)}"
@@ -104,13 +104,13 @@ def test_lines_of_several_nodes_and_the_driver_meet_in_one_log_each_once(pair, t
             if rng.random() < 0.5:
                 pair.look()
             if rng.random() < 0.5:
-                other.take(taken)
-                taken = take_over(pair.driver, other.look())
+                other.acknowledge(acknowledged)
+                acknowledged = apply_changes(pair.driver, other.look())
             file.write(line.encode()[half:] + b"\n")
         written.append(line)
     pair.look()
-    other.take(taken)
-    take_over(pair.driver, other.look())
+    other.acknowledge(acknowledged)
+    apply_changes(pair.driver, other.look())
     assert sorted((pair.driver / "log.txt").read_text().splitlines()) == sorted(written)
 
 
@@ -120,12 +120,12 @@ def test_an_answer_that_is_lost_is_sent_again_and_a_driver_that_comes_back_gets_
     metrics.write_text('{"step": 1}\n')
     pair.files.look()  # lost
     assert pair.look() == ["metrics.jsonl"]
-    pair.files.take(pair.taken)
+    pair.files.acknowledge(pair.acknowledged)
     with metrics.open("a") as file:
         file.write('{"step": 2}\n')
     # Nobody asked before the driver was killed. The next one asks a new actor, in another attempt.
     pair.files = NodeFiles(pair.node / ATTEMPT)
-    pair.taken = {}
+    pair.acknowledged = {}
     pair.begin()
     with metrics.open("a") as file:
         file.write('{"step": 3}\n')
@@ -144,7 +144,7 @@ def test_what_lay_on_a_node_before_its_first_worker_is_not_sent(pair) -> None:
     pair.look()
     assert (pair.driver / "log.txt").read_text() == "new\n"
     # The driver moves there: what was sent from there is no measure any more.
-    begin_as_driver(pair.node / ATTEMPT, "b")
+    mark_driver_folder(pair.node / ATTEMPT, "b")
     assert not (pair.node / node_files.SENT).exists()
 
 
@@ -193,7 +193,7 @@ def test_a_full_disk_of_the_driver_costs_nothing_but_time(pair, monkeypatch) -> 
         patch.setattr(node_files, "_replace", full)
         patch.setattr(node_files, "append_whole", lambda path, content: False)
         assert pair.look() == ["attempts/attempt-000002/rank-00000.json", "log.txt"]
-        assert pair.taken == {}
+        assert pair.acknowledged == {}
     pair.look()
     assert pair.same("log.txt") and pair.same(ATTEMPT / "rank-00000.json")
 

@@ -348,8 +348,8 @@ def test_a_node_that_is_left_out_is_used_by_nothing_and_only_where_enough_others
     group = reserve(two, "/runs/a")
     ours = nodes_in(two)
     odd = placement_group_table(group)["bundles_to_node_id"][0]
-    assert ours.leave_out({odd}, 3) == 2 and not ours.excluded, "three workers need it"
-    assert ours.leave_out({odd}, 2) == 2
+    assert ours.exclude({odd}, 3) == 2 and not ours.excluded, "three workers need it"
+    assert ours.exclude({odd}, 2) == 2
     assert odd not in placement_group_table(reserve(two, "/runs/a"))["bundles_to_node_id"].values()
     assert ours.room() == 2 and odd not in ours.status()[1]
     with pytest.raises(

@@ -13,7 +13,7 @@ from data.errors import ExitCode, Preempted
 from jobs.cluster import supervisor
 from jobs.cluster.elastic import Growth
 from jobs.cluster.failure import StageFailed, WorkerGroupError
-from jobs.cluster.supervisor import Attempt, leave_out_unlike, supervise
+from jobs.cluster.supervisor import Attempt, exclude_unlike_nodes, supervise
 from jobs.cluster.worker_group import DRAINED, DrainEvent
 from jobs.cluster_config import ClusterConfig
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
@@ -306,7 +306,7 @@ class NodesByHand:
     def identities(self) -> dict[str, Identity]:
         return self.known
 
-    def leave_out(self, node_ids: Set[str], least: int) -> int:
+    def exclude(self, node_ids: Set[str], least: int) -> int:
         self.left_out |= node_ids
         return 2 * (len(self.known) - len(node_ids))
 
@@ -335,7 +335,7 @@ def test_nodes_that_are_unlike_most_are_left_out_where_enough_are_left(
         0, "n0", "UnlikeNodes: worker 1 on n1 has torch 3", exit_code=ExitCode.UNAVAILABLE, kind="UnlikeNodes"
     )
     try:
-        leave_out_unlike(context, nodes, failure, least)
+        exclude_unlike_nodes(context, nodes, failure, least)
     except StageFailed as error:
         assert error.exit_code == ExitCode.UNAVAILABLE
         assert str(error).startswith("pretrain: worker 1 on n1 has torch 3")

@@ -394,7 +394,7 @@ def test_a_stop_is_heard_soon_while_the_cluster_is_full(two, full) -> None:
     def handle(number: int, frame: FrameType | None) -> None:
         asked_at.append(time.monotonic())
 
-    def end_if_asked() -> None:
+    def end_if_requested() -> None:
         if asked_at:
             raise Preempted("stopped")
 
@@ -402,7 +402,7 @@ def test_a_stop_is_heard_soon_while_the_cluster_is_full(two, full) -> None:
     try:
         signal.setitimer(signal.ITIMER_REAL, 1.3)
         with pytest.raises(Preempted):
-            nodes_of(two["ray"]).reserve("/runs/a", [2], lambda line: None, end_if_asked)
+            nodes_of(two["ray"]).reserve("/runs/a", [2], lambda line: None, end_if_requested)
         assert time.monotonic() - asked_at[0] < 5.0, "unheard, it would wait for ever"
     finally:
         signal.signal(signal.SIGALRM, before)

@@ -112,9 +112,9 @@ def stopper(packing):
 
 
 def test_the_first_signal_asks_for_a_commit_and_a_second_interrupt_ends_at_once(stopper) -> None:
-    assert not stopper.is_asked()
+    assert not stopper.is_stop_requested()
     os.kill(os.getpid(), signal.SIGTERM)
-    assert stopper.is_asked()
+    assert stopper.is_stop_requested()
     assert stopper.lines == ["SIGTERM: finishing the step, committing, then exit 75; Ctrl-C again ends at once"]
     os.kill(os.getpid(), signal.SIGTERM)
     assert len(stopper.lines) == 1, "a second SIGTERM asks for the same thing"
@@ -129,7 +129,7 @@ def test_a_signal_ends_the_work_of_the_driver_itself_at_once(stopper) -> None:
 
 
 def test_a_stop_before_a_stage_leaves_it_unstarted(packing, monkeypatch) -> None:
-    monkeypatch.setattr(Stopper, "is_asked", lambda self: True)
+    monkeypatch.setattr(Stopper, "is_stop_requested", lambda self: True)
     with pytest.raises(Preempted, match="stopped before shards; run the same command again to go on"):
         run_campaign(packing, quiet=True)
     assert json.loads((packing.run / "status.json").read_text())["exit_code"] == 75
