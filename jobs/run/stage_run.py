@@ -1,7 +1,7 @@
-"""One stage of a campaign, run: what is checked before it, its work, and the files that record what it did.
+"""Runs one stage of a campaign: checks its inputs, lets it work, and records its outcome.
 
 `run_stage`, in order:
-1. check that the stages it reads have finished, and that what they made fits it;
+1. check that its parent stages have finished, and that their outputs fit;
 2. refuse a half-done stage of the same name with another config: undo the change, or start over with `--fresh`;
 3. write `stage.json`: the config that this folder belongs to, which a later start compares with its own;
 4. let the stage work (jobs/stages). If a run of a sweep diverges, this is its outcome, which the sweep's table shows;
@@ -60,7 +60,7 @@ def run_stage(context: Context, *, fresh: bool) -> dict[str, Any]:
     # A driver that was frozen, and woke up after another took the run over, must not record that its stage is done.
     context.check_owned()
 
-    # 5 and 6. Each file is written whole, and done.json last: it promises that all others exist.
+    # 5 and 6. Each file is written atomically, and done.json last: it implies that all others exist.
     files = outcome.pop("files", {})
     write_provenance(context, inputs, outcome)
     # Weights were read back by the worker that wrote them, before anybody else could have changed them.
@@ -84,7 +84,7 @@ def check_parents(context: Context) -> None:
         outcome = context.campaign.done(context.campaign.stage(parent))
         if outcome is None:
             raise ConfigError(
-                f"{stage.name}.{field} is {value}, which has not run\n  run the campaign, or {parent} alone first"
+                f"{stage.name}.{field} is {value}, which has not run\n  run the campaign, or only {parent} first (--only {parent})"
             )
         if DIVERGED in outcome and not stage.kind.reads_outcomes:
             raise Diverged(f"{stage.name}.{field} is {value}, which has diverged\n  {outcome[DIVERGED]}")
@@ -119,7 +119,7 @@ def outcome_of_divergence(context: Context, error: StageFailed) -> dict[str, Any
 
 
 def write_provenance(context: Context, inputs: Mapping[str, object], outcome: Mapping[str, Any]) -> None:
-    """Write provenance.json: where the outcome comes from."""
+    """Write provenance.json: config, inputs, code and environment of the outcome."""
     stage = context.stage
     provenance: dict[str, Any] = {
         "stage": stage.name,
