@@ -12,7 +12,8 @@
 4. When the agent is gone, the lifeline becomes readable: it kills all workers, removes the node's folder, and ends.
 
 The imports must not start threads or use GPUs, because neither survives a fork. For workers with GPUs nothing is
-imported here: a forked process may use CUDA only if its parent has never initialized it, so each worker imports separately.
+imported here: a forked process may use CUDA only if its parent has never initialized it, so each worker imports
+separately.
 """
 
 import gc

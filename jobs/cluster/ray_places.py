@@ -297,7 +297,8 @@ class RayPlaces:
                     deadline = max(deadline, next_choice)
             if now > deadline:
                 raise ClusterError(
-                    f"{self._missing(worlds[-1])}\nthe places did not become free within {timeout_s:.0f} s (cluster.wait_s)\n{TOO_FEW}"
+                    f"{self._missing(worlds[-1])}\n"
+                    f"the places did not become free within {timeout_s:.0f} s (cluster.wait_s)\n{TOO_FEW}"
                 )
             # Log after a few seconds, after a change, and from time to time; otherwise a queue looks like a hang.
             if now > next_line:

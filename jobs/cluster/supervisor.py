@@ -18,8 +18,8 @@ If the worker group has ended otherwise, in order:
 6. Another command owns the run by now, because this process was frozen: RunOwned.
 7. A failure is recorded as an incident, unless a worker committed and stopped (exit code 75).
 8. If a node is about to leave, or if there is room for more workers (elastic.py), the workers have committed and
-   stopped as if this process were asked to end. The next attempt starts at once, on other nodes or on more. This is a move
-   (`move`), not a restart.
+   stopped as if this process were asked to end. The next attempt starts at once, on other nodes or on more. This is a
+   move (`move`), not a restart.
 9. This process is asked to end, and there was nothing to commit: Preempted.
 10. Otherwise the attempt has failed, and the first case that applies decides (`recover`):
     a. A worker requested exit code 75, because it committed and stopped: Preempted.

@@ -37,7 +37,8 @@ POLL_S = 1.0  # heartbeat period: how often an agent without news answers
 TOGETHER_S = 0.05  # agents with the same deadline answer within this time
 # Heartbeats that an agent may miss before its node is probed, counted from the unanswered poll. That poll may be 1 s
 # old when a network link fails, so the probe is 5 to 6.5 s after the failure (at the next tick): a link that recovers
-# within 5 s costs nothing. The probe takes 1 s (ANSWER_S, ASKED_TIMES in ray_places.py): a loss is known after 6 to 7.5 s.
+# within 5 s costs nothing. The probe takes 1 s (ANSWER_S, ASKED_TIMES in ray_places.py), so a loss is known after 6 to
+# 7.5 s.
 MISSED_BEATS = 6
 # The same after a worker has reported a lost peer: probe at once, because the cause is determined 1.5 s after that.
 MISSED_BEATS_PEER = 1

@@ -41,8 +41,8 @@ MOST_VALUES = 6  # in a row of the closing table
 class RunLog(Watcher):
     """The log of a command: prints lines to the terminal, and writes them to the log.txt of the run and of the stage.
 
-    Lines of the workers, from the stage's log.txt, are printed and copied to the run's log.txt. It is the first watcher,
-    so that it shows the lines of the others.
+    Lines of the workers, from the stage's log.txt, are printed and copied to the run's log.txt. It is the first
+    watcher, so that it shows the lines of the others.
     """
 
     def __init__(self, quiet: bool = False, start_timeout_s: float = 300.0, file: Path | None = None) -> None:
@@ -110,7 +110,7 @@ class RunLog(Watcher):
             self.show_progress(max(message.step, report["step"]), report["steps"], text)
             return
 
-        # Before the first report, show what the run is waiting for: at once on the bar, and once as a line after a silence.
+        # Before the first report, show what the run is waiting for: on the bar at once, as a line after a silence.
         started = len(list(attempt_folder(message.directory, message.attempt).glob("rank-*.json")))
         wait = f"{started} workers have started; waiting for their first step"
         if not started:
@@ -149,7 +149,7 @@ class RunLog(Watcher):
             return
         lost = self.terminal.close()
         if lost:
-            line = f"{lost} lines are not shown: the terminal accepted none in the last {CLOSE_S:g} s; see {self.file} for all lines"
+            line = f"{lost} lines are not shown: the terminal accepted none for {CLOSE_S:g} s; all are in {self.file}"
             self.keep(line)
             write_last(line)
 
@@ -215,7 +215,7 @@ def log_table(rows: Sequence[Mapping[str, Any]], log: Callable[[str], None]) -> 
 
 
 def result_parts(row: Mapping[str, Any]) -> list[str]:
-    """Return the parts of a stage's result for the table: accuracies, chosen values, shards or numbers of parameters."""
+    """Return the parts of a stage's result for the table: accuracies, chosen values, shards or parameters."""
     outcome = outcome_of(row)
     parts: list[str] = []
     if outcome.metrics:

@@ -102,9 +102,7 @@ def start_workers(cluster: ClusterConfig, log: RunLog) -> None:
     nodes_of(cluster).warm_up()
     load = os.getloadavg()[0]
     if cluster.backend == "processes" and load > 2 * cores():
-        log(
-            f"this machine is busy with other programs (load {load:.0f} on {cores()} cores): the run will take longer than planned"
-        )
+        log(f"this machine is busy (load {load:.0f} on {cores()} cores): the run will take longer than planned")
     warn_of_unused_gpus(cluster, log)
 
 
@@ -216,9 +214,7 @@ class Stopper:
         name = signal.Signals(number).name
         if self.works_here:
             raise Preempted(f"stopped by {name}; finished work is kept, run the same command again to resume")
-        self.log(
-            f"{name}: finishing the step and committing, then exiting with code 75; press Ctrl-C again to end at once"
-        )
+        self.log(f"{name}: finishing the step and committing, then exit code 75; press Ctrl-C again to end at once")
 
 
 def stages_of(campaign: Campaign, only: str | None) -> list[Stage]:

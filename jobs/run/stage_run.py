@@ -84,7 +84,8 @@ def check_parents(context: Context) -> None:
         outcome = context.campaign.done(context.campaign.stage(parent))
         if outcome is None:
             raise ConfigError(
-                f"{stage.name}.{field} is {value}, which has not run\n  run the campaign, or only {parent} first (--only {parent})"
+                f"{stage.name}.{field} is {value}, which has not run\n"
+                f"  run the whole campaign, or first run --only {parent}"
             )
         if DIVERGED in outcome and not stage.kind.reads_outcomes:
             raise Diverged(f"{stage.name}.{field} is {value}, which has diverged\n  {outcome[DIVERGED]}")
