@@ -46,7 +46,7 @@ CLOSE_S = 3.0  # for the remaining lines: a terminal may be slow without being s
 
 
 class LiveBar:
-    """One bar at the bottom of a terminal, below the lines that are printed; its spinner turns while the process is alive."""
+    """A progress bar at the bottom of a terminal, below the printed lines; its spinner shows that the process is alive."""
 
     def __init__(self, file: TextIO | None = None) -> None:
         """Draw on stdout, or on another stream."""
@@ -70,7 +70,7 @@ class LiveBar:
 
     def update(self, done: int, total: int | None, text: str) -> None:
         """Move the bar; without a total it pulses."""
-        from pipeline.values import amount  # with it come models, for which --help does not wait
+        from pipeline.values import amount  # it imports models, for which --help must not wait
 
         # rich stops the clock of a count that has ended: start it again for the next count.
         shown = self.rich.tasks[0]
@@ -290,7 +290,7 @@ class Terminal:
                 if dropped:
                     self.put(
                         bar,
-                        f"({dropped} lines are not shown, because this terminal accepted none; they are in log.txt)",
+                        f"({dropped} lines are not shown: this terminal accepted none; they are in log.txt)",
                     )
                 self.put(bar, item)
             self.dropped_reported += dropped
