@@ -30,7 +30,7 @@ ANSWER_S = 2.0
 # Unanswered keepalives before the kernel closes the connection. With RAY_health_check_failure_threshold=2, the head
 # removes a silent node after 26 s.
 SILENT_TIMES = 30
-NO_ANSWER = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)  # the kernel's errors for a closed silent connection
+NO_ANSWER = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)  # the kernel's errors after that
 
 
 def main(head: str) -> int:
@@ -65,7 +65,7 @@ def wait_for_the_end(host: str, port: int) -> str:
         try:
             with socket.create_connection((host, port), ANSWER_S) as connection:
                 if was_silent:
-                    return f"did not answer for more than {SILENT_TIMES} s and has removed this node: restarting Ray to join again"
+                    return f"did not answer for more than {SILENT_TIMES} s and has removed this node: joining again"
                 has_accepted = True
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PERIOD_S)
@@ -80,7 +80,7 @@ def wait_for_the_end(host: str, port: int) -> str:
                     was_silent = error.errno in NO_ANSWER
         except ConnectionRefusedError:
             if has_accepted:
-                return "refuses connections: its Ray has ended; restarting Ray to join the next head"
+                return "refuses connections: its Ray has ended; joining the next head"
         except OSError:
             pass  # the head does not answer, or is restarting
         time.sleep(PERIOD_S)

@@ -46,7 +46,7 @@ CLOSE_S = 3.0  # for the remaining lines: a terminal may be slow without being s
 
 
 class LiveBar:
-    """A progress bar at the bottom of a terminal, below the printed lines; its spinner shows that the process is alive."""
+    """A progress bar at the bottom of a terminal, below the printed lines. Its spinner shows that the process lives."""
 
     def __init__(self, file: TextIO | None = None) -> None:
         """Draw on stdout, or on another stream."""
