@@ -267,7 +267,7 @@ def test_a_kind_with_several_stages_is_not_enough_to_name_one(recipe, capsys):
     text = recipe.read_text().replace("\nfinetune:", "\ntune:\n  kind: finetune").replace("@finetune", "@tune")
     recipe.write_text(text)
     assert main(["run", str(recipe), second, "--only", "finetune"]) == 78
-    assert "2 stages of kind finetune: tune, again; --only names one" in capsys.readouterr().err
+    assert "2 stages of kind finetune: tune, again; name one of them with --only" in capsys.readouterr().err
     assert main(["run", str(recipe), second, "--only", "agian"]) == 78
     assert "no stage 'agian'; did you mean 'again'?" in capsys.readouterr().err
 

@@ -131,7 +131,7 @@ COMMANDS = """
 78 subset shards/train --shots 5 --output out => shots are drawn by a seed|expected a seed
 78 plan tiny.yaml --gpu v100                  => did you mean 'h100'?
 74 run tiny.yaml run=/sys/run                 => /sys/run|or name another folder: run=/elsewhere
-69 run tiny.yaml cluster.gpus_per_worker=99   => 2 workers want 198 GPUs|cluster.gpus_per_worker=0
+69 run tiny.yaml cluster.gpus_per_worker=99   => 2 workers need 198 GPUs|cluster.gpus_per_worker=0
 """
 
 # The same of `plan tiny.yaml`, and what is typed behind it.

@@ -139,7 +139,7 @@ class Evidence:
         ends = self.ends()
         raised = [record for record in ends.values() if "error" in record]
         if not raised:
-            cause = "its workers ended without recording a result or an error"
+            cause = "its workers ended without reporting a result"
             return None if len(ends) == self.world else WorkerGroupError(None, "", cause)
 
         # False sorts before True, so requested exit codes come before crashes.

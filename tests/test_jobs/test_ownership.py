@@ -120,7 +120,7 @@ def test_a_run_without_a_lease_a_released_and_a_torn_one(tmp_path) -> None:
         assert sorted(storage.list("leases")) == ["leases/000002.json"], "the one before it is of no use any more"
     (tmp_path / "run" / "leases" / "000002.json").write_text('{"token": ')
     state, seen = holder_state(storage, print)
-    assert state == "lost" and seen is not None and "torn or altered" in seen.holder
+    assert state == "lost" and seen is not None and "incomplete or altered" in seen.holder
 
 
 def test_a_holder_that_has_lost_the_run_is_told_once_and_does_not_touch_the_new_lease(tmp_path) -> None:
@@ -132,7 +132,7 @@ def test_a_holder_that_has_lost_the_run_is_told_once_and_does_not_touch_the_new_
             new = lost.content()
             assert Folder(tmp_path / "run").create_once("leases/000002.json", new)
             lost.thread.join(10)
-            assert "taken over, nothing of this command is committed any more" in said[-1]
+            assert "another command has taken the run over, this one can no longer commit" in said[-1]
             for refused in (lost.check, lost.check_at_end, lost.confirm):
                 with pytest.raises(RunOwned, match=f"run is owned by process {os.getpid()} on"):
                     refused()
@@ -163,7 +163,7 @@ def test_whoever_sees_the_storage_can_ask_a_holder_to_stop(holder, tmp_path) -> 
     said: list[str] = []
     ownership.stop_holder(storage, seen, said.append, 30.0)
     process.join(10)
-    assert process.exitcode == 0 and "has ended; see how" in said[-1]
+    assert process.exitcode == 0 and "has ended; to see how" in said[-1]
     assert sorted(storage.list("leases")) == ["leases/000001.json"]
 
 

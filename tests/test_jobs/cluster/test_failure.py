@@ -73,7 +73,7 @@ def test_a_collective_that_lost_a_member_names_it_without_the_librarys_text(tmp_
     left(group, 0, **PEER_LOST)
     failure = group.evidence().first_failure()
     assert str(failure) == (
-        "worker 0 on n0: a collective failed: worker 1 on n1 was lost or did not answer, and no death was seen"
+        "worker 0 on n0: a collective failed: worker 1 on n1 was lost or did not answer, but no worker was seen to die"
     )
     # It may have been chance, so a second time is not "the same exception again".
     assert failure.kind == ""
@@ -94,7 +94,10 @@ def test_a_lost_node_is_blamed_unless_a_worker_has_asked_to_end(tmp_path) -> Non
 def test_workers_that_have_ended_without_a_word_are_a_failure_unless_all_have_returned(tmp_path) -> None:
     group = group_of(tmp_path, 3)
     for rank in range(3):
-        assert str(group.evidence().first_failure()) == "the worker group: ended without a word"
+        assert (
+            str(group.evidence().first_failure())
+            == "the worker group: its workers ended without recording a result or an error"
+        )
         left(group, rank, ended=1.0, value={})
     assert group.evidence().first_failure() is None
 
@@ -273,7 +276,12 @@ def test_nodes_that_are_about_to_leave_are_noted_with_their_workers(
         ("listen", ClusterError("no room"), ClusterError, "^no room$"),
         ("start", ClusterError("no room"), ClusterError, "^no room$"),
         ("start", ValueError("broken"), WorkerGroupError, "worker 0 on n0: its agent failed: broken"),
-        ("listen", ..., WorkerGroupError, "worker 0 on n0: no agent has started there in 1 s"),
+        (
+            "listen",
+            ...,
+            WorkerGroupError,
+            "worker 0 on n0: its node's agent did not start within 1 s (cluster.start_timeout_s)",
+        ),
     ],
 )
 def test_an_agent_that_cannot_start_its_workers_ends_the_attempt(method, answer, error, message, tmp_path) -> None:

@@ -24,7 +24,7 @@ def test_plain_processes_have_the_largest_world_for_which_this_machine_has_gpus(
     if world is not None:
         assert nodes_of(on_gpus).reserve("", worlds, print, do_nothing) == world
     else:
-        with pytest.raises(ClusterError, match="1 workers want 1 GPUs and this machine has 0"):
+        with pytest.raises(ClusterError, match="1 workers need 1 GPUs, but this machine has 0"):
             nodes_of(on_gpus).reserve("", worlds, print, do_nothing)
 
 

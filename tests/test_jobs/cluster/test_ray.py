@@ -1,4 +1,4 @@
-"""Why a cluster cannot be joined: nothing answers, another server does, Ray refuses us, or ours does not start.
+"""Why a cluster cannot be joined: nothing answers, another server does, Ray refuses the connection, or ours does not start.
 
 Joining and leaving one: test_worker_group.py and test_ray_nodes.py.
 """
@@ -27,7 +27,7 @@ def test_an_address_where_nothing_listens_is_said_at_once(ask, monkeypatch) -> N
         server.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{server.getsockname()[1]}"  # bound, so nobody else's, and not listening
         monkeypatch.setenv("RAY_ADDRESS", address)
-        with pytest.raises(ClusterError, match=f"nothing answers at RAY_ADDRESS={address}"):
+        with pytest.raises(ClusterError, match=f"no answer at RAY_ADDRESS={address}"):
             ask()
 
 
@@ -37,14 +37,14 @@ def test_a_server_that_is_no_ray_head_is_said_at_once(monkeypatch) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.server_port}")
-        with pytest.raises(ClusterError, match="is no Ray head: another server answers there"):
+        with pytest.raises(ClusterError, match="is not a Ray head: another server answers there"):
             connect(ClusterConfig())
         server.shutdown()
 
 
 def test_a_dashboards_address_is_not_a_clusters(monkeypatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
-    with pytest.raises(ClusterError, match=r"is a dashboard\n[\s\S]*jobs submit"):
+    with pytest.raises(ClusterError, match=r"is the address of a dashboard\n[\s\S]*jobs submit"):
         connect(ClusterConfig())
 
 
@@ -53,9 +53,9 @@ def test_a_dashboards_address_is_not_a_clusters(monkeypatch) -> None:
     [
         (
             "Version mismatch: The cluster was started with:\n    Ray: 2.9.0\n    Python: 3.8",
-            "has other versions",
+            "runs other versions",
         ),
-        ("Unauthenticated: InvalidAuthToken: Authentication token is missing or incorrect", "refuses us"),
+        ("Unauthenticated: InvalidAuthToken: Authentication token is missing or incorrect", "refuses the connection"),
         ("Failed to connect to GCS", "cannot join the cluster"),
     ],
 )

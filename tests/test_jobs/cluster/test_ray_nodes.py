@@ -189,7 +189,7 @@ def test_free_cpus_of_several_nodes_are_no_place_for_one_worker_and_an_autoscale
 
     host = os.uname().nodename
     missing = (
-        "room for 0 of 1 workers of 2 CPUs; even when the cluster is empty it has room for 0; "
+        "room for 0 of 1 workers of 2 CPUs; the whole cluster has room for only 0; "
         f"free: 1 CPUs on {host}, 1 CPUs on {host}, 1 CPUs on {host}"
     )
     said: list[str] = []
@@ -289,7 +289,7 @@ def test_as_many_workers_as_fit_after_the_patience_and_more_once_there_is_room(n
     assert held(some) == 2, "three would fit, and the batch does not allow them"
     host = os.uname().nodename
     assert said == [
-        "goes on with 2 of up to 4 workers: room for 3 of 4 workers of 1 CPUs; even when the cluster is empty it has "
+        "continuing with 2 of up to 4 workers: room for 3 of 4 workers of 1 CPUs; the whole cluster has room for only "
         f"room for 3; free: 1 CPUs on {host}, 1 CPUs on {host}, 1 CPUs on {host}"
     ]
     # No more room: what is held is what the next attempt gets, at once.
@@ -352,9 +352,7 @@ def test_a_node_that_is_left_out_is_used_by_nothing_and_only_where_enough_others
     assert ours.exclude({odd}, 2) == 2
     assert odd not in placement_group_table(reserve(two, "/runs/a"))["bundles_to_node_id"].values()
     assert ours.room() == 2 and odd not in ours.status()[1]
-    with pytest.raises(
-        ClusterError, match=r"room for 2 of 3 workers .*; even when the cluster is empty it has room for 2"
-    ):
+    with pytest.raises(ClusterError, match=r"room for 2 of 3 workers .*; the whole cluster has room for only 2"):
         reserve(ClusterConfig(workers=3, wait_s=1), "/runs/a")
     assert set(ours.identities()) >= nodes.alive(), "nodes that are left out are asked too"
 
@@ -372,7 +370,7 @@ def test_places_that_lost_a_node_for_good_are_given_up_for_fewer(nodes) -> None:
     assert 1 <= time.monotonic() - began < 8
     assert held(some) == 2
     assert said == [
-        "goes on with 2 of up to 3 workers: room for 2 of 3 workers of 1 CPUs; even when the cluster is empty it has "
+        "continuing with 2 of up to 3 workers: room for 2 of 3 workers of 1 CPUs; the whole cluster has room for only "
         "room for 2"
     ]
 
@@ -416,9 +414,9 @@ def test_a_run_that_did_well_does_not_end_by_a_broken_node_that_joins(nodes, tmp
     assert joined[0].node_id in {worker["node_id"] for worker in attempts[1]}
     assert joined[0].node_id not in {worker["node_id"] for worker in attempts[2]}
     assert value["step"] > 1
-    assert any(line.startswith("growing from 3 to 4 workers, from step ") for line in said)
+    assert any(line.startswith("growing from 3 to 4 workers, resuming from step ") for line in said)
     (back,) = (line for line in said if "RuntimeError: this node is broken" in line)
-    assert "; no commit with 4 workers: back to 3 on their nodes, from step " in back
+    assert "; no commit with 4 workers: falling back to 3 workers on their previous nodes, resuming from step " in back
 
 
 # ------------------------------------------------------------------------ nodes that go
@@ -495,5 +493,5 @@ def test_a_node_that_gives_notice_costs_no_step_and_is_no_incident(notice, moves
     assert [line["step"] for line in read_metrics(stage)] == list(range(1, steps + 1)), "every step once"
     assert rows[0]["step"] == steps
     why = "its node is drained" if notice == "drain" else "worker 1 was sent SIGTERM"
-    assert f"about to leave: {given[1]['node']} ({why}" in said
-    assert said.count("; moving to other nodes, from step ") == moves
+    assert f"leaving the cluster: {given[1]['node']} ({why}" in said
+    assert said.count("; moving the workers to other nodes, resuming from step ") == moves

@@ -24,7 +24,7 @@ from tests.support.identities import worker
 
 pytestmark = pytest.mark.quick
 
-START = "the start: nothing was committed yet"
+START = "the beginning (no checkpoint yet)"
 VALUE = {"step": 40}
 
 
@@ -192,7 +192,7 @@ def test_a_stop_is_heard_in_the_wait_for_a_restart(tmp_path, monkeypatch) -> Non
 
 def test_a_stop_before_the_first_attempt_leaves_nothing(tmp_path, monkeypatch) -> None:
     stand = Stand(tmp_path, [Ends()], is_stopped=True)
-    with pytest.raises(Preempted, match=f"stopped before the workers had started, at {START}"):
+    with pytest.raises(Preempted, match=f"stopped before the workers started, at {re.escape(START)}"):
         stand.supervise(monkeypatch)
     assert len(stand.script) == 1 and not (tmp_path / "pretrain-1" / "attempts").exists()
 
@@ -208,10 +208,10 @@ def test_a_stage_moves_off_nodes_grows_and_falls_back_without_a_restart(tmp_path
     stand = Stand(tmp_path, script)
     assert stand.supervise(monkeypatch, (4, 2)) == VALUE
     assert stand.log == [
-        "about to leave: n0 (its node is drained), n1 (its node is drained); moving to other nodes, from step 5",
-        "growing from 2 to 4 workers, from step 8",
+        "leaving the cluster: n0 (its node is drained), n1 (its node is drained); moving the workers to other nodes, resuming from step 5",
+        "growing from 2 to 4 workers, resuming from step 8",
         "worker 1 on n1, in forward of step 4: killed by SIGKILL; "
-        "no commit with 4 workers: back to 2 on their nodes, from step 8",
+        "no commit with 4 workers: falling back to 2 workers on their previous nodes, resuming from step 8",
     ]
     reserve = ("reserve", (4, 2))
     assert stand.asked == [
@@ -242,7 +242,14 @@ LOOKS = [
     (False, False, False, False, 0, []),
     (True, False, False, False, 0, []),
     (False, True, False, False, 1, []),
-    (False, False, True, False, 1, ["room for 4 workers, now 2: committing the step, to go on with more"]),
+    (
+        False,
+        False,
+        True,
+        False,
+        1,
+        ["room for 4 workers, currently 2: committing this step, then continuing with more workers"],
+    ),
     (False, False, False, True, 1, []),
 ]
 
@@ -266,7 +273,7 @@ def test_a_look_asks_the_workers_to_commit_where_somebody_wants_them_to_end(
     group.node_names = ["n0", "n1"]
     attempt.look()
     assert len(stops_asked) == asked and len(looks) == (not ended)
-    slow = "worker 1 on n1 is slow: the others waited for it alone in 95% of the looks"
+    slow = "worker 1 on n1 is slow: in 95% of the checks, all other workers were waiting for it"
     assert stand.log == ([] if ended else [slow]) + said
     # It is said once how many workers there will be, and asked again and again.
     attempt.look()
@@ -315,9 +322,9 @@ class NodesByHand:
     ("versions", "code", "least", "left_out", "said"),
     [
         ("132", {}, 2, set(), ": a tie, each on 1 of 3 nodes"),
-        ("322", {}, 4, {"id0"}, "n0: left out for this campaign, because node n0 has torch 3, 2 of 3 nodes 2; "),
+        ("322", {}, 4, {"id0"}, "excluded from this campaign: n0 (node n0 has torch 3, 2 of 3 nodes 2); "),
         ("322", {}, 5, {"id0"}, "\n  without n0 there is room for 4 of 5 workers"),
-        ("2232", {1: "b" * 64}, 4, {"id1", "id2"}, "n1, n2: left out for this campaign, because node n1 runs "),
+        ("2232", {1: "b" * 64}, 4, {"id1", "id2"}, "excluded from this campaign: n1, n2 (node n1 runs "),
         ("22", {0: "b" * 64, 1: "b" * 64}, 1, {"id0", "id1"}, "\n  without n0, n1 there is room for 0 of 1 workers"),
         # The odd node has gone meanwhile; or there is one machine, of which nobody is asked.
         ("22", {}, 1, set(), "worker 1 on n1 has torch 3"),

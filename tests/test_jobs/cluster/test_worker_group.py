@@ -364,7 +364,7 @@ def test_without_a_gpu_the_refusal_says_what_to_type(restart) -> None:
     assert str(raised.value).splitlines() == [
         "room for 0 of 1 workers of 1 CPUs and 1 GPUs",
         "neither Ray nor torch sees a GPU here",
-        "type cluster.gpus_per_worker=0 to compute on the CPU; or type fewer cluster.workers, or RAY_ADDRESS=host:port "
+        "type cluster.gpus_per_worker=0 to train on the CPU; or type a smaller cluster.workers, or set RAY_ADDRESS=host:port "
         "of more machines",
     ]
 
@@ -420,7 +420,7 @@ def test_a_command_that_waits_for_a_full_cluster_ends_with_75_at_a_signal(full, 
         assert driver.wait(20) == 75  # cluster.wait_s is for ever
     finally:
         driver.kill()
-    assert "stopped before the workers had started, at the start: nothing" in (tmp_path / "said").read_text()
+    assert "stopped before the workers started, at the beginning (no checkpoint" in (tmp_path / "said").read_text()
     assert json.loads((tmp_path / "run" / "status.json").read_text())["exit_code"] == 75
 
 
@@ -493,7 +493,7 @@ def test_a_stop_before_any_worker_has_started_ends_the_attempt(two, tmp_path) ->
     group.links.append(AgentLink(NodeAgent("n", "", "127.0.0.1", 2, call), []))
     growth = Growth([], 60.0, lambda: 0, lambda: -1)
     attempt = Attempt(context, 1, group, Watch(2, stall_s=60), growth, can_commit=True)
-    with pytest.raises(Preempted, match="stopped before the workers had started, at the start: nothing was committed"):
+    with pytest.raises(Preempted, match="stopped before the workers started, at the beginning (no checkpoint"):
         attempt.look()
     assert asked == ["stop"], "the last report may be older than a worker's start"
     has_started = True
@@ -515,14 +515,14 @@ def test_a_stop_before_any_worker_has_started_ends_the_attempt(two, tmp_path) ->
     [
         (0, {}, []),
         (8, {"gpus_per_worker": 1, "workers": 8}, []),
-        (8, {"gpus_per_worker": 2, "workers": 3}, ["unused GPUs: 2 of the 8 of this machine; type cluster.workers=4"]),
+        (8, {"gpus_per_worker": 2, "workers": 3}, ["unused GPUs: 2 of 8 in this machine; type cluster.workers=4"]),
         (
             8,
             {"gpus_per_worker": 2, "workers": WorkerRange(least=1, most=3)},
-            ["unused GPUs: 2 of the 8 of this machine; type cluster.workers.most=4"],
+            ["unused GPUs: 2 of 8 in this machine; type cluster.workers.most=4"],
         ),
-        (8, {"gpus_per_worker": 3, "workers": 2}, ["unused GPUs: 2 of the 8 of this machine; too few for one more"]),
-        (1, {"workers": 4}, ["unused GPUs: 1 of the 1 of this machine: the workers compute on the CPU; type"]),
+        (8, {"gpus_per_worker": 3, "workers": 2}, ["unused GPUs: 2 of 8 in this machine; too few for another worker"]),
+        (1, {"workers": 4}, ["unused GPUs: 1 of 1 in this machine: the workers use the CPU; type"]),
     ],
 )
 def test_unused_gpus_are_counted_on_both_backends(gpus, cluster, said, two, restart, monkeypatch) -> None:
@@ -771,7 +771,7 @@ def test_a_machine_whose_gpus_nobody_uses_says_so_once_and_the_start_line_names_
     loaded = campaigns.load(recipe, ["pretrain.steps=2", "pretrain.optim.schedule.warmup_steps=1"])
     run_campaign(loaded, only="pretrain")
     out = capsys.readouterr().out
-    line = "unused GPUs: 8 of the 8 of this machine: the workers compute on the CPU; type cluster.gpus_per_worker=1"
+    line = "unused GPUs: 8 of 8 in this machine: the workers use the CPU; type cluster.gpus_per_worker=1"
     assert out.count(line) == out.count("unused") == 1
     assert "; 2 workers on cpu × micro_batch 4 × accumulation 2 = batch 16, 2 steps" in out
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"NVIDIA H100 80GB HBM3 {device.index}")

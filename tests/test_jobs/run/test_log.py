@@ -70,15 +70,15 @@ def test_a_wait_is_said_once_with_its_limit_and_signs_of_life_do_not_fill_the_lo
             run_log.status(message(attempt))
         return capsys.readouterr().out.splitlines()
 
-    waiting = "[pretrain-1] waiting for the workers to start, for up to 5m00s (cluster.start_timeout_s)"
+    waiting = "[pretrain-1] waiting up to 5m00s for the workers to start (cluster.start_timeout_s)"
     assert looks(5) == [waiting]
     (attempt / "rank-00000.json").write_text("{}")
-    assert looks(5) == ["[pretrain-1] 1 workers are up, waiting for the first step"]
+    assert looks(5) == ["[pretrain-1] 1 workers have started; waiting for their first step"]
     Telemetry(tmp_path / "pretrain-1", rank=0, attempt=3).report("train", REPORT)
     assert looks(3) == [], "no line repeats: the bar is the sign of life"
     assert run_log.stage_file.read_text().splitlines() == [
         f"[driver] {waiting}",
-        "[driver] [pretrain-1] 1 workers are up, waiting for the first step",
+        "[driver] [pretrain-1] 1 workers have started; waiting for their first step",
     ]
 
 
@@ -162,5 +162,5 @@ def test_lines_that_a_stuck_terminal_misses_are_counted_and_said(monkeypatch):
         stuck.thread.join(10)
         shown = os.read(reader, 4096).decode().splitlines()
     os.close(reader)
-    notice = "(20 lines are not shown: this terminal took none; log.txt has them)"
+    notice = "(20 lines are not shown: this terminal accepted none; they are in log.txt)"
     assert shown == ["line 0", notice, *(f"line {number}" for number in range(1, 11))]

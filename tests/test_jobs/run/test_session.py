@@ -115,7 +115,9 @@ def test_the_first_signal_asks_for_a_commit_and_a_second_interrupt_ends_at_once(
     assert not stopper.is_stop_requested()
     os.kill(os.getpid(), signal.SIGTERM)
     assert stopper.is_stop_requested()
-    assert stopper.lines == ["SIGTERM: finishing the step, committing, then exit 75; Ctrl-C again ends at once"]
+    assert stopper.lines == [
+        "SIGTERM: finishing the step and committing, then exit code 75; press Ctrl-C again to end at once"
+    ]
     os.kill(os.getpid(), signal.SIGTERM)
     assert len(stopper.lines) == 1, "a second SIGTERM asks for the same thing"
     with pytest.raises(KeyboardInterrupt, match="interrupted twice"):
@@ -130,7 +132,7 @@ def test_a_signal_ends_the_work_of_the_driver_itself_at_once(stopper) -> None:
 
 def test_a_stop_before_a_stage_leaves_it_unstarted(packing, monkeypatch) -> None:
     monkeypatch.setattr(Stopper, "is_stop_requested", lambda self: True)
-    with pytest.raises(Preempted, match="stopped before shards; run the same command again to go on"):
+    with pytest.raises(Preempted, match="stopped before shards; run the same command again to resume"):
         run_campaign(packing, quiet=True)
     assert json.loads((packing.run / "status.json").read_text())["exit_code"] == 75
     assert not list(packing.run.glob("shards-*"))

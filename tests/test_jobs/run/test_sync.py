@@ -141,7 +141,7 @@ def test_a_run_killed_amid_a_save_goes_on_on_another_machine_with_the_same_bits(
     proxy.fault = lambda path: chance.choice([500, "short"]) if chance.random() < 0.1 else None
     assert drive("two", f"run={run}").wait(600) == 0
     said = (tmp_path / "two.log").read_text()
-    assert "no sign of life: taking the run over" in said
+    assert "taking the run over: no sign of life" in said
     assert "attempt 2: resumed from step 15 (attempt 1, 2 workers" in said
     assert outcome(folder_of(tmp_path / "two")) == outcome(tmp_path / "run")
     assert losses(folder_of(tmp_path / "two")) == losses(tmp_path / "run")
@@ -287,7 +287,7 @@ def test_a_driver_behind_a_dead_link_is_seen_to_be_gone_is_followed_and_ends_wit
         assert "end  stopped without a word: process " in told and " on h0, started 20" in told
         assert "by that machine's clock; to go on type: python -m jobs run " in told
         second = drive("h1")
-        wait_for(log_of("h1"), "no sign of life: taking the run over; should process ")
+        wait_for(log_of("h1"), "taking the run over: no sign of life from process ")
         wait_for(log_of("h1"), "attempt 2: resumed from step ")
 
         network["h0"].mend()
@@ -298,7 +298,7 @@ def test_a_driver_behind_a_dead_link_is_seen_to_be_gone_is_followed_and_ends_wit
         # The second was not disturbed, and ends when it is asked to, from the other host.
         assert second.poll() is None
         told = network["h0"].run(f"python -m jobs stop {run}")
-        assert second.wait(120) == 75 and "it has ended; see how: " in told, log_of("h1").read_text()
+        assert second.wait(120) == 75 and "it has ended; to see how: " in told, log_of("h1").read_text()
         assert log_of("h1").read_text().count("attempt ") and "restarting" not in log_of("h1").read_text()
 
 
