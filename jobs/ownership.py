@@ -162,7 +162,7 @@ class Lease:
     def take(self) -> None:
         """Become the owner of the run. Raises RunOwned if its owner is alive, StorageError."""
         # 1. In a store without conditional writes, two commands could create the same number.
-        self.storage.check_creates_once(f"{ATTEMPTS}/{0:06d}.json")
+        self.storage.check_exclusive_create(f"{ATTEMPTS}/{0:06d}.json")
         while True:
             # 2. A holder that has not released its lease may be alive.
             state, seen = holder_state(self.storage, self.log)
@@ -218,7 +218,7 @@ class Lease:
 
     def check_at_end(self) -> None:
         """Raise RunOwned if another command has taken the run over; an unreachable storage does not delay the end."""
-        self.storage.be_brief()
+        self.storage.limit_retries()
         with suppress(StorageError, OSError):
             self.check()
 

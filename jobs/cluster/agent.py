@@ -6,7 +6,7 @@ On a Ray cluster the agent is an actor, without Ray an object in the driver; the
 2. `start` forks this node's workers of an attempt.
 3. `poll` answers after `wait_s`, or at once if a worker has started, ended or received SIGTERM. The answer is small:
 
-       NodeReport(workers=[WorkerState(rank=3, pid=4711, place=Place(812, "reduce", 1200, ""), is_stopped=False), …])
+       NodeReport(workers=[WorkerState(rank=3, pid=4711, place=PhaseReport(812, "reduce", 1200, ""), …), …])
 
    Everything that only the worker's node knows is determined here: its exit code and signal, whether it is stopped by a
    signal, and whether the kernel's out-of-memory killer has killed it.
@@ -38,7 +38,7 @@ import psutil
 from jobs.cluster.fork_server import Forked, ForkServer, Listen, Listening, WorkerEnded, kill_group
 from jobs.cluster.node_files import Change, Mark, NodeFiles
 from jobs.cluster.worker import LOOPBACK, RankInfo, WorkerRecord, WorkerSpec, worker_file
-from pipeline.monitoring.watchdog import STOP_FILE, Place, read_place
+from pipeline.monitoring.watchdog import STOP_FILE, PhaseReport, read_phase
 
 VMSTAT = Path("/proc/vmstat")  # counts OOM kills of all cgroups; readable in any container
 OOM_WINDOW_S = 10.0  # between the kernel's kill and the worker's end as seen here: a large process takes a while to die
@@ -73,7 +73,7 @@ class WorkerState:
     rank: int
     pid: int = 0  # 0 before the fork
     record: WorkerRecord | None = None  # written by the worker at its start and its end
-    place: Place | None = None
+    place: PhaseReport | None = None
     is_stopped: bool = False  # by a signal such as SIGSTOP
     death: str = ""  # cause of death, if it ended without recording that
 
@@ -211,7 +211,7 @@ class Agent:
             self._read_records()
             sigterm_ranks = []
             for worker in self.workers.values():
-                worker.place = read_place(self.node_folder, worker.rank)
+                worker.place = read_phase(self.node_folder, worker.rank)
                 worker.is_stopped = False
                 with suppress(psutil.Error):
                     worker.is_stopped = worker.pid != 0 and psutil.Process(worker.pid).status() == psutil.STATUS_STOPPED

@@ -49,7 +49,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from data.errors import ExitCode, Preempted, UnlikeNodes
+from data.errors import ExitCode, MismatchedNodes, Preempted
 from jobs.cluster.elastic import Growth, Sizes
 from jobs.cluster.failure import StageFailed, WorkerGroupError
 from jobs.cluster.nodes import Nodes, nodes_of
@@ -58,8 +58,8 @@ from jobs.cluster.worker_group import WorkerGroup
 from jobs.cluster_config import ClusterConfig
 from jobs.ownership import claim_attempt
 from jobs.resolved_recipe import Context
-from pipeline.identity import MUST_BE_EQUAL, code_version, differences, other_code
-from pipeline.monitoring.watchdog import Place, Watch
+from pipeline.identity import MUST_BE_EQUAL, code_mismatch, code_version, differences
+from pipeline.monitoring.watchdog import PhaseReport, Watch
 
 RESUME_HINT = "run the same command again to resume"
 
@@ -187,7 +187,7 @@ class Attempt:
         # The agents read the files of the workers; no worker has to answer, so a frozen one cannot block this. A worker
         # that has ended enters no new phase: the rest of the time is cleanup and not a stall.
         if not group.have_all_ended():
-            stuck = self.watch.look(group.places(), group.is_frozen)
+            stuck = self.watch.find_stall(group.places(), group.is_frozen)
             if stuck is not None:
                 raise group.evidence().silent_failure(stuck.rank, stuck.cause)
             # A slow worker does not end the attempt: the run continues at its pace, and the user learns which it is.
@@ -235,7 +235,9 @@ def restart_point(context: Context) -> str:
 # ------------------------------------------------------------------------ an attempt has ended
 
 
-def write_incident(context: Context, attempt: int, failure: WorkerGroupError, places: Mapping[int, Place]) -> None:
+def write_incident(
+    context: Context, attempt: int, failure: WorkerGroupError, places: Mapping[int, PhaseReport]
+) -> None:
     """Append a failure to incidents.txt: time, attempt, worker, its phase (one of `places`), and cause."""
     # Stored in the failure, because the log and the stage's error show them too.
     if failure.rank is not None and failure.rank in places:
@@ -285,7 +287,7 @@ def exclude_unlike_nodes(context: Context, nodes: Nodes, failure: WorkerGroupErr
     ties = []
     for node_id, identity in identities.items():
         if identity["code"] != code:
-            odd[node_id] = other_code([identity], code)
+            odd[node_id] = code_mismatch([identity], code)
     for difference in differences(list(identities.values()), MUST_BE_EQUAL):
         if difference.is_tie:
             ties.append(str(difference))
@@ -325,7 +327,7 @@ def recover(
         context.log(f"{failure}; restarting from {restart_point(context)}")
         return
     # c. Before d, which would not exclude the differing nodes.
-    if failure.kind == UnlikeNodes.__name__ and not context.stop_requested():
+    if failure.kind == MismatchedNodes.__name__ and not context.stop_requested():
         exclude_unlike_nodes(context, nodes, failure, min(history.sizes.worlds))
         return
     # d. Back to the workers and nodes of the last attempt that committed.

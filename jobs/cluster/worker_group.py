@@ -30,7 +30,7 @@ from jobs.cluster.node_files import Mark, apply_changes, mark_driver_folder
 from jobs.cluster.nodes import Nodes, nodes_of
 from jobs.cluster.worker import RankInfo, Task, WorkerFunction
 from jobs.cluster_config import ClusterConfig
-from pipeline.monitoring.watchdog import Place
+from pipeline.monitoring.watchdog import PhaseReport
 
 TICK_S = 0.5  # at most, between two calls of `on_tick`
 POLL_S = 1.0  # heartbeat period: how often an agent without news answers
@@ -115,7 +115,7 @@ class WorkerGroup:
 
     # -------------------------------------------------------------------- for `on_tick`
 
-    def places(self) -> dict[int, Place]:
+    def places(self) -> dict[int, PhaseReport]:
         """Return the last known phase of every worker."""
         return {rank: state.place for rank, state in self.states.items() if state.place is not None}
 

@@ -29,10 +29,10 @@ def test_one_number_of_workers_allows_itself_alone() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
-        ("AWS_SECRET_ACCESS_KEY", "abc", "looks like a secret \(by its name\)"),
-        ("WANDB_API_KEY", "abc", "looks like a secret \(by its name\)"),
-        ("PROXY", "http://me:pass@proxy:8080", "looks like a secret \(by its value\)"),
-        ("WHO", "AKIA" + "A1B2C3D4E5F6G7H8", "looks like a secret \(by its value\)"),
+        ("AWS_SECRET_ACCESS_KEY", "abc", r"looks like a secret \(by its name\)"),
+        ("WANDB_API_KEY", "abc", r"looks like a secret \(by its name\)"),
+        ("PROXY", "http://me:pass@proxy:8080", r"looks like a secret \(by its value\)"),
+        ("WHO", "AKIA" + "A1B2C3D4E5F6G7H8", r"looks like a secret \(by its value\)"),
         ("NCCL DEBUG", "INFO", "is not a variable name"),
         ("RANK", "0", "must not be set here"),
         ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1", "is set for workers on CPUs by Patchline"),

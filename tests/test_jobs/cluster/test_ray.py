@@ -1,4 +1,4 @@
-"""Why a cluster cannot be joined: nothing answers, another server does, Ray refuses the connection, or ours does not start.
+"""Errors while joining a cluster: no answer, another server, a refusal by Ray, or a failed embedded cluster.
 
 Joining and leaving one: test_worker_group.py and test_ray_nodes.py.
 """

@@ -376,7 +376,7 @@ def test_what_is_measured_is_what_ray_packs(checkout, tmp_path) -> None:
 
 
 def test_a_secret_in_the_environment_is_refused() -> None:
-    with pytest.raises(UsageError, match="AWS_SECRET_ACCESS_KEY looks like a secret \(by its name\), and everybody"):
+    with pytest.raises(UsageError, match=r"AWS_SECRET_ACCESS_KEY looks like a secret \(by its name\), and everybody"):
         submission.submit("x", ["true"], environment={"AWS_SECRET_ACCESS_KEY": "abc"})
 
 
