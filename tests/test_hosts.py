@@ -679,7 +679,7 @@ def test_a_node_with_another_torch_is_left_out_and_too_few_are_refused(cluster, 
         assert sorted(newest_nodes(run).values()) == ["h0", "h2"]
         driver = begin(cluster, shared / "too-few", "cluster.workers=3", "pretrain.batch_size=12")
         assert driver.wait(2 * AGAIN_S) == 69, driver.said
-        assert "without h1 there is room for 2 of 3 workers" in driver.said
+        assert "without h1 the cluster has room for 2 of 3 workers" in driver.said
     finally:
         cluster.network["h1"].kill()
 

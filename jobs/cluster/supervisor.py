@@ -65,7 +65,7 @@ RESUME_HINT = "run the same command again to resume"
 
 # Parts of the messages for exhausted memory: the kernel's or Ray's OOM killer, CUDA, Python, torch on a CPU, C++.
 OUT_OF_MEMORY = ("out-of-memory", "OutOfMemoryError", "MemoryError", "can't allocate memory", "bad_alloc")
-LESS_MEMORY = "; reduce micro_batch or data.processes, or increase checkpoint_blocks"
+LESS_MEMORY = "; lower micro_batch or data.processes, or raise checkpoint_blocks"
 STOP_POLL_S = 0.2  # how often a wait checks whether this process is asked to end
 
 Accompany = Callable[[Task, Path, ClusterConfig], AbstractContextManager[object]]

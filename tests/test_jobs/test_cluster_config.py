@@ -35,7 +35,7 @@ def test_one_number_of_workers_allows_itself_alone() -> None:
         ("WHO", "AKIA" + "A1B2C3D4E5F6G7H8", r"looks like a secret \(by its value\)"),
         ("NCCL DEBUG", "INFO", "is not a variable name"),
         ("RANK", "0", "must not be set here"),
-        ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1", "is set for workers on CPUs by Patchline"),
+        ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1", "Patchline sets it for workers on CPUs"),
     ],
 )
 def test_a_variable_that_would_tell_a_secret_or_break_the_group_is_refused(name, value, reason) -> None:

@@ -51,8 +51,8 @@ def hear(under_test: Agent, server: Any, answer: object) -> None:
 
 ENDS = [
     # exit code, its record, kills for memory before and after → how it died
-    (0, None, (3, 3), "exited with code 0 without a word"),
-    (1, {"started": 1.0}, (3, 4), "exited with code 1 without a word"),
+    (0, None, (3, 3), "exited with code 0 without reporting an error"),
+    (1, {"started": 1.0}, (3, 4), "exited with code 1 without reporting an error"),
     (-9, {"started": 1.0}, (3, 3), "killed by SIGKILL"),
     (-9, {"started": 1.0}, (3, 4), "killed by the out-of-memory killer"),
     (-11, None, (3, 4), "killed by SIGSEGV"),
