@@ -70,7 +70,7 @@ def holder(tmp_path: Path) -> Iterator[Callable[[str], Any]]:
         ("another", signal.SIGSTOP, "lost", True),
     ],
 )
-def test_whether_a_holder_lives_is_known_here_at_once_and_elsewhere_by_what_changes(
+def test_life_of_a_holder_is_known_at_once_here_and_by_watching_elsewhere(
     machine, blow, state, waits, holder, tmp_path
 ) -> None:
     process = holder(machine)
@@ -87,7 +87,7 @@ def test_whether_a_holder_lives_is_known_here_at_once_and_elsewhere_by_what_chan
     assert took_s < LOST_S / 2 or (waits and (state == "held" or took_s >= LOST_S)), took_s
 
 
-def test_a_unit_that_its_host_starts_again_does_not_wait_for_the_lease_of_its_last_start(tmp_path, monkeypatch) -> None:
+def test_restarted_unit_does_not_wait_for_the_lease_of_its_last_start(tmp_path, monkeypatch) -> None:
     here = {"this_job": "unit patchline-driver@digits.service", "gethostname": "h0", "this_system": "3d12"}
     storage = Folder(tmp_path / "run")
 
@@ -108,7 +108,7 @@ def test_a_unit_that_its_host_starts_again_does_not_wait_for_the_lease_of_its_la
         assert (time.monotonic() - began >= LOST_S) == bool(change), change
 
 
-def test_a_run_without_a_lease_a_released_and_a_torn_one(tmp_path) -> None:
+def test_missing_released_and_torn_leases_are_distinguished(tmp_path) -> None:
     storage = Folder(tmp_path / "run")
     assert holder_state(storage, print) == ("free", None)
     with Lease(storage, print) as first:
@@ -123,7 +123,7 @@ def test_a_run_without_a_lease_a_released_and_a_torn_one(tmp_path) -> None:
     assert state == "lost" and seen is not None and "incomplete or altered" in seen.holder
 
 
-def test_a_holder_that_has_lost_the_run_is_told_once_and_does_not_touch_the_new_lease(tmp_path) -> None:
+def test_holder_that_lost_the_run_is_informed_once_and_does_not_touch_the_new_lease(tmp_path) -> None:
     said: list[str] = []
     signals: list[int] = []
     former = signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
@@ -142,7 +142,7 @@ def test_a_holder_that_has_lost_the_run_is_told_once_and_does_not_touch_the_new_
     assert signals == [signal.SIGTERM]
 
 
-def test_a_holder_asks_the_storage_only_after_it_did_not_run_for_a_while(tmp_path, monkeypatch) -> None:
+def test_holder_reads_the_storage_only_after_it_was_frozen(tmp_path, monkeypatch) -> None:
     lease = Lease(Folder(tmp_path / "run"), print)
     lease.take()
     asked: list[float] = []
@@ -155,7 +155,7 @@ def test_a_holder_asks_the_storage_only_after_it_did_not_run_for_a_while(tmp_pat
         assert len(asked) == expected, gap
 
 
-def test_whoever_sees_the_storage_can_ask_a_holder_to_stop(holder, tmp_path) -> None:
+def test_holder_can_be_stopped_through_the_storage(holder, tmp_path) -> None:
     process = holder("another")
     storage = Folder(tmp_path / "run")
     seen = newest_lease(storage)
@@ -167,7 +167,7 @@ def test_whoever_sees_the_storage_can_ask_a_holder_to_stop(holder, tmp_path) -> 
     assert sorted(storage.list("leases")) == ["leases/000001.json"]
 
 
-def test_a_full_disk_takes_a_renewal(tmp_path, monkeypatch) -> None:
+def test_lease_is_renewed_on_a_full_disk(tmp_path, monkeypatch) -> None:
     with Lease(Folder(tmp_path / "run"), print) as lease:
         file = tmp_path / "run" / "leases" / "000001.json"
         size = file.stat().st_size
@@ -177,7 +177,7 @@ def test_a_full_disk_takes_a_renewal(tmp_path, monkeypatch) -> None:
             assert file.stat().st_size == size and newest_lease(lease.storage).record["renewals"] == 10**count + 1
 
 
-def test_who_takes_a_run_leaves_what_another_command_is_about_to_create(tmp_path: Path) -> None:
+def test_taking_a_lease_keeps_the_temporary_files_of_other_commands(tmp_path: Path) -> None:
     """Of twenty that started at once one had its file deleted under its hands, and ended with an I/O error."""
     leases = tmp_path / "leases"
     leases.mkdir()

@@ -62,7 +62,7 @@ ENDS = [
 
 
 @pytest.mark.parametrize(("exit_code", "record", "kills", "death"), ENDS)
-def test_the_end_of_a_worker_is_told_by_its_record_its_exit_code_and_the_kernel(
+def test_cause_of_death_follows_from_record_exit_code_and_kernel_counter(
     exit_code, record, kills, death, served, tmp_path
 ) -> None:
     under_test, server = served
@@ -86,7 +86,7 @@ def test_the_end_of_a_worker_is_told_by_its_record_its_exit_code_and_the_kernel(
     assert ended.death == death and other.death == "its node's fork server died (killed, or crashed)"
 
 
-def test_an_order_carries_everything_that_a_worker_needs(served, tmp_path) -> None:
+def test_start_request_contains_all_that_a_worker_needs(served, tmp_path) -> None:
     under_test, server = served
     shared = tmp_path / "attempt"
     shared.mkdir()
@@ -107,7 +107,7 @@ def test_an_order_carries_everything_that_a_worker_needs(served, tmp_path) -> No
     hear(under_test, server, WorkerEnded(4_100_001, 0))
 
 
-def test_a_store_is_served_where_the_fork_server_listens(served) -> None:
+def test_store_uses_the_port_of_the_fork_server(served) -> None:
     under_test, server = served
     orders: list[Listen] = []
 
@@ -130,7 +130,7 @@ def test_a_store_is_served_where_the_fork_server_listens(served) -> None:
 
 
 @pytest.mark.parametrize("behind", [0, 1, -1])
-def test_a_poll_answers_at_once_where_there_is_news_and_else_after_its_time(behind, served, monkeypatch) -> None:
+def test_poll_returns_at_once_with_news_and_otherwise_after_its_wait(behind, served, monkeypatch) -> None:
     under_test, _ = served
     under_test.news = 5
     waited: list[float] = []
@@ -147,7 +147,7 @@ def test_a_poll_answers_at_once_where_there_is_news_and_else_after_its_time(behi
     assert waited == pytest.approx([1.0, 1.0, 0.5] if behind == 0 else [])
 
 
-def test_the_end_of_an_attempt_waits_for_no_worker_that_has_ended(served, tmp_path) -> None:
+def test_ending_an_attempt_does_not_wait_for_ended_workers(served, tmp_path) -> None:
     under_test, server = served
     under_test.start(order_of(tmp_path, 0, 1))
     for rank in (0, 1):
@@ -159,7 +159,7 @@ def test_the_end_of_an_attempt_waits_for_no_worker_that_has_ended(served, tmp_pa
     assert time.monotonic() - began < agent.END_S / 2 and under_test.workers == {} and not folder.exists()
 
 
-def test_the_end_of_an_attempt_kills_what_still_lives_and_waits_for_the_fork_server_to_say_so(served, tmp_path) -> None:
+def test_ending_an_attempt_kills_living_workers_and_waits_for_the_fork_server(served, tmp_path) -> None:
     under_test, server = served
     sleeper = subprocess.Popen(["sleep", "60"], start_new_session=True)
     under_test.start(order_of(tmp_path, 0))
@@ -173,7 +173,7 @@ def test_the_end_of_an_attempt_kills_what_still_lives_and_waits_for_the_fork_ser
     assert sleeper.wait(10) == -9
 
 
-def test_a_stop_tells_whether_any_worker_has_started(served, tmp_path) -> None:
+def test_stop_returns_whether_any_worker_has_started(served, tmp_path) -> None:
     under_test, server = served
     assert under_test.stop() is False and not (under_test.base / agent.STOP_FILE).exists()
     under_test.start(order_of(tmp_path, 0, 1))
@@ -192,7 +192,7 @@ def test_a_stop_tells_whether_any_worker_has_started(served, tmp_path) -> None:
         hear(under_test, server, WorkerEnded(4_100_000 + rank, 0))
 
 
-def test_a_kill_for_memory_is_remembered_however_often_the_driver_looks(tmp_path, monkeypatch) -> None:
+def test_oom_kill_is_remembered_however_often_the_driver_polls(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(agent, "VMSTAT", tmp_path / "vmstat")
     (tmp_path / "vmstat").write_text("oom_kill 4\n")
     kills = agent.OomKills()
@@ -205,7 +205,7 @@ def test_a_kill_for_memory_is_remembered_however_often_the_driver_looks(tmp_path
     assert not kills.are_recent(), "what is older than the window is forgotten"
 
 
-def test_the_umask_is_read_without_setting_it_where_the_system_tells(tmp_path, monkeypatch) -> None:
+def test_umask_is_read_without_setting_it_if_proc_is_available(tmp_path, monkeypatch) -> None:
     previous = os.umask(0o027)
     try:
         with monkeypatch.context() as patched:

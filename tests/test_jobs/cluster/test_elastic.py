@@ -31,11 +31,11 @@ def between(least: int, most: int) -> ClusterConfig:
         ({"uneven": True}, 45, 50, (48, 47, 46, 45)),  # no worker without a sample
     ],
 )
-def test_the_worlds_are_those_that_share_the_batch(fields, least, most, worlds) -> None:
+def test_allowed_worlds_divide_the_batch(fields, least, most, worlds) -> None:
     assert allowed_worlds(config(**fields), between(least, most)) == worlds
 
 
-def test_a_deepspeed_file_allows_the_worlds_of_its_own_accumulation(tmp_path) -> None:
+def test_deepspeed_file_allows_only_worlds_that_fit_its_accumulation(tmp_path) -> None:
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({"gradient_accumulation_steps": 4}))
     assert allowed_worlds(config(deepspeed=str(file)), between(1, 12)) == (3,)
@@ -66,13 +66,13 @@ def test_a_deepspeed_file_allows_the_worlds_of_its_own_accumulation(tmp_path) ->
         (["cluster.patience_s=-1"], "patience_s is -1.0, expected 0 or more"),
     ],
 )
-def test_a_range_that_cannot_be_used_is_refused_before_anything_starts(recipe, capsys, overrides, message) -> None:
+def test_unusable_range_is_refused_before_anything_starts(recipe, capsys, overrides, message) -> None:
     assert main(["run", str(recipe), *overrides]) == 78
     assert message in capsys.readouterr().err
     assert not (recipe.parent / "run").exists()
 
 
-def test_a_number_may_be_a_text_as_that_of_an_environment_variable(recipe, monkeypatch) -> None:
+def test_number_of_workers_may_come_from_an_environment_variable(recipe, monkeypatch) -> None:
     monkeypatch.setenv("WORKERS", "2")
     for override, workers in (
         ("cluster.workers=${oc.env:WORKERS}", 2),
@@ -81,7 +81,7 @@ def test_a_number_may_be_a_text_as_that_of_an_environment_variable(recipe, monke
         assert campaigns.load(recipe, [override]).cluster.workers == workers
 
 
-def test_plan_says_which_worlds_there_are_and_writes_the_range_out(recipe, capsys) -> None:
+def test_plan_prints_the_allowed_worlds_and_resolves_the_range(recipe, capsys) -> None:
     words = ["plan", str(recipe), "cluster.workers.least=1", "cluster.workers.most=6"]
     assert main(words) == 0
     out = capsys.readouterr().out
@@ -109,7 +109,7 @@ class Cluster:
         return Growth((8, 4), 60.0, lambda: self.room, lambda: self.step, not_before, clock=lambda: self.now)
 
 
-def test_a_run_grows_at_the_first_commit_after_nodes_have_stayed_for_the_patience() -> None:
+def test_run_grows_at_the_first_commit_after_nodes_have_stayed_for_patience_s() -> None:
     cluster = Cluster()
     growth = cluster.growth()
 
@@ -136,7 +136,7 @@ def is_due(growth: Growth) -> bool:
     return growth.is_due()
 
 
-def test_a_larger_world_is_waited_for_no_longer_than_for_a_smaller_one() -> None:
+def test_largest_world_with_stable_room_is_chosen() -> None:
     cluster = Cluster()
     growth = cluster.growth()
     cluster.room = 9
@@ -147,7 +147,7 @@ def test_a_larger_world_is_waited_for_no_longer_than_for_a_smaller_one() -> None
     assert is_due(growth) and growth.target == 8
 
 
-def test_after_a_growth_that_failed_nothing_is_tried_for_a_while() -> None:
+def test_growth_is_postponed_after_a_failed_growth() -> None:
     cluster = Cluster()
     growth = cluster.growth(not_before=600.0)
     cluster.room = 8
@@ -162,7 +162,7 @@ def test_after_a_growth_that_failed_nothing_is_tried_for_a_while() -> None:
     assert is_due(growth)
 
 
-def test_a_head_that_does_not_answer_costs_a_look(monkeypatch) -> None:
+def test_unanswered_check_is_repeated_later(monkeypatch) -> None:
     monkeypatch.setattr("jobs.cluster.elastic.LOOK_S", 0.01)
 
     def no_answer() -> int:
@@ -175,7 +175,7 @@ def test_a_head_that_does_not_answer_costs_a_look(monkeypatch) -> None:
     assert asked == [None] and not growth.is_due()
 
 
-def test_after_a_larger_attempt_that_made_no_commit_the_world_goes_back_and_growing_waits_longer_each_time() -> None:
+def test_larger_attempt_without_a_commit_falls_back_and_postpones_growth_longer_each_time() -> None:
     now = [0.0]
     sizes = Sizes((8, 4, 2), clock=lambda: now[0])
     sizes.begins(8)

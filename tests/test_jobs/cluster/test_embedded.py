@@ -24,14 +24,14 @@ ON_GPUS = ClusterConfig(gpus_per_worker=1)
         ("raise SystemExit('no torch')", "1", []),
     ],
 )
-def test_ray_is_told_how_many_gpus_torch_sees(script, per_gpu, expected, monkeypatch) -> None:
+def test_ray_gets_the_number_of_gpus_that_torch_sees(script, per_gpu, expected, monkeypatch) -> None:
     monkeypatch.setattr(embedded, "COUNT_GPUS", script)
     monkeypatch.setenv(WORKERS_PER_GPU, per_gpu)
     assert embedded.gpu_option() == expected
 
 
 @pytest.mark.quick
-def test_gpus_are_counted_for_workers_that_want_them_alone(monkeypatch, tmp_path) -> None:
+def test_gpus_are_counted_only_for_workers_with_gpus(monkeypatch, tmp_path) -> None:
     """Counting them imports torch, for seconds."""
     commands: list[list[str]] = []
 
@@ -68,5 +68,5 @@ def fake_torch(tmp_path, monkeypatch):
     disconnect()
 
 
-def test_an_embedded_cluster_has_gpus_that_ray_itself_does_not_see(fake_torch) -> None:
+def test_embedded_cluster_has_gpus_that_ray_does_not_detect(fake_torch) -> None:
     assert connect(ON_GPUS).gpus == 2

@@ -56,7 +56,7 @@ PEER_LOST = {
 }
 
 
-def test_the_first_to_fail_is_blamed_unless_one_died_or_knew_what_it_wanted(tmp_path) -> None:
+def test_first_failure_is_blamed_unless_a_worker_died_or_requested_an_exit_code(tmp_path) -> None:
     group = group_of(tmp_path, 4)
     left(group, 0, ended=2.0, exit_code=None, **FAILURE)
     left(group, 1, ended=1.0, exit_code=None, **FAILURE)
@@ -68,7 +68,7 @@ def test_the_first_to_fail_is_blamed_unless_one_died_or_knew_what_it_wanted(tmp_
     assert (died.rank, died.node, died.cause, died.exit_code) == (2, "n2", "killed", None)
 
 
-def test_a_collective_that_lost_a_member_names_it_without_the_librarys_text(tmp_path) -> None:
+def test_failed_collective_names_the_lost_peer_without_the_librarys_message(tmp_path) -> None:
     group = group_of(tmp_path, 2)
     left(group, 0, **PEER_LOST)
     failure = group.evidence().first_failure()
@@ -79,7 +79,7 @@ def test_a_collective_that_lost_a_member_names_it_without_the_librarys_text(tmp_
     assert failure.kind == ""
 
 
-def test_a_lost_node_is_blamed_unless_a_worker_has_asked_to_end(tmp_path) -> None:
+def test_lost_node_is_blamed_unless_a_worker_has_requested_an_exit_code(tmp_path) -> None:
     group = group_of(tmp_path, 3, n1="its node does not answer")
     left(group, 0, **PEER_LOST)
     assert str(group.evidence().first_failure()) == "worker 1 on n1: its node does not answer"
@@ -91,7 +91,7 @@ def test_a_lost_node_is_blamed_unless_a_worker_has_asked_to_end(tmp_path) -> Non
     assert group.evidence().first_failure().exit_code == 75
 
 
-def test_workers_that_have_ended_without_a_word_are_a_failure_unless_all_have_returned(tmp_path) -> None:
+def test_workers_without_a_result_are_a_failure_unless_all_have_returned(tmp_path) -> None:
     group = group_of(tmp_path, 3)
     for rank in range(3):
         assert str(group.evidence().first_failure()) == "the worker group: its workers ended without reporting a result"
@@ -100,7 +100,7 @@ def test_workers_that_have_ended_without_a_word_are_a_failure_unless_all_have_re
 
 
 @pytest.mark.parametrize("characters", [0, 9_999, 10_000, 25_000])
-def test_the_end_of_a_dead_workers_log_is_kept(characters, tmp_path) -> None:
+def test_error_contains_the_end_of_a_dead_workers_log(characters, tmp_path) -> None:
     group = group_of(tmp_path, 2)
     text = "".join(str(number % 10) for number in range(characters))
     worker.worker_file(tmp_path, 1, ".log").write_text(text)
@@ -127,7 +127,7 @@ class SilentNodes:
     ("peer_lost", "dead", "beats_asked_after", "lost_after"),
     [(False, {"n1"}, [6], 6), (True, {"n1"}, [1], 1), (False, set(), [6, 12, 18], None)],
 )
-def test_a_node_is_asked_after_missed_heartbeats_and_lost_where_it_does_not_answer(
+def test_node_is_probed_after_missed_heartbeats_and_lost_if_it_does_not_answer(
     peer_lost, dead, beats_asked_after, lost_after, tmp_path, monkeypatch
 ) -> None:
     """One heartbeat is a second of a clock that the test sets; n0 and n1 miss them all, n2 none."""
@@ -162,7 +162,7 @@ def test_a_node_is_asked_after_missed_heartbeats_and_lost_where_it_does_not_answ
 
 
 @pytest.mark.parametrize("workers", [2, 4, 8, 16])
-def test_what_the_driver_asks_in_a_round_grows_with_the_nodes_alone(workers, tmp_path, monkeypatch) -> None:
+def test_number_of_requests_per_round_grows_only_with_the_nodes(workers, tmp_path, monkeypatch) -> None:
     """A poll each, and one question about all that are lost at once, whether their agents are silent or raise."""
     monkeypatch.setattr(worker_group, "TOGETHER_S", 0.0)
     group = group_of(tmp_path, workers)
@@ -238,9 +238,7 @@ class Agents:
         ({"elsewhere"}, [2], {2: ("n2", "id2", "worker 2 was sent SIGTERM")}),
     ],
 )
-def test_nodes_that_are_about_to_leave_are_noted_with_their_workers(
-    drained, sigterm_ranks, events, tmp_path, monkeypatch
-) -> None:
+def test_leaving_nodes_are_recorded_with_their_workers(drained, sigterm_ranks, events, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(worker_group, "STATUS_POLL_S", 0.01)
     began = time.monotonic()
 
@@ -281,7 +279,7 @@ def test_nodes_that_are_about_to_leave_are_noted_with_their_workers(
         ),
     ],
 )
-def test_an_agent_that_cannot_start_its_workers_ends_the_attempt(method, answer, error, message, tmp_path) -> None:
+def test_attempt_ends_if_an_agent_cannot_start_its_workers(method, answer, error, message, tmp_path) -> None:
     nodes: Any = Agents(2, {method: answer}, set())
     group = WorkerGroup(nodes, ClusterConfig(workers=2, start_timeout_s=0.6), tmp_path)
     with pytest.raises(error, match=message):

@@ -10,7 +10,7 @@ from jobs.cluster import fork_server
 
 
 @pytest.mark.quick
-def test_what_malloc_is_told_stands_behind_what_the_user_tells_it(tmp_path, monkeypatch) -> None:
+def test_malloc_settings_are_appended_to_the_users(tmp_path, monkeypatch) -> None:
     environments: list[dict[str, str]] = []
     monkeypatch.setattr(fork_server.ForkServer, "launch", lambda server, words, *rest: environments.append(rest[0]))
     ours = "glibc.malloc.arena_max=1:glibc.malloc.tcache_count=0"
@@ -23,7 +23,7 @@ def test_what_malloc_is_told_stands_behind_what_the_user_tells_it(tmp_path, monk
 
 @pytest.mark.quick
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux tells which libraries a process has")
-def test_a_fork_server_for_workers_with_gpus_has_neither_torch_nor_cuda(tmp_path) -> None:
+def test_fork_server_for_workers_with_gpus_imports_neither_torch_nor_cuda(tmp_path) -> None:
     """A fork of a process that has touched CUDA cannot use it."""
     folder = tmp_path / "node"
     folder.mkdir()

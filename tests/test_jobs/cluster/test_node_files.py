@@ -58,7 +58,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_files, "SETTLED_NS", -1)
 
 
-def test_the_driver_has_records_and_logs_of_a_node_in_its_own_folder(pair, at_once) -> None:
+def test_records_and_logs_of_a_node_are_copied_to_the_driver(pair, at_once) -> None:
     assert pair.begin()
     assert sorted(path.name for path in (pair.node / "attempts").iterdir()) == ["attempt-000001", "attempt-000002"]
     start = {"rank": 1, "node": "n1", "pid": 7, "started": 1.0, "oom_kills": 0}
@@ -74,7 +74,7 @@ def test_the_driver_has_records_and_logs_of_a_node_in_its_own_folder(pair, at_on
     assert pair.look() == []
 
 
-def test_a_file_that_changes_within_a_tick_of_its_clock_is_sent_again(pair) -> None:
+def test_file_changed_within_a_clock_tick_is_sent_again(pair) -> None:
     pair.begin()
     path = pair.node / ATTEMPT / "rank-00001.json"
     path.write_text("forward")
@@ -86,7 +86,7 @@ def test_a_file_that_changes_within_a_tick_of_its_clock_is_sent_again(pair) -> N
     assert pair.same(ATTEMPT / "rank-00001.json")
 
 
-def test_lines_of_several_nodes_and_the_driver_meet_in_one_log_each_once(pair, tmp_path) -> None:
+def test_log_contains_each_line_of_all_nodes_and_the_driver_once(pair, tmp_path) -> None:
     other = NodeFiles(tmp_path / "other" / "stage" / ATTEMPT)
     pair.begin()
     other.begin("a", {}, [])
@@ -114,7 +114,7 @@ def test_lines_of_several_nodes_and_the_driver_meet_in_one_log_each_once(pair, t
     assert sorted((pair.driver / "log.txt").read_text().splitlines()) == sorted(written)
 
 
-def test_an_answer_that_is_lost_is_sent_again_and_a_driver_that_comes_back_gets_the_rest(pair) -> None:
+def test_lost_answer_is_sent_again_and_a_restarted_driver_gets_the_rest(pair) -> None:
     pair.begin()
     metrics = pair.node / "metrics.jsonl"
     metrics.write_text('{"step": 1}\n')
@@ -134,7 +134,7 @@ def test_an_answer_that_is_lost_is_sent_again_and_a_driver_that_comes_back_gets_
     assert pair.same("metrics.jsonl")
 
 
-def test_what_lay_on_a_node_before_its_first_worker_is_not_sent(pair) -> None:
+def test_files_older_than_a_nodes_first_worker_are_not_sent(pair) -> None:
     """It is of a driver that was there, and came along by other ways."""
     pair.node.mkdir(parents=True)
     (pair.node / "log.txt").write_text("old\n")
@@ -148,7 +148,7 @@ def test_what_lay_on_a_node_before_its_first_worker_is_not_sent(pair) -> None:
     assert not (pair.node / node_files.SENT).exists()
 
 
-def test_tensorboards_files_grow_and_long_files_are_bounded(pair, monkeypatch) -> None:
+def test_tensorboard_files_are_appended_and_long_files_are_truncated(pair, monkeypatch) -> None:
     monkeypatch.setattr(node_files, "LARGEST_BYTES", 100)
     pair.begin()
     events = pair.node / "tensorboard" / "events.1"
@@ -164,7 +164,7 @@ def test_tensorboards_files_grow_and_long_files_are_bounded(pair, monkeypatch) -
     assert pair.same("log.txt")
 
 
-def test_the_driver_tells_a_node_what_the_attempt_before_has_left(pair) -> None:
+def test_node_receives_the_files_carried_from_the_previous_attempt(pair) -> None:
     pair.begin({"excluded-steps.json": b"[[3, 4]]", "gone.json": None})
     assert (pair.node / "excluded-steps.json").read_bytes() == b"[[3, 4]]"
     (pair.node / "excluded-steps.json").write_bytes(b"[[3, 5]]")
@@ -176,12 +176,12 @@ def test_the_driver_tells_a_node_what_the_attempt_before_has_left(pair) -> None:
     assert (pair.node / "excluded-steps.json").read_bytes() == b"[[3, 5]]"
 
 
-def test_a_node_that_shares_the_folder_after_all_copies_nothing_onto_itself(pair) -> None:
+def test_node_with_shared_storage_copies_nothing(pair) -> None:
     pair.files = NodeFiles(pair.driver / ATTEMPT)
     assert not pair.begin({"excluded-steps.json": None})
 
 
-def test_a_full_disk_of_the_driver_costs_nothing_but_time(pair, monkeypatch) -> None:
+def test_changes_are_sent_again_after_the_drivers_disk_was_full(pair, monkeypatch) -> None:
     pair.begin()
     (pair.node / "log.txt").write_text("a\n")
     (pair.node / ATTEMPT / "rank-00000.json").write_text("{}")
@@ -248,7 +248,7 @@ print(json.dumps(said), flush=True)
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(hosts.missing() != "", reason=hosts.missing())
-def test_on_hosts_that_share_nothing_the_driver_sees_its_workers_and_they_hear_it(tmp_path) -> None:
+def test_driver_and_workers_communicate_on_hosts_without_shared_storage(tmp_path) -> None:
     """A stop is heard, a worker's error is told, and a host that dies is named; of three hosts two have a worker."""
     with RayHosts(tmp_path, ["h0", "h1", "h2"]) as cluster:
 

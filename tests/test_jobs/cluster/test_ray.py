@@ -21,7 +21,7 @@ pytestmark = pytest.mark.quick
 
 
 @pytest.mark.parametrize("ask", [submission.list_jobs, lambda: connect(ClusterConfig())], ids=["jobs", "worker group"])
-def test_an_address_where_nothing_listens_is_said_at_once(ask, monkeypatch) -> None:
+def test_address_without_a_server_is_reported_at_once(ask, monkeypatch) -> None:
     disconnect()
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
@@ -31,7 +31,7 @@ def test_an_address_where_nothing_listens_is_said_at_once(ask, monkeypatch) -> N
             ask()
 
 
-def test_a_server_that_is_no_ray_head_is_said_at_once(monkeypatch) -> None:
+def test_server_that_is_not_a_ray_head_is_reported_at_once(monkeypatch) -> None:
     """Ray itself would wait for it for ever; a real head is joined by the tests of joined clusters."""
     disconnect()
     with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
@@ -42,7 +42,7 @@ def test_a_server_that_is_no_ray_head_is_said_at_once(monkeypatch) -> None:
         server.shutdown()
 
 
-def test_a_dashboards_address_is_not_a_clusters(monkeypatch) -> None:
+def test_dashboard_address_is_refused(monkeypatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
     with pytest.raises(ClusterError, match=r"is the address of a dashboard\n[\s\S]*jobs submit"):
         connect(ClusterConfig())
@@ -59,7 +59,7 @@ def test_a_dashboards_address_is_not_a_clusters(monkeypatch) -> None:
         ("Failed to connect to GCS", "cannot join the cluster"),
     ],
 )
-def test_rays_refusal_becomes_what_why_and_what_to_type(text, reason) -> None:
+def test_errors_of_ray_are_explained_with_advice(text, reason) -> None:
     lines = str(explain(RuntimeError(text), "h:6379")).splitlines()
     assert reason in lines[0] and "h:6379" in lines[0] and len(lines) == 3
 
@@ -71,9 +71,7 @@ def test_rays_refusal_becomes_what_why_and_what_to_type(text, reason) -> None:
         ("true", "its processes have ended"),
     ],
 )
-def test_an_embedded_cluster_that_does_not_start_says_why_and_what_to_type(
-    answer, reason, monkeypatch, tmp_path
-) -> None:
+def test_failed_start_of_an_embedded_cluster_is_explained_with_advice(answer, reason, monkeypatch, tmp_path) -> None:
     disconnect()
     # The guard's last word, or none; then it waits for the driver.
     command = ["sh", "-c", f"{answer}; exec >/dev/null; cat"]

@@ -42,7 +42,7 @@ def under_test(shown, tmp_path, monkeypatch) -> Iterator[RayAgent]:
     made.close()
 
 
-def test_workers_are_shown_at_once_by_run_stage_and_rank(under_test, shown, tmp_path) -> None:
+def test_gauge_shows_workers_at_once_by_run_stage_and_rank(under_test, shown, tmp_path) -> None:
     assert shown == []
     with under_test.changed:
         under_test.folder = tmp_path / "digits" / "pretrain-4f1a" / "attempts" / "attempt-000001"
@@ -53,12 +53,12 @@ def test_workers_are_shown_at_once_by_run_stage_and_rank(under_test, shown, tmp_
     assert shown == [{"run": "digits", "stage": "pretrain", "rank": rank} for rank in ("2", "3")]
 
 
-def test_an_agent_outlives_the_signal_that_ends_a_whole_node(under_test) -> None:
+def test_agent_survives_the_signal_that_ends_a_node(under_test) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
 
 
-def test_a_call_of_an_agent_gives_a_future_of_what_it_returns() -> None:
+def test_calling_an_agent_returns_a_future() -> None:
     calls: list[tuple[Any, ...]] = []
 
     class Method:

@@ -128,7 +128,7 @@ def unplaced(monkeypatch) -> ray_nodes.RayNodes:
 
 
 @pytest.mark.quick
-def test_a_few_spare_nodes_have_a_warm_agent(unplaced, monkeypatch) -> None:
+def test_a_few_spare_nodes_get_a_warm_agent(unplaced, monkeypatch) -> None:
     started: list[str] = []
 
     def start(node_id: str) -> None:
@@ -150,13 +150,13 @@ def test_a_few_spare_nodes_have_a_warm_agent(unplaced, monkeypatch) -> None:
 
 
 @pytest.mark.quick
-def test_an_agent_that_is_not_there_can_be_ended(unplaced) -> None:
+def test_ending_a_missing_agent_does_nothing(unplaced) -> None:
     unplaced.end_agent("a")
     assert unplaced.actors == {}
 
 
 @pytest.mark.quick
-def test_nodes_to_avoid_are_known_over_the_next_connection_too(monkeypatch) -> None:
+def test_avoided_nodes_are_kept_for_the_next_connection(monkeypatch) -> None:
     connection = ["first"]
     context = SimpleNamespace(get_node_id=lambda: connection[0], get_job_id=lambda: "01000000")
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
@@ -174,9 +174,7 @@ def test_nodes_to_avoid_are_known_over_the_next_connection_too(monkeypatch) -> N
 # ------------------------------------------------------------------------ what fits
 
 
-def test_free_cpus_of_several_nodes_are_no_place_for_one_worker_and_an_autoscaler_sees_the_request(
-    nodes, monkeypatch
-) -> None:
+def test_worker_is_not_split_between_nodes_and_an_autoscaler_sees_the_request(nodes, monkeypatch) -> None:
     monkeypatch.setattr(ray_places, "FIRST_LINE_S", 1.5)
     seen: list[tuple[float, Any]] = []  # what an autoscaler is told, and when
     began = time.monotonic()
@@ -247,7 +245,7 @@ def start_rival(run: str, workers: int) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def test_of_two_campaigns_that_race_one_has_its_places_and_the_other_waits_for_it_by_name(nodes, monkeypatch) -> None:
+def test_second_campaign_waits_and_names_the_first(nodes, monkeypatch) -> None:
     monkeypatch.setattr(ray_places, "FIRST_LINE_S", 1.5)
     two = ClusterConfig(workers=2, wait_s=60)
     held = reserve(two, "/runs/first")
@@ -272,7 +270,7 @@ def test_of_two_campaigns_that_race_one_has_its_places_and_the_other_waits_for_i
         rival.wait()
 
 
-def test_as_many_workers_as_fit_after_the_patience_and_more_once_there_is_room(nodes) -> None:
+def test_fewer_workers_are_used_after_patience_s_and_more_once_there_is_room(nodes) -> None:
     some = ClusterConfig(workers=WorkerRange(least=1, most=4), patience_s=1, wait_s=30)
     bundles: list[int] = []  # of the group that waits: what an autoscaler is told
     said: list[str] = []
@@ -315,7 +313,7 @@ def test_as_many_workers_as_fit_after_the_patience_and_more_once_there_is_room(n
         nodes.cluster.remove_node(joined)
 
 
-def test_the_workers_of_a_node_have_one_bundle_and_smaller_ones_where_only_those_have_room(nodes, monkeypatch) -> None:
+def test_workers_of_a_node_share_a_bundle_unless_only_smaller_ones_fit(nodes, monkeypatch) -> None:
     monkeypatch.setattr(ray_places, "NEXT_CHOICE_S", 0.5)
     four = ClusterConfig(workers=4, wait_s=30)
     large = nodes.cluster.add_node(num_cpus=3, **nodes.options)
@@ -343,7 +341,7 @@ def test_the_workers_of_a_node_have_one_bundle_and_smaller_ones_where_only_those
         nodes.cluster.remove_node(large)
 
 
-def test_a_node_that_is_left_out_is_used_by_nothing_and_only_where_enough_others_are_there(nodes) -> None:
+def test_excluded_node_is_never_used_and_exclusion_needs_enough_other_nodes(nodes) -> None:
     two = ClusterConfig(workers=2, wait_s=4)
     group = reserve(two, "/runs/a")
     ours = nodes_in(two)
@@ -358,7 +356,7 @@ def test_a_node_that_is_left_out_is_used_by_nothing_and_only_where_enough_others
 
 
 @pytest.mark.slow
-def test_places_that_lost_a_node_for_good_are_given_up_for_fewer(nodes) -> None:
+def test_places_on_a_lost_node_are_replaced_by_fewer_places(nodes) -> None:
     some = ClusterConfig(workers=WorkerRange(least=1, most=3), patience_s=1, start_timeout_s=60)
     said: list[str] = []
     first = reserve(some, "/runs/a", said.append, worlds=(3, 2, 1))
@@ -376,7 +374,7 @@ def test_places_that_lost_a_node_for_good_are_given_up_for_fewer(nodes) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_did_well_does_not_end_by_a_broken_node_that_joins(nodes, tmp_path) -> None:
+def test_run_survives_a_broken_node_that_joins(nodes, tmp_path) -> None:
     some = ClusterConfig(workers=WorkerRange(least=3, most=4), patience_s=1, max_restarts=0)
     said: list[str] = []
     joined: list[Any] = []
@@ -423,7 +421,7 @@ def test_a_run_that_did_well_does_not_end_by_a_broken_node_that_joins(nodes, tmp
 
 
 @pytest.mark.slow
-def test_the_worker_of_a_lost_node_is_named_and_not_the_peer_that_noticed(nodes, tmp_path) -> None:
+def test_worker_on_the_lost_node_is_blamed_instead_of_its_peer(nodes, tmp_path) -> None:
     lost: list[str] = []
 
     def lose_rank_0() -> None:
@@ -460,7 +458,7 @@ def test_the_worker_of_a_lost_node_is_named_and_not_the_peer_that_noticed(nodes,
         pytest.param("drain", 20, marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
     ],
 )
-def test_a_node_that_gives_notice_costs_no_step_and_is_no_incident(notice, moves, nodes, recipe, capsys) -> None:
+def test_draining_a_node_loses_no_step_and_is_not_an_incident(notice, moves, nodes, recipe, capsys) -> None:
     given: dict[int, dict[str, Any]] = {}  # attempt → the record of the worker whose node goes
 
     def give_notice(message: StatusMessage) -> None:

@@ -131,7 +131,7 @@ RESTARTS = [
 
 
 @pytest.mark.parametrize(("script", "restarts"), RESTARTS)
-def test_an_attempt_that_failed_is_followed_by_another_after_its_wait(script, restarts, tmp_path, monkeypatch) -> None:
+def test_failed_attempt_is_followed_by_another_after_a_wait(script, restarts, tmp_path, monkeypatch) -> None:
     stand = Stand(tmp_path, list(script))
     causes = [ends.cause for ends in script[:-1]]
     assert stand.supervise(monkeypatch) == VALUE
@@ -162,19 +162,27 @@ ENDINGS = [
         "2 attempts in a row made no new checkpoint; the next one would",
     ),
     ([DIES] * 4, 70, "4 attempts in a row made no new checkpoint; the next one would start from the beginning"),
-    ([dataclasses.replace(DIES, commits=5)] + [DIES] * 4, 70, "4 attempts in a row made no .*; the next one would start from step 5"),
+    (
+        [dataclasses.replace(DIES, commits=5)] + [DIES] * 4,
+        70,
+        "4 attempts in a row made no .*; the next one .* from step 5",
+    ),
     ([Ends("DataError: shard 7", 65, "DataError")], 65, "^pretrain: shard 7$"),
     ([Ends("Preempted: stopped at step 9", 75, "Preempted", stops=True)], 75, "^stopped at step 9$"),
     ([Ends("Preempted: stopped at step 9", 75, "Preempted")], 75, "^stopped at step 9$"),
     ([dataclasses.replace(DIES, stops=True, commits=8)], 75, "killed by SIGKILL; stopped at step 8; run the same"),
     # Asked to stop as well as to move: the stop counts.
     ([Ends("Preempted: at 9", 75, "Preempted", stops=True, grows=4)], 75, "^at 9$"),
-    ([Ends("Preempted: at 9", 75, drained=(1, None), commits=9)], 75, "this command runs on that node; stopped at step 9; run the same"),
+    (
+        [Ends("Preempted: at 9", 75, drained=(1, None), commits=9)],
+        75,
+        "this command runs on that node; stopped at step 9; run the same",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("script", "exit_code", "message"), ENDINGS)
-def test_a_stage_that_cannot_go_on_ends_with_its_cause(script, exit_code, message, tmp_path, monkeypatch) -> None:
+def test_stage_that_cannot_continue_ends_with_its_cause(script, exit_code, message, tmp_path, monkeypatch) -> None:
     stand = Stand(tmp_path, list(script))
     with pytest.raises((StageFailed, Preempted), match=message) as caught:
         stand.supervise(monkeypatch)
@@ -184,14 +192,14 @@ def test_a_stage_that_cannot_go_on_ends_with_its_cause(script, exit_code, messag
     assert (tmp_path / "pretrain-1" / "incidents.txt").exists() == (asked == [])
 
 
-def test_a_stop_is_heard_in_the_wait_for_a_restart(tmp_path, monkeypatch) -> None:
+def test_stop_is_noticed_during_the_wait_for_a_restart(tmp_path, monkeypatch) -> None:
     stand = Stand(tmp_path, [DIES, DIES, Ends()], stops_at=1007.0)
     with pytest.raises(Preempted, match="stopped while waiting to restart from the beginning"):
         stand.supervise(monkeypatch)
     assert len(stand.script) == 1 and 1007 <= stand.seconds < 1007.5
 
 
-def test_a_stop_before_the_first_attempt_leaves_nothing(tmp_path, monkeypatch) -> None:
+def test_stop_before_the_first_attempt_leaves_no_files(tmp_path, monkeypatch) -> None:
     stand = Stand(tmp_path, [Ends()], is_stopped=True)
     with pytest.raises(Preempted, match="stopped before the workers started, at the beginning"):
         stand.supervise(monkeypatch)
@@ -230,7 +238,7 @@ def test_a_stage_moves_off_nodes_grows_and_falls_back_without_a_restart(tmp_path
 @pytest.mark.parametrize(
     "cause", ["killed by the out-of-memory killer", "OutOfMemoryError: CUDA", "bad_alloc", "other"]
 )
-def test_an_incident_for_memory_says_what_to_lower(cause, tmp_path) -> None:
+def test_out_of_memory_incident_suggests_settings(cause, tmp_path) -> None:
     context = Stand(tmp_path, []).context()
     context.directory.mkdir(parents=True)
     supervisor.write_incident(
@@ -259,7 +267,7 @@ LOOKS = [
 
 
 @pytest.mark.parametrize(("ended", "drained", "grows", "stops", "asked", "said"), LOOKS)
-def test_a_look_asks_the_workers_to_commit_where_somebody_wants_them_to_end(
+def test_workers_are_asked_to_commit_before_a_move_growth_or_stop(
     ended, drained, grows, stops, asked, said, tmp_path
 ) -> None:
     stand = Stand(tmp_path, [], is_stopped=stops)
@@ -284,7 +292,7 @@ def test_a_look_asks_the_workers_to_commit_where_somebody_wants_them_to_end(
     assert len(stops_asked) == 2 * asked and len([line for line in stand.log if "room" in line]) == len(said)
 
 
-def test_a_worker_that_is_stuck_ends_the_attempt(tmp_path) -> None:
+def test_stuck_worker_ends_the_attempt(tmp_path) -> None:
     stand = Stand(tmp_path, [])
     now = [0.0]
     places = {0: PhaseReport(9, "reduce", 3, ""), 1: PhaseReport(7, "data", 3, "a.tar")}
@@ -329,13 +337,13 @@ class NodesByHand:
         ("322", {}, 4, {"id0"}, "excluded from this campaign: n0 (node n0 has torch 3, 2 of 3 nodes 2); "),
         ("322", {}, 5, {"id0"}, "\n  without n0 the cluster has room for 4 of 5 workers"),
         ("2232", {1: "b" * 64}, 4, {"id1", "id2"}, "excluded from this campaign: n1, n2 (node n1 runs "),
-        ("22", {0: "b" * 64, 1: "b" * 64}, 1, {"id0", "id1"}, "\n  without n0, n1 the cluster has room for 0 of 1 workers"),
+        ("22", {0: "b" * 64, 1: "b" * 64}, 1, {"id0", "id1"}, "\n  without n0, n1 the cluster has room for 0 of 1"),
         # The odd node has gone meanwhile; or there is one machine, of which nobody is asked.
         ("22", {}, 1, set(), "worker 1 on n1 has torch 3"),
         ("", {}, 1, set(), "worker 1 on n1 has torch 3"),
     ],
 )  # fmt: skip
-def test_nodes_that_are_unlike_most_are_left_out_where_enough_are_left(
+def test_nodes_that_differ_from_the_majority_are_excluded_if_enough_remain(
     versions, code, least, left_out, said, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.setattr(supervisor, "code_version", lambda: "a" * 64)

@@ -184,7 +184,7 @@ def test_workers_find_their_ranks_and_each_other(backend, two, tmp_path) -> None
 
 
 @pytest.mark.parametrize(("backend", "act", "cause", "exit_code"), FAILURES)
-def test_the_worker_to_blame_is_named_and_its_peers_die(backend, act, cause, exit_code, two, tmp_path) -> None:
+def test_failed_worker_is_named_and_its_peers_are_killed(backend, act, cause, exit_code, two, tmp_path) -> None:
     with pytest.raises(WorkerGroupError) as caught:
         run(worker_functions.wait_for_peers, {"rank": 1, "act": act}, two[backend], tmp_path)
     error = caught.value
@@ -194,18 +194,18 @@ def test_the_worker_to_blame_is_named_and_its_peers_die(backend, act, cause, exi
     assert not alive(tmp_path / "attempt")
 
 
-def test_a_value_that_is_not_json_is_the_workers_error(two, tmp_path) -> None:
+def test_value_that_is_not_json_is_the_workers_error(two, tmp_path) -> None:
     with pytest.raises(WorkerGroupError, match="not JSON serializable"):
         run(worker_functions.return_a_path, {}, two["processes"], tmp_path)
 
 
-def test_a_name_is_used_once(two, tmp_path) -> None:
+def test_worker_group_name_cannot_be_reused(two, tmp_path) -> None:
     (tmp_path / "attempt").mkdir()
     with pytest.raises(FileExistsError):
         run(worker_functions.add_ranks, {"x": 0}, two["processes"], tmp_path)
 
 
-def test_a_lost_node_and_a_lost_agent_are_told_apart(two, monkeypatch) -> None:
+def test_lost_node_and_lost_agent_are_distinguished(two, monkeypatch) -> None:
     import ray
     from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError
 
@@ -242,7 +242,7 @@ def test_a_lost_node_and_a_lost_agent_are_told_apart(two, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_worker_that_a_signal_has_stopped_is_seen_and_named(backend, two, tmp_path) -> None:
+def test_worker_stopped_by_a_signal_is_detected_and_named(backend, two, tmp_path) -> None:
     """By its agent, wherever the driver is."""
     nodes = nodes_of(two[backend])
     nodes.reserve("test", [2], print, do_nothing)
@@ -272,7 +272,7 @@ def test_a_worker_that_a_signal_has_stopped_is_seen_and_named(backend, two, tmp_
         ("ray", "RayAgent", r"its node's agent died \(killed, or crashed\)"),
     ],
 )
-def test_a_killed_fork_server_or_agent_takes_its_workers_along_and_the_next_attempt_has_another(
+def test_workers_die_with_their_fork_server_or_agent_and_the_next_attempt_has_a_new_one(
     backend, victim, cause, two, tmp_path
 ) -> None:
     killed: list[int] = []
@@ -342,12 +342,12 @@ def restart(two) -> Restart:
     return Restart(cpus_before, cpus, before, nodes_of(two["ray"]), sigterms)
 
 
-def test_an_embedded_cluster_counts_enough_cpus_for_a_larger_worker_group(restart) -> None:
+def test_embedded_cluster_is_replaced_for_a_larger_worker_group(restart) -> None:
     assert restart.cpus_before == max(os.cpu_count() or 1, 2)
     assert restart.cpus == LARGE
 
 
-def test_places_of_an_embedded_cluster_that_has_ended_are_not_taken_for_places_of_the_next(restart) -> None:
+def test_places_of_an_ended_embedded_cluster_are_not_used_in_the_next(restart) -> None:
     """Each cluster gives its first driver the same id."""
     assert restart.after is not restart.before
     assert restart.after.workers_held == 0
@@ -379,7 +379,7 @@ def test_a_missing_gpu_is_said_with_what_to_type(backend, restart, tmp_path) -> 
         run(worker_functions.add_ranks, {"x": 0}, cluster, tmp_path)
 
 
-def test_a_wait_says_what_for_and_ends(two, full, monkeypatch) -> None:
+def test_wait_logs_its_reason_and_ends(two, full, monkeypatch) -> None:
     monkeypatch.setattr("jobs.cluster.ray_places.FIRST_LINE_S", 1.5)
     said: list[str] = []
     cluster = dataclasses.replace(two["ray"], wait_s=2)
@@ -388,7 +388,7 @@ def test_a_wait_says_what_for_and_ends(two, full, monkeypatch) -> None:
     assert said == ["waiting for the cluster: room for 0 of 2 workers of 1 CPUs"]
 
 
-def test_a_stop_is_heard_soon_while_the_cluster_is_full(two, full) -> None:
+def test_stop_is_noticed_soon_while_the_cluster_is_full(two, full) -> None:
     asked_at: list[float] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -408,7 +408,7 @@ def test_a_stop_is_heard_soon_while_the_cluster_is_full(two, full) -> None:
         signal.signal(signal.SIGALRM, before)
 
 
-def test_a_command_that_waits_for_a_full_cluster_ends_with_75_at_a_signal(full, recipe, tmp_path) -> None:
+def test_command_waiting_for_a_full_cluster_ends_with_75_after_a_signal(full, recipe, tmp_path) -> None:
     command = [sys.executable, "-m", "jobs", "run", str(recipe), "cluster.backend=ray"]
     # As on macOS: otherwise Ray replaces 127.0.0.1 of this address by an outside one, where nothing listens.
     environment = os.environ | {"RAY_ADDRESS": full.address, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
@@ -477,7 +477,7 @@ def catches_sigterm(pid: int) -> bool:
     return mask is not None and int(mask[1], 16) >> (signal.SIGTERM - 1) & 1 == 1
 
 
-def test_a_stop_before_any_worker_has_started_ends_the_attempt(two, tmp_path) -> None:
+def test_stop_before_any_worker_has_started_ends_the_attempt(two, tmp_path) -> None:
     context = pretrain_context(tmp_path, two["processes"], stop_requested=lambda: True)
     no_nodes: Any = None
     group = WorkerGroup(no_nodes, two["processes"], tmp_path)
@@ -542,7 +542,7 @@ def test_unused_gpus_are_counted_on_both_backends(gpus, cluster, said, two, rest
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_nothing_listens_beyond_the_loopback_while_workers_work(backend, two, tmp_path) -> None:
+def test_no_port_is_open_beyond_the_loopback_during_training(backend, two, tmp_path) -> None:
     ready = [tmp_path / f"ready{rank}" for rank in range(2)]
     addresses: set[str] = set()
     directories: set[Path] = set()
@@ -639,7 +639,7 @@ def grpc_statuses(port: int, methods: list[str]) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_every_endpoint_of_an_embedded_cluster_asks_for_a_token(two) -> None:
+def test_every_endpoint_of_an_embedded_cluster_requires_a_token(two) -> None:
     """Without one: all routes of its sources on every HTTP port, all methods of its services on every gRPC port."""
     import ray
 
@@ -686,7 +686,7 @@ def test_every_endpoint_of_an_embedded_cluster_asks_for_a_token(two) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_on_tick_raises_ends_the_worker_group_and_leaving_ends_an_embedded_cluster(backend, two, tmp_path) -> None:
+def test_exception_in_on_tick_ends_the_worker_group_and_disconnecting_ends_the_cluster(backend, two, tmp_path) -> None:
     if backend == "ray":
         info = connect(two["ray"])
         assert info.embedded and info.dashboard.startswith("http://127.0.0.1:") and info.nodes == 1
@@ -741,7 +741,7 @@ def test_a_forked_worker_has_the_compiler_and_keeps_freed_memory(tmp_path) -> No
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_killed_driver_leaves_no_process(backend, tmp_path) -> None:
+def test_killed_driver_leaves_no_process(backend, tmp_path) -> None:
     driver = start_driver(backend, tmp_path, "sleep_until_told")
     try:
         # Two workers and what carries them: the first one is ready before the second is there.
@@ -764,9 +764,7 @@ def test_a_killed_driver_leaves_no_process(backend, tmp_path) -> None:
 
 
 # A campaign of this process leaves the embedded cluster when it ends: it comes after the tests that share that.
-def test_a_machine_whose_gpus_nobody_uses_says_so_once_and_the_start_line_names_the_device(
-    recipe, monkeypatch, capsys
-) -> None:
+def test_unused_gpus_are_logged_once_and_the_start_line_names_the_device(recipe, monkeypatch, capsys) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     loaded = campaigns.load(recipe, ["pretrain.steps=2", "pretrain.optim.schedule.warmup_steps=1"])
     run_campaign(loaded, only="pretrain")

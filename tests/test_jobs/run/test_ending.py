@@ -9,7 +9,7 @@ from jobs.run.log import log_table
 pytestmark = pytest.mark.quick
 
 
-def test_the_closing_table_tells_images_results_and_time():
+def test_closing_table_shows_images_results_and_time():
     rows = [
         {"stage": "shards", "skipped": True, "seconds": 2, "sets": {"a": {"shards": 3}}, "samples_seen": 300},
         {"stage": "finetune", "skipped": False, "seconds": 65, "metrics": {"accuracy": 0.961}, "samples_seen": 38_400},

@@ -27,7 +27,7 @@ def message(attempt: Path, step: int = 0) -> StatusMessage:
     return StageReader(attempt.parents[1]).read("working", int(attempt.name.rpartition("-")[2]), step)
 
 
-def test_the_driver_shows_every_whole_line_once(tmp_path: Path, capsys):
+def test_driver_shows_every_complete_line_once(tmp_path: Path, capsys):
     attempt = tmp_path / "pretrain-1" / "attempts" / "attempt-000001"
     attempt.mkdir(parents=True)
     log = tmp_path / "pretrain-1" / "log.txt"
@@ -39,7 +39,7 @@ def test_the_driver_shows_every_whole_line_once(tmp_path: Path, capsys):
     assert capsys.readouterr().out == "[pretrain-1] one\n[pretrain-1] two\n[pretrain-1] three\n"
 
 
-def test_the_drivers_lines_are_in_the_log_of_its_stage_and_are_shown_once(tmp_path: Path, capsys):
+def test_drivers_lines_are_in_the_stages_log_and_are_shown_once(tmp_path: Path, capsys):
     attempt = tmp_path / "pretrain-1" / "attempts" / "attempt-000003"
     attempt.mkdir(parents=True)
     log = tmp_path / "pretrain-1" / "log.txt"
@@ -58,7 +58,7 @@ def test_the_drivers_lines_are_in_the_log_of_its_stage_and_are_shown_once(tmp_pa
     )
 
 
-def test_a_wait_is_said_once_with_its_limit_and_signs_of_life_do_not_fill_the_log(tmp_path: Path, capsys):
+def test_wait_is_logged_once_with_its_limit(tmp_path: Path, capsys):
     attempt = tmp_path / "pretrain-1" / "attempts" / "attempt-000003"
     attempt.mkdir(parents=True)
     run_log = RunLog(start_timeout_s=300.0)
@@ -102,7 +102,7 @@ def on_a_terminal(work: Callable[[terminal.Terminal], None]) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.decode())
 
 
-def test_the_bar_moves_although_lines_wait_and_lines_fit_100_columns():
+def test_bar_moves_while_lines_are_queued_and_lines_fit_100_columns():
     def lines_and_moves(shown: terminal.Terminal) -> None:
         for step in range(1, 151):
             shown.write(f"[pretrain] step {step}/150")
@@ -120,7 +120,7 @@ def test_the_bar_moves_although_lines_wait_and_lines_fit_100_columns():
     assert words[0].startswith("  [pretrain] images") and words[1].startswith("      images")
 
 
-def test_the_bar_moves_with_the_steps_that_workers_tell_of_between_two_reports(tmp_path: Path, monkeypatch):
+def test_bar_moves_with_the_workers_steps_between_two_reports(tmp_path: Path, monkeypatch):
     attempt = tmp_path / "pretrain-1a2b3c4d" / "attempts" / "attempt-000003"
     attempt.mkdir(parents=True)
     Telemetry(tmp_path / "pretrain-1a2b3c4d", rank=0, attempt=3).report("train", {**REPORT, "step": 50, "steps": 1100})
@@ -133,7 +133,7 @@ def test_the_bar_moves_with_the_steps_that_workers_tell_of_between_two_reports(t
     assert moves == [(50, 1100), (50, 1100), (53, 1100), (61, 1100), (0, None)]
 
 
-def test_a_stage_goes_by_its_name_on_the_terminal_and_by_its_key_in_the_log(tmp_path: Path, capsys):
+def test_terminal_shows_the_stages_name_and_the_log_its_key(tmp_path: Path, capsys):
     attempt = tmp_path / "pre-train-1a2b3c4d" / "attempts" / "attempt-000001"
     attempt.mkdir(parents=True)
     run_log = RunLog(file=tmp_path / "log.txt")
@@ -143,7 +143,7 @@ def test_a_stage_goes_by_its_name_on_the_terminal_and_by_its_key_in_the_log(tmp_
     assert (tmp_path / "log.txt").read_text() == "[pre-train-1a2b3c4d] one\n"
 
 
-def test_lines_that_a_stuck_terminal_misses_are_counted_and_said(monkeypatch):
+def test_lines_missed_by_a_stuck_terminal_are_counted_and_reported(monkeypatch):
     monkeypatch.setattr(terminal, "CLOSE_S", 0.2)
     monkeypatch.setattr(terminal, "MOST_WAITING", 10)
     reader, writer = os.pipe()

@@ -89,7 +89,7 @@ def test_provenance_has_config_inputs_and_counts(tmp_path) -> None:
     assert provenance["environment"]["torch"]
 
 
-def test_a_second_start_keeps_the_time_of_the_first_and_names_what_has_changed(tmp_path) -> None:
+def test_second_start_keeps_the_time_of_the_first_and_names_changed_settings(tmp_path) -> None:
     lines: list[str] = []
     context = context_of(tmp_path, stage_of("first", number=7), lines=lines)
     run_stage(context, fresh=False)
@@ -117,7 +117,7 @@ def test_a_stage_whose_input_diverged_is_refused(tmp_path) -> None:
         run_stage(context_of(tmp_path, stage_of("second", parent="first"), first), fresh=False)
 
 
-def test_a_stage_that_reads_outcomes_alone_runs_after_one_that_diverged(tmp_path) -> None:
+def test_stage_that_reads_only_outcomes_runs_after_a_diverged_stage(tmp_path) -> None:
     first = stage_of("first")
     finish(tmp_path, first, diverged="the loss is inf")
     stage = stage_of("second", Outcomes(), parent="first")
@@ -134,7 +134,7 @@ class Failing(Numbers):
         raise StageFailed(f"{context.stage.name}: 5 steps were not finite\n  and more", 70, self.exception)
 
 
-def test_a_run_of_a_sweep_that_diverges_has_this_outcome(tmp_path) -> None:
+def test_diverged_run_of_a_sweep_has_an_outcome(tmp_path) -> None:
     lines: list[str] = []
     stage = stage_of("grid.lr-1", Failing("Diverged"), source="grid")
     done = run_stage(context_of(tmp_path, stage, lines=lines), fresh=False)

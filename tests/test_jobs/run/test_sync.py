@@ -120,7 +120,7 @@ def folder_of(machine: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_killed_amid_a_save_goes_on_on_another_machine_with_the_same_bits(proxy, drive, tmp_path) -> None:
+def test_run_killed_during_a_save_resumes_on_another_machine_with_the_same_bits(proxy, drive, tmp_path) -> None:
     """Requests fail all the while: 503 and 500, answers that are lost, cut short and late."""
     run = RUN.format(name="killed")
     assert drive("local", f"run={tmp_path / 'run'}").wait(300) == 0
@@ -157,7 +157,7 @@ def test_a_run_killed_amid_a_save_goes_on_on_another_machine_with_the_same_bits(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_that_is_stopped_goes_on_elsewhere_at_once(proxy, drive, tmp_path) -> None:
+def test_stopped_run_resumes_on_another_machine_at_once(proxy, drive, tmp_path) -> None:
     run = RUN.format(name="stopped")
     longer = ("pretrain.steps=300", "pretrain.save_every=50")
     assert drive("local", f"run={tmp_path / 'run'}", *longer).wait(300) == 0
@@ -173,7 +173,7 @@ def test_a_run_that_is_stopped_goes_on_elsewhere_at_once(proxy, drive, tmp_path)
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_of_two_owners_one_is_refused_and_one_that_was_frozen_cannot_commit(proxy, drive, tmp_path) -> None:
+def test_second_owner_is_refused_and_a_frozen_owner_cannot_commit(proxy, drive, tmp_path) -> None:
     run = RUN.format(name="two")
     longer = ("pretrain.steps=1000", "pretrain.save_every=20", "pretrain.keep=4")
     assert drive("local", f"run={tmp_path / 'run'}", *longer).wait(300) == 0
@@ -214,7 +214,7 @@ BUCKET = "import boto3; boto3.client('s3').create_bucket(Bucket='images')"
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.skipif(hosts.missing() != "", reason=hosts.missing())
-def test_hosts_that_share_no_folder_lose_one_of_them_and_end_with_the_same_bits(small, shards, drive, tmp_path) -> None:
+def test_run_on_hosts_without_shared_storage_survives_a_lost_host(small, shards, drive, tmp_path) -> None:
     """Three hosts under Ray, with nothing in common but the sets and the store, which is a fourth host."""
     # Every host has a /tmp of its own, and sees this test's folder alone.
     shutil.copytree(shards, tmp_path / "sets")
@@ -251,9 +251,7 @@ def test_hosts_that_share_no_folder_lose_one_of_them_and_end_with_the_same_bits(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(hosts.missing() != "", reason=hosts.missing())
-def test_a_driver_behind_a_dead_link_is_seen_to_be_gone_is_followed_and_ends_with_73_when_it_is_back(
-    small, shards, tmp_path
-) -> None:
+def test_run_is_taken_over_from_a_driver_with_a_dead_link_which_then_ends_with_73(small, shards, tmp_path) -> None:
     """Two hosts and their store, a third; frames are dropped, so that no connection is closed."""
     shutil.copytree(shards, tmp_path / "sets")
     small.write_text(recipe_on(tmp_path / "sets"))

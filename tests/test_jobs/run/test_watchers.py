@@ -80,7 +80,7 @@ def test_a_watcher_receives_all_calls_in_order(context) -> None:
     assert recorder.calls == ALL_CALLS
 
 
-def test_a_watcher_that_fails_costs_a_line_and_no_other_watcher_a_call(context) -> None:
+def test_failing_watcher_is_logged_and_does_not_affect_the_others(context) -> None:
     recorder = Recorder()
     lines: list[str] = []
     watch(Watchers([Failing(), recorder], lines.append), context)
@@ -91,7 +91,7 @@ def test_a_watcher_that_fails_costs_a_line_and_no_other_watcher_a_call(context) 
     )
 
 
-def test_a_watcher_that_cannot_be_loaded_costs_a_line(context) -> None:
+def test_watcher_that_cannot_be_loaded_is_logged(context) -> None:
     lines: list[str] = []
     recorder = Recorder()
     watching = Watchers(["jobs.extras.nothing:Page", recorder], lines.append)
@@ -105,7 +105,7 @@ def test_watchers_are_loaded_by_name() -> None:
     assert type(watcher).__name__ == "Silent"
 
 
-def test_a_request_to_stop_that_arrives_during_a_call_is_not_lost(context) -> None:
+def test_stop_request_during_a_watchers_call_is_not_lost(context) -> None:
     class Stopped(Watcher):
         def status(self, message: StatusMessage) -> None:
             raise Preempted("stopped by SIGTERM")  # as the handler of the signal does

@@ -84,7 +84,7 @@ def test_a_list_without_jobs_says_so(dashboard, capsys) -> None:
     assert capsys.readouterr().out.startswith("no jobs: none was submitted since the cluster's head started; type ")
 
 
-def test_a_job_is_found_by_its_run_followed_and_stopped_with_time_to_commit(dashboard, checkout, capsys) -> None:
+def test_job_is_found_by_its_run_followed_and_stopped_with_time_to_commit(dashboard, checkout, capsys) -> None:
     command = [sys.executable, "-c", TRAIN]
     job = submission.submit("/runs/digits", command, root=checkout)
     assert job.alive and job.id.startswith("digits-001-") and job.run == "/runs/digits"
@@ -116,7 +116,7 @@ def test_a_job_is_found_by_its_run_followed_and_stopped_with_time_to_commit(dash
     assert (ended.status, ended.exit_code) == ("FAILED", 1) and "ZeroDivisionError" in "".join(printed)
 
 
-def test_a_job_that_waits_for_its_place_can_be_stopped(dashboard) -> None:
+def test_pending_job_can_be_stopped(dashboard) -> None:
     # More CPUs than there are: the job has no place, as on a cluster whose head is full.
     place = {"entrypoint_num_cpus": 10_000, "metadata": {"run": "pending"}}
     submission._submit_when_possible(lambda: JobSubmissionClient().submit_job(entrypoint="true", **place))
@@ -125,7 +125,7 @@ def test_a_job_that_waits_for_its_place_can_be_stopped(dashboard) -> None:
     assert {job.run for job in submission.list_jobs()} <= {"pending", "/runs/digits"}
 
 
-def test_an_unknown_run_is_answered_with_those_that_exist(dashboard) -> None:
+def test_unknown_run_is_answered_with_the_existing_runs(dashboard) -> None:
     with pytest.raises(UsageError, match="no job for nothing"):
         submission.status("nothing")
 
@@ -141,9 +141,7 @@ def test_a_wrong_token_is_refused_and_explained(dashboard) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_two_submitted_campaigns_share_a_cluster_and_the_list_tells_of_both(
-    dashboard, recipe, tmp_path, capsys
-) -> None:
+def test_two_submitted_campaigns_share_a_cluster_and_are_both_listed(dashboard, recipe, tmp_path, capsys) -> None:
     """Their recipe lies outside the checkout, and the cluster has room for one of them."""
     workers = os.cpu_count() or 1
     words = [
@@ -191,7 +189,7 @@ def test_two_submitted_campaigns_share_a_cluster_and_the_list_tells_of_both(
 # ------------------------------------------------------------------------ without a cluster
 
 
-def test_the_list_shows_who_runs_then_the_queue_in_its_order_then_who_has_ended(monkeypatch, capsys) -> None:
+def test_list_shows_running_then_pending_then_ended_jobs(monkeypatch, capsys) -> None:
     started = time.mktime((2026, 11, 22, 8, 30, 0, 0, 0, 0))
     waiting = "waiting for the cluster: room for 0 of"
     jobs = [
@@ -240,7 +238,7 @@ def test_the_list_shows_who_runs_then_the_queue_in_its_order_then_who_has_ended(
     ]
 
 
-def test_a_head_that_has_just_started_is_asked_again_until_it_takes_jobs(monkeypatch, capsys) -> None:
+def test_submission_is_retried_until_a_new_head_accepts_jobs(monkeypatch, capsys) -> None:
     answer = "Request failed with status code 500: No available agent to submit job, please try again later.."
     asked = []
 
@@ -304,9 +302,7 @@ class Head:
         ("data", 65, ""),
     ],
 )
-def test_logs_end_as_the_run_does_and_with_69_where_the_head_or_the_driver_is_gone(
-    end, code, text, monkeypatch, capsys
-) -> None:
+def test_logs_end_with_the_runs_exit_code_or_69_if_head_or_driver_is_lost(end, code, text, monkeypatch, capsys) -> None:
     head = Head(end)
     monkeypatch.setattr(submission, "_connect", lambda: head)
     for name in ("LOOK_EVERY_S", "LOOK_TIMEOUT_S", "HEAD_PATIENCE_S"):
@@ -317,7 +313,7 @@ def test_logs_end_as_the_run_does_and_with_69_where_the_head_or_the_driver_is_go
     assert text in printed.err
 
 
-def test_submit_and_wait_follows_a_job_that_is_alive_and_ends_as_it_does(tmp_path, monkeypatch, capsys) -> None:
+def test_submit_wait_follows_a_live_job_and_ends_with_its_exit_code(tmp_path, monkeypatch, capsys) -> None:
     head = Head("data")
     run = tmp_path / "x"
     head.list_jobs = lambda: [job for job in Head.list_jobs(head) if job.metadata.update(run=str(run)) is None]
@@ -328,7 +324,7 @@ def test_submit_and_wait_follows_a_job_that_is_alive_and_ends_as_it_does(tmp_pat
     assert "job x-001 of this run is RUNNING since " in printed and printed.endswith("step 1\nstep 2\n")
 
 
-def test_submit_refuses_a_run_whose_driver_is_no_job(tmp_path, monkeypatch, capsys) -> None:
+def test_submit_refuses_a_run_whose_driver_is_not_a_job(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(submission, "submit", lambda *_, **__: pytest.fail("it was submitted"))
     with Lease(Folder(tmp_path / "x"), print):
         assert main(["submit", "digits", f"run={tmp_path / 'x'}"]) == 73
@@ -349,7 +345,7 @@ def test_a_checkout_too_large_to_ship_is_refused_with_its_largest_entries(checko
     assert submission.measure(checkout)["images/b.tar"] == 20 * 2**20
 
 
-def test_what_is_measured_is_what_ray_packs(checkout, tmp_path) -> None:
+def test_measured_size_is_that_of_rays_package(checkout, tmp_path) -> None:
     """Ignore files hold below their own folder, `!` takes an exclusion back, and Ray's package is the judge."""
     root = checkout / "root"
     contents = {
@@ -375,7 +371,7 @@ def test_what_is_measured_is_what_ray_packs(checkout, tmp_path) -> None:
     assert submission.measure(root) == packed
 
 
-def test_a_secret_in_the_environment_is_refused() -> None:
+def test_secret_in_the_environment_is_refused() -> None:
     with pytest.raises(UsageError, match=r"AWS_SECRET_ACCESS_KEY looks like a secret \(by its name\), and everybody"):
         submission.submit("x", ["true"], environment={"AWS_SECRET_ACCESS_KEY": "abc"})
 
@@ -392,9 +388,7 @@ def test_submit_passes_variables_on_and_refuses_one_without_a_value(monkeypatch,
     assert "expected NAME=VALUE, for example --env NCCL_DEBUG=INFO" in capsys.readouterr().err
 
 
-def test_a_recipe_travels_from_anywhere_with_its_relative_paths_and_is_the_same_campaign(
-    recipe, shards, tmp_path, monkeypatch, capsys
-) -> None:
+def test_submitted_recipe_from_any_folder_is_the_same_campaign(recipe, shards, tmp_path, monkeypatch, capsys) -> None:
     home = tmp_path / "home"
     home.mkdir()
     (home / "mine.yaml").write_text(
@@ -456,7 +450,7 @@ def test_every_path_that_a_kind_of_stage_names_is_a_field_of_its_config(kind) ->
         assert str in (hint, *get_args(hint)), pattern
 
 
-def test_the_equivalent_command_says_the_same(checkout, monkeypatch, capsys) -> None:
+def test_equivalent_command_submits_the_same_job(checkout, monkeypatch, capsys) -> None:
     requests: list[dict[str, Any]] = []
     client = SimpleNamespace(
         get_address=lambda: "http://h:8265", list_jobs=list, submit_job=lambda **request: requests.append(request)
@@ -476,7 +470,7 @@ def test_the_equivalent_command_says_the_same(checkout, monkeypatch, capsys) -> 
     assert json.loads(options["--metadata-json"]) == request["metadata"] == {"job_name": "x", "run": "/runs/x"}
 
 
-def test_logs_of_a_run_that_is_no_job_name_the_file_that_has_them(tmp_path, capsys):
+def test_logs_of_a_run_without_a_job_names_its_log_file(tmp_path, capsys):
     with Lease(Folder(tmp_path), print):
         assert main(["logs", str(tmp_path)]) == 64
     assert f"{tmp_path} is no job of a cluster\n  what it prints is in its log: tail -f " in capsys.readouterr().err
