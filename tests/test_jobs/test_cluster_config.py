@@ -1,4 +1,4 @@
-"""The section `cluster:`: which sizes make sense, and which environment variables workers may be given."""
+"""The section `cluster:`: valid sizes, and environment variables that workers may get."""
 
 import pytest
 
@@ -41,7 +41,7 @@ def test_single_number_of_workers_allows_only_itself() -> None:
 def test_variable_with_a_secret_or_of_a_rank_is_refused(name, value, reason) -> None:
     with pytest.raises(ConfigError, match=reason) as caught:
         ClusterConfig(environment={name: value})
-    assert value == "0" or value not in str(caught.value), "the message is printed and kept"
+    assert value == "0" or value not in str(caught.value), "the message is printed and stored"
 
 
 def test_variables_without_secrets_are_accepted() -> None:

@@ -1,4 +1,4 @@
-"""The lease of a run: who holds it lives, or does not, told without a clock; real processes, killed and frozen."""
+"""The lease of a run: whether its holder is alive, without comparing clocks; with real processes, killed and frozen."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ LOST_S = ownership.LOST_PERIODS * PERIOD_S
 
 
 def hold(run: Path, machine: str, said: Path) -> None:
-    """Hold a run's lease until this process is ended; `machine` is where it says that it is, "" for here."""
+    """Hold a run's lease until this process ends, pretending to run on `machine` ("": this one)."""
     ownership.PERIOD_S = PERIOD_S
     signal.signal(signal.SIGTERM, lambda number, frame: said.with_name("asked").touch())
     lease = Lease(Folder(run), print)
@@ -41,7 +41,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def holder(tmp_path: Path) -> Iterator[Callable[[str], Any]]:
-    """Start a process that holds the lease of tmp_path / "run"."""
+    """Start processes that hold the lease of tmp_path / "run"."""
     started = []
 
     def start(machine: str = "") -> Any:
@@ -100,7 +100,7 @@ def test_restarted_unit_does_not_wait_for_the_lease_of_its_last_start(tmp_path, 
     last = Lease(storage, print)
     last.record["machine"] = "the last boot of h0"
     last.take()
-    # Another unit, host or system, or a command that knows no system, watches the lease.
+    # On another unit, host or system, or without a system id, a command watches the lease.
     for change in ({"this_job": "unit b"}, {"gethostname": "h1"}, {"this_system": "77ab"}, {"this_system": ""}, {}):
         be_at(**change)
         began = time.monotonic()
@@ -117,7 +117,7 @@ def test_missing_released_and_torn_leases_are_distinguished(tmp_path) -> None:
     assert state == "free" and seen is not None and seen.is_released
     with Lease(storage, print) as second:
         assert (second.number, second.previous_token) == (2, first.record["token"])
-        assert sorted(storage.list("leases")) == ["leases/000002.json"], "the one before it is of no use any more"
+        assert sorted(storage.list("leases")) == ["leases/000002.json"], "older leases are deleted"
     (tmp_path / "run" / "leases" / "000002.json").write_text('{"token": ')
     state, seen = holder_state(storage, print)
     assert state == "lost" and seen is not None and "incomplete or altered" in seen.holder
@@ -178,7 +178,7 @@ def test_lease_is_renewed_on_a_full_disk(tmp_path, monkeypatch) -> None:
 
 
 def test_taking_a_lease_keeps_the_temporary_files_of_other_commands(tmp_path: Path) -> None:
-    """Of twenty that started at once one had its file deleted under its hands, and ended with an I/O error."""
+    """Found when twenty commands started at once: one lost its temporary file and ended with an I/O error."""
     leases = tmp_path / "leases"
     leases.mkdir()
     theirs = leases / ".tmp-4194305-1-000001.json"

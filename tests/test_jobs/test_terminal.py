@@ -1,4 +1,4 @@
-"""What a command shows of itself: from its first second on, once, and nothing of what ends before."""
+"""The activity of a command: shown once, after its first second, and not at all if it ends earlier."""
 
 import threading
 
@@ -27,4 +27,4 @@ def test_current_activity_is_shown_and_a_quick_command_shows_nothing(monkeypatch
     activity.timer.join(10)
     activity.end()
     assert capsys.readouterr().err == "writing\\x1b[2J …\n"
-    assert not activity.show(1, 2, "images"), "no terminal"
+    assert not activity.show(1, 2, "images"), "stdout is not a terminal"

@@ -1,4 +1,4 @@
-"""An agent whose fork server is the test: what it makes of each answer, how long it waits, and what it ends."""
+"""The agent with a fake fork server: how it interprets answers, how long it waits, and which processes it ends."""
 
 import json
 import os
@@ -43,14 +43,14 @@ def order_of(folder: Path, *ranks: int, **fields: Any) -> StartRequest:
 
 
 def hear(under_test: Agent, server: Any, answer: object) -> None:
-    """Send an answer, and wait until the agent has it."""
+    """Send an answer, and wait until the agent has processed it."""
     news = under_test.news
     server.send(answer)
     wait_until(lambda: under_test.news > news, 10)
 
 
 ENDS = [
-    # exit code, its record, kills for memory before and after → how it died
+    # exit code, the worker's record, OOM kills before and after → cause of death
     (0, None, (3, 3), "exited with code 0 without reporting an error"),
     (1, {"started": 1.0}, (3, 4), "exited with code 1 without reporting an error"),
     (-9, {"started": 1.0}, (3, 3), "killed by SIGKILL"),
@@ -79,7 +79,7 @@ def test_cause_of_death_follows_from_record_exit_code_and_kernel_counter(
     other, ended = under_test.poll(0, 5.0, {}).workers
     assert (ended.death, ended.record, ended.has_ended) == (death, record, True)
     assert (other.death, other.has_ended) == ("", False)
-    # When the fork server dies, so have all others.
+    # When the fork server dies, all other workers count as dead.
     server.close()
     wait_until(lambda: under_test.server is None, 10)
     other, ended = under_test.poll(0, 5.0, {}).workers
@@ -99,7 +99,7 @@ def test_start_request_contains_all_that_a_worker_needs(served, tmp_path) -> Non
     for rank in (0, 1):
         hear(under_test, server, Forked(rank, 4_100_000 + rank))
         hear(under_test, server, WorkerEnded(4_100_000 + rank, 0))
-    # The next attempt: the node's folder is a new one. A folder of the node's own is not the driver's.
+    # The next attempt has a new node folder. With a token, the attempt's folder is not the driver's.
     earlier = under_test.node_folder
     assert under_test.start(order_of(tmp_path / "stage" / "attempts" / "a", 1, token="other")) is True
     assert server.recv().is_shared is False and under_test.node_folder != earlier and not earlier.exists()
@@ -112,7 +112,7 @@ def test_store_uses_the_port_of_the_fork_server(served) -> None:
     orders: list[Listen] = []
 
     def answer(*ports: int) -> None:
-        """Answer an order with a port, or die."""
+        """Answer a request with ports, or die if there are none."""
         orders.append(server.recv())
         for port in ports:
             server.send(Listening(port))
@@ -143,7 +143,7 @@ def test_poll_returns_at_once_with_news_and_otherwise_after_its_wait(behind, ser
     monkeypatch.setattr(under_test.changed, "wait", wait)
     monkeypatch.setattr(agent, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     under_test.poll(5 - behind, 2.5, {})
-    # In pieces of a second, because the kernel's counter is looked at meanwhile.
+    # In intervals of a second, because the kernel's counter is read in between.
     assert waited == pytest.approx([1.0, 1.0, 0.5] if behind == 0 else [])
 
 
@@ -184,7 +184,7 @@ def test_stop_returns_whether_any_worker_has_started(served, tmp_path) -> None:
     worker_file(under_test.node_folder, 0, ".sigterm").touch()
     assert under_test.stop() is True
     assert under_test.poll(0, 0.0, {}).sigterm_ranks == [0]
-    # What was reported is a copy, which the end of the attempt does not change.
+    # The report is a copy, which does not change at the attempt's end.
     reported = under_test.poll(0, 0.0, {}).workers[1]
     under_test.workers[1] = WorkerState(1, death="gone")
     assert reported.death == ""
@@ -202,7 +202,7 @@ def test_oom_kill_is_remembered_however_often_the_driver_polls(tmp_path, monkeyp
     assert all(kills.are_recent() for _ in range(1000))
     monkeypatch.setattr(agent, "OOM_WINDOW_S", 0.0)
     kills.are_recent()
-    assert not kills.are_recent(), "what is older than the window is forgotten"
+    assert not kills.are_recent(), "kills before the window are forgotten"
 
 
 def test_umask_is_read_without_setting_it_if_proc_is_available(tmp_path, monkeypatch) -> None:
@@ -212,7 +212,7 @@ def test_umask_is_read_without_setting_it_if_proc_is_available(tmp_path, monkeyp
             patched.setattr(agent, "STATUS", tmp_path / "absent")
             assert agent.current_umask() == agent.current_umask() == 0o027
         with monkeypatch.context() as patched:
-            patched.setattr(agent.os, "umask", None)  # a thread beside would read what it is set to meanwhile
+            patched.setattr(agent.os, "umask", None)  # a concurrent thread would read the temporary value
             assert agent.current_umask() == 0o027
     finally:
         os.umask(previous)

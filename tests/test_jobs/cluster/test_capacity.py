@@ -1,4 +1,4 @@
-"""How many workers find room on which nodes (what a real cluster has: test_ray_nodes.py)."""
+"""How many workers fit on which nodes (with a real cluster: test_ray_nodes.py)."""
 
 import pytest
 
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.quick
 @pytest.mark.parametrize(
     ("share", "nodes", "room"),
     [
-        ({"CPU": 2}, {"n1": {"CPU": 5.0}, "n2": {"CPU": 1.0}}, 2),  # what is left on two nodes is no place
+        ({"CPU": 2}, {"n1": {"CPU": 5.0}, "n2": {"CPU": 1.0}}, 2),  # the rest of two nodes is not enough for a worker
         ({"CPU": 1, "GPU": 1}, {"n1": {"CPU": 8.0, "GPU": 3.0}, "n2": {"CPU": 8.0}}, 3),
         ({"CPU": 1}, {"n1": {"CPU": 0.5}}, 0),
         ({"CPU": 1}, {}, 0),

@@ -1,4 +1,4 @@
-"""A stage on as many workers as its batch allows and there is room for: which worlds, and when a run grows."""
+"""Elastic training: the allowed numbers of workers of a stage, and when a run grows."""
 
 import json
 
@@ -98,7 +98,7 @@ def test_plan_prints_the_allowed_worlds_and_resolves_the_range(recipe, capsys) -
 
 
 class Cluster:
-    """A cluster's room, a stage's newest commit and a clock, as a test sets them."""
+    """A fake cluster: room, newest commit and clock are set by the test."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -122,16 +122,16 @@ def test_run_grows_at_the_first_commit_after_nodes_have_stayed_for_patience_s() 
     assert not is_due(10, room=4, step=110), "a node has joined"
     assert not is_due(40, room=3, step=120), "and has left"
     assert not is_due(50, room=5, step=130)
-    assert not is_due(109, room=5, step=140), "it has not stayed for 60 s yet"
-    assert not is_due(110, room=8, step=150), "it has, but what was committed before does not count"
+    assert not is_due(109, room=5, step=140), "the room has not lasted 60 s yet"
+    assert not is_due(110, room=8, step=150), "it has, but an earlier commit does not count"
     assert growth.target is None
     assert is_due(112, room=8, step=160)
-    assert growth.target == 4, "for eight there has been room for two seconds"
-    assert is_due(113, room=2, step=160), "the workers have been asked: they end"
+    assert growth.target == 4, "there has been room for eight workers for only two seconds"
+    assert is_due(113, room=2, step=160), "the workers have been asked to end, so it stays due"
 
 
 def is_due(growth: Growth) -> bool:
-    """Tell whether it is, when the thread has looked."""
+    """Check the room once, and return whether growing is due."""
     growth.look()
     return growth.is_due()
 
@@ -157,7 +157,7 @@ def test_growth_is_postponed_after_a_failed_growth() -> None:
     cluster.step += 1
     assert not is_due(growth)
     cluster.now = 600
-    assert not is_due(growth), "a commit from now on"
+    assert not is_due(growth), "only a later commit counts"
     cluster.step += 1
     assert is_due(growth)
 
@@ -179,7 +179,7 @@ def test_larger_attempt_without_a_commit_falls_back_and_postpones_growth_longer_
     now = [0.0]
     sizes = Sizes((8, 4, 2), clock=lambda: now[0])
     sizes.begins(8)
-    assert sizes.fall_back(8) is None, "nothing smaller has committed: it is a failure as any other"
+    assert sizes.fall_back(8) is None, "no smaller attempt has committed: an ordinary failure"
     sizes.has_committed(4, {"a", "b"})
     assert sizes.fall_back(4) is None
     sizes.grows(8)
@@ -191,10 +191,10 @@ def test_larger_attempt_without_a_commit_falls_back_and_postpones_growth_longer_
     sizes.grows(8)
     assert sizes.open_worlds() == [8, 4, 2]
     sizes.begins(4)
-    assert sizes.not_before == 1000 + 1200, "the places did not come"
+    assert sizes.not_before == 1000 + 1200, "the attempt did not get its places"
     sizes.begins(2)
-    assert sizes.not_before == 1000 + 1200, "fewer than before is no growth that failed"
+    assert sizes.not_before == 1000 + 1200, "fewer workers than before is not a failed growth"
     sizes.has_committed(8, {"a", "b", "c"})
     sizes.has_committed(2, {"a"})
-    assert sizes.fall_back(4) == Proven(2, {"a"}), "the last that has committed, on its own nodes"
-    assert sizes.not_before == 1000 + 600, "growing has worked since"
+    assert sizes.fall_back(4) == Proven(2, {"a"}), "the last attempt that committed, on its nodes"
+    assert sizes.not_before == 1000 + 600, "the run has grown since then"

@@ -1,4 +1,4 @@
-"""An embedded Ray cluster counts the GPUs that torch sees (joining and ending one: test_worker_group.py)."""
+"""An embedded Ray cluster counts the GPUs that torch sees (joining and ending: test_worker_group.py)."""
 
 import os
 from types import SimpleNamespace
@@ -32,7 +32,7 @@ def test_ray_gets_the_number_of_gpus_that_torch_sees(script, per_gpu, expected, 
 
 @pytest.mark.quick
 def test_gpus_are_counted_only_for_workers_with_gpus(monkeypatch, tmp_path) -> None:
-    """Counting them imports torch, for seconds."""
+    """Counting GPUs imports torch, which takes seconds."""
     commands: list[list[str]] = []
 
     def start_guard(command: list[str], **options: Any) -> Any:
@@ -47,7 +47,7 @@ def test_gpus_are_counted_only_for_workers_with_gpus(monkeypatch, tmp_path) -> N
     try:
         embedded.start(ClusterConfig())
         assert embedded.is_too_small(ON_GPUS) and not embedded.is_too_small(ClusterConfig())
-        # The cluster without GPUs is ended, and one with them started.
+        # The cluster without GPUs is replaced by one with GPUs.
         embedded.start(ON_GPUS)
         assert not embedded.is_too_small(ON_GPUS) and not embedded.is_too_small(ClusterConfig())
     finally:
@@ -57,7 +57,7 @@ def test_gpus_are_counted_only_for_workers_with_gpus(monkeypatch, tmp_path) -> N
 
 @pytest.fixture
 def fake_torch(tmp_path, monkeypatch):
-    """Has processes that are started here see two GPUs by a torch that is none."""
+    """Provide a fake torch module with two GPUs to new processes."""
     (tmp_path / "torch.py").write_text(
         "from types import SimpleNamespace\ncuda = SimpleNamespace(device_count=lambda: 2)\n"
     )

@@ -1,6 +1,6 @@
-"""What a worker group makes of its agents' reports: who failed first, which node is lost or about to leave.
+"""How a worker group interprets its agents' reports: who failed first, which node is lost or about to leave.
 
-No process is started: workers are the records that they would have left, and agents answer what a test says.
+No process is started: workers are represented by their records, and agents give the answers of the test.
 """
 
 import dataclasses
@@ -26,8 +26,8 @@ pytestmark = pytest.mark.quick
 
 
 def group_of(folder: Path, world: int, **losses: str) -> WorkerGroup:
-    """A worker group of which each worker has started on a node of its own, n0, n1, ….; some nodes are lost."""
-    no_nodes: Any = None  # none is asked for here
+    """Return a worker group with started workers on separate nodes n0, n1, …, some of which are lost."""
+    no_nodes: Any = None  # not used here
     group = WorkerGroup(no_nodes, ClusterConfig(workers=world), folder)
     for rank in range(world):
         info = worker.RankInfo(rank, world, 0, 1, rank, f"10.0.0.{rank}", 1, 0, node_id=f"id{rank}")
@@ -40,7 +40,7 @@ def group_of(folder: Path, world: int, **losses: str) -> WorkerGroup:
 
 
 def left(group: WorkerGroup, rank: int, **end: Any) -> None:
-    """A worker has left this record; `death` is how it died without one."""
+    """Give a worker this record; `death` is its cause of death, if it has no record of its end."""
     death = end.pop("death", "")
     record: Any = {"rank": rank, "node": f"n{rank}", "pid": 1, "started": 0.0} | end
     group.states[rank] = WorkerState(rank, pid=1, record=record, death=death)
@@ -75,7 +75,7 @@ def test_failed_collective_names_the_lost_peer_without_the_librarys_message(tmp_
     assert str(failure) == (
         "worker 0 on n0: a collective failed: worker 1 on n1 was lost or did not answer, but no worker was seen to die"
     )
-    # It may have been chance, so a second time is not "the same exception again".
+    # It may have been chance, so a second time is not a repetition of the same exception.
     assert failure.kind == ""
 
 
@@ -84,8 +84,8 @@ def test_lost_node_is_blamed_unless_a_worker_has_requested_an_exit_code(tmp_path
     left(group, 0, **PEER_LOST)
     assert str(group.evidence().first_failure()) == "worker 1 on n1: its node does not answer"
     left(group, 1, **PEER_LOST)
-    assert "a collective failed" in str(group.evidence().first_failure()), "who has written its end was there to do so"
-    # A node that is drained goes as soon as its worker has committed and ended.
+    assert "a collective failed" in str(group.evidence().first_failure()), "a worker that recorded its end was not lost"
+    # A drained node disappears as soon as its worker has committed and ended.
     left(group, 0, **PEER_LOST | {"exit_code": 75, "kind": "Preempted", "error": "stopped at step 9"})
     left(group, 1)
     assert group.evidence().first_failure().exit_code == 75
@@ -109,7 +109,7 @@ def test_error_contains_the_end_of_a_dead_workers_log(characters, tmp_path) -> N
 
 
 class SilentNodes:
-    """Nodes of which some do not answer; notes which were asked, and how often."""
+    """Fake nodes, some of which do not answer; records which were probed, and how often."""
 
     def __init__(self, dead: set[str]) -> None:
         self.dead = dead
@@ -130,7 +130,7 @@ class SilentNodes:
 def test_node_is_probed_after_missed_heartbeats_and_lost_if_it_does_not_answer(
     peer_lost, dead, beats_asked_after, lost_after, tmp_path, monkeypatch
 ) -> None:
-    """One heartbeat is a second of a clock that the test sets; n0 and n1 miss them all, n2 none."""
+    """A heartbeat is a second of the test's clock; n0 and n1 miss all of them, n2 none."""
     monkeypatch.setattr(worker_group, "TOGETHER_S", 0.0)
     group = group_of(tmp_path, 3)
     nodes = SilentNodes(dead)
@@ -145,13 +145,13 @@ def test_node_is_probed_after_missed_heartbeats_and_lost_if_it_does_not_answer(
     group.poll(0.0)
     asked_after = []
     for beats in range(1, 19):
-        # All but a hundredth of the beat has gone by, then all of it.
+        # First 99 % of the interval has passed, then all of it.
         for share in (0.99, 1.0):
             now[0] = 100.25 + beats - 1 + share
             before = len(nodes.asked)
             group.poll(0.0)
             if len(nodes.asked) > before:
-                assert share == 1.0 and nodes.asked[before:] == ["n0", "n1"], "both at once"
+                assert share == 1.0 and nodes.asked[before:] == ["n0", "n1"], "both together"
                 asked_after.append(beats)
         if group.evidence().losses:
             assert beats == lost_after
@@ -163,7 +163,7 @@ def test_node_is_probed_after_missed_heartbeats_and_lost_if_it_does_not_answer(
 
 @pytest.mark.parametrize("workers", [2, 4, 8, 16])
 def test_number_of_requests_per_round_grows_only_with_the_nodes(workers, tmp_path, monkeypatch) -> None:
-    """A poll each, and one question about all that are lost at once, whether their agents are silent or raise."""
+    """One poll per agent and one query for all lost nodes, whether their agents are silent or raise."""
     monkeypatch.setattr(worker_group, "TOGETHER_S", 0.0)
     group = group_of(tmp_path, workers)
     nodes = SilentNodes({f"n{number}" for number in range(workers)})
@@ -181,11 +181,11 @@ def test_number_of_requests_per_round_grows_only_with_the_nodes(workers, tmp_pat
     group.poll(0.0)
     assert polls == ["poll"] * workers and nodes.times == 1 and len(group.evidence().losses) == workers
     group.poll(0.0)
-    assert len(polls) == workers and nodes.times == 1, "who is lost is asked nothing more"
+    assert len(polls) == workers and nodes.times == 1, "a lost node gets no more requests"
 
 
 class Agents:
-    """Nodes n0, n1, … of one worker each, whose agents answer what a test says; some are drained."""
+    """Fake nodes n0, n1, … with one worker each, whose agents give the test's answers; some are draining."""
 
     own_node = "own"
 

@@ -1,6 +1,6 @@
-"""What workers leave on nodes that share no storage reaches the driver: by plain folders, and on hosts with Ray.
+"""Files of workers on nodes without shared storage reach the driver: with plain folders, and on hosts with Ray.
 
-In the quick tests two folders of one machine stand for a node and the driver; the last test has real hosts
+In the quick tests, two folders on one machine represent a node and the driver; the last test has real hosts
 (tests/support/hosts.py), on which nothing below /tmp is shared.
 """
 
@@ -23,7 +23,7 @@ ATTEMPT = Path("attempts") / "attempt-000002"
 
 
 class Pair:
-    """A node and the driver, each with a stage's folder of its own."""
+    """A node and the driver, each with a separate folder of the stage."""
 
     def __init__(self, folder: Path) -> None:
         self.node = folder / "node" / "stage"
@@ -37,7 +37,7 @@ class Pair:
         return self.files.begin("a", told or {}, ["attempt-000001", "attempt-000002"])
 
     def look(self) -> list[str]:
-        """One round of questions and answers; the names of what was sent."""
+        """Exchange one report; return the names of the sent files."""
         self.files.acknowledge(self.acknowledged)
         changes = self.files.look()
         self.acknowledged = apply_changes(self.driver, changes)
@@ -54,7 +54,7 @@ def pair(tmp_path: Path) -> Pair:
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody has to wait until a file counts as settled."""
+    """Let files count as settled at once."""
     monkeypatch.setattr(node_files, "SETTLED_NS", -1)
 
 
@@ -67,7 +67,7 @@ def test_records_and_logs_of_a_node_are_copied_to_the_driver(pair, at_once) -> N
     pair.look()
     assert records(pair.driver / ATTEMPT, 2) == {1: start}
     assert pair.same(ATTEMPT / "rank-00001.log")
-    # What has not changed is not sent again, and what has is.
+    # Only changed files are sent again.
     (pair.node / ATTEMPT / "rank-00001.json").write_text(json.dumps({**start, "ended": 2.0}))
     assert pair.look() == [str(ATTEMPT / "rank-00001.json")]
     assert records(pair.driver / ATTEMPT, 2)[1]["ended"] == 2.0
@@ -97,7 +97,7 @@ def test_log_contains_each_line_of_all_nodes_and_the_driver_once(pair, tmp_path)
         stage = rng.choice([pair.node, pair.driver, other.stage])
         line = f"{number} é {'x' * rng.randrange(100)}"
         with (stage / "log.txt").open("ab") as file:
-            # The last line of a node is half written at some moments; the driver writes its own by one call.
+            # The last line of a node is sometimes incomplete; the driver writes each line in one call.
             half = 0 if stage == pair.driver else rng.randrange(len(line.encode()) + 1)
             file.write(line.encode()[:half])
             file.flush()
@@ -123,7 +123,7 @@ def test_lost_answer_is_sent_again_and_a_restarted_driver_gets_the_rest(pair) ->
     pair.files.acknowledge(pair.acknowledged)
     with metrics.open("a") as file:
         file.write('{"step": 2}\n')
-    # Nobody asked before the driver was killed. The next one asks a new actor, in another attempt.
+    # The driver was killed before the next poll. The new driver polls a new actor, in another attempt.
     pair.files = NodeFiles(pair.node / ATTEMPT)
     pair.acknowledged = {}
     pair.begin()
@@ -135,7 +135,7 @@ def test_lost_answer_is_sent_again_and_a_restarted_driver_gets_the_rest(pair) ->
 
 
 def test_files_older_than_a_nodes_first_worker_are_not_sent(pair) -> None:
-    """It is of a driver that was there, and came along by other ways."""
+    """These files were written by an earlier driver on that node."""
     pair.node.mkdir(parents=True)
     (pair.node / "log.txt").write_text("old\n")
     pair.begin()
@@ -143,7 +143,7 @@ def test_files_older_than_a_nodes_first_worker_are_not_sent(pair) -> None:
         file.write("new\n")
     pair.look()
     assert (pair.driver / "log.txt").read_text() == "new\n"
-    # The driver moves there: what was sent from there is no measure any more.
+    # The driver moves to this node: its record of sent files is no longer valid.
     mark_driver_folder(pair.node / ATTEMPT, "b")
     assert not (pair.node / node_files.SENT).exists()
 
@@ -160,7 +160,7 @@ def test_tensorboard_files_are_appended_and_long_files_are_truncated(pair, monke
     for _ in range(4):
         pair.look()
     assert (pair.driver / "tensorboard" / "events.1").read_bytes() == content
-    assert (pair.driver / ATTEMPT / "rank-00000.log").read_bytes() == content[-100:], "a worker's stacks are at its end"
+    assert (pair.driver / ATTEMPT / "rank-00000.log").read_bytes() == content[-100:], "it has the stacks"
     assert pair.same("log.txt")
 
 
@@ -170,7 +170,7 @@ def test_node_receives_the_files_carried_from_the_previous_attempt(pair) -> None
     (pair.node / "excluded-steps.json").write_bytes(b"[[3, 5]]")
     pair.look()
     assert pair.same("excluded-steps.json")
-    # A process that takes over in the attempt does not put back what was told at its beginning.
+    # A second agent in the same attempt does not restore the files of its beginning.
     pair.files = NodeFiles(pair.node / ATTEMPT)
     pair.begin({"excluded-steps.json": b"[[3, 4]]"})
     assert (pair.node / "excluded-steps.json").read_bytes() == b"[[3, 5]]"
@@ -249,7 +249,7 @@ print(json.dumps(said), flush=True)
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(hosts.missing() != "", reason=hosts.missing())
 def test_driver_and_workers_communicate_on_hosts_without_shared_storage(tmp_path) -> None:
-    """A stop is heard, a worker's error is told, and a host that dies is named; of three hosts two have a worker."""
+    """A stop arrives, a worker's error is reported, and a dead host is named. Two of three hosts have a worker."""
     with RayHosts(tmp_path, ["h0", "h1", "h2"]) as cluster:
 
         def start(act: str) -> tuple[Path, subprocess.Popen[bytes]]:
@@ -268,8 +268,8 @@ def test_driver_and_workers_communicate_on_hosts_without_shared_storage(tmp_path
         for act in ("finish", "raise", "kill"):
             log, process = start(act)
             nodes = places_of(log, process)
-            assert len(set(nodes.values())) == 2, "the workers lie on two hosts"
-            # Somewhere there is a worker whose folder is not the driver's.
+            assert len(set(nodes.values())) == 2, "the workers are on two hosts"
+            # At least one worker does not share the driver's folder.
             victim = next(rank for rank, node in nodes.items() if node != "h0")
             killed = time.monotonic()
             if act == "kill":
@@ -281,7 +281,7 @@ def test_driver_and_workers_communicate_on_hosts_without_shared_storage(tmp_path
             assert {line.partition(" at ")[0] for line in said["log"]} == {"worker 0", "worker 1"}
             assert len(said["log"]) == len(set(said["log"]))
             if act == "finish":
-                assert "h0" not in nodes.values(), "rank 0 finds the stop file in a folder that is not the driver's"
+                assert "h0" not in nodes.values(), "rank 0 finds the stop file in its node's own folder"
                 assert said.get("value") == "worker 0 stopped", said
                 assert said["records"] == {"0": True, "1": True}
             if act == "raise":

@@ -1,4 +1,4 @@
-"""The nodes that workers start on without a cluster: this machine (those of a Ray cluster: test_ray_nodes.py)."""
+"""Workers without a cluster run on this machine (nodes of a Ray cluster: test_ray_nodes.py)."""
 
 import dataclasses
 import os

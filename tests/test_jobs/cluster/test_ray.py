@@ -1,6 +1,6 @@
 """Errors while joining a cluster: no answer, another server, a refusal by Ray, or a failed embedded cluster.
 
-Joining and leaving one: test_worker_group.py and test_ray_nodes.py.
+For joining and leaving a cluster see test_worker_group.py and test_ray_nodes.py.
 """
 
 import socket
@@ -25,14 +25,14 @@ def test_address_without_a_server_is_reported_at_once(ask, monkeypatch) -> None:
     disconnect()
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{server.getsockname()[1]}"  # bound, so nobody else's, and not listening
+        address = f"127.0.0.1:{server.getsockname()[1]}"  # bound, so that no other process uses it, but not listening
         monkeypatch.setenv("RAY_ADDRESS", address)
         with pytest.raises(ClusterError, match=f"no answer at RAY_ADDRESS={address}"):
             ask()
 
 
 def test_server_that_is_not_a_ray_head_is_reported_at_once(monkeypatch) -> None:
-    """Ray itself would wait for it for ever; a real head is joined by the tests of joined clusters."""
+    """Ray itself would wait for ever. Other tests join a real head."""
     disconnect()
     with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -73,7 +73,7 @@ def test_errors_of_ray_are_explained_with_advice(text, reason) -> None:
 )
 def test_failed_start_of_an_embedded_cluster_is_explained_with_advice(answer, reason, monkeypatch, tmp_path) -> None:
     disconnect()
-    # The guard's last word, or none; then it waits for the driver.
+    # The guard's last line, or none; then it waits for the driver.
     command = ["sh", "-c", f"{answer}; exec >/dev/null; cat"]
     processes_started: list[subprocess.Popen[str]] = []
 

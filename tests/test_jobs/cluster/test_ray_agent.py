@@ -1,4 +1,4 @@
-"""What an agent as an actor tells Prometheus (a real one, with real workers: test_worker_group.py, test_gauges.py)."""
+"""The Prometheus gauge of an agent (with real workers: test_worker_group.py, test_gauges.py)."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.quick
 
 @pytest.fixture
 def shown(monkeypatch) -> list[dict[str, str]]:
-    """The tags of the gauge, in the order in which they are set; Ray's own gauge needs a cluster."""
+    """Record the tags of the gauge in the order they are set; Ray's real gauge needs a cluster."""
     tags_set: list[dict[str, str]] = []
 
     class Gauge:

@@ -1,4 +1,4 @@
-"""A real Ray cluster of several nodes on this machine: what fits where, who waits for whom, nodes that go."""
+"""A real Ray cluster with several nodes on this machine: placement, waiting campaigns, and leaving nodes."""
 
 import dataclasses
 import json
@@ -41,11 +41,11 @@ from tests.support.families import wait_until
 from tests.support.watching import EachPoll
 
 ROOT = Path(__file__).parents[3]
-NODES = 3  # with one CPU each, beside a head without any
+NODES = 3  # with one CPU each, and a head without CPUs
 
 
 class Nodes:
-    """A cluster whose nodes a test may lose; the next test gets as many again."""
+    """A cluster whose nodes a test may kill; they are replaced for the next test."""
 
     def __init__(self, folder: Path) -> None:
         self.options: dict[str, Any] = {"object_store_memory": 100 * 2**20, "node_ip_address": "127.0.0.1"}
@@ -62,7 +62,7 @@ class Nodes:
             self.cluster.add_node(num_cpus=1, **self.options)
 
     def kill(self, node_id: str) -> None:
-        """Everything on a node at once, as when its host dies."""
+        """Kill all processes of a node at once, as when its host dies."""
         for node in self.cluster.worker_nodes:
             if node.node_id == node_id:
                 raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
@@ -70,7 +70,7 @@ class Nodes:
                     process.kill()
 
     def drain(self, node_id: str) -> None:
-        """As `ray drain-node` does, and a node of which `ray start --block` gets SIGTERM."""
+        """Drain a node as `ray drain-node` does, or a SIGTERM to `ray start --block`."""
         reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
         deadline_ms = int(time.time() * 1000) + 60_000
         client = ray._raylet.GcsClient(address=self.cluster.address)
@@ -93,9 +93,9 @@ def cluster() -> Iterator[Nodes]:
         for name, value in (embedded.ENVIRONMENT | embedded.EMBEDDED_ENVIRONMENT).items():
             patch.setenv(name, value)
         patch.setenv("PYTHONPATH", import_path())
-        # As for a submitted job: the nodes have the code already.
+        # As in a submitted job, the nodes already have the code.
         patch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
-        # It would tell every other program of this machine that this is its cluster, by a file in /tmp/ray.
+        # Otherwise a file in /tmp/ray would make this the default cluster of all programs on this machine.
         patch.setattr(ray._private.utils, "write_ray_address", lambda address: None)
         folder = embedded.short_directory()
         nodes = Nodes(folder)
@@ -122,7 +122,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def unplaced(monkeypatch) -> ray_nodes.RayNodes:
-    """Nodes of a driver that has joined no cluster."""
+    """Nodes of a driver that has not joined a cluster."""
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "own"))
     return ray_nodes.RayNodes(ClusterConfig(), is_embedded=False)
 
@@ -138,12 +138,12 @@ def test_a_few_spare_nodes_get_a_warm_agent(unplaced, monkeypatch) -> None:
     monkeypatch.setattr(unplaced, "start_agent", start)
     unplaced.actors["a"] = None
     unplaced.used = {"a"}
-    # A node with a worker and room for another one is no spare one that lacks an agent.
+    # A node with a worker already has an agent, even if it has room for another worker.
     for spare, expected in [("a", ""), ("bcd", "bc"), ("bcd", ""), ("cde", "d"), ("bcdefg", ""), ("ef", "ef")]:
         unplaced.warm_up_spares(set(spare))
         assert started == list(expected), spare
         started.clear()
-    # Those of workers with GPUs import nothing ahead.
+    # Agents of workers with GPUs import nothing early.
     unplaced.cluster = ClusterConfig(gpus_per_worker=1)
     unplaced.warm_up_spares({"x", "y"})
     assert not started
@@ -176,7 +176,7 @@ def test_avoided_nodes_are_kept_for_the_next_connection(monkeypatch) -> None:
 
 def test_worker_is_not_split_between_nodes_and_an_autoscaler_sees_the_request(nodes, monkeypatch) -> None:
     monkeypatch.setattr(ray_places, "FIRST_LINE_S", 1.5)
-    seen: list[tuple[float, Any]] = []  # what an autoscaler is told, and when
+    seen: list[tuple[float, Any]] = []  # what an autoscaler sees, and when
     began = time.monotonic()
 
     def look() -> None:
@@ -199,12 +199,12 @@ def test_worker_is_not_split_between_nodes_and_an_autoscaler_sees_the_request(no
     bundles = request.bundle_selectors[0].resource_requests
     assert seconds < 3
     assert [dict(bundle.resources_bundle) for bundle in bundles] == [{"CPU": 2.0}]
-    # Given up: whoever wants less gets it at once.
+    # After the request is cancelled, a smaller one is placed at once.
     assert reserve(ClusterConfig(workers=3, wait_s=4), "/runs/b", said.append)
 
 
 def reserve(cluster: ClusterConfig, run: str, log=print, look=do_nothing, worlds=()) -> PlacementGroup:
-    """Reserve the places of a worker group, as a stage does."""
+    """Reserve places for a worker group, as a stage does."""
     nodes = nodes_in(cluster)
     nodes.reserve(run, worlds or [cluster.world], log, look)
     assert nodes.reservation is not None
@@ -240,7 +240,7 @@ RIVAL = """
 
 
 def start_rival(run: str, workers: int) -> subprocess.Popen[str]:
-    """Another driver, which asks for its places, says so, and keeps them until it is killed."""
+    """Another driver, which requests its places, prints a line, and holds them until it is killed."""
     command = [sys.executable, "-c", textwrap.dedent(RIVAL), run, str(workers)]
     return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
@@ -255,7 +255,7 @@ def test_second_campaign_waits_and_names_the_first(nodes, monkeypatch) -> None:
         line = rival.stdout.readline()
         assert line.startswith("waiting for the cluster: room for 1 of 2 workers of 1 CPUs; free: 1 CPUs on ")
         assert line.endswith("; held: 2 CPUs by /runs/first\n")
-        # The next attempt of the first goes on where it was, and does not queue behind the second, its equal.
+        # The next attempt of the first campaign keeps its places and does not queue after the second one.
         assert reserve(two, "/runs/first") == held
         nodes_in(two).release()
         assert rival.stdout.readline() == "placed\n"
@@ -272,7 +272,7 @@ def test_second_campaign_waits_and_names_the_first(nodes, monkeypatch) -> None:
 
 def test_fewer_workers_are_used_after_patience_s_and_more_once_there_is_room(nodes) -> None:
     some = ClusterConfig(workers=WorkerRange(least=1, most=4), patience_s=1, wait_s=30)
-    bundles: list[int] = []  # of the group that waits: what an autoscaler is told
+    bundles: list[int] = []  # of the waiting group, as an autoscaler sees it
     said: list[str] = []
 
     def look() -> None:
@@ -283,14 +283,14 @@ def test_fewer_workers_are_used_after_patience_s_and_more_once_there_is_room(nod
     began = time.monotonic()
     first = reserve(some, "/runs/a", said.append, look, worlds=(4, 2, 1))
     assert 1 <= time.monotonic() - began < 6
-    assert set(bundles[:3]) == {4}, "the most is asked for"
-    assert held(some) == 2, "three would fit, and the batch does not allow them"
+    assert set(bundles[:3]) == {4}, "the maximum is requested"
+    assert held(some) == 2, "three would fit, but do not divide the batch"
     host = os.uname().nodename
     assert said == [
         "continuing with 2 of up to 4 workers: room for 3 of 4 workers of 1 CPUs; the whole cluster has room for only "
         f"room for 3; free: 1 CPUs on {host}, 1 CPUs on {host}, 1 CPUs on {host}"
     ]
-    # No more room: what is held is what the next attempt gets, at once.
+    # Without more room, the next attempt gets the held places at once.
     patient = dataclasses.replace(some, patience_s=60)
     began = time.monotonic()
     assert reserve(patient, "/runs/a", said.append, worlds=(4, 2, 1)) == first
@@ -299,7 +299,7 @@ def test_fewer_workers_are_used_after_patience_s_and_more_once_there_is_room(nod
     joined = nodes.cluster.add_node(num_cpus=1, **nodes.options)
     try:
         wait_until(lambda: room_now(some) == 4)
-        # Who waits comes before who wants more.
+        # A waiting campaign takes precedence over growing.
         rival = start_rival("/runs/b", 4)
         try:
             wait_until(lambda: room_now(some) == 2, 60)
@@ -326,7 +326,7 @@ def test_workers_of_a_node_share_a_bundle_unless_only_smaller_ones_fit(nodes, mo
         first, second = ours.places(4)
         assert (first, ours.places(4)) == (large.node_id, {first: {0: 3}, second: {1: 1}})
         assert ours.places(2) == {first: {0: 2}} and ours.nodes_held(3) == {first}
-        # Another program takes two of the three.
+        # Another program uses two of the three CPUs.
         ours.release()
         selector = [{"ray.io/node-id": large.node_id}]
         other = ray.util.placement_group([{"CPU": 2}], bundle_label_selector=selector)
@@ -352,7 +352,7 @@ def test_excluded_node_is_never_used_and_exclusion_needs_enough_other_nodes(node
     assert ours.room() == 2 and odd not in ours.status()[1]
     with pytest.raises(ClusterError, match=r"room for 2 of 3 workers .*; the whole cluster has room for only 2"):
         reserve(ClusterConfig(workers=3, wait_s=1), "/runs/a")
-    assert set(ours.identities()) >= nodes.alive(), "nodes that are left out are asked too"
+    assert set(ours.identities()) >= nodes.alive(), "excluded nodes are queried too"
 
 
 @pytest.mark.slow
@@ -417,7 +417,7 @@ def test_run_survives_a_broken_node_that_joins(nodes, tmp_path) -> None:
     assert "; no commit with 4 workers: falling back to 3 workers on their previous nodes, resuming from step " in back
 
 
-# ------------------------------------------------------------------------ nodes that go
+# ------------------------------------------------------------------------ leaving nodes
 
 
 @pytest.mark.slow
@@ -459,7 +459,7 @@ def test_worker_on_the_lost_node_is_blamed_instead_of_its_peer(nodes, tmp_path) 
     ],
 )
 def test_draining_a_node_loses_no_step_and_is_not_an_incident(notice, moves, nodes, recipe, capsys) -> None:
-    given: dict[int, dict[str, Any]] = {}  # attempt → the record of the worker whose node goes
+    given: dict[int, dict[str, Any]] = {}  # attempt → the record of the worker on the leaving node
 
     def give_notice(message: StatusMessage) -> None:
         attempt = message.attempt
@@ -474,7 +474,7 @@ def test_draining_a_node_loses_no_step_and_is_not_an_incident(notice, moves, nod
         else:
             os.kill(given[attempt]["pid"], signal.SIGTERM)
 
-    # No save but those that the notices ask for. Steps of eight micro-batches: the next node has joined in time.
+    # The only saves are those before a move. Steps have eight micro-batches, so that the next node joins in time.
     steps = 300 + 50 * moves
     changes = ["cluster.backend=ray", "pretrain.save_every=100000", "pretrain.log_every=1", f"pretrain.steps={steps}"]
     changes.append("pretrain.micro_batch=1")

@@ -1,4 +1,4 @@
-"""How places are asked of Ray; test_ray_nodes.py asks a real cluster for them."""
+"""How places are requested from Ray (from a real cluster: test_ray_nodes.py)."""
 
 import socket
 
@@ -20,7 +20,7 @@ STATE = ClusterState(TOTAL, TOTAL, set())
     [
         (8000, [8] * 1000, [8] * 1000),
         (10, [3, 8, 1], [8, 2]),
-        (5, [1, 2, 0], [2, 1, 1, 1]),  # an autoscaler is told of what has no room, a worker each
+        (5, [1, 2, 0], [2, 1, 1, 1]),  # workers without room get one bundle each, for an autoscaler
         (2, [], [1, 1]),
     ],
 )

@@ -1,4 +1,4 @@
-"""Attempt after attempt of a stage whose worker group is a script: which follows, after which wait, and how it ends."""
+"""The supervisor with scripted worker groups: which attempt follows, after which wait, and how a stage ends."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Set
@@ -31,16 +31,16 @@ VALUE = {"step": 40}
 
 @dataclass(frozen=True)
 class Ends:
-    """How one attempt ends, and what has happened by then."""
+    """The end of one attempt, and the events before it."""
 
-    cause: str = ""  # of the failure of worker 1; "": it returns
+    cause: str = ""  # of worker 1's failure; "": it returns
     exit_code: int | None = None
     kind: str = ""
     commits: int | None = None  # a step
-    grows: int | None = None  # to so many workers
-    drained: tuple[int | None, ...] = ()  # ranks whose nodes are; None: the driver's own
-    stops: bool = False  # somebody wants the driver to end
-    world: int = 2  # for which there was room
+    grows: int | None = None  # number of workers to grow to
+    drained: tuple[int | None, ...] = ()  # ranks on draining nodes; None: the driver's own node
+    stops: bool = False  # the driver is asked to end
+    world: int = 2  # number of workers with room
 
 
 DIES = Ends("killed by SIGKILL")
@@ -49,13 +49,13 @@ RAISES = Ends("ValueError: no", kind="ValueError")
 
 @dataclass
 class Stand:
-    """Stands in for nodes, worker groups, clock and checkpoints; remembers what was asked of it."""
+    """Replaces nodes, worker groups, clock and checkpoints, and records the requests to them."""
 
     folder: Path
     script: list[Ends]
     cluster: ClusterConfig = ClusterConfig(workers=2, backend="processes", backoff_s=5.0)  # noqa: RUF009 (frozen)
-    stops_at: float = float("inf")  # seconds, on the clock
-    steps: list[int] = field(default_factory=list)  # that are committed, the oldest first
+    stops_at: float = float("inf")  # seconds on the test's clock
+    steps: list[int] = field(default_factory=list)  # committed steps, oldest first
     log: list[str] = field(default_factory=list)
     asked: list[tuple[Any, ...]] = field(default_factory=list)  # of the nodes
     worlds: list[int] = field(default_factory=list)  # of the attempts
@@ -85,7 +85,7 @@ class Stand:
         self.seconds += seconds
 
     def group(self, nodes: Any, cluster: ClusterConfig, folder: Path, **options: Any) -> Any:
-        """A worker group that ends as the script says."""
+        """A worker group that ends according to the script."""
         ends = self.script.pop(0)
         self.worlds.append(cluster.world)
         node = SimpleNamespace(node_id=f"id{cluster.world}")
@@ -116,7 +116,7 @@ class Stand:
 
 
 RESTARTS = [
-    # attempts, waits in seconds, what the log says of each restart
+    # attempts; for each restart, the wait in seconds and the start in the log
     ([Ends()], []),
     ([DIES, DIES, DIES, Ends()], [(5, START), (10, START), (20, START)]),
     ([dataclasses.replace(DIES, commits=0), Ends()], [(0, "step 0")]),
@@ -140,7 +140,7 @@ def test_failed_attempt_is_followed_by_another_after_a_wait(script, restarts, tm
         wait = f" in {seconds} s" if seconds else ""
         expected.append(f"worker 1 on n1, in forward of step 4: {cause}; restarting from {start}{wait}")
     assert stand.log == expected
-    # The waits are slept in pieces of 0.2 s.
+    # Waits consist of sleeps of 0.2 s.
     assert stand.seconds - 1000 == pytest.approx(sum(seconds for seconds, _ in restarts), abs=0.21 * len(restarts))
     incidents = tmp_path / "pretrain-1" / "incidents.txt"
     assert incidents.exists() == bool(causes)
@@ -171,7 +171,7 @@ ENDINGS = [
     ([Ends("Preempted: stopped at step 9", 75, "Preempted", stops=True)], 75, "^stopped at step 9$"),
     ([Ends("Preempted: stopped at step 9", 75, "Preempted")], 75, "^stopped at step 9$"),
     ([dataclasses.replace(DIES, stops=True, commits=8)], 75, "killed by SIGKILL; stopped at step 8; run the same"),
-    # Asked to stop as well as to move: the stop counts.
+    # If a stop and a move are both requested, the stop takes precedence.
     ([Ends("Preempted: at 9", 75, "Preempted", stops=True, grows=4)], 75, "^at 9$"),
     (
         [Ends("Preempted: at 9", 75, drained=(1, None), commits=9)],
@@ -187,7 +187,7 @@ def test_stage_that_cannot_continue_ends_with_its_cause(script, exit_code, messa
     with pytest.raises((StageFailed, Preempted), match=message) as caught:
         stand.supervise(monkeypatch)
     assert caught.value.exit_code == exit_code and not stand.script
-    # To stop or to move because somebody asked is no incident.
+    # A requested stop or move is not an incident.
     asked = [ends for ends in script if ends.exit_code == 75]
     assert (tmp_path / "pretrain-1" / "incidents.txt").exists() == (asked == [])
 
@@ -250,7 +250,7 @@ def test_out_of_memory_incident_suggests_settings(cause, tmp_path) -> None:
 
 
 LOOKS = [
-    # has all ended, node is drained, grows, stop is wanted → asked to stop, log
+    # all ended, node draining, grows, stop requested → number of stop requests, log
     (False, False, False, False, 0, []),
     (True, False, False, False, 0, []),
     (False, True, False, False, 1, []),
@@ -287,7 +287,7 @@ def test_workers_are_asked_to_commit_before_a_move_growth_or_stop(
     assert len(stops_asked) == asked and len(looks) == (not ended)
     slow = "worker 1 on n1 is slow: in 95% of the checks, all other workers were waiting for it"
     assert stand.log == ([] if ended else [slow]) + said
-    # It is said once how many workers there will be, and asked again and again.
+    # The new number of workers is logged once, and the stop is requested repeatedly.
     attempt.look()
     assert len(stops_asked) == 2 * asked and len([line for line in stand.log if "room" in line]) == len(said)
 
@@ -309,11 +309,11 @@ def test_stuck_worker_ends_the_attempt(tmp_path) -> None:
         attempt.look()
 
 
-# ------------------------------------------------------------------------ nodes that are unlike the others
+# ------------------------------------------------------------------------ nodes that differ from the majority
 
 
 class NodesByHand:
-    """Nodes with these versions of torch, each with room for two workers; the ids are "id0", "id1", …."""
+    """Fake nodes with these versions of torch and room for two workers each; their ids are "id0", "id1", …."""
 
     def __init__(self, versions: str, code: Mapping[int, str]) -> None:
         self.known: dict[str, Identity] = {}
@@ -338,7 +338,7 @@ class NodesByHand:
         ("322", {}, 5, {"id0"}, "\n  without n0 the cluster has room for 4 of 5 workers"),
         ("2232", {1: "b" * 64}, 4, {"id1", "id2"}, "excluded from this campaign: n1, n2 (node n1 runs "),
         ("22", {0: "b" * 64, 1: "b" * 64}, 1, {"id0", "id1"}, "\n  without n0, n1 the cluster has room for 0 of 1"),
-        # The odd node has gone meanwhile; or there is one machine, of which nobody is asked.
+        # The differing node has left meanwhile, or the workers run on a single machine.
         ("22", {}, 1, set(), "worker 1 on n1 has torch 3"),
         ("", {}, 1, set(), "worker 1 on n1 has torch 3"),
     ],

@@ -1,4 +1,4 @@
-"""One worker's environment and folder (what a worker does in a group: test_worker_group.py)."""
+"""A worker's environment and folder (workers in a group: test_worker_group.py)."""
 
 import pytest
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.quick
     ("gpus", "visible", "expected"),
     [
         (0, "", {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}),
-        (1, "", {}),  # those that the node's environment shows
+        (1, "", {}),  # the GPUs in the node's environment
         (1, "2,5", {"CUDA_VISIBLE_DEVICES": "2,5"}),
     ],
 )

@@ -21,5 +21,5 @@ def test_closing_table_shows_images_results_and_time():
 
 
 def test_no_error_ends_a_command_with_success():
-    assert exit_code(WorkerGroupError(0, "node", "killed by SIGKILL")) == 70, "a crash wants no code of its own"
+    assert exit_code(WorkerGroupError(0, "node", "killed by SIGKILL")) == 70, "a crash requests no exit code"
     assert [exit_code(e) for e in (WorkerGroupError(0, "n", "", exit_code=65), OSError(), ValueError())] == [65, 74, 70]

@@ -1,4 +1,4 @@
-"""The driver's log: a stage's lines and its own, each shown once, also where a terminal takes none."""
+"""The driver's log: lines of the stage and of the driver, each shown once, even if a terminal is stuck."""
 
 import fcntl
 import os
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.quick
 
 
 def message(attempt: Path, step: int = 0) -> StatusMessage:
-    """How a stage stands whose workers of this attempt have reported a step."""
+    """Return the status of a stage whose workers have reported a step in this attempt."""
     return StageReader(attempt.parents[1]).read("working", int(attempt.name.rpartition("-")[2]), step)
 
 
@@ -66,7 +66,7 @@ def test_wait_is_logged_once_with_its_limit(tmp_path: Path, capsys):
 
     def looks(count: int) -> list[str]:
         for _ in range(count):
-            run_log.last_line_at -= 11.0  # as if nothing had been said for so many seconds
+            run_log.last_line_at -= 11.0  # as if the last line were 11 s old
             run_log.status(message(attempt))
         return capsys.readouterr().out.splitlines()
 
@@ -75,7 +75,7 @@ def test_wait_is_logged_once_with_its_limit(tmp_path: Path, capsys):
     (attempt / "rank-00000.json").write_text("{}")
     assert looks(5) == ["[pretrain-1] 1 workers have started; waiting for their first step"]
     Telemetry(tmp_path / "pretrain-1", rank=0, attempt=3).report("train", REPORT)
-    assert looks(3) == [], "no line repeats: the bar is the sign of life"
+    assert looks(3) == [], "no line is repeated, because the bar shows progress"
     assert run_log.stage_file.read_text().splitlines() == [
         f"[driver] {waiting}",
         "[driver] [pretrain-1] 1 workers have started; waiting for their first step",
@@ -83,7 +83,7 @@ def test_wait_is_logged_once_with_its_limit(tmp_path: Path, capsys):
 
 
 def on_a_terminal(work: Callable[[terminal.Terminal], None]) -> str:
-    """What a terminal of 120 columns is written while the work is done."""
+    """Return the output to a terminal with 120 columns during the work."""
     reader, writer = pty.openpty()
     fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
     with open(writer, "w") as stream:
@@ -114,9 +114,9 @@ def test_bar_moves_while_lines_are_queued_and_lines_fit_100_columns():
     assert [line for line in lines if line.startswith("[pretrain]")] == [
         f"[pretrain] step {step}/150" for step in range(1, 151)
     ]
-    assert "pretrain  loss 0.0067" in written and "150/150 eta" in written, "the bar's last place"
+    assert "pretrain  loss 0.0067" in written and "150/150 eta" in written, "the bar's last state"
     words = [line for line in lines if "images" in line]
-    assert len(words) > 1 and max(map(len, words)) <= 100, "what is longer goes on further to the right"
+    assert len(words) > 1 and max(map(len, words)) <= 100, "continued lines are indented"
     assert words[0].startswith("  [pretrain] images") and words[1].startswith("      images")
 
 
@@ -129,7 +129,7 @@ def test_bar_moves_with_the_workers_steps_between_two_reports(tmp_path: Path, mo
     monkeypatch.setattr(run_log, "show_progress", lambda done, total, text: moves.append((done, total)))
     for step in (0, 49, 53, 61):
         run_log.status(message(attempt, step))
-    run_log.status(message(attempt.with_name("attempt-000004")))  # its workers have not begun
+    run_log.status(message(attempt.with_name("attempt-000004")))  # its workers have not started
     assert moves == [(50, 1100), (50, 1100), (53, 1100), (61, 1100), (0, None)]
 
 
@@ -152,12 +152,12 @@ def test_lines_missed_by_a_stuck_terminal_are_counted_and_reported(monkeypatch):
     with open(writer, "w") as stream:
         stuck = terminal.Terminal(stream)
         stuck.write("line 0")
-        while not stuck.waiting.empty():  # the thread has it, and cannot get rid of it
+        while not stuck.waiting.empty():  # the thread has taken the line, and cannot write it
             time.sleep(0.01)
         for number in range(1, 31):
             stuck.write(f"line {number}")
         assert stuck.close() == 31
-        # Somebody scrolls on, and what has waited comes.
+        # Somebody scrolls, and the queued lines are written.
         os.read(reader, 4096)
         stuck.thread.join(10)
         shown = os.read(reader, 4096).decode().splitlines()

@@ -1,4 +1,4 @@
-"""What is read of a run's folder: the last command, finished stages, incidents, and a stage that runs."""
+"""Reading a run's folder: the last command, finished stages, incidents, and a running stage."""
 
 import json
 from pathlib import Path
@@ -37,7 +37,7 @@ COMMIT = {"kind": "checkpoint", "time": 940.0, "attempt": 2, "step": 100}
 
 
 def two_attempts(parent: Path) -> Path:
-    """Make the folder of a stage in its second attempt, with one incident and half a line; return it."""
+    """Make the folder of a stage in its second attempt, with one incident and an incomplete line; return it."""
     directory = parent / "digits" / "pre-train-1a2b3c4d"
     for number in (3, 7):
         (directory / "attempts" / f"attempt-{number:06d}").mkdir(parents=True)
@@ -105,7 +105,7 @@ def test_incidents_are_separated_by_their_clock_and_not_by_lines_of_a_traceback(
     assert read_incidents(tmp_path) == []
 
 
-# ------------------------------------------------------------------------ a stage that runs
+# ------------------------------------------------------------------------ a running stage
 
 
 def test_first_call_reads_all_records_and_later_calls_only_new_ones(tmp_path) -> None:
@@ -121,7 +121,7 @@ def test_first_call_reads_all_records_and_later_calls_only_new_ones(tmp_path) ->
         file.write("2026-11-22 09:00:00 the worker group: no traceback\n\n")
     message = reader.read("working", 7, 125)
     assert (message.report, message.incidents) == ({"kind": "train", "step": 130}, 2)
-    # Started over: the file is a shorter one.
+    # The stage was started over: the new file is shorter.
     (stage / "metrics.jsonl").write_text('{"kind": "train", "step": 1}\n')
     assert reader.read("working").report == {"kind": "train", "step": 1}
 

@@ -1,4 +1,4 @@
-"""A command's life on a run: what it checks first, runs and skips, tells its watchers and leaves in status.json."""
+"""A command on a run: its checks, run and skipped stages, calls of watchers, and status.json."""
 
 import json
 import os
@@ -25,14 +25,14 @@ DIGITS = "shards: {kind: pack, sets: {train: {source: digits, split: train, keep
 
 @pytest.fixture
 def packing(tmp_path: Path) -> Campaign:
-    """A campaign of one stage that the driver runs itself."""
+    """A campaign with one stage, which the driver runs without workers."""
     recipe = tmp_path / "packing.yaml"
     recipe.write_text(f"run: {tmp_path / 'run'}\ncluster: {{backend: processes, workers: 1}}\n{DIGITS}")
     return campaigns.load(recipe, [])
 
 
 class States(Watcher):
-    """Keeps what it is told of stages and of the end."""
+    """Records its calls for stages and for the end."""
 
     def __init__(self, run: Path) -> None:
         self.run = run
@@ -53,7 +53,7 @@ def test_stage_runs_once_and_is_skipped_by_the_next_command(packing, capsys) -> 
     first = States(packing.run)
     (again,) = run_campaign(packing, watchers=[first])
     assert again["skipped"]
-    assert first.events == ["exit code 0"], "of a stage that is skipped there is no status"
+    assert first.events == ["exit code 0"], "a skipped stage sends no status"
     stage = packing.stages[0]
     line = f"shards: skipped, finished with the same config and inputs (key {stage.key[:8]})"
     assert line in capsys.readouterr().out
@@ -119,7 +119,7 @@ def test_first_signal_requests_a_commit_and_a_second_interrupt_ends_at_once(stop
         "SIGTERM: finishing the step and committing, then exit code 75; press Ctrl-C again to end at once"
     ]
     os.kill(os.getpid(), signal.SIGTERM)
-    assert len(stopper.lines) == 1, "a second SIGTERM asks for the same thing"
+    assert len(stopper.lines) == 1, "a second SIGTERM is only a repetition"
     with pytest.raises(KeyboardInterrupt, match="interrupted twice"):
         os.kill(os.getpid(), signal.SIGINT)
 

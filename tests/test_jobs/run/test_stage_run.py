@@ -1,4 +1,4 @@
-"""One stage, run: what is refused before it, and what its files record of it."""
+"""Running one stage: refusals before it starts, and the records in its files."""
 
 import hashlib
 import json
@@ -44,13 +44,13 @@ class Numbers(StageKind):
 
 
 class Outcomes(Numbers):
-    """The same, of a kind that needs only the outcomes of what it reads."""
+    """The same kind, but it needs only the outcomes of its inputs."""
 
     inputs: ClassVar[Mapping[str, Reads]] = {"init": Reads.OUTCOME}
 
 
 def stage_of(name: str, kind: StageKind | None = None, *, source: str = "", parent: str = "", number: int = 1) -> Stage:
-    """Return a stage; `parent` is the name of the stage that it reads."""
+    """Return a stage; `parent` is the name of its input stage."""
     cfg = NumbersConfig(number, f"@{parent}" if parent else None)
     parents = {"init": f"@{parent}"} if parent else {}
     return Stage(name, kind or Numbers(), cfg, source or name, parents=parents, key=f"{name}{'0' * 8}"[:8])
@@ -63,7 +63,7 @@ def context_of(run: Path, stage: Stage, *others: Stage, lines: list[str] | None 
 
 
 def finish(run: Path, stage: Stage, **outcome: Any) -> None:
-    """Let a stage have finished with this outcome."""
+    """Mark a stage as finished with this outcome."""
     folder = Campaign(run, ClusterConfig(), (stage,)).directory(stage)
     folder.mkdir(parents=True)
     artifacts.write_record(folder / "done.json", {"key": stage.key, "seconds": 1.0, **outcome, "files": {}})
@@ -125,7 +125,7 @@ def test_stage_that_reads_only_outcomes_runs_after_a_diverged_stage(tmp_path) ->
 
 
 class Failing(Numbers):
-    """A stage that fails as a stage with workers does."""
+    """A stage that fails like a stage with workers."""
 
     def __init__(self, exception: str) -> None:
         self.exception = exception
@@ -171,4 +171,4 @@ def test_the_time_of_earlier_commands_is_in_the_stage_s_seconds(tmp_path) -> Non
     lines = [json.dumps(record) for record in (start, report)]
     (context.directory / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     seconds = run_stage(context, fresh=False)["seconds"]
-    assert 100.0 <= seconds < 130.0, "100 s of the first command, and this one"
+    assert 100.0 <= seconds < 130.0, "100 s of the first command, plus this one"

@@ -1,6 +1,6 @@
-"""Whole runs that are kept in an object store, with a fresh disk for every machine: they end as a run in a folder does.
+"""Complete runs in an object store, with an empty disk on every machine: the result equals that of a run in a folder.
 
-Drivers are real processes, each with a local folder of its own, as if on another machine; the store is moto on
+Drivers are real processes with separate local folders, as if on different machines; the store is moto on
 loopback, behind a proxy that can fail.
 """
 
@@ -44,7 +44,7 @@ RUN = "s3://images/runs/{name}"
 
 
 def recipe_on(shards: Path) -> str:
-    """SMALL on shards that are there, of a run in a store no stage may pack; with two more stages."""
+    """SMALL on existing shards, because a run in a store cannot pack; with two more stages."""
     pretrain = "".join(line for line in SMALL.splitlines(True) if not line.startswith("shards:"))
     return pretrain.replace("@shards", str(shards)) + AFTER.lstrip().format(shards=shards)
 
@@ -65,7 +65,7 @@ def proxy() -> Iterator[Proxy]:
 
 @pytest.fixture
 def drive(small: Path, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    """Start `python -m jobs run` on a machine of a name, which has a disk of its own; its output is in NAME.log."""
+    """Start `python -m jobs run` on a named machine with a separate disk; its output is in NAME.log."""
     started = []
 
     def start(machine: str, *overrides: str) -> subprocess.Popen[bytes]:
@@ -86,7 +86,7 @@ def drive(small: Path, tmp_path: Path) -> Iterator[Callable[..., subprocess.Pope
 
 
 def outcome(folder: Path) -> dict[str, Any]:
-    """What a finished run in a local folder came to: its weights, ledger, and the bytes of its last checkpoint."""
+    """Return the results of a finished run: its weights, ledger, and the bytes of its last checkpoint."""
     made: dict[str, Any] = {}
     for stage in ("pretrain", "resize", "finetune"):
         (directory,) = folder.glob(f"{stage}-*")
@@ -101,7 +101,7 @@ def outcome(folder: Path) -> dict[str, Any]:
 
 
 def losses(folder: Path) -> list[float]:
-    """The loss of every step of pretraining, of the last attempt that took it."""
+    """Return the loss of every pretraining step, from the last attempt that took the step."""
     by_step = {}
     (path,) = folder.glob("pretrain-*/metrics.jsonl")
     for line in path.read_text().splitlines():
@@ -113,7 +113,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def folder_of(machine: Path) -> Path:
-    """The one run's local folder on a machine."""
+    """Return the run's local folder on a machine."""
     (folder,) = machine.iterdir()
     return folder
 
@@ -121,7 +121,7 @@ def folder_of(machine: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_run_killed_during_a_save_resumes_on_another_machine_with_the_same_bits(proxy, drive, tmp_path) -> None:
-    """Requests fail all the while: 503 and 500, answers that are lost, cut short and late."""
+    """Requests keep failing: status 503 and 500, and lost, truncated or late answers."""
     run = RUN.format(name="killed")
     assert drive("local", f"run={tmp_path / 'run'}").wait(300) == 0
     first = drive("one", f"run={run}")
@@ -180,25 +180,25 @@ def test_second_owner_is_refused_and_a_frozen_owner_cannot_commit(proxy, drive, 
     first = drive("one", f"run={run}", *longer)
     wait_for(tmp_path / "one.log", "checkpoint step 20 committed")
 
-    # While the first lives the second is refused, and says by whom.
+    # While the first is alive, the second is refused, and names the first.
     assert drive("two", f"run={run}", *longer).wait(300) == 73
     assert f"{run} is owned by process {first.pid} on" in (tmp_path / "two.log").read_text()
-    assert first.poll() is None, "the first has ended too soon for this test"
+    assert first.poll() is None, "the first ended too early for this test"
 
-    # It freezes with its workers, and the second takes over and ends the run.
+    # The first freezes with its workers, and the second takes over and finishes the run.
     frozen = [psutil.Process(first.pid), *psutil.Process(first.pid).children(recursive=True)]
     for process in frozen:
         process.suspend()
     assert drive("two", f"run={run}", *longer).wait(600) == 0
     for process in frozen:
         process.resume()
-    # Not 74 of a commit that failed, nor 75 of one that was stopped, which a batch system would start again.
+    # Neither 74 (a failed commit) nor 75 (stopped), after which a batch system would restart the command.
     assert first.wait(300) == 73
     assert f"{run} was taken over by process" in (tmp_path / "one.log").read_text()
     assert "which has ended since" in (tmp_path / "one.log").read_text()
     assert outcome(folder_of(tmp_path / "two")) == outcome(tmp_path / "run")
 
-    # The store is as the second has left it.
+    # The store is unchanged since the second ended.
     assert drive("three", f"run={run}", *longer).wait(300) == 0
     assert (tmp_path / "three.log").read_text().count("skipped, finished with the same config and inputs") == 3
 
@@ -215,8 +215,8 @@ BUCKET = "import boto3; boto3.client('s3').create_bucket(Bucket='images')"
 @pytest.mark.timeout(1500)
 @pytest.mark.skipif(hosts.missing() != "", reason=hosts.missing())
 def test_run_on_hosts_without_shared_storage_survives_a_lost_host(small, shards, drive, tmp_path) -> None:
-    """Three hosts under Ray, with nothing in common but the sets and the store, which is a fourth host."""
-    # Every host has a /tmp of its own, and sees this test's folder alone.
+    """Three hosts of a Ray cluster, which share only the sets and the store (a fourth host)."""
+    # Every host has a separate /tmp, and sees only this test's folder.
     shutil.copytree(shards, tmp_path / "sets")
     small.write_text(recipe_on(tmp_path / "sets"))
     run = RUN.format(name="hosts")
@@ -242,7 +242,7 @@ def test_run_on_hosts_without_shared_storage_survives_a_lost_host(small, shards,
         cluster.head.run(f"cp -r /tmp/scratch {tmp_path}/head")
         made = outcome(folder_of(tmp_path / "head"))
         expected = outcome(tmp_path / "run")
-        # The last checkpoint lies in the store; here is the one from which this host went on.
+        # The last checkpoint is in the store; this is the one from which this host resumed.
         for name in ("pretrain", "resize", "finetune", "ledger"):
             assert made[name] == expected[name]
         assert losses(folder_of(tmp_path / "head")) == losses(tmp_path / "run")
@@ -252,7 +252,7 @@ def test_run_on_hosts_without_shared_storage_survives_a_lost_host(small, shards,
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(hosts.missing() != "", reason=hosts.missing())
 def test_run_is_taken_over_from_a_driver_with_a_dead_link_which_then_ends_with_73(small, shards, tmp_path) -> None:
-    """Two hosts and their store, a third; frames are dropped, so that no connection is closed."""
+    """Two hosts, and their store on a third; network frames are dropped, so that no connection is closed."""
     shutil.copytree(shards, tmp_path / "sets")
     small.write_text(recipe_on(tmp_path / "sets"))
     run = RUN.format(name="link")
@@ -293,7 +293,7 @@ def test_run_is_taken_over_from_a_driver_with_a_dead_link_which_then_ends_with_7
         assert first.wait(240) == 73, log_of("h0").read_text()
         print(f"mended: the first driver ended after {time.monotonic() - began:.1f} s")
         assert "error: s3://images/runs/link is owned by process " in log_of("h0").read_text()
-        # The second was not disturbed, and ends when it is asked to, from the other host.
+        # The second was not disturbed, and ends on request from the other host.
         assert second.poll() is None
         told = network["h0"].run(f"python -m jobs stop {run}")
         assert second.wait(120) == 75 and "it has ended; to see how: " in told, log_of("h1").read_text()
@@ -301,7 +301,7 @@ def test_run_is_taken_over_from_a_driver_with_a_dead_link_which_then_ends_with_7
 
 
 def worker_host(cluster: RayHosts) -> str:
-    """A host that is not the head, with a worker of the running attempt."""
+    """Return a host with a worker of the running attempt that is not the head."""
     said = cluster.head.run("cat /tmp/scratch/*/pretrain-*/attempts/attempt-*/rank-*.json")
     for name in cluster.names[1:]:
         if f'"node": "{name}"' in said:

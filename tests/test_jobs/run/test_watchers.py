@@ -1,4 +1,4 @@
-"""Watchers: every one receives the same calls in the same order, and none can end the run."""
+"""Watchers: all receive the same calls in the same order, and none of them can end the run."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.quick
 
 
 class Recorder(Watcher):
-    """Keeps the names of all calls."""
+    """Records the names of all calls."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -49,7 +49,7 @@ class Failing(Recorder):
 
 
 def watch(watching: Watchers, context: Context) -> None:
-    """Let a command run a stage with one attempt."""
+    """Simulate a command that runs a stage with one attempt."""
     lease = Lease(context.campaign.storage, print)
     with watching.of_command(context.campaign, lease), watching.of_stage(context):
         watching.status("working", 1, 3)
@@ -87,7 +87,7 @@ def test_failing_watcher_is_logged_and_does_not_affect_the_others(context) -> No
     assert recorder.calls == ALL_CALLS
     names = ("started", "stage", "status", "ended", "close")
     assert lines == [f"Failing: OSError: {name} is out of order; the run continues without it" for name in names], (
-        "each once, although status is called three times"
+        "each error is logged once, although status is called three times"
     )
 
 

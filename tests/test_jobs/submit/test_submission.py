@@ -1,4 +1,4 @@
-"""A run as a Ray job, on a real cluster with its dashboard: submitted, found by name, followed, stopped."""
+"""Runs as Ray jobs on a real cluster with its dashboard: submitted, found by name, followed and stopped."""
 
 import asyncio
 import json
@@ -52,14 +52,14 @@ time.sleep(300)
 
 @pytest.fixture(scope="module")
 def dashboard() -> Iterator[str]:
-    """The address of an embedded cluster's dashboard, which commands find as RAY_ADDRESS.
+    """Set RAY_ADDRESS to the dashboard of an embedded cluster, and return that address.
 
     It starts and takes jobs although the ports that Ray gives to every cluster's dashboard and agent are taken, as by
     another cluster.
     """
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         for port in (DEFAULT_DASHBOARD_PORT, DEFAULT_DASHBOARD_AGENT_LISTEN_PORT):
-            # Where this fails, another cluster of this machine has the port already.
+            # If this fails, another cluster on this machine uses the port already.
             with suppress(OSError):
                 stack.enter_context(socket.create_server((LOOPBACK, port)))
         patch.delenv("RAY_ADDRESS", raising=False)
@@ -77,7 +77,7 @@ def checkout(tmp_path: Path) -> Path:
 
 def test_a_list_without_jobs_says_so(dashboard, capsys) -> None:
     client = JobSubmissionClient()
-    for job in client.list_jobs():  # of the tests before this one, which come in any order
+    for job in client.list_jobs():  # from earlier tests, which run in any order
         if job.submission_id:
             client.delete_job(job.submission_id)
     assert main(["list"]) == 0
@@ -96,10 +96,10 @@ def test_job_is_found_by_its_run_followed_and_stopped_with_time_to_commit(dashbo
     follower = threading.Thread(target=submission.logs, args=("/runs/digits",), kwargs={"write": printed.append})
     follower.start()
     deadline = time.monotonic() + 60
-    while "step 1 {braces}" not in "".join(printed):  # a command's braces and quotes arrive as they were
+    while "step 1 {braces}" not in "".join(printed):  # braces and quotes of a command are preserved
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    # The list shows the last whole line that its driver has printed.
+    # The list shows the last complete line of the driver's output.
     assert main(["list"]) == 0
     first, second, *_ = capsys.readouterr().out.splitlines()
     assert first.startswith("RUNNING ") and first.endswith(f"  /runs/digits  ({job.id})")
@@ -117,7 +117,7 @@ def test_job_is_found_by_its_run_followed_and_stopped_with_time_to_commit(dashbo
 
 
 def test_pending_job_can_be_stopped(dashboard) -> None:
-    # More CPUs than there are: the job has no place, as on a cluster whose head is full.
+    # With more CPUs than exist, the job stays pending, as on a cluster whose head is full.
     place = {"entrypoint_num_cpus": 10_000, "metadata": {"run": "pending"}}
     submission._submit_when_possible(lambda: JobSubmissionClient().submit_job(entrypoint="true", **place))
     assert submission.status("pending").status == "PENDING"
@@ -142,7 +142,7 @@ def test_a_wrong_token_is_refused_and_explained(dashboard) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_submitted_campaigns_share_a_cluster_and_are_both_listed(dashboard, recipe, tmp_path, capsys) -> None:
-    """Their recipe lies outside the checkout, and the cluster has room for one of them."""
+    """Their recipe is outside the checkout, and the cluster has room for only one of them."""
     workers = os.cpu_count() or 1
     words = [
         "cluster.backend=ray",
@@ -166,9 +166,9 @@ def test_two_submitted_campaigns_share_a_cluster_and_are_both_listed(dashboard, 
 
     long = ["pretrain.steps=100000", "pretrain.log_every=1", "pretrain.save_every=100000"]
     assert main(["submit", str(recipe), f"run={low}", *words, *long]) == 0
-    # On a busy machine the command itself says first that it starts.
-    assert capsys.readouterr().err.removeprefix("submit: starting …\n") == "", "Ray has nothing to say"
-    # Its loss is shown from its first step on.
+    # On a busy machine the command first prints its activity.
+    assert capsys.readouterr().err.removeprefix("submit: starting …\n") == "", "Ray prints nothing"
+    # The loss is shown after the first step.
     until("  loss ", ["status", str(low)])
     assert main(["submit", str(recipe), f"run={high}", *words]) == 0
     capsys.readouterr()
@@ -178,7 +178,7 @@ def test_two_submitted_campaigns_share_a_cluster_and_are_both_listed(dashboard, 
     assert "step " in lines[1]
     assert lines[2].startswith("PENDING ") and f"  {high}" in lines[2]
     assert f"room for 0 of {workers} workers of 1 CPUs; held: {workers} CPUs by {low}" in lines[3]
-    # Who holds the places commits and ends; who waits gets them.
+    # The holder of the places commits and ends; the waiting campaign gets them.
     assert submission.stop(str(low)).status == "STOPPED"
     assert submission.logs(str(high), write=lambda text: None).status == "SUCCEEDED"
     assert len(list(high.glob("*/done.json"))) == 4
@@ -193,7 +193,7 @@ def test_list_shows_running_then_pending_then_ended_jobs(monkeypatch, capsys) ->
     started = time.mktime((2026, 11, 22, 8, 30, 0, 0, 0, 0))
     waiting = "waiting for the cluster: room for 0 of"
     jobs = [
-        # id, run, status, seconds, what its driver has printed
+        # id, run, status, seconds, output of the driver
         ("old-001", "/runs/old", "FAILED", -60, "waiting for the cluster: true no more\n"),
         ("c-001", "/runs/c", "RUNNING", 0, f"[pretrain] step 9/9\n{waiting} 1\n"),
         ("b-001", "/runs/b", "RUNNING", 60, f"{waiting} 2 workers\n"),
@@ -258,7 +258,7 @@ def test_submission_is_retried_until_a_new_head_accepts_jobs(monkeypatch, capsys
 
 
 class Head:
-    """A head with one job, whose connection for its log breaks once, and which then falls silent or forgets the job."""
+    """A fake head with one job: its log connection breaks once, then it stops answering or forgets the job."""
 
     def __init__(self, end: str) -> None:
         self.end = end
@@ -270,7 +270,7 @@ class Head:
 
     def list_jobs(self) -> list[SimpleNamespace]:
         if self.is_gone and self.end == "silent":
-            time.sleep(60)  # as after a loss of power: no answer, and no end of the connection
+            time.sleep(60)  # as after a power failure: no answer, and the connection is not closed
         if self.is_gone and self.end == "forgets":
             return []
         status, code = "RUNNING", None
@@ -309,7 +309,7 @@ def test_logs_end_with_the_runs_exit_code_or_69_if_head_or_driver_is_lost(end, c
         monkeypatch.setattr(submission, name, 0.1)
     assert main(["logs", "/runs/x"]) == code
     printed = capsys.readouterr()
-    assert printed.out == "step 1\nstep 2\n", "each line once, whatever befell the connection"
+    assert printed.out == "step 1\nstep 2\n", "each line once, although the connection broke"
     assert text in printed.err
 
 
@@ -339,14 +339,14 @@ def test_a_checkout_too_large_to_ship_is_refused_with_its_largest_entries(checko
             file.truncate(size * 2**20)
     with pytest.raises(UsageError) as caught:
         submission.measure(checkout)
-    assert "the checkout is 110 MiB" in str(caught.value)
+    assert "the checkout has 110 MiB" in str(caught.value)
     assert "largest: images/a.tar 90 MiB, images/b.tar 20 MiB," in str(caught.value)
     (checkout / ".rayignore").write_text("images/a.tar\n")
     assert submission.measure(checkout)["images/b.tar"] == 20 * 2**20
 
 
 def test_measured_size_is_that_of_rays_package(checkout, tmp_path) -> None:
-    """Ignore files hold below their own folder, `!` takes an exclusion back, and Ray's package is the judge."""
+    """Ignore files apply below their folder, `!` re-includes files; the expected size is that of Ray's package."""
     root = checkout / "root"
     contents = {
         ".gitignore": "*.log\nbuild/\n/top\n",
@@ -411,7 +411,7 @@ def test_submitted_recipe_from_any_folder_is_the_same_campaign(recipe, shards, t
     changed = "pretrain.data.train, finetune.data.train, finetune.deepspeed, fewshot.probe.train, photos.sets.a.path"
     assert capsys.readouterr().out == f"relative paths are taken from {home}: {changed}\n"
 
-    # On the cluster's head: another folder, another environment, and what the job took along.
+    # On the cluster's head: another folder, another environment, and only the shipped files.
     run, command, environment = asked[0]
     assert run == str(home / "runs" / "mine")
     monkeypatch.chdir("/")
@@ -421,12 +421,12 @@ def test_submitted_recipe_from_any_folder_is_the_same_campaign(recipe, shards, t
     there = load_campaign(command[4], command[5:], KINDS)
     assert there.run == here.run
     assert there.stage("pretrain").config.optim.lr == 0.003
-    assert there.stage("finetune").config.data.cache.directory == "~/cache", "of each node's own home"
+    assert there.stage("finetune").config.data.cache.directory == "~/cache", "relative to each node's home"
     assert there.stage("finetune").config.deepspeed == str(home / "tuning.json")
     assert there.stage("photos").config.sets["a"].path == str(home / "photos.csv")
     for stage in here.stages:
         assert not there.stage(stage.name).missing
-        # What a pack stage reads is in its key by path; of all others the content counts.
+        # The key of a pack stage contains the path of its input, other keys contain digests.
         if stage.name in ("pretrain", "resize", "finetune"):
             assert there.stage(stage.name).key == stage.key
     monkeypatch.setenv("WEB", "https://me:hunter2@host/train")
