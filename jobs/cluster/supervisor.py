@@ -209,8 +209,8 @@ class Attempt:
                 end_if_requested(context)
             if not self.can_commit:
                 raise Preempted(
-                    f"stopped in {context.stage.name}, which has no checkpoints; "
-                    "run the same command again to start it from the beginning"
+                    f"stopped in {context.stage.name}; "
+                    "run the same command again to start this stage from its beginning"
                 )
 
 

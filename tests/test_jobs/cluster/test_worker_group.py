@@ -370,11 +370,11 @@ def test_without_a_gpu_the_refusal_says_what_to_type(restart) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_missing_gpu_is_said_with_what_to_type(backend, restart, tmp_path) -> None:
+def test_missing_gpu_is_reported_with_advice(backend, restart, tmp_path) -> None:
     cluster = ClusterConfig(workers=2, gpus_per_worker=32, backend=backend)
     with pytest.raises(
         ClusterError,
-        match=r"(room for 0 of 2 workers of 1 CPUs and 32 GPUs|want 64 GPUs)[\s\S]*\ntype .*cluster.workers",
+        match=r"(room for 0 of 2 workers of 1 CPUs and 32 GPUs|need 64 GPUs)[\s\S]*\ntype .*cluster.workers",
     ):
         run(worker_functions.add_ranks, {"x": 0}, cluster, tmp_path)
 
@@ -383,7 +383,9 @@ def test_wait_logs_its_reason_and_ends(two, full, monkeypatch) -> None:
     monkeypatch.setattr("jobs.cluster.ray_places.FIRST_LINE_S", 1.5)
     said: list[str] = []
     cluster = dataclasses.replace(two["ray"], wait_s=2)
-    with pytest.raises(ClusterError, match=r"^room for 0 of 2 workers of 1 CPUs\nwaited 2 s\ntype"):
+    with pytest.raises(
+        ClusterError, match=r"^room for 0 of 2 workers of 1 CPUs\nthe places did not become free within 2 s"
+    ):
         nodes_of(cluster).reserve("/runs/a", [2], said.append, do_nothing)
     assert said == ["waiting for the cluster: room for 0 of 2 workers of 1 CPUs"]
 
@@ -503,7 +505,9 @@ def test_stop_before_any_worker_has_started_ends_the_attempt(two, tmp_path) -> N
     left(group, 1)
     attempt.look()
     assert asked[2:] == [], "the request is repeated only after a while"
-    with pytest.raises(Preempted, match="stopped in pretrain; run the same command again to do it from its start"):
+    with pytest.raises(
+        Preempted, match="stopped in pretrain; run the same command again to start this stage from its beginning"
+    ):
         dataclasses.replace(attempt, can_commit=False).look()
 
 
@@ -764,7 +768,7 @@ def test_killed_driver_leaves_no_process(backend, tmp_path) -> None:
 
 
 # A campaign in this process leaves the embedded cluster at its end, so this test comes after those that share it.
-def test_unused_gpus_are_logged_once_and_the_start_line_names_the_device(recipe, monkeypatch, capsys) -> None:
+def test_idle_gpus_are_logged_once_and_the_start_line_names_the_device(recipe, monkeypatch, capsys) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     loaded = campaigns.load(recipe, ["pretrain.steps=2", "pretrain.optim.schedule.warmup_steps=1"])
     run_campaign(loaded, only="pretrain")
