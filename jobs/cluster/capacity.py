@@ -41,14 +41,14 @@ class ClusterState:
         status = get_cluster_status(ray.get_runtime_context().gcs_address)
         total: dict[str, dict[str, float]] = {}
         free: dict[str, dict[str, float]] = {}
-        left: dict[str, dict[str, float]] = {}
+        unreserved: dict[str, dict[str, float]] = {}
         draining: set[str] = set()
         for node in [*status.active_nodes, *status.idle_nodes]:
             if node.node_id is None or node.node_id in without:
                 continue
             total[node.node_id] = node.total_resources()
             free[node.node_id] = node.available_resources()
-            left[node.node_id] = node.total_resources()  # total minus what placement groups hold
+            unreserved[node.node_id] = node.total_resources()  # total minus what placement groups hold
             if node.node_status == DRAINING:
                 draining.add(node.node_id)
         # Free resources are reported up to a second late; placement groups are known at once.
@@ -56,9 +56,9 @@ class ClusterState:
             if row["state"] == "CREATED":
                 for bundle, node_id in row["bundles_to_node_id"].items():
                     for name, amount in row["bundles"][bundle].items():
-                        if name in left.get(node_id, {}):
-                            left[node_id][name] -= amount
-        for node_id, resources in left.items():
+                        if name in unreserved.get(node_id, {}):
+                            unreserved[node_id][name] -= amount
+        for node_id, resources in unreserved.items():
             for name, amount in resources.items():
                 free[node_id][name] = min(free[node_id].get(name, 0.0), amount)
         return cls(total, free, draining)
@@ -89,12 +89,12 @@ def missing(workers: int, share: Mapping[str, int], open_to_us: Mapping[str, Res
         names[row["NodeID"]] = row["NodeManagerHostname"]
     free = []
     for node, resources in cluster.staying.items():
-        left = {}
+        available = {}
         for name in share:
             if resources.get(name, 0) >= 1:
-                left[name] = int(resources[name])
-        if left:
-            free.append(f"{in_words(left)} on {names.get(node, node[:8])}")
+                available[name] = int(resources[name])
+        if available:
+            free.append(f"{in_words(available)} on {names.get(node, node[:8])}")
 
     # The name of a placement group contains the run that holds it.
     amounts_held: dict[str, Counter[str]] = {}

@@ -216,12 +216,12 @@ def run_on_nodes(
     Returns (node id, value) pairs, and for nodes without a value the reason, by node name. Nothing is reserved, so the
     function also runs on nodes that another campaign has filled.
     """
-    there: Any = ray.remote(num_cpus=0, max_retries=0)(function)
+    remote_function: Any = ray.remote(num_cpus=0, max_retries=0)(function)
     asked = []
     for node in ray.nodes():
         if node["Alive"] and node["NodeID"] not in without:
             pinned = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            asked.append((node, there.options(scheduling_strategy=pinned).remote(*arguments)))
+            asked.append((node, remote_function.options(scheduling_strategy=pinned).remote(*arguments)))
     # Wait for all together, so that a node that does not answer does not delay the others.
     ray.wait([answer for _, answer in asked], num_returns=len(asked), timeout=timeout_s)
     values = []

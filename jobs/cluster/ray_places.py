@@ -208,10 +208,10 @@ class RayPlaces:
         """Return the places of the first `world` workers: for each node, the number of workers in each bundle."""
         assert self.reservation is not None and self.reservation.workers >= world
         nodes: dict[str, dict[int, int]] = {}  # ordered by each node's first bundle
-        left = world
+        remaining = world
         for bundle, node_id in sorted(placement_group_table(self.reservation.group)["bundles_to_node_id"].items()):
-            count = min(self.reservation.sizes[bundle], left)
-            left -= count
+            count = min(self.reservation.sizes[bundle], remaining)
+            remaining -= count
             if count:
                 nodes.setdefault(node_id, {})[bundle] = count
         return nodes
@@ -241,10 +241,10 @@ class RayPlaces:
                     requested.update(bundle)
                     if room_for(bundle, total) < 1:
                         requested["more than any node has"] += 1
-                there: Counter[str] = Counter()
+                available: Counter[str] = Counter()
                 for resources in total.values():
-                    there.update(resources)  # type: ignore[arg-type]  # amounts may be fractions
-                if requested <= there:
+                    available.update(resources)  # type: ignore[arg-type]  # amounts may be fractions
+                if requested <= available:
                     return True
         return False
 
