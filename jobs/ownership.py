@@ -164,7 +164,7 @@ class Lease:
         # 1. In a store without conditional writes, two commands could create the same number.
         self.storage.check_exclusive_create(f"{ATTEMPTS}/{0:06d}.json")
         while True:
-            # 2. A holder that has not released its lease may be alive.
+            # 2. If the lease is not released, its holder may be alive.
             state, seen = holder_state(self.storage, self.log)
             if seen is not None and state == "held":
                 raise owned_error(self.storage, seen)
@@ -183,7 +183,7 @@ class Lease:
         self.check()
         older = []
         for name in self.storage.list(LEASES):
-            # Keep the temporary files of a command that is creating its lease at the same time.
+            # Keep the temporary files of commands creating their lease at the same time.
             if "/.tmp-" not in name and name < LEASE.format(self.number):
                 older.append(name)
         self.storage.delete(older)

@@ -72,7 +72,7 @@ class LiveBar:
         """Move the bar; without a total it pulses."""
         from pipeline.values import amount  # it imports models, for which --help must not wait
 
-        # rich stops the clock of a count that has ended: start it again for the next count.
+        # rich stops the clock of a finished count: start it again for the next count.
         shown = self.rich.tasks[0]
         if shown.finished and (total is None or done < shown.completed):
             self.rich.reset(self.task)
@@ -168,7 +168,7 @@ class ProgressMeter:
         now = self.clock()
         # A first count may come before the clock has moved.
         rate = done / max(now - self.began, 1e-9)
-        # The bar itself shows the count and the time that is left.
+        # The bar itself shows the count and the remaining time.
         parts = [self.unit, note, f"{amount(rate)}/s"]
         if self.show(done, self.total, "  ".join(filter(None, parts))):
             return
@@ -261,7 +261,7 @@ class Terminal:
         if self.thread.is_alive():
             # The None counts for the line that the thread cannot write.
             lost += self.waiting.qsize() - self.is_move_waiting
-            # The bar has replaced them by streams that are blocked like the terminal.
+            # The bar has replaced them by streams, which are blocked like the terminal.
             if self.has_bar:
                 sys.stdout = sys.__stdout__
                 sys.stderr = sys.__stderr__

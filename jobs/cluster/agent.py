@@ -89,7 +89,7 @@ class NodeReport:
 
     news: int  # number of events so far on this node; sent with the next poll
     workers: list[WorkerState] = field(default_factory=list)
-    sigterm_ranks: list[int] = field(default_factory=list)  # ranks that have received SIGTERM
+    sigterm_ranks: list[int] = field(default_factory=list)  # ranks with a SIGTERM
     changes: list[Change] = field(default_factory=list)  # of files, if the node shares no storage with the driver
 
 
@@ -118,7 +118,7 @@ class Agent:
         self.number = 0  # attempts started on this node
         self.folder = Path()  # the attempt's folder
         self.workers: dict[int, WorkerState] = {}  # by rank, of the running attempt
-        self.ended_pids: set[int] = set()  # pids of this attempt's workers that have ended
+        self.ended_pids: set[int] = set()  # pids of this attempt's ended workers
         self.files: NodeFiles | None = None
         self.oom_kills = OomKills()
 
@@ -283,7 +283,7 @@ class Agent:
                     elif isinstance(answer, WorkerEnded):
                         # A worker writes its record before it ends; without a record, something else ended it. A
                         # negative exit code is a signal. The kernel's OOM killer also sends SIGKILL and reports no pid;
-                        # its counter is the only evidence that is readable everywhere.
+                        # its counter is the only evidence readable everywhere.
                         self._read_records()
                         self.ended_pids.add(answer.pid)
                         if answer.exit_code >= 0:

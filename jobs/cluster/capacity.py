@@ -22,7 +22,7 @@ from ray.util.placement_group import placement_group_table
 from data.checks import few
 
 OWNER = "patchline "  # prefix of our placement groups' names; the run and a random suffix follow
-DRAINING = "DRAINING"  # Ray's status of a node that is about to leave
+DRAINING = "DRAINING"  # Ray's status of a node about to leave
 
 Resources = Mapping[str, float]  # amount by Ray's resource name
 
@@ -33,7 +33,7 @@ class ClusterState:
 
     total: dict[str, dict[str, float]]
     free: dict[str, dict[str, float]]
-    draining: set[str]  # ids of nodes that are about to leave
+    draining: set[str]  # node ids
 
     @classmethod
     def now(cls, without: Set[str] = frozenset()) -> "ClusterState":
@@ -65,7 +65,7 @@ class ClusterState:
 
     @property
     def staying(self) -> dict[str, dict[str, float]]:
-        """Return the free resources of the nodes that are not draining."""
+        """Return the free resources, excluding draining nodes."""
         return {node: resources for node, resources in self.free.items() if node not in self.draining}
 
 

@@ -28,7 +28,7 @@ LONGEST_AGAIN_S = 86_400.0
 
 @dataclass(frozen=True)
 class Proven:
-    """The number of workers and the nodes of an attempt that has committed."""
+    """The number of workers and the nodes of a committed attempt."""
 
     world: int
     nodes: Set[str]
@@ -41,7 +41,7 @@ class Sizes:
     worlds: Sequence[int]  # the stage's allowed numbers of workers, largest first
     clock: Callable[[], float] = time.monotonic  # seconds
     limit: int | None = None  # maximum number of workers of the next attempt
-    proven: Proven | None = None  # the last attempt that has committed
+    proven: Proven | None = None  # the last attempt with a commit
     target: int = 0  # the number of workers for which the previous attempt was stopped; 0 if it was not
     not_before: float = 0.0  # earliest time to grow, by `clock`
     failures: int = 0  # failed tries to grow since the last success

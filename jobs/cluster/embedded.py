@@ -99,7 +99,7 @@ def is_too_small(cluster: ClusterConfig) -> bool:
 
 
 def start(cluster: ClusterConfig) -> Embedded:
-    """Start an embedded cluster with enough CPUs for these workers, without waiting for it; end one that is too small.
+    """Start an embedded cluster with enough CPUs for these workers, without waiting for it; end a smaller one.
 
     Raises ClusterError if no token can be stored, and OSError.
     """

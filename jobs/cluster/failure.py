@@ -80,7 +80,7 @@ class Evidence:
     losses: Mapping[int, str]  # why a worker's node was lost
 
     def ends(self) -> dict[int, WorkerRecord]:
-        """Return the records of the workers that have recorded their end."""
+        """Return the records of the ended workers."""
         ends = {}
         for rank, state in self.states.items():
             if state.record is not None and "ended" in state.record:

@@ -158,7 +158,7 @@ def import_for_workers() -> None:
 def serve(connection: Connection, lifeline: int, folder: Path) -> None:
     """Process requests until the agent is gone; then kill every worker and remove the node's folder."""
     store: socket.socket | None = None  # the socket for the next rank 0
-    pids: set[int] = set()  # workers that have not been waited for
+    pids: set[int] = set()  # workers not yet waited for
     # Pipes: workers write a byte to the first for each piece of news, SIGCHLD to the second.
     news, news_writer = os.pipe()
     deaths, deaths_writer = os.pipe()
@@ -229,7 +229,7 @@ def kill_group(pid: int) -> None:
     """Kill a worker and all processes that it has started."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
-    # A worker that has not created its process group yet is killed directly.
+    # A worker without a process group yet is killed directly.
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 

@@ -41,7 +41,7 @@ TENSORBOARD = "tensorboard"
 # Maximum bytes of a file in one report. The rest of an appended file follows in the next report. Of a longer complete
 # file only the end is sent, because the stacks are at the end of a worker's log.
 LARGEST_BYTES = 1 << 20
-# The mtime has a resolution of up to 10 ms: a file that was changed just before it was read may have changed again.
+# The mtime has a resolution of up to 10 ms: a file read just after a change may have changed again.
 SETTLED_NS = 1_000_000_000
 
 
@@ -171,7 +171,7 @@ class NodeFiles:
 def mark_driver_folder(attempt: Path, token: str) -> None:
     """Mark an attempt's folder as the driver's own, so that nodes can detect shared storage."""
     (attempt / TOKEN).write_text(token)
-    # The driver's files already contain everything that was sent from this machine earlier.
+    # The driver's files already contain everything sent from this machine earlier.
     (attempt.parents[1] / SENT).unlink(missing_ok=True)
 
 

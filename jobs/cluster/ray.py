@@ -183,7 +183,7 @@ def _keep_sigterm_handler(work: Callable[[], Any]) -> Any:
     outcome = thread.submit(work)
     thread.shutdown(wait=False)
     wait([outcome])
-    # Only the main thread may set handlers. None stands for a handler that was not set by Python.
+    # Only the main thread may set handlers. None stands for a handler set outside Python.
     if ours is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, ours)
     return outcome.result()
@@ -220,7 +220,7 @@ def require_ray(address: str) -> None:
         return
     host, _, port = address.rpartition(":")
     answer = b""
-    # A head that is too busy to answer in time passes: Ray waits for it.
+    # A busy head that does not answer in time passes the check: Ray waits for it.
     with suppress(TimeoutError), socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S) as connection:
         connection.sendall(HTTP2_BEGIN)
         answer = connection.recv(9)  # a frame's header: length, type, flags, stream
@@ -256,6 +256,6 @@ def explain(error: Exception, address: str) -> ClusterError:
         )
     return ClusterError(
         f"cannot join the cluster at {address}: {type(error).__name__}: {first_line}\n"
-        f"expected a cluster that was started by `ray start --head`\n"
+        f"expected a cluster started by `ray start --head`\n"
         f"type `ray status --address host:port` to check"
     )

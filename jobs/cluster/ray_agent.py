@@ -12,7 +12,7 @@ from ray.util.metrics import Gauge
 from jobs.cluster.agent import Agent
 from jobs.cluster.worker import outlive
 
-GAUGE_EVERY_S = 10.0  # Ray drops a gauge that is not set for about 25 s (measured with Ray 2.60)
+GAUGE_EVERY_S = 10.0  # Ray drops a gauge after about 25 s without an update (measured with Ray 2.60)
 WORKER_GAUGE = "patchline_worker"
 
 

@@ -112,8 +112,8 @@ class RayNodes(RayPlaces):
     def warm_up_spares(self, spare: Set[str]) -> None:
         """Start agents on a few of these nodes, to which the next attempt may move.
 
-        Not for workers with GPUs: their agents import nothing early, and an autoscaler does not remove a node that has
-        an agent.
+        Not for workers with GPUs: their agents import nothing early, and an autoscaler does not remove a node with an
+        agent.
         """
         if self.cluster.gpus_per_worker:
             return
@@ -122,7 +122,7 @@ class RayNodes(RayPlaces):
             self.start_agent(node_id)
 
     def start_agent(self, node_id: str) -> Any:
-        """Return the actor that is a node's agent; start it if there is none."""
+        """Return a node's agent (an actor); start it if there is none."""
         if node_id not in self.actors:
             self.actors_started += 1
             remote: Any = ray.remote(RayAgent).options(

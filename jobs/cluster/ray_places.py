@@ -38,8 +38,8 @@ FIRST_LINE_S = 3.0  # before the first message: the places of the previous worke
 NEXT_LINE_S = 10.0  # between two different messages
 SAME_LINE_S = 60.0  # before the same message is logged again
 NEXT_CHOICE_S = 5.0  # for Ray to place a request, before a different number of workers is requested
-AVOID_S = 600.0  # how long a node that was about to leave is avoided
-MISSED_S = 70.0  # Ray has detected a dead node by then: a node that is still listed may be used
+AVOID_S = 600.0  # how long to avoid a node after it was about to leave
+MISSED_S = 70.0  # Ray has detected a dead node by then: a node still listed may be used
 TOO_FEW = "type a smaller cluster.workers, or set RAY_ADDRESS=host:port of a larger cluster"
 
 ANSWER_S = 0.5  # for the kernel of a living node to accept a connection
@@ -107,7 +107,7 @@ class RayPlaces:
         self.cluster = cluster
         self.is_embedded = is_embedded
         self.avoided: dict[str, float] = {}  # id of a node that may leave or does not answer → since when
-        self.excluded: set[str] = set()  # ids of nodes that are never used again
+        self.excluded: set[str] = set()  # ids of nodes never to use again
         self.reservation: Reservation | None = None
         self.last_sizes: Sequence[int] = ()  # bundle sizes of the last request
         self.borrowed: list[Reservation] = []  # free places in temporary use, released as soon as anybody needs them
@@ -169,7 +169,7 @@ class RayPlaces:
         return self.workers_held
 
     def state(self) -> ClusterState:
-        """Return the state of the nodes that are not excluded. Thread-safe."""
+        """Return the cluster's state without the excluded nodes. Thread-safe."""
         return ClusterState.now(without=self.excluded)
 
     def refuse_too_few(self, least: int) -> int:
@@ -254,7 +254,7 @@ class RayPlaces:
         state = self.state()
         avoided = self._avoided_for(least, state)
         sizes: Sequence[int] = self.sizes(workers, self._open_to_us(state, avoided))
-        # Resources that were just released, such as after the loss of a node, are not reported as free yet.
+        # Recently released resources, such as after the loss of a node, are not reported as free yet.
         if len(self.last_sizes) < len(sizes) and sum(self.last_sizes) == workers:
             sizes = self.last_sizes
         self.release()
@@ -323,7 +323,7 @@ class RayPlaces:
         If `is_patient`, the number of workers stays the same and only the sizes of the bundles change.
         """
         state = self.state()
-        # Nodes that have been avoided for long are used only if the others have too little room.
+        # Nodes avoided for long are used only if the others have too little room.
         avoided = self._avoided_for(worlds[-1], state)
         open_to_us = self._open_to_us(state, avoided)
         room = room_for(self.share, open_to_us)
@@ -354,7 +354,7 @@ class RayPlaces:
         for reservation in [self.reservation, *self.borrowed]:
             if reservation is None:
                 continue
-            # A bundle that has lost its node has no entry in this table.
+            # A bundle on a lost node has no entry in this table.
             for bundle, node in placement_group_table(reservation.group)["bundles_to_node_id"].items():
                 if node in nodes:
                     for name, amount in reservation.share.items():
@@ -374,14 +374,14 @@ class RayPlaces:
         return self.excluded | {node for node, since in self.avoided.items() if now < since + AVOID_S}
 
     def _long_avoided(self, nodes: Set[str]) -> set[str]:
-        """Return those nodes that have been avoided for so long that Ray would have detected their death."""
+        """Return the nodes avoided for longer than Ray needs to detect a dead node."""
         now = time.monotonic()
         return {node for node in nodes - self.excluded if now > self.avoided[node] + MISSED_S}
 
     def _avoided_for(self, least: int, state: ClusterState) -> set[str]:
         """Return the nodes to keep free of workers, given that the others have room for `least` workers.
 
-        Otherwise only excluded nodes are returned: a worker may have received a signal that was not meant for its node.
+        Otherwise only excluded nodes are returned: a worker may have received a signal not meant for its node.
         """
         avoided = self.avoided_now() & set(state.total)
         others = {node: resources for node, resources in state.total.items() if node not in avoided}

@@ -131,7 +131,7 @@ def supervise(
             if isinstance(error, WorkerGroupError) and error.exit_code != ExitCode.PREEMPTED:
                 write_incident(context, number, error, group.places())
             # If no attempt follows and a worker has reported its end, progress makes no difference: the error is raised
-            # below. Reading a store that is gone takes a minute.
+            # below. Reading a lost store takes a minute.
             is_end_of_stage = context.stop_requested() and error.exit_code is not None
             made_progress = not is_end_of_stage and last_step(context) > step_before
             if made_progress:
@@ -204,7 +204,7 @@ class Attempt:
 
         # Repeatedly, because the attempt may have just begun.
         if group.drain_events or self.growth.target is not None or context.stop_requested():
-            # Workers that have not started have nothing to commit, and placing them may take minutes.
+            # Workers have nothing to commit before their start, and placing them may take minutes.
             if not group.request_stop():
                 end_if_requested(context)
             if not self.can_commit:

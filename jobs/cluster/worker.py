@@ -136,7 +136,7 @@ def run_worker(spec: WorkerSpec, server: socket.socket | None, lifeline: int, ne
     os.chdir(spec.directory)
     os.umask(spec.umask)
 
-    # Signals that are sent to all processes of a machine are ignored, but SIGTERM is reported to the agent at once. A
+    # Signals to all processes of a machine are ignored, but SIGTERM is reported to the agent at once. A
     # Python handler would have to wait until a collective returns; the file descriptor of `set_wakeup_fd` is written
     # by the signal itself.
     for number in STOP_SIGNALS:
@@ -249,4 +249,4 @@ def _listen(lifeline: int, signals: int, sigterm_file: Path, news: int) -> None:
 
 
 def outlive(number: int, frame: FrameType | None) -> None:
-    """Handle a signal by doing nothing. Unlike SIG_IGN, this is not inherited by programs that are started here."""
+    """Handle a signal by doing nothing. Unlike SIG_IGN, this is not inherited by child programs."""

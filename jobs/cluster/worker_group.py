@@ -50,7 +50,7 @@ DRAINED = "its node is drained"
 
 @dataclass(frozen=True)
 class DrainEvent:
-    """A node that is about to leave the cluster."""
+    """A node's notice that it will leave the cluster."""
 
     node: str
     node_id: str

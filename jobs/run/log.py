@@ -49,7 +49,7 @@ class RunLog(Watcher):
         self.file = file  # the run's log.txt, with every printed line of all stages and commands
         self.start_timeout_s = start_timeout_s
         self.stage_file: Path | None = None  # log.txt of the stage that runs; None between stages
-        self.last_wait: tuple[str, int] | None = None  # the wait that was reported last, and in which attempt
+        self.last_wait: tuple[str, int] | None = None  # the last reported wait, and its attempt
         self.shown_bytes: dict[Path, int] = {}  # log.txt → how much of it has been shown
         self.last_line_at = time.monotonic()
         # End the bar of the command so far: a terminal has only one.

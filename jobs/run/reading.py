@@ -224,7 +224,7 @@ class StageReader:
 def records_since(path: Path, offset: int, most_bytes: int = TAIL_BYTES) -> tuple[list[Record], int]:
     """Return the records after `offset`, of at most `most_bytes`, and the offset for the next call.
 
-    An incomplete last line is left to the next call. Lines that are no records, such as one cut by the offset, are
+    An incomplete last line is left to the next call. Lines without a valid record, such as one cut by the offset, are
     excluded.
     """
     size = size_of(path)

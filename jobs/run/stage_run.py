@@ -32,14 +32,14 @@ from pipeline.monitoring.telemetry import account, read_metrics
 
 
 def run_stage(context: Context, *, fresh: bool) -> dict[str, Any]:
-    """Run a stage that has not finished; return the content of its done.json.
+    """Run an unfinished stage; return the content of its done.json.
 
     Raises ConfigError if a stage that it reads has not run, or, unless `fresh`, if it is half done with another config.
     """
     began = time.time()
     stage = context.stage
     directory = context.directory
-    # 1 and 2. Nothing is written before these have passed: a start that is refused leaves the run as it was.
+    # 1 and 2. Nothing is written before these have passed: a refused start leaves the run unchanged.
     check_parents(context)
     # Data that earlier stages made exists only now.
     available = Available(context.campaign)
@@ -109,7 +109,7 @@ def record_start(context: Context, began: float) -> None:
 
 
 def outcome_of_divergence(context: Context, error: StageFailed) -> dict[str, Any]:
-    """Return the outcome of a run of a sweep that has diverged. Raises every other error."""
+    """Return the outcome of a diverged run of a sweep. Raises every other error."""
     stage = context.stage
     # The largest learning rate of a grid may well diverge: the table shows it, and the other runs continue.
     if not stage.is_run or error.kind != Diverged.__name__:

@@ -104,7 +104,7 @@ class Sync:
             self.known[name] = state_of(self.run / name)
 
     def put(self) -> None:
-        """Store every small file that has changed; the record that a stage is done comes last.
+        """Store every changed small file; the record of a finished stage comes last.
 
         Raises RunOwned if another command took the run over, StorageError.
         """
@@ -170,7 +170,7 @@ def last_owner(run: Path) -> tuple[str, dict[str, list[int]]]:
 
 
 def is_synced(name: Path) -> bool:
-    """Return whether a file, named relative to the run, is one of the small files that are synchronized."""
+    """Return whether a file, named relative to the run, is one of the synchronized small files."""
     is_elsewhere = any(part in NOT_SYNCED for part in name.parts[:-1])
     return not is_elsewhere and name.as_posix() != SYNC_FILE and not name.name.startswith(".tmp-")
 

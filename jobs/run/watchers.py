@@ -8,7 +8,7 @@
 
 One command calls, in this order:
 1. `started`, when the run belongs to this command;
-2. for each stage that is not skipped: `stage`, then `status` about twice a second while its workers run. The state of
+2. for each stage, unless it is skipped: `stage`, then `status` about twice a second while its workers run. The state of
    the first message of a stage is "waiting", that of the last one "ended";
 3. `ended`, when status.json says how the command ended. It is not called if another command took the run over;
 4. `close`, when the lease of the run is released.

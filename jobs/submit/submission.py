@@ -103,7 +103,7 @@ def submit(
 ) -> RayJob:
     """Ship the checkout to the cluster and run `command` in it, as the next try of `run`.
 
-    Raises RunOwned if the run has a live job, UsageError for secrets in `environment` or a checkout that is too large,
+    Raises RunOwned if the run has a live job, UsageError for secrets in `environment` or an oversized checkout,
     ClusterError if there is no cluster.
     """
     # Check these before connecting: Ray shows a job's environment to everybody, and answers more than 100 MiB with HTTP
@@ -176,7 +176,7 @@ def list_jobs() -> list[RayJob]:
 
 
 def status(run: str) -> RayJob:
-    """Return the latest job of the run. Raises UsageError if it has none, naming the runs that have one."""
+    """Return the latest job of the run. Raises UsageError if it has none, naming the runs with jobs."""
     return _latest_job(_connect(), run)
 
 
