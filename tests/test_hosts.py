@@ -637,7 +637,7 @@ def test_a_run_directory_of_each_host_alone_is_refused_by_preflight_and_by_run(c
     for name in cluster.names:
         cluster.network[name].run("mkdir -p /tmp/alone")
     code, said_here = preflight(cluster, run)
-    assert code == 69 and re.search("^FAIL workers .*, which the driver has made, is not there on h", said_here, re.M)
+    assert code == 69 and re.search("^FAIL workers .*, created by the driver, did not appear on h", said_here, re.M)
     recipe = shared / "alone.yaml"
     recipe.write_text(SMALL)
     driver = Driver(cluster, [str(recipe), f"run={run}", "cluster.backend=ray", *OVERRIDES], shared / "alone")
