@@ -213,7 +213,7 @@ def test_a_folder_is_no_recipe_and_hides_none_that_ships(tmp_path, monkeypatch, 
 def test_a_run_directory_that_is_a_file_is_said_before_anything_starts(tmp_path, capsys, command, below):
     (tmp_path / "file").touch()
     assert main([command, "digits", f"run={tmp_path}/file{below}"]) == 78
-    assert f"error: {tmp_path}/file is a file\n  expected the folder that a run writes into" in capsys.readouterr().err
+    assert f"error: {tmp_path}/file is a file\n  expected the folder of a run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -332,7 +332,7 @@ def test_what_cannot_run_is_refused_before_the_first_stage(recipe, capsys, overr
         ),
         (["run=/"], 78, "run is /, expected a separate folder\n  type run=/NAME"),
         ([f"run={'x' * 300}"], 78, "run has a name of 300 bytes: xxx"),
-        (["run=/dev/null/x"], 78, "/dev/null is a file\n  expected the folder that a run writes into"),
+        (["run=/dev/null/x"], 78, "/dev/null is a file\n  expected the folder of a run"),
         (
             ["run=~nobody-here/x"],
             78,
