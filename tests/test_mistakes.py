@@ -131,7 +131,7 @@ COMMANDS = """
 78 subset shards/train --shots 5 --output out => shots are drawn by a seed|expected a seed
 78 plan tiny.yaml --gpu v100                  => did you mean 'h100'?
 74 run tiny.yaml run=/sys/run                 => /sys/run|or name another folder: run=/elsewhere
-69 run tiny.yaml cluster.gpus_per_worker=99   => 2 workers want 198 GPUs|cluster.gpus_per_worker=0
+69 run tiny.yaml cluster.gpus_per_worker=99   => 2 workers need 198 GPUs|cluster.gpus_per_worker=0
 """
 
 # The same of `plan tiny.yaml`, and what is typed behind it.
@@ -196,7 +196,7 @@ KEYS = """
 78 cluster.workers=0                => workers is 0, expected 1 or more
 78 cluster.workers=3                => not a multiple of micro_batch 4 × 3 workers = 12; nearest: 12 or 24
 78 cluster.backend=local            => expected one of ray, processes
-78 cluster.environment.WANDB_API_KEY=abc => looks like a secret|secrets belong to the nodes
+78 cluster.environment.WANDB_API_KEY=abc => looks like a secret|secrets belong on the nodes
 78 cluster.environment=NCCL_DEBUG   => type cluster.environment.NAME=…
 78 pretrain.data.decode=gpu         => cluster.gpus_per_worker is 0|type pretrain.data.decode=cpu
 65 pretrain.data.train=nowhere      => nowhere: there is no such index|expected a folder

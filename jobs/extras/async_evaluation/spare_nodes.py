@@ -33,14 +33,14 @@ class SpareBundle(RayNodes):
         free = self.training.state().staying
         for node in self.training.avoided_now():
             free.pop(node, None)
-        return room_for(self.share, free) >= 1 and not self.training.is_anything_asked_for()
+        return room_for(self.share, free) >= 1 and not self.training.has_pending_requests()
 
     def is_wanted(self) -> bool:
         """Return whether a job waits for the borrowed resources; asks Ray at most once a second."""
-        if not self.training.lent or time.monotonic() < self.next_look:
+        if not self.training.borrowed or time.monotonic() < self.next_look:
             return False
         self.next_look = time.monotonic() + BORROW_LOOK_S
-        return self.training.is_anything_asked_for()
+        return self.training.has_pending_requests()
 
     def take(self) -> bool:
         """Use resources of the finished training, or borrow others; return whether Ray placed them in time."""
@@ -54,7 +54,7 @@ class SpareBundle(RayNodes):
             bundle_label_selector=without_nodes(self.training.avoided_now(), 1),
         )
         self.reservation = Reservation(group, [1], self.share)
-        self.training.lent.append(self.reservation)
+        self.training.borrowed.append(self.reservation)
         if group.wait(timeout_seconds=BORROW_S):
             return True
         self.give_back()
@@ -63,8 +63,8 @@ class SpareBundle(RayNodes):
     def give_back(self) -> None:
         """Release the borrowed resources, if any."""
         self.reservation = None
-        while self.training.lent:
-            remove_placement_group(self.training.lent.pop().group)
+        while self.training.borrowed:
+            remove_placement_group(self.training.borrowed.pop().group)
 
     def close(self) -> None:
         """End the agents that ran evaluations."""

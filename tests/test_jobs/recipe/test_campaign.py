@@ -334,9 +334,9 @@ def test_what_cannot_run_is_refused_before_the_first_stage(recipe, capsys, overr
             78,
             "fewshot.init is @shards: that is no weights\n  expected @stage",
         ),
-        (["run=/"], 78, "run is /, expected a folder of its own\n  type run=/NAME"),
+        (["run=/"], 78, "run is /, expected a separate folder\n  type run=/NAME"),
         ([f"run={'x' * 300}"], 78, "run has a name of 300 bytes: xxx"),
-        (["run=/dev/null/x"], 78, "/dev/null is a file\n  expected the folder that a run writes into"),
+        (["run=/dev/null/x"], 78, "/dev/null is a file\n  expected the folder of a run"),
         (
             ["run=~nobody-here/x"],
             78,

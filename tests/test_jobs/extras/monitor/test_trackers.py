@@ -69,7 +69,7 @@ def test_trackers_are_off_by_default_and_do_not_change_keys(recipe) -> None:
     [
         ("trackers.wandb.projekt=vit", "unknown key trackers.wandb.projekt; did you mean 'project'"),
         ("trackers.mlflow.uri=mlruns", "mlflow.uri is mlruns, expected https://…, or an absolute folder"),
-        ("trackers.mlflow.uri=https://me:pass@host", "looks like a secret by its value"),
+        ("trackers.mlflow.uri=https://me:pass@host", r"looks like a secret \(by its value\)"),
     ],
 )
 def test_wrong_settings_are_refused_when_the_recipe_is_read(override, message, recipe) -> None:

@@ -50,4 +50,6 @@ def test_an_unusable_run_directory_and_a_missing_set_are_failures(recipe, tmp_pa
     assert main(["preflight", str(recipe), "cluster.gpus_per_worker=1", f"pretrain.data.evaluate={gone}"]) == 65
     out = capsys.readouterr().out
     assert re.search(rf"^FAIL inputs .*{gone}", out, re.MULTILINE)
-    assert re.search(r"^FAIL workers     nothing was measured: 2 workers want 2 GPUs and this machine has 0", out, re.M)
+    assert re.search(
+        r"^FAIL workers     nothing was measured: 2 workers need 2 GPUs, but this machine has 0", out, re.M
+    )
