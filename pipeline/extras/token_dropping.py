@@ -77,7 +77,7 @@ class TokenDroppingConfig:
 
 
 @dataclass(frozen=True)
-class ThinnedConfig(TrainConfig):
+class TokenDroppingTrainConfig(TrainConfig):
     """Adds the section `thinning` to a trained stage."""
 
     # of what a step computes (fewer-flops.md)
@@ -101,7 +101,7 @@ class ThinnedConfig(TrainConfig):
 class TokenDropping(Hook):
     """Names the config of a stage with `thinning` to its workers."""
 
-    Config = ThinnedConfig
+    Config = TokenDroppingTrainConfig
 
 
 def phases(cfg: TokenDroppingConfig, steps: int, model: ModelConfig, seed: int = 0) -> list[Phase]:

@@ -182,7 +182,7 @@ def survey(place: str, *, unlabelled: bool = False, report: Report) -> Sets:
     if known is not None:
         return known
     train_place, test_place = parts_of(place)
-    train = look(train_place, unlabelled, report)
+    train = inspect(train_place, unlabelled, report)
     if train.images == 0:
         others = "".join(f"\n  {note}" for note in train.notes)
         raise DataError(
@@ -204,7 +204,7 @@ def survey(place: str, *, unlabelled: bool = False, report: Report) -> Sets:
         train.notes.append(f"{without_label:,} images have no label that can be used, and are not trained on")
     if test_place is None or train.classes == 0:
         return Sets(train)
-    test = look(test_place, unlabelled, report)
+    test = inspect(test_place, unlabelled, report)
     lacking = sorted(test.class_counts.keys() - train.class_counts.keys())
     # Images of a competition's test set have no labels, or lie in a single folder.
     if len(lacking) == len(test.class_counts):
@@ -358,34 +358,34 @@ def parts_of_files(files: Sequence[Path]) -> dict[str, str]:
 # ------------------------------------------------------------------------------------------------ kinds
 
 
-def look(place: str, unlabelled: bool, report: Report) -> FoundSet:
+def inspect(place: str, unlabelled: bool, report: Report) -> FoundSet:
     """Return the set that lies at a path; raises DataError where nothing there can be read as it stands."""
     path = Path(place)
     if path.is_dir():
         if len(list(path.glob(f"[!.]*{SUFFIX}"))) == 1 and not unlabelled:
-            return look_at_index(path, report)
+            return inspect_index(path, report)
         for suffix in (".tar", ".parquet"):
             if any(path.glob(f"[!.]*{suffix}")):
-                return LOOKS[suffix](place, unlabelled, report)
+                return INSPECTORS[suffix](place, unlabelled, report)
         tables = list(filter(is_table, sorted(path.glob("[!.]*.csv"))))
         if len(tables) == 1:
-            return look_at_table(str(tables[0]), unlabelled, report)
+            return inspect_table(str(tables[0]), unlabelled, report)
         for suffix in COMPRESSED:
             for file in path.glob(f"[!.]*{suffix}"):
                 raise DataError(
                     f"{file}: a compressed tar, whose samples cannot be read from the middle\n"
                     f"  type gzip -d {file} (or zstd -d), and the same command again"
                 )
-        return look_at_folder(path, unlabelled, report)
-    if path.suffix in LOOKS:
-        return LOOKS[path.suffix](place, unlabelled, report)
+        return inspect_folder(path, unlabelled, report)
+    if path.suffix in INSPECTORS:
+        return INSPECTORS[path.suffix](place, unlabelled, report)
     way_out = "expected a folder, .tar, .parquet or .csv"
     if place.endswith((".zip", *COMPRESSED)):
         way_out = "unpack it, and name the folder"
     raise DataError(f"{place}: no set of images that can be read as it is\n  {way_out}")
 
 
-def look_at_folder(root: Path, unlabelled: bool, report: Report) -> FoundSet:
+def inspect_folder(root: Path, unlabelled: bool, report: Report) -> FoundSet:
     """Look at sub-folders of images, one a class; or at images without labels."""
     image_set = FoundSet("folder", str(root))
     passed_over: Counter[str] = Counter()
@@ -442,7 +442,7 @@ def is_table(path: Path) -> bool:
     return False
 
 
-def look_at_table(place: str, unlabelled: bool, report: Report) -> FoundSet:
+def inspect_table(place: str, unlabelled: bool, report: Report) -> FoundSet:
     """Look at a table of paths and labels."""
     path = Path(place)
     image_set = FoundSet("table", place)
@@ -474,7 +474,7 @@ def look_at_table(place: str, unlabelled: bool, report: Report) -> FoundSet:
     return image_set
 
 
-def look_at_parquet(place: str, unlabelled: bool, report: Report) -> FoundSet:
+def inspect_parquet(place: str, unlabelled: bool, report: Report) -> FoundSet:
     """Look at parquet, of images or of their paths."""
     from pyarrow import parquet
 
@@ -482,7 +482,7 @@ def look_at_parquet(place: str, unlabelled: bool, report: Report) -> FoundSet:
     with naming_parquet(files[0]):
         columns = parquet.read_schema(files[0]).names
     if "path" in columns and first_of(IMAGE_COLUMNS, columns) is None:
-        return look_at_table(str(files[0]), unlabelled, report)
+        return inspect_table(str(files[0]), unlabelled, report)
     image_set = FoundSet("parquet", place)
     names: Sequence[str] = ()
     for path in files:
@@ -509,7 +509,7 @@ def look_at_parquet(place: str, unlabelled: bool, report: Report) -> FoundSet:
     return image_set
 
 
-def look_at_tars(place: str, unlabelled: bool, report: Report) -> FoundSet:
+def inspect_tars(place: str, unlabelled: bool, report: Report) -> FoundSet:
     """Look at WebDataset tars, which are indexed where they lie."""
     image_set = FoundSet("shards", place)
     files = files_of(place, "*.tar")
@@ -529,7 +529,7 @@ def look_at_tars(place: str, unlabelled: bool, report: Report) -> FoundSet:
     return image_set
 
 
-def look_at_index(folder: Path, report: Report) -> FoundSet:
+def inspect_index(folder: Path, report: Report) -> FoundSet:
     """Look at a set that has been packed or indexed."""
     index = load_index(folder)
     image_set = FoundSet("index", str(folder), index.samples, are_ids=not index.names)
@@ -557,4 +557,4 @@ def look_at_index(folder: Path, report: Report) -> FoundSet:
 
 
 # What looks at a set of files, by what these files are called.
-LOOKS = {".tar": look_at_tars, ".parquet": look_at_parquet, ".csv": look_at_table}
+INSPECTORS = {".tar": inspect_tars, ".parquet": inspect_parquet, ".csv": inspect_table}

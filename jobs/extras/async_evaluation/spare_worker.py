@@ -47,7 +47,7 @@ from pipeline.extras import async_evaluation
 from pipeline.extras.async_evaluator import evaluate_commit
 from pipeline.extras.replays.batch import TrainedStage
 from pipeline.extras.replays.search import search
-from pipeline.extras.replays.spikes import found_samples, names_of
+from pipeline.extras.replays.spikes import culprit_samples, names_of
 from pipeline.monitoring.telemetry import Telemetry
 from pipeline.monitoring.watchdog import Watch
 from pipeline.training_config import TrainConfig
@@ -294,7 +294,7 @@ class SpareWorker:
         shutil.rmtree(folder, ignore_errors=True)  # of a command that was killed amid the search
         folder.mkdir(parents=True)
         # Without what is known already: a sample that has made several spikes is searched once.
-        masked = [[0, *sample["range"]] for sample in found_samples(self.stage)]
+        masked = [[0, *sample["range"]] for sample in culprit_samples(self.stage)]
         own = {"run": str(run), "directory": str(directory), "attempt": self.number, "until": step}
         hooks = {**self.task["hooks"], SEARCH: {"masked": masked}}
         job = {**self.task["job"], **own, "device_bytes": None}

@@ -63,8 +63,8 @@ def bisect_step(replays: Replays, step: int, metric: str) -> None:
     stage = replays.stage
     recent = []
     for number in range(step - RECENT, step):
-        if number in stage.taken:
-            value = getattr(stage.taken[number], metric)
+        if number in stage.step_records:
+            value = getattr(stage.step_records[number], metric)
             if math.isfinite(value):
                 recent.append(value)
     if not recent:
@@ -100,8 +100,8 @@ def bisect_step(replays: Replays, step: int, metric: str) -> None:
     shutil.rmtree(folder / "run")
 
     # 3. What it was, and whether the step came out as it is on record.
-    if step in stage.taken:
-        recorded = without_nan([stage.taken[step].loss, stage.taken[step].grad_norm])
+    if step in stage.step_records:
+        recorded = without_nan([stage.step_records[step].loss, stage.step_records[step].grad_norm])
         is_same = [outcome["loss"], outcome["grad_norm"]] == recorded
         echo(f"step {step} came out {'as it is on record, to the bit' if is_same else 'otherwise than on record'}")
     value = "not finite" if outcome["value"] is None else f"{outcome['value']:.4g}"

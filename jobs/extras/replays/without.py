@@ -84,7 +84,7 @@ def without(
 
     # 2. What it costs comes first: a step takes as long as it took. Then the steps.
     booked = account(stage.records)
-    step_s = (booked.compute + booked.data) / max(len(stage.taken), 1)
+    step_s = (booked.compute + booked.data) / max(len(stage.step_records), 1)
     use = f"first used in step {first_use}"
     if first_use is None:
         use = "none of them was used"

@@ -20,7 +20,7 @@ from data.errors import ConfigError
 from data.files import DISK_BLOCK, memory_text
 from models import ModelConfig
 from pipeline.checkpoints.saver import checkpoint_bytes
-from pipeline.extras.plan.memory_traces import Kind, kept, step_to_trace, trace_of
+from pipeline.extras.plan.memory_traces import Kind, cached_trace, step_to_trace, trace_of
 from pipeline.training_config import TrainConfig
 from pipeline.training_data import batch_arithmetic
 
@@ -109,7 +109,7 @@ def need_if_traced(cfg: TrainConfig, model: ModelConfig, world: int, *, is_gpu: 
         return None
     accumulation = batch_arithmetic(cfg, world).accumulation
     recomputed = recomputed_blocks(cfg, model)
-    if kept(step_to_trace(cfg, model, world, accumulation, recomputed, is_gpu=is_gpu)) is None:
+    if cached_trace(step_to_trace(cfg, model, world, accumulation, recomputed, is_gpu=is_gpu)) is None:
         return None
     return memory_need(cfg, model, world, is_gpu=is_gpu)
 
@@ -154,7 +154,7 @@ def fewest_blocks(needed: Callable[[int], float], most: int, limit: float) -> in
     return high
 
 
-def in_words(need: MemoryNeed, *, is_gpu: bool) -> str:
+def describe_need(need: MemoryNeed, *, is_gpu: bool) -> str:
     """Return the parts of a need, the largest first."""
     parts = sorted(need.parts.items(), key=lambda part: -part[1])
     words = [f"{memory_text(size)} {WORDS[kind]}" for kind, size in parts if size > 0]

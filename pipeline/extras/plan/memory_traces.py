@@ -150,7 +150,7 @@ def step_to_trace(
 
 def trace_of(step: StepToTrace) -> MemoryTrace:
     """Return the trace of a step; one that is not kept yet is made. Raises TraceFailed."""
-    trace = kept(step)
+    trace = cached_trace(step)
     if trace is not None:
         return trace
     with ExitStack() as around:
@@ -159,7 +159,7 @@ def trace_of(step: StepToTrace) -> MemoryTrace:
         with suppress(OSError, StorageError):
             traces_folder().mkdir(parents=True, exist_ok=True)
             around.enter_context(locked(traces_folder() / "lock"))
-        trace = kept(step)
+        trace = cached_trace(step)
         if trace is not None:
             return trace
         answer = run_tracer(step)
@@ -204,7 +204,7 @@ def run_tracer(step: StepToTrace) -> str:
 # ------------------------------------------------------------------------------------------------ kept traces
 
 
-def kept(step: StepToTrace) -> MemoryTrace | None:
+def cached_trace(step: StepToTrace) -> MemoryTrace | None:
     """Return the kept trace of a step, which counts as used now; None where there is none, or it has changed."""
     path = path_of(step)
     try:

@@ -303,11 +303,11 @@ class LiveBytes(TorchDispatchMode):
         if self.over_gloo:
             for tensor in copied_by_gloo(name, arguments):
                 buffers.append(torch.empty_like(tensor))
-                self._see(buffers[-1])
+                self._track(buffers[-1])
         result = function(*arguments, **(options or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
-                self._see(leaf)
+                self._track(leaf)
         # A collective fills tensors that were made before it: only now it is known what they are for.
         if "c10d::" in name and "allgather" in name:
             for leaf in tree_leaves(arguments[:1]):
@@ -327,15 +327,15 @@ class LiveBytes(TorchDispatchMode):
         the result, one number, keeps the memory of another one for as long as it lives.
         """
         result = torch.ops.aten.mse_loss(predictions, answers, 0)
-        self._see(result)
+        self._track(result)
         if reduction == 0:
             return result
         errors = torch.empty_like(result)
-        self._see(errors)
+        self._track(errors)
         del errors
         return result.resize_(())
 
-    def _see(self, tensor: Tensor) -> None:
+    def _track(self, tensor: Tensor) -> None:
         # A tensor of the meta device has a size and no memory; DeepSpeed keeps the shapes of parameters in some.
         if tensor.device.type == "meta":
             return
@@ -353,10 +353,10 @@ class LiveBytes(TorchDispatchMode):
         # ZeRO 3 gathers weights by hooks of the forward pass, for which none are recorded.
         if self._phase == "forward" and not torch.is_grad_enabled():
             kind = Kind.GATHERED
-        self._living[address] = (weakref.ref(storage, partial(self._forget, address)), kind, size)
+        self._living[address] = (weakref.ref(storage, partial(self._untrack, address)), kind, size)
         self.events.append((self._phase, kind, size))
 
-    def _forget(self, address: int, _: object) -> None:
+    def _untrack(self, address: int, _: object) -> None:
         # The memory at this address is given back.
         _, kind, size = self._living.pop(address)
         self.events.append((self._phase, kind, -size))

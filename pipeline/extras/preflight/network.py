@@ -55,19 +55,19 @@ def measure(device: torch.device, nodes: Sequence[str], largest_bytes: int) -> N
 
     # 1. The least time of an all-reduce of one number. The first makes connections.
     number = torch.zeros(1, device=device)
-    longest_of_all(dist.all_reduce, number)
-    latency_s = longest_of_all(dist.all_reduce, number)
+    slowest_seconds(dist.all_reduce, number)
+    latency_s = slowest_seconds(dist.all_reduce, number)
     rounds = LATENCY_ROUNDS
     if latency_s >= SLOW_ROUND_S:
         rounds = 2
     for _ in range(rounds):
-        latency_s = min(latency_s, longest_of_all(dist.all_reduce, number))
+        latency_s = min(latency_s, slowest_seconds(dist.all_reduce, number))
 
     # 2. The faster of two all-reduces of more and more bytes, until they take long enough.
     size = min(FIRST_BYTES, largest_bytes)
     while True:
         numbers = torch.zeros(size // 4, device=device)
-        seconds = min(longest_of_all(dist.all_reduce, numbers), longest_of_all(dist.all_reduce, numbers))
+        seconds = min(slowest_seconds(dist.all_reduce, numbers), slowest_seconds(dist.all_reduce, numbers))
         if seconds > LONG_ENOUGH_S or size == largest_bytes:
             break
         size = min(4 * size, largest_bytes)
@@ -87,13 +87,13 @@ def measure(device: torch.device, nodes: Sequence[str], largest_bytes: int) -> N
             peer = low
             if begins:
                 peer = high
-            there_and_back(number, peer, begins)  # makes the connection
+            round_trip_seconds(number, peer, begins)  # makes the connection
             pair_latency_s = math.inf
             for _ in range(3):
-                pair_latency_s = min(pair_latency_s, there_and_back(number, peer, begins))
+                pair_latency_s = min(pair_latency_s, round_trip_seconds(number, peer, begins))
             pair_s = math.inf
             for _ in range(2):
-                pair_s = min(pair_s, there_and_back(large, peer, begins))
+                pair_s = min(pair_s, round_trip_seconds(large, peer, begins))
             if begins:
                 times_here.append({"ranks": [low, high], "latency_s": pair_latency_s / 2, "seconds": pair_s / 2})
     times: list[list[PairTime]] = [times_here] * world
@@ -108,7 +108,7 @@ def measure(device: torch.device, nodes: Sequence[str], largest_bytes: int) -> N
     }
 
 
-def longest_of_all(communicate: Callable[[Tensor], object], numbers: Tensor) -> float:
+def slowest_seconds(communicate: Callable[[Tensor], object], numbers: Tensor) -> float:
     """Collective: return the seconds of a call on the worker where it took longest; the same on all workers."""
     # Without it the time would hold how much later the slowest worker came.
     dist.barrier()
@@ -164,7 +164,7 @@ def rounds_of(pairs: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
     return rounds
 
 
-def there_and_back(message: Tensor, peer: int, begins: bool) -> float:
+def round_trip_seconds(message: Tensor, peer: int, begins: bool) -> float:
     """Send a message to a worker and get it back, or the other way round; return the seconds."""
     began = time.monotonic()
     if begins:

@@ -19,7 +19,7 @@ from typing import Any, TypedDict
 import torch
 import torch.distributed as dist
 
-from data.extras.reach import Reach, read_some
+from data.extras.reach import Reach, measure_reads
 from pipeline.extras.preflight.folder import FolderReport, report_on
 from pipeline.extras.preflight.network import Network, measure
 from pipeline.identity import Identity, identity
@@ -89,7 +89,7 @@ def examine_node(task: Mapping[str, Any]) -> WorkerReport:
     report = own_report(torch.device("cpu"))
     report["folder"] = report_on(Path(task["folder"]), socket.gethostname(), is_shared=task["is_shared"])
     for path in task["sets"]:
-        report["sets"][path] = read_some(path)
+        report["sets"][path] = measure_reads(path)
     return report
 
 
@@ -106,7 +106,7 @@ def examine(task: Mapping[str, Any]) -> PreflightReport:
     dist.barrier()
     if is_first_of_node:
         for path in task["sets"]:
-            report["sets"][path] = read_some(path)
+            report["sets"][path] = measure_reads(path)
     dist.barrier()
     reports = [report] * world
     dist.all_gather_object(reports, report)

@@ -123,7 +123,7 @@ class TrainedStage:
         return read_metrics(self.folder, None)
 
     @cached_property
-    def taken(self) -> Mapping[int, RecordedStep]:
+    def step_records(self) -> Mapping[int, RecordedStep]:
         """Return what is on record of every step: a disk may have refused some, others were given up."""
         taken = {}
         for record in self.records:
@@ -145,7 +145,9 @@ class TrainedStage:
         last: Record = {}
         for start in self.starts:
             # A step on no record may have ended any of those attempts that started before it.
-            if start["step"] < step and (step not in self.taken or start["attempt"] == self.taken[step].attempt):
+            if start["step"] < step and (
+                step not in self.step_records or start["attempt"] == self.step_records[step].attempt
+            ):
                 last = start
         return last
 
@@ -158,8 +160,8 @@ class TrainedStage:
         drops = set()
         asked = set()  # attempts, which are few; the steps of each have one answer
         for step in range(first, last + 1):
-            if step in self.taken:
-                attempt = self.taken[step].attempt
+            if step in self.step_records:
+                attempt = self.step_records[step].attempt
                 if attempt in asked:
                     continue
                 asked.add(attempt)

@@ -92,7 +92,7 @@ class SpikeSearch(Masking):
         if self.group.rank == 0:
             # If a shared folder fails for a moment, or a record was altered, the next save reads it.
             with suppress(OSError, DataError):
-                named = [found_samples(self.stage)]
+                named = [culprit_samples(self.stage)]
         dist.broadcast_object_list(named, src=0)
         step = progress.step
         samples = []
@@ -132,7 +132,7 @@ class SpikeSearch(Masking):
         return "it is searched beside training"
 
 
-def found_samples(directory: Path) -> list[dict[str, Any]]:
+def culprit_samples(directory: Path) -> list[dict[str, Any]]:
     """Return the samples that searches have named in a stage. Raises DataError, OSError."""
     samples = []
     for path in sorted((directory / SEARCHES).glob("step-*.json")):

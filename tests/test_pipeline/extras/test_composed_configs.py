@@ -10,7 +10,7 @@ from data.errors import ConfigError
 from pipeline import config
 from pipeline.extras.best import BestConfig
 from pipeline.extras.branches import BranchConfig
-from pipeline.extras.token_dropping import ThinnedConfig
+from pipeline.extras.token_dropping import TokenDroppingTrainConfig
 from pipeline.hooks import build_config, compose, is_used, own_keys, plain_values
 from pipeline.training_config import TrainConfig
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.quick
 
 @pytest.mark.quick
 def test_a_composed_config_has_the_keys_of_all_parts_flat_and_their_checks() -> None:
-    parts = (BranchConfig, ThinnedConfig, BestConfig)
+    parts = (BranchConfig, TokenDroppingTrainConfig, BestConfig)
     composed = compose(*parts)
     keys = [field.name for field in dataclasses.fields(composed)]
     core = [field.name for field in dataclasses.fields(TrainConfig)]
@@ -42,18 +42,18 @@ def test_a_composed_config_has_the_keys_of_all_parts_flat_and_their_checks() -> 
 
 @pytest.mark.quick
 def test_a_part_is_used_if_one_of_its_keys_has_another_value_than_the_default() -> None:
-    composed = compose(BranchConfig, ThinnedConfig, BestConfig)
+    composed = compose(BranchConfig, TokenDroppingTrainConfig, BestConfig)
     plain = composed(steps=10, log_every=1)
-    assert not any(is_used(plain, part) for part in (BranchConfig, ThinnedConfig, BestConfig))
+    assert not any(is_used(plain, part) for part in (BranchConfig, TokenDroppingTrainConfig, BestConfig))
     kept = composed(steps=10, evaluate_every=5, keep_best="accuracy")
     assert is_used(kept, BestConfig)
-    assert not is_used(kept, ThinnedConfig)
+    assert not is_used(kept, TokenDroppingTrainConfig)
     assert own_keys(BestConfig) == ["keep_best", "patience"]
 
 
 @pytest.mark.quick
 def test_a_task_holds_the_keys_of_its_hooks_alone_and_builds_the_same_config() -> None:
-    composed = compose(BranchConfig, ThinnedConfig, BestConfig)
+    composed = compose(BranchConfig, TokenDroppingTrainConfig, BestConfig)
     cfg: Any = composed(steps=10, evaluate_every=5, keep_best="accuracy", patience=3)
     values = json.loads(json.dumps(plain_values(cfg, [BestConfig])))
     assert "thinning" not in values

@@ -24,7 +24,7 @@ from jobs.run.session import run_campaign
 from models import positions
 from pipeline import batches, config
 from pipeline.checkpoints.manifest import committed
-from pipeline.extras.token_dropping import ThinnedConfig, TokenDroppingConfig, kept_patches, phases
+from pipeline.extras.token_dropping import TokenDroppingConfig, TokenDroppingTrainConfig, kept_patches, phases
 from pipeline.monitoring.telemetry import read_metrics
 from pipeline.phases import flops_of, phase_at
 from pipeline.training_config import TrainConfig
@@ -314,9 +314,9 @@ def test_in_exact_mode_the_bits_are_those_of_another_world(recipe, tmp_path):
 
 
 def test_a_recipe_without_it_keeps_its_key_and_one_with_it_does_not():
-    plain = ThinnedConfig(steps=10)
+    plain = TokenDroppingTrainConfig(steps=10)
     assert not any("thinning" in name for name in config.tagged(plain, "forbid"))
-    thinned = ThinnedConfig(steps=10, thinning=TokenDroppingConfig(patch_dropout=0.5))
+    thinned = TokenDroppingTrainConfig(steps=10, thinning=TokenDroppingConfig(patch_dropout=0.5))
     assert config.tagged(thinned, "forbid")["thinning.patch_dropout"] == 0.5
 
 
@@ -341,7 +341,7 @@ def test_a_stop_at_a_border_of_sizes_is_left_to_the_step_which_commits(monkeypat
     monkeypatch.setattr(batches, "training_loader", Loader)
     monkeypatch.setattr(batches, "moved_ahead", lambda iterated, device: iterated)
     thinned = TokenDroppingConfig(image_sizes=(16,), image_sizes_until=(0.5,))
-    cfg = ThinnedConfig(steps=4, thinning=thinned)
+    cfg = TokenDroppingTrainConfig(steps=4, thinning=thinned)
     data = SimpleNamespace(
         phases=cfg.phases(4, models.config_of("mu/8", 24, 10)),
         index=None,

@@ -5,18 +5,18 @@ import re
 
 import models
 from data.errors import ExitCode
-from data.extras.reach import read_some
+from data.extras.reach import measure_reads
 from jobs.__main__ import main
 
 # ------------------------------------------------------------------------ real parts
 
 
 def test_a_set_is_read_here_and_one_that_is_gone_says_so(shards) -> None:
-    reach = read_some(str(shards / "train"))
+    reach = measure_reads(str(shards / "train"))
     sizes = sorted((shards / "train").glob("*.tar"))
     chosen = [sizes[0], sizes[len(sizes) // 2], sizes[-1]]
     assert reach["error"] == "" and reach["bytes"] == sum(min(path.stat().st_size, 2**22) for path in chosen)
-    assert "there is no such index" in read_some(str(shards / "nowhere"))["error"]
+    assert "there is no such index" in measure_reads(str(shards / "nowhere"))["error"]
 
 
 def test_two_real_workers_are_looked_at_and_nothing_is_left_behind(recipe, tmp_path, capsys) -> None:

@@ -144,7 +144,7 @@ def test_of_the_kept_traces_those_used_last_stay(tracer, monkeypatch: pytest.Mon
         memory_traces.trace_of(step)
         os.utime(memory_traces.path_of(step), (number, number))
     memory_traces.trace_of(step_of(world=16))
-    assert [memory_traces.kept(step) is not None for step in steps] == [False, False, True, True]
+    assert [memory_traces.cached_trace(step) is not None for step in steps] == [False, False, True, True]
     # Of the two, one is asked for again: the other is the first to go.
     for number, step in enumerate(steps[2:]):
         os.utime(memory_traces.path_of(step), (number, number))

@@ -335,7 +335,7 @@ def test_a_tracer_that_fails_is_said_and_nothing_is_kept(code, answer, said, exp
     monkeypatch.setattr(subprocess, "run", run)
     with pytest.raises(TraceFailed, match=expected):
         memory_traces.trace_of(step_of())
-    assert memory_traces.kept(step_of()) is None
+    assert memory_traces.cached_trace(step_of()) is None
     environment = asked[0]["env"]
     assert environment["CUDA_VISIBLE_DEVICES"] == "" and environment["DS_ACCELERATOR"] == "cpu"
     assert "file" not in json.loads(asked[0]["input"])
@@ -364,14 +364,14 @@ def test_where_the_start_needs_the_most_that_counts_and_is_said(asked):
     cfg = TrainConfig(steps=1, micro_batch=4, batch_size=4)
     need = memory_need(cfg, model, 1, is_gpu=False)
     assert need.device_bytes == 8 * GIB
-    words = memory.in_words(need, is_gpu=False)
+    words = memory.describe_need(need, is_gpu=False)
     assert words.startswith(
         "8.0 GiB a worker, most at the start; later 4.0 GiB activations + 1.0 GiB weights and optimizer; beside it "
     )
     # Later the most, with 16 images.
     need = memory_need(dataclasses.replace(cfg, micro_batch=16, batch_size=16), model, 1, is_gpu=True)
     assert need.device_bytes == 17 * GIB
-    words = memory.in_words(need, is_gpu=True)
+    words = memory.describe_need(need, is_gpu=True)
     assert words.startswith("17.0 GiB a worker, most in backward: 16.0 GiB activations + 1.0 GiB weights")
     assert ", with flash attention, without CUDA's own; of the host " in words
 

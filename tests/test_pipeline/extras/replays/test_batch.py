@@ -43,7 +43,7 @@ def test_shards_dropped_and_brought_back_amid_a_stretch_are_noticed() -> None:
 def test_of_steps_that_were_taken_twice_the_last_attempt_counts() -> None:
     # The second attempt falls back to step 4, and its steps 5 to 8 go on; what the first made of them is lost.
     stage = stage_of((0, A, 10), (4, B, 8), (8, A, 12))
-    assert [stage.taken[step].attempt for step in range(1, 13)] == [1] * 4 + [2] * 4 + [3] * 4
+    assert [stage.step_records[step].attempt for step in range(1, 13)] == [1] * 4 + [2] * 4 + [3] * 4
     assert stage.config_at(5, 8).data.drop == tuple(B)
     with pytest.raises(UsageError):
         stage.config_at(1, 12)
