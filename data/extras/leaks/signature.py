@@ -1,15 +1,16 @@
-"""What an image is recognised by: a small grey picture of it, and low frequencies of the whole and of its crops.
+"""Compute an image's perceptual signature: a small grey picture, and low frequencies of the image and of its crops.
 
-How bytes become a signature, in order:
-1. the image is decoded upright and grey, a JPEG at a reduced scale; borders of one colour are cut off (`trimmed`), and
-   what is left is squashed to SIDE × SIDE pixels;
-2. of the whole, and of each of BOXES crops, the cosine transform's first 55 coefficients but the mean are taken,
-   weighted by their frequency (photographs have about as much of each then), and brought to length 1;
-3. the inner product of two such vectors says how alike two crops are, whatever their brightness and contrast.
+The signature of an encoded image is computed in this order:
+1. decode the image upright in grey, a JPEG at a reduced scale; cut off borders of uniform colour (`trimmed`), and
+   resize the rest to SIDE × SIDE pixels, ignoring the aspect ratio;
+2. for the full image and each of its crops (BOXES in all), take the first 55 coefficients of the cosine transform
+   without the mean, weight them by frequency (which makes them about equally large for photographs), and normalise the
+   vector to length 1;
+3. the inner product of two such vectors is the similarity of two crops, independent of brightness and contrast.
 
-The crops are squares of 100 to 77.5 % of each side, 6 % apart at most, so that a crop of 60 % of the area or more that
-keeps the image's proportions is near one of them; and the two that evaluation makes: the square in the middle of the
-image, and 87.5 % of that. A mirrored image has the same coefficients, the odd ones with the other sign.
+The crops are 100 to 77.5 % of each side, at most 6 % apart, so that any crop with 60 % or more of the area and the
+aspect ratio of the image is close to one of them. Two more crops are those of evaluation: the central square, and
+87.5 % of it. Mirroring an image flips the sign of its horizontally odd coefficients.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ from data.images.decode import decode_whole, decoded, read_header, reduction
 
 # K crops of an image, D coefficients of a crop, F frequencies a side
 
-SIDE = 128  # pixels that an image is squashed to
-PICTURE = 64  # pixels a side of the picture that is kept, by which two images are laid over each other
+SIDE = 128  # pixels; an image is resized to this square
+PICTURE = 64  # pixels; side of the stored picture that `likeness` compares
 FREQUENCIES = 8
 SCALES = (1.0, 0.94, 0.88, 0.82, 0.775)  # of each side of the crops
-STEP = 0.06  # of the side, between neighbouring crops
-EVALUATED = 0.875  # of the square in the middle: 224 of 256 pixels
-FLAT = 2.0  # grey levels: an image whose pixels deviate less has nothing to be recognised by
-OF_ONE_COLOUR = 8  # grey levels that a border's pixels deviate from its middle one, but for SPECKS
-SPECKS = 0.02  # share of a border's pixels that may deviate by more: noise of encoding beside the picture
-LEAST_LEFT = 0.25  # of each side: of what would be cut to less, all is kept
-FLOOR = 1.0  # length of a vector before it is brought to 1: that of less is noise, and becomes shorter than 1
+STEP = 0.06  # largest distance between neighbouring crops, as a share of the side
+EVALUATED = 0.875  # of the central square: 224 of 256 pixels
+FLAT = 2.0  # grey levels; an image with a smaller standard deviation has no recognisable structure
+OF_ONE_COLOUR = 8  # grey levels; largest deviation from the median in a border line, except for SPECKS
+SPECKS = 0.02  # share of a border line's pixels that may deviate more, because of encoding noise next to the picture
+LEAST_LEFT = 0.25  # of each side; an image that trimming would make smaller is not trimmed at all
+FLOOR = 1.0  # vectors shorter than this before normalisation are noise, and stay shorter than 1
 
 
 class Crop(NamedTuple):
-    """A crop, in shares of the image's sides."""
+    """A crop in relative coordinates, 0 to 1."""
 
     y: float
     x: float
@@ -48,16 +49,16 @@ class Crop(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """What is kept of an image."""
+    """An image's perceptual signature."""
 
-    crops: np.ndarray  # (K, D) float16; the first is of the whole image
+    crops: np.ndarray  # (K, D) float16; the first row is for the full image
     picture: np.ndarray  # (PICTURE, PICTURE) uint8, grey
-    proportion: float  # width / height, which the last two crops follow from
+    proportion: float  # width / height, which determines the last two crops
     is_flat: bool
 
 
 def signature(data: bytes) -> Signature:
-    """Return the signature of an encoded image; raises BadImage."""
+    """Return the signature of an encoded image; raises BadImage if it cannot be decoded."""
     grey = trimmed(grey_of(data))
     height, width = grey.shape
     square = squashed(grey, SIDE).astype(np.float32)
@@ -71,7 +72,7 @@ def signature(data: bytes) -> Signature:
 
 
 def grey_of(data: bytes) -> np.ndarray:
-    """Decode the image (H, W), grey and upright, at SIDE pixels a side or more if it has them; raises BadImage."""
+    """Decode an image to grey (H, W), upright, with at least SIDE pixels per side if available; raises BadImage."""
     header = read_header(data)
     reduced = {
         1: cv2.IMREAD_GRAYSCALE,
@@ -79,14 +80,14 @@ def grey_of(data: bytes) -> np.ndarray:
         4: cv2.IMREAD_REDUCED_GRAYSCALE_4,
         8: cv2.IMREAD_REDUCED_GRAYSCALE_8,
     }
-    # Upright, unlike in training: a copy that was encoded again has often been turned as its EXIF tag says.
+    # Upright, unlike in training: tools that re-encode an image often apply the rotation of its EXIF tag.
     return decoded(data, reduced[reduction(min(header.height, header.width), SIDE)])
 
 
 def trimmed(grey: np.ndarray) -> np.ndarray:
-    """Return the image (H, W) without its borders of one colour, as copies get that are padded, framed or letterboxed.
+    """Remove borders of uniform colour, which padded, framed or letterboxed copies have, from an image (H, W).
 
-    A frame within a frame goes too. An image that would hardly be left is returned whole.
+    Nested frames are removed too. If less than LEAST_LEFT of a side would remain, the image is returned unchanged.
     """
     top = 0
     left = 0
@@ -113,7 +114,7 @@ def trimmed(grey: np.ndarray) -> np.ndarray:
 
 
 def border_lines(lines: np.ndarray) -> int:
-    """Return how many lines of (lines, pixels) have the colour of the first one: 0 where that has several."""
+    """Return the number of leading lines of (lines, pixels) in one uniform colour; 0 if the first line has several."""
     colour = int(np.median(lines[0]))
     for number, line in enumerate(lines):
         is_other = np.abs(line.astype(np.int16) - colour) > OF_ONE_COLOUR
@@ -123,13 +124,13 @@ def border_lines(lines: np.ndarray) -> int:
 
 
 def squashed(grey: np.ndarray, side: int) -> np.ndarray:
-    """Return the image at side × side pixels; each is the mean of those that it covers."""
+    """Resize an image to side × side pixels, by area averaging if it is larger."""
     is_larger = min(grey.shape) >= side
     return cv2.resize(grey, (side, side), interpolation=cv2.INTER_AREA if is_larger else cv2.INTER_LINEAR)
 
 
 def pixel_digest(data: bytes) -> bytes:
-    """Return the sha256 of an image's sides and pixels, as training decodes them; raises BadImage."""
+    """Return the sha256 of an image's shape and pixels, decoded as in training; raises BadImage."""
     read_header(data)
     pixels = decode_whole(data)
     return sha256(repr(pixels.shape).encode() + pixels.tobytes()).digest()
@@ -139,7 +140,7 @@ def pixel_digest(data: bytes) -> bytes:
 
 
 def intervals(scale: float) -> list[tuple[float, float]]:
-    """Return (start, length) of the crops of one scale along one side: equally far from each other, STEP at most."""
+    """Return (start, length) of the crops of one scale along one side, equally spaced and at most STEP apart."""
     steps = math.ceil((1 - scale) / STEP - 1e-9)
     if steps == 0:
         return [(0.0, scale)]
@@ -147,7 +148,7 @@ def intervals(scale: float) -> list[tuple[float, float]]:
 
 
 def evaluation_boxes(proportion: float) -> list[Crop]:
-    """Return the square in the middle of an image of a width / height, and EVALUATED of it."""
+    """Return the crops of evaluation for an image with this width / height: central square, and EVALUATED of it."""
     height = min(1.0, proportion)
     width = min(1.0, 1 / proportion)
     boxes = []
@@ -157,12 +158,12 @@ def evaluation_boxes(proportion: float) -> list[Crop]:
 
 
 def boxes_of(proportion: float) -> list[Crop]:
-    """Return the crops of an image, in the order of the rows of its signature."""
+    """Return the crops of an image with this width / height, in the order of the rows of its signature."""
     return [*GRID, *evaluation_boxes(proportion)]
 
 
 def basis(start: float, length: float) -> np.ndarray:
-    """Return (F, SIDE) cosines over one side of a crop; pixels that the crop covers in part count in part."""
+    """Return cosines (F, SIDE) along one side of a crop; a partly covered pixel has a proportional weight."""
     middles = (np.arange(SIDE) + 0.5) / SIDE
     inside = np.minimum(middles + 0.5 / SIDE, start + length) - np.maximum(middles - 0.5 / SIDE, start)
     weights = np.clip(inside, 0, None) / length
@@ -172,9 +173,9 @@ def basis(start: float, length: float) -> np.ndarray:
 
 
 def transformed(square: np.ndarray, proportion: float) -> np.ndarray:
-    """Return (SIDE, SIDE) → (K, D) float32: the coefficients of every crop, each row of length 1."""
+    """Return the normalised coefficients (K, D) float32 of all crops of an image (SIDE, SIDE)."""
     rows = []
-    for bases in GRID_BASES:  # (n · F, SIDE): of the n intervals of one scale
+    for bases in GRID_BASES:  # (n · F, SIDE), for the n intervals of one scale
         n = len(bases) // FREQUENCIES
         product = (bases @ square @ bases.T).reshape(n, FREQUENCIES, n, FREQUENCIES)
         rows.append(product.transpose(0, 2, 1, 3).reshape(n * n, FREQUENCIES, FREQUENCIES))
@@ -190,9 +191,9 @@ _COLUMN = np.arange(FREQUENCIES)[None, :]
 _FREQUENCY = np.hypot(_ROW, _COLUMN)
 USED = (_FREQUENCY > 0) & (_FREQUENCY < FREQUENCIES)
 WEIGHTS = _FREQUENCY[USED].astype(np.float32)
-# (D,) of a mirror image
+# Signs (D,) that mirroring applies to the coefficients.
 MIRRORED = np.where(_COLUMN % 2 == 1, -1.0, 1.0).astype(np.float32).repeat(FREQUENCIES, 0)[USED]
-# The crops that all images have, in the order of their rows, and the cosines over them, scale by scale.
+# The crops that do not depend on the aspect ratio, in the order of their rows, and their cosines for each scale.
 GRID: list[Crop] = []
 GRID_BASES = []
 for _scale in SCALES:
