@@ -1,12 +1,12 @@
-"""Shows which patches a trained ViT attends to: the analyses behind the paper's figures 6, 7 and 11 (SPEC 2.7).
+"""Analyse the attention, position embeddings and patch filters of a trained ViT: figures 6, 7 and 11 (SPEC 2.7).
 
-1. `attention_weights` runs images through the model and recomputes what each block's attention formed;
-2. from these: `attention_map` (figure 6), `attention_distance` (figures 7 and 11);
-3. from the parameters alone: `position_similarity` and `embedding_components` (figure 7).
+1. `attention_weights` runs images through the model and recomputes the attention weights of each block;
+2. `attention_map` (figure 6) and `attention_distance` (figures 7 and 11) use these weights;
+3. `position_similarity` and `embedding_components` (figure 7) use only the parameters.
 
     weights = attention_weights(model, images)                # 12 of (B, 12, 197, 197) for B/16 at 224 pixels
     attention_map(weights, model.config)                      # (B, 14, 14), the largest entry 1
-    attention_distance(weights, model.config)                 # (12, 12) pixels, a row for each layer
+    attention_distance(weights, model.config)                 # (12, 12) pixels, one row per layer
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from models.vit import Attention, Block, ViT, ViTConfig, position_table, split_h
 
 
 def vit_of(model: nn.Module) -> ViT:
-    """Return the ViT, also of a model for masked prediction; ValueError where there is none."""
+    """Return the ViT in a model, including one for masked prediction; raises ValueError if the model has none."""
     vit = getattr(model, "vit", model)
     if not isinstance(vit, ViT):
         raise ValueError(f"expected a Vision Transformer, found a {type(model).__name__}")
@@ -33,13 +33,13 @@ def vit_of(model: nn.Module) -> ViT:
 
 @torch.no_grad()
 def attention_weights(model: nn.Module, images: Tensor) -> list[Tensor]:
-    """Return the softmax weights (B, H, T, T) of each block, query before key, in float32; use a model in eval mode.
+    """Return the attention weights (B, H, T, T), query before key, of each block in float32; call `model.eval()` first.
 
-    Recomputed from what enters each attention, because the fused kernels never form them.
+    The weights are recomputed from the inputs of each attention layer, because fused kernels do not materialise them.
     """
     vit = vit_of(model)
     if vit.block is not Block:
-        raise ValueError(f"expected tokens that all attend to each other, found family {vit.config.family}")
+        raise ValueError(f"expected global self-attention between all tokens, found family {vit.config.family}")
     weights: list[Tensor] = []
 
     def record(attention: Attention, inputs: tuple[Tensor, positions.Relative | None, int | None]) -> None:
@@ -54,9 +54,9 @@ def attention_weights(model: nn.Module, images: Tensor) -> list[Tensor]:
     for block in vit.blocks:
         assert isinstance(block, Block)
         hooks.append(block.attention.register_forward_pre_hook(record))
-    # A hook that stayed would compute attention a second time in every later forward pass and keep the results alive.
+    # Always remove the hooks: otherwise every later forward pass would compute the weights and keep them alive.
     try:
-        vit.encode(vit.embed(images))  # of all tokens, also those that pooling leaves unread
+        vit.encode(vit.embed(images))  # all tokens, including those that pooling does not use
     finally:
         for hook in hooks:
             hook.remove()
@@ -64,28 +64,29 @@ def attention_weights(model: nn.Module, images: Tensor) -> list[Tensor]:
 
 
 def rollout(weights: Sequence[Tensor], identity: bool = True) -> Tensor:
-    """Return how much of each input token (key) is in each output token (query): (B, T, T), rows sum to 1.
+    """Return the attention rollout (B, T, T): the share of each input token (key) in each output token (query).
 
-    Heads are averaged and layers multiplied, the last on the left. `identity` stands for the residual: it is
-    added before the rows are normalised again (paper D.8; authors, vision_transformer issues 18 and 27).
+    Rows sum to 1. The weights are averaged over heads and multiplied over layers, with the last layer on the left.
+    `identity` models the residual connection: the identity matrix is added before the rows are renormalised (paper D.8;
+    authors, vision_transformer issues 18 and 27).
     """
     tokens = weights[0].shape[-1]
     residual = torch.eye(tokens, dtype=torch.float64, device=weights[0].device)
     mixed = residual
-    # Later layers multiply from the left: their keys are the tokens that the layers before them gave out.
+    # Multiply later layers from the left: their keys are the output tokens of the previous layer.
     for layer in weights:
         mean = layer.double().mean(1)
         if identity:
-            # Without the identity, the rollout would leave out what a block passes on unchanged.
+            # The identity represents the residual connection around the block.
             mean = mean + residual
         mixed = mean / mean.sum(-1, keepdim=True) @ mixed
     return mixed
 
 
 def attention_map(weights: Sequence[Tensor], config: ViTConfig) -> Tensor:
-    """Return how much of each patch is in the pooled token, by rollout (figure 6): (B, rows, columns), at most 1."""
+    """Return the share of each patch in the pooled token, by rollout (figure 6): (B, rows, columns), largest entry 1."""
     mixed = rollout(weights)
-    # The class token is what the head sees; without one the head sees the mean over the patches.
+    # The input of the head is the class token, or the mean over the patches if there is no class token.
     pooled = mixed[:, 0]
     if config.pool != "token":
         pooled = mixed[:, config.prefix_tokens :].mean(1)
@@ -94,10 +95,11 @@ def attention_map(weights: Sequence[Tensor], config: ViTConfig) -> Tensor:
 
 
 def attention_distance(weights: Sequence[Tensor], config: ViTConfig, renormalise: bool = False) -> Tensor:
-    """Return the mean distance in pixels between query and key patch (figures 7 and 11), (layers, H).
+    """Return the mean attention distance in pixels between query and key patches (figures 7 and 11), (layers, H).
 
-    Weighted by attention, averaged over queries and images (128 in the paper). Prefix tokens have no place and
-    are left out; with `renormalise` the other keys' weights are scaled to sum to 1, without it they count as 0.
+    Distances are weighted by attention and averaged over queries and images (128 in the paper). Prefix tokens have no
+    position and are excluded: with `renormalise`, the weights of the other keys are rescaled to sum to 1; without it,
+    prefix tokens contribute distance 0.
     """
     rows, columns = config.grid
     row = torch.arange(rows, dtype=torch.float64)
@@ -114,33 +116,34 @@ def attention_distance(weights: Sequence[Tensor], config: ViTConfig, renormalise
 
 
 def position_similarity(model: nn.Module) -> Tensor:
-    """Return the cosine similarity of all positions (figure 7, centre), (rows, columns, rows, columns).
+    """Return the cosine similarity of all position embeddings (figure 7, centre), (rows, columns, rows, columns).
 
-    Where every layer has a table, the first one is taken. Raises ValueError where nothing is added to the patches.
+    If every layer has its own table, the first one is used. Raises ValueError if the model does not add position
+    embeddings to the patches.
     """
     vit = vit_of(model)
     config = vit.config
     if config.positions not in positions.ADDED:
-        raise ValueError(f"expected a table that is added to the patches, found positions {config.positions}")
+        raise ValueError(f"expected position embeddings that are added to patches, found positions {config.positions}")
     table = position_table(vit.state_dict(), config)[0, config.position_slots :].double()
     unit = F.normalize(table, dim=-1)
     return (unit @ unit.T).reshape(*config.grid, *config.grid)
 
 
 def embedding_components(model: nn.Module, count: int = 28) -> tuple[Tensor, Tensor]:
-    """Return principal components of the RGB patch filters (figure 7, left), and each one's share of the variance.
+    """Return principal components of the RGB patch filters (figure 7, left), and their shares of the variance.
 
-    Components (count, C, h, w) of unit length, the sign such that the largest entry is positive; at most as
-    many as there are. The paper shows 28, of L/32.
+    The components (count, C, h, w) have unit length, and their largest entry by magnitude is positive. There are at most
+    `count`; the paper shows 28 of L/32.
     """
     vit = vit_of(model)
     if vit.stem is not None:
-        raise ValueError("expected a patch embedding that sees RGB pixels; this model has a ResNet before it")
+        raise ValueError("expected a patch embedding of RGB pixels, but this model has a ResNet stem before it")
     filters = vit.embedding.weight.detach().double()  # (D, C, h, w)
     rows = filters.flatten(1)
-    # Principal components are those of centred rows; SVD gives them without forming a covariance matrix.
+    # The SVD of the centred rows gives the principal components without forming a covariance matrix.
     _, values, components = torch.linalg.svd(rows - rows.mean(0), full_matrices=False)
-    # A component and its negative are the same one: the sign is fixed so that pictures can be compared.
+    # The sign of a component is arbitrary: fix it so that pictures can be compared.
     largest = components.gather(1, components.abs().argmax(1, keepdim=True))
     components = components * largest.sign()
     variance = values.square()

@@ -184,9 +184,9 @@ class ImageParquet:
 def image_parquet(source: str | os.PathLike[str], *, unlabelled: bool = False) -> Iterator[Sample]:
     """Yield the samples of Parquet files with embedded images, as written by Hugging Face `datasets` and img2dataset.
 
-    The image column contains {bytes, path} or bytes, and the label column contains class ids or names; `parquet_classes`
-    defines the ids of names. With `unlabelled=True`, only the images are read. Raises DataError if a column is missing,
-    if an image is not embedded, or if a label is invalid.
+    The image column contains {bytes, path} or bytes, and the label column contains class ids or names;
+    `parquet_classes` defines the ids of names. With `unlabelled=True`, only the images are read. Raises DataError if a
+    column is missing, if an image is not embedded, or if a label is invalid.
     """
     ids: Mapping[str, int] | None = NO_NAMES if unlabelled else None
     for path in files_of(source, "*.parquet"):

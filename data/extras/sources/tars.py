@@ -46,8 +46,8 @@ def tars(
     """Yield the samples of WebDataset tars, including those of img2dataset with a `label` in the .json.
 
     `ids` maps class names in labels to ids. Samples without an image or without a label are excluded, and a warning
-    gives their number. With `unlabelled=True`, labels are ignored. Raises DataError if no sample has both an image and a
-    label, or if a tar is damaged.
+    gives their number. With `unlabelled=True`, labels are ignored. Raises DataError if no sample has both an image and
+    a label, or if a tar is damaged.
     """
     # `source` is a folder of tars, one tar, or a list of tars. Compressed tars of a folder are read only if it has no
     # uncompressed ones, because otherwise they may be copies of these.
