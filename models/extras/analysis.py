@@ -84,7 +84,7 @@ def rollout(weights: Sequence[Tensor], identity: bool = True) -> Tensor:
 
 
 def attention_map(weights: Sequence[Tensor], config: ViTConfig) -> Tensor:
-    """Return the share of each patch in the pooled token, by rollout (figure 6): (B, rows, columns), largest entry 1."""
+    """Return the relative share of each patch in the pooled token, by rollout (figure 6): (B, rows, columns), max 1."""
     mixed = rollout(weights)
     # The input of the head is the class token, or the mean over the patches if there is no class token.
     pooled = mixed[:, 0]
@@ -133,8 +133,8 @@ def position_similarity(model: nn.Module) -> Tensor:
 def embedding_components(model: nn.Module, count: int = 28) -> tuple[Tensor, Tensor]:
     """Return principal components of the RGB patch filters (figure 7, left), and their shares of the variance.
 
-    The components (count, C, h, w) have unit length, and their largest entry by magnitude is positive. There are at most
-    `count`; the paper shows 28 of L/32.
+    The components (count, C, h, w) have unit length, and their largest entry by magnitude is positive. The result may
+    have fewer than `count`; the paper shows 28 of L/32.
     """
     vit = vit_of(model)
     if vit.stem is not None:

@@ -97,7 +97,7 @@ class AsyncEvaluator(LoopEvaluator):
         return evaluates_elsewhere or super().resume(worker, progress)
 
     def withdraw(self, worker: "Setup", start: int, requested: list[int], recorded: set[int]) -> None:
-        """Withdraw all requests, and record those up to step `start` as skipped, because the run will not repeat them."""
+        """Withdraw all requests; record those up to step `start` as skipped, because the run does not repeat them."""
         stage = Path(self.job.directory)
         for step in requested:
             is_evaluated_now = step == start and self.was_due(worker, step)

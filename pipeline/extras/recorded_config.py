@@ -18,7 +18,7 @@ GONE = ("activation_gb",)  # removed keys, null in almost all old records
 
 
 def recorded_config(record: Mapping[str, Any]) -> TrainConfig:
-    """Build the config from a record's "config", with the keys of the hooks in "hooks" if listed. Raises ConfigError."""
+    """Build the config from a record's "config" and the hooks in its "hooks", if listed. Raises ConfigError."""
     values = {}
     for name, value in record["config"].items():
         if value is not None or name not in GONE:
