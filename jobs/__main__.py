@@ -87,7 +87,7 @@ KINDS = {
     "pretrain": " ".join(["jobs.stages.training:Pretrain", *TRAINING_EXTRAS]),
     "resize": "jobs.stages.resize:Resize",
     "finetune": " ".join(["jobs.stages.training:Finetune", *TRAINING_EXTRAS]),
-    "fewshot": "jobs.stages.evaluate:FewShot",
+    "fewshot": "jobs.stages.fewshot:FewShot",
     "evaluate": "jobs.stages.evaluate:Evaluate",
     "sweep": "jobs.extras.studies.table:Table",
     "figure": "jobs.extras.studies.figure:Figure",
@@ -95,7 +95,7 @@ KINDS = {
 
 # What shows a run elsewhere than on the terminal (jobs/run/watchers.py).
 WATCHERS = (
-    "jobs.extras.report.kept:KeptPage",
+    "jobs.extras.report.page_watcher:PageWatcher",
     "jobs.extras.monitor.gauges:Gauges",
     "jobs.extras.monitor.trackers:Trackers",
 )

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 from data.errors import ClusterError, ConfigError, DataError, ExitCode, PatchlineError, exit_code
-from data.files import refusal
+from data.files import error_text
 from data.index.document import load_index
 from data.index.index import Index
 from data.storage import Storage, open_storage
@@ -116,11 +116,11 @@ class StageKind:
         """
         return True
 
-    def checks(self, stage: "Stage", there: "Available") -> Iterable["CheckResult"]:
+    def checks(self, stage: "Stage", available: "Available") -> Iterable["CheckResult"]:
         """Check a stage before it runs: raise for errors, yield all other results."""
         return ()
 
-    def check_outputs(self, stage: "Stage", there: "Available") -> Iterable["CheckResult"]:
+    def check_outputs(self, stage: "Stage", available: "Available") -> Iterable["CheckResult"]:
         """Check the outputs of a finished stage, in addition to the digests of its files."""
         return ()
 
@@ -149,7 +149,7 @@ class StageKind:
         """Return in words how the stage finds one of its `placeholders`."""
         raise NotImplementedError
 
-    def check_parent(self, stage: "Stage", parent: "Stage", there: "Available") -> None:
+    def check_parent(self, stage: "Stage", parent: "Stage", available: "Available") -> None:
         """Check a stage that this one reads, before that one runs. Raises ConfigError or DataError."""
 
     def check_campaign(self, campaign: "Campaign") -> None:
@@ -357,7 +357,7 @@ class CheckResult:
     @staticmethod
     def of(error: Exception, subject: str) -> "CheckResult":
         """Return the FAIL that an error is."""
-        text, _, remedy = (refusal(error) if isinstance(error, OSError) else str(error)).partition("\n")
+        text, _, remedy = (error_text(error) if isinstance(error, OSError) else str(error)).partition("\n")
         return CheckResult("FAIL", subject, text, remedy, ExitCode(exit_code(error)))
 
     def error(self) -> PatchlineError:
@@ -378,9 +378,9 @@ def index_if_made(path: str) -> Index | None:
 class Available:
     """The data of a campaign that exists at the moment; each set is read once."""
 
-    def __init__(self, campaign: Campaign, *, looks_at_files: bool = True) -> None:
+    def __init__(self, campaign: Campaign, *, checks_files: bool = True) -> None:
         self.campaign = campaign
-        self.looks_at_files = looks_at_files  # otherwise recipe and indexes alone are compared
+        self.checks_files = checks_files  # otherwise recipe and indexes alone are compared
         self.indexes: dict[str, Index | None] = {}
         self.readers_of: dict[str, list[Stage]] = {}  # by the name of the stage that is read
 

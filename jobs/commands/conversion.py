@@ -18,11 +18,11 @@ import typer
 
 import models
 from data.errors import DataError, UsageError
-from data.files import whole_file
-from data.index.names import some
+from data.files import atomic_file
+from data.index.names import preview
 from data.sources.numbering import read_class_list
 from jobs.commands.arguments import Debug
-from jobs.commands.weights import find_weights, refuse_missing
+from jobs.commands.weights import check_weights_exist, find_weights
 from jobs.named_stages import stage_at, stages_in
 from jobs.terminal import activity, echo
 from models.weights.folder import CONFIG
@@ -75,7 +75,7 @@ def import_foreign(
     _debug: Debug = False,
 ) -> None:
     """Write official, timm or transformers weights as ours."""
-    refuse_missing(path)
+    check_weights_exist(path)
     refuse_existing(directory)
     # "heads=3" is {"heads": 3}: a value is read as JSON, and is taken as a word where it is none.
     changes: dict[str, object] = {}
@@ -97,7 +97,7 @@ def import_foreign(
             "  expected a name for each class, in the order of the outputs: --names FILE"
         )
     preprocessing = any_weights.recorded_preprocessing(path)
-    models.save(model, directory, writing=whole_file, class_names=names, preprocessing=preprocessing)
+    models.save(model, directory, writing=atomic_file, class_names=names, preprocessing=preprocessing)
     record = {"imported": str(Path(path).resolve()), "overrides": changes, "code": code_version()}
     artifacts.record_weights(Path(directory), record)
     report(model, path, names, preprocessing, verification)
@@ -144,7 +144,7 @@ def export(
         warnings.simplefilter("always")
         try:
             activity.now(f"export: writing {path} …")
-            models.save(model, path, format, writing=whole_file, class_names=names, preprocessing=preprocessing)
+            models.save(model, path, format, writing=atomic_file, class_names=names, preprocessing=preprocessing)
         except ValueError as error:
             raise UsageError(f"{directory} cannot be exported as {format}: {error}") from None
 
@@ -259,7 +259,7 @@ def report(
     if config.classes and not names:
         echo("classes  without names: nobody can tell whether a set numbers them as these weights do")
     elif config.classes:
-        line = f"classes  {some(names)}"
+        line = f"classes  {preview(names)}"
         if len(names) < config.classes:
             line += f"; the other {config.classes - len(names):,} have no names"
         echo(line)

@@ -191,7 +191,7 @@ def index(
     """Index existing WebDataset tars, unchanged; exit 65 where nothing of them can be used."""
     from data.index.document import load_index
     from data.shards.indexing import build_index, decoded_samples
-    from data.sources.numbering import check_unmistakable, read_class_list
+    from data.sources.numbering import check_unambiguous, read_class_list
 
     if output is not None:
         refuse_file(Path(output))
@@ -203,7 +203,7 @@ def index(
     listed: Names = ()
     if names:
         listed = read_class_list(names)
-        check_unmistakable(listed, names)
+        check_unambiguous(listed, names)
     elif classes_of:
         listed = load_index(find_set(classes_of)).names
         if not listed:
@@ -282,7 +282,7 @@ def cache_config(folder: str | None) -> "CacheConfig":
 
 def summary(index: "Index") -> list[str]:
     """Return the lines on a set: its size and place, its classes' names, and what indexing passed over."""
-    from data.index.names import some
+    from data.index.names import preview
     from data.shards.indexing import decoded_samples
 
     classes = f"{index.classes} classes" if index.classes else "without labels"
@@ -291,7 +291,7 @@ def summary(index: "Index") -> list[str]:
         f"in {index.tables}"
     ]
     if index.names:
-        lines.append(f"class names: {some(index.names)}")
+        lines.append(f"class names: {preview(index.names)}")
     lines += index.refused.lines("refused: ")
     tried, failed = decoded_samples(index)
     if failed:

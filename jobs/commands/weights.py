@@ -21,11 +21,11 @@ def find_weights(path: str) -> str:
 
         return fetch_weights(path)
     path = find_set(find_stage(path))  # a set by its name is refused as one
-    refuse_missing(path)
+    check_weights_exist(path)
     return path
 
 
-def refuse_missing(path: str) -> None:
+def check_weights_exist(path: str) -> None:
     """Raise DataError where no weights are at the path; `file.npz:img` names a part of a file (big_vision)."""
     if not Path(path).exists() and not Path(path.rpartition(":")[0] or path).exists():
         raise DataError(

@@ -19,7 +19,7 @@ class Best(TrainingExtra):
     config = BestConfig
     hook = "pipeline.extras.best:KeepBest"
 
-    def checks(self, stage: Stage, there: Available) -> Iterator[CheckResult]:
+    def checks(self, stage: Stage, available: Available) -> Iterator[CheckResult]:
         """Refuse a metric that the stage will not have, and a run whose records lie apart."""
         keep_best = stage.config.keep_best
         if keep_best is None:
@@ -33,8 +33,8 @@ class Best(TrainingExtra):
             "  data.evaluate gives accuracy, probe gives 1shot, 5shot and so on",
         )
         require(
-            there.campaign.remote is None,
-            f"{name}.keep_best reads the records of all attempts, and {there.campaign.remote} is no shared folder\n"
+            available.campaign.remote is None,
+            f"{name}.keep_best reads the records of all attempts, and {available.campaign.remote} is no shared folder\n"
             f"  leave it out: {name}.keep_best=null",
         )
         yield from ()

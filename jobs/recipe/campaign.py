@@ -65,9 +65,9 @@ def resolve(recipe: Recipe, kinds: Kinds) -> Campaign:
     check_place(campaign.run)
     campaign = with_values(replace(campaign, stages=tuple(stages.values())))
     # Every stage is checked before the first starts: the last must not be refused when the others have been computed.
-    there = Available(campaign, looks_at_files=False)
+    available = Available(campaign, checks_files=False)
     for stage in campaign.stages:
-        refuse(validate(stage, there))
+        refuse(validate(stage, available))
     for kind in kinds.values():
         kind.check_campaign(campaign)
     return campaign

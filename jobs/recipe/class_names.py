@@ -11,44 +11,44 @@ from pathlib import Path
 
 import models
 from data.errors import DataError
-from data.index.names import Names, agreed
+from data.index.names import Names, agreed_names
 from jobs.recipe.key import model_at
 from jobs.resolved_recipe import Available, Stage, reference
 from models.weights.folder import CLASSES, CONFIG
 from pipeline.evaluation import any_weights
 
 
-def check(stage: Stage, there: Available) -> None:
+def check(stage: Stage, available: Available) -> None:
     """Raise DataError where two sets of a stage, or a set and the weights whose head it keeps, call an id differently.
 
     Sets that have not been made yet, and those without names, are taken as they are.
     """
     for shared in stage.kind.shared_classes(stage.config):
         named: list[tuple[str, Names]] = []
-        if shared.with_head and goes_on_with_head(stage, there):
-            named.append((f"the weights {stage.config.init}", of_weights(stage.config.init, there)))
+        if shared.with_head and keeps_head_of_weights(stage, available):
+            named.append((f"the weights {stage.config.init}", of_weights(stage.config.init, available)))
         for field, path in shared.sets.items():
-            for index in there.made([path]):
+            for index in available.made([path]):
                 named.append((f"{field} ({path})", index.names))
-        agreed(named, stage.name)
+        agreed_names(named, stage.name)
 
 
-def of_stage(stage: Stage, there: Available) -> Names:
+def of_stage(stage: Stage, available: Available) -> Names:
     """Return what the outputs of a stage's model are called, as far as its sets or its weights tell; or nothing."""
     trained: list[tuple[str, Names]] = []
     for shared in stage.kind.shared_classes(stage.config):
         for field in shared.trained:
-            for index in there.made([shared.sets[field]]):
+            for index in available.made([shared.sets[field]]):
                 trained.append((shared.sets[field], index.names))
-    names = agreed(trained, stage.name)
-    if not names and goes_on_with_head(stage, there):
-        names = of_weights(stage.config.init, there)
+    names = agreed_names(trained, stage.name)
+    if not names and keeps_head_of_weights(stage, available):
+        names = of_weights(stage.config.init, available)
     return names
 
 
-def of_weights(init: str, there: Available) -> Names:
+def of_weights(init: str, available: Available) -> Names:
     """Return what the outputs of weights are called: those of a folder, or those that a stage will write."""
-    folder = Path(there.campaign.path_of(init))
+    folder = Path(available.campaign.path_of(init))
     if (folder / CONFIG).is_file() or any_weights.is_foreign(str(folder)):
         try:
             return models.load_class_names(folder)
@@ -58,10 +58,10 @@ def of_weights(init: str, there: Available) -> Names:
     if link is None:
         return ()
     parent, _ = link
-    return of_stage(there.campaign.stage(parent), there)
+    return of_stage(available.campaign.stage(parent), available)
 
 
-def goes_on_with_head(stage: Stage, there: Available) -> bool:
+def keeps_head_of_weights(stage: Stage, available: Available) -> bool:
     """Tell whether a stage goes on with the head of its weights, so that its sets must be numbered as theirs."""
     init = getattr(stage.config, "init", None)
     if init is None:
@@ -69,7 +69,7 @@ def goes_on_with_head(stage: Stage, there: Available) -> bool:
     link = reference(init)
     if link is not None:
         parent, _ = link
-        source = there.campaign.stage(parent).model
+        source = available.campaign.stage(parent).model
     else:
         source = model_at(init)
     return stage.kind.keeps_head(stage.config, source, stage.model)

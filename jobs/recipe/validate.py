@@ -1,6 +1,6 @@
 """The checks of a stage before it runs, which `plan`, `run` and `preflight` make alike.
 
-`validate(stage, there)` → [CheckResult("FAIL", "inputs", "pretrain.data.train: data/train: there is no index", …), …]
+    validate(stage, available)  →  [CheckResult("FAIL", "inputs", "pretrain.data.train: no index at data/train"), …]
 
 Of a stage that has not finished:
 1. inputs from outside the campaign that are missing;
@@ -27,7 +27,7 @@ from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 MOST_NAMED = 8  # missing inputs, or changed keys, that a message names
 
 
-def validate(stage: Stage, there: Available, *, fresh: bool = False) -> list[CheckResult]:
+def validate(stage: Stage, available: Available, *, fresh: bool = False) -> list[CheckResult]:
     """Return the results of all checks of a stage.
 
     `fresh` lets a stage start over that is half done with another config. Raises OSError.
@@ -35,7 +35,7 @@ def validate(stage: Stage, there: Available, *, fresh: bool = False) -> list[Che
     results: list[CheckResult] = []
     try:
         # Result by result: those before an error are kept.
-        for result in checks(stage, there, fresh=fresh):
+        for result in checks(stage, available, fresh=fresh):
             results.append(result)
     except PatchlineError as error:
         # Later checks may rely on the one that has failed.
@@ -43,18 +43,18 @@ def validate(stage: Stage, there: Available, *, fresh: bool = False) -> list[Che
     return results
 
 
-def checks(stage: Stage, there: Available, *, fresh: bool) -> Iterator[CheckResult]:
+def checks(stage: Stage, available: Available, *, fresh: bool) -> Iterator[CheckResult]:
     """Check a stage. Raises ConfigError and DataError for what cannot run, or has changed since it finished."""
-    campaign = there.campaign
+    campaign = available.campaign
     # Of a finished stage, that what it handed on is what it wrote.
-    if there.looks_at_files and campaign.done(stage) is not None:
+    if available.checks_files and campaign.done(stage) is not None:
         texts: list[str] = []
         artifacts.check_files(campaign.directory(stage), texts.append)
         for text in texts:
             yield CheckResult("OK", "files", text)
-        yield from stage.kind.check_outputs(stage, there)
+        yield from stage.kind.check_outputs(stage, available)
         return
-    if there.looks_at_files:
+    if available.checks_files:
         for message in stage.missing:
             yield CheckResult.of(DataError(message), INPUTS)
         folder = half_done_folder(campaign, stage)
@@ -70,15 +70,15 @@ def checks(stage: Stage, there: Available, *, fresh: bool) -> Iterator[CheckResu
                 "  undo the change to resume it, or pass --fresh to start this stage over (the old one is kept)",
                 ExitCode.CONFIG,
             )
-        for reader in there.readers(stage):
-            reader.kind.check_parent(reader, stage, there)
-    class_names.check(stage, there)
-    yield from stage.kind.checks(stage, there)
+        for reader in available.readers(stage):
+            reader.kind.check_parent(reader, stage, available)
+    class_names.check(stage, available)
+    yield from stage.kind.checks(stage, available)
 
 
 def validate_all(campaign: Campaign, stages: Sequence[Stage], *, fresh: bool = False) -> list[CheckResult]:
     """Return the results of these stages, and of the finished stages that they read."""
-    there = Available(campaign)
+    available = Available(campaign)
     names = set()
     for stage in stages:
         names.add(stage.name)
@@ -98,15 +98,15 @@ def validate_all(campaign: Campaign, stages: Sequence[Stage], *, fresh: bool = F
         if campaign.done(stage) is not None and stage.name in names:
             finished.append(stage)
         elif stage in stages:
-            results += validate(stage, there, fresh=fresh)
-    results += beside_finished(campaign, [stage for stage in stages if stage not in finished])
+            results += validate(stage, available, fresh=fresh)
+    results += restarted_stages(campaign, [stage for stage in stages if stage not in finished])
     # Last, because a stage that reads a lost shard can say how to do without it.
     for stage in finished:
-        results += validate(stage, there)
+        results += validate(stage, available)
     return results
 
 
-def beside_finished(campaign: Campaign, stages: Sequence[Stage]) -> Iterator[CheckResult]:
+def restarted_stages(campaign: Campaign, stages: Sequence[Stage]) -> Iterator[CheckResult]:
     """Report the stages that start anew although one of their name has finished: by which keys the two differ.
 
     What follows from a change in another stage is reported of that one alone, and of a sweep its first run.

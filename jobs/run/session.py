@@ -32,10 +32,10 @@ from jobs.recipe.references import with_values
 from jobs.recipe.validate import refuse, validate_all
 from jobs.resolved_recipe import Campaign, Context, Stage
 from jobs.run.log import RunLog, log_next, log_table, status_file
+from jobs.run.reevaluation import EVALUATION_FIELDS, evaluation_commands
 from jobs.run.stage_run import run_stage
 from jobs.run.sync import synced
 from jobs.run.watchers import Watcher, Watchers
-from jobs.stages.evaluate import EVALUATION_FIELDS, evaluation_commands
 from jobs.terminal import typed_command
 from pipeline.artifacts import DIVERGED
 from pipeline.values import counted

@@ -42,17 +42,17 @@ def run_stage(context: Context, *, fresh: bool) -> dict[str, Any]:
     # 1 and 2. Nothing is written before these have passed: a start that is refused leaves the run as it was.
     check_parents(context)
     # Data that earlier stages made exists only now.
-    there = Available(context.campaign)
-    refuse(validate(stage, there, fresh=fresh))
+    available = Available(context.campaign)
+    refuse(validate(stage, available, fresh=fresh))
 
     # 3.
     record_start(context, began)
-    inputs = inputs_of(context, there)
+    inputs = inputs_of(context, available)
     # The time of earlier commands, which may have been killed, follows from the records of their attempts.
     earlier_s = account(read_metrics(directory, None)).wall
 
     # 4. The names of its model's outputs are known now that its sets exist.
-    context = dataclasses.replace(context, class_names=class_names.of_stage(stage, there))
+    context = dataclasses.replace(context, class_names=class_names.of_stage(stage, available))
     try:
         outcome = dict(stage.kind.run(stage.config, context))
     except StageFailed as error:
@@ -137,7 +137,7 @@ def write_provenance(context: Context, inputs: Mapping[str, object], outcome: Ma
     artifacts.write_record(context.directory / artifacts.PROVENANCE, provenance)
 
 
-def inputs_of(context: Context, there: Available) -> dict[str, dict[str, str | None]]:
+def inputs_of(context: Context, available: Available) -> dict[str, dict[str, str | None]]:
     """Return the path of every input of a stage, and the digest of its content before the stage works.
 
     The digest of a set is that of its index; `part_of` is the digest of the set that a subset belongs to. The digest of
@@ -152,7 +152,7 @@ def inputs_of(context: Context, there: Available) -> dict[str, dict[str, str | N
             path = str(context.campaign.directory(source_of(context.campaign, value)[0]))
         inputs[field] = {"path": path}
         _value, reads = kinds_of_input.get(field, (value, Reads.OUTCOME))
-        index = there.index(value) if reads is Reads.SET else None
+        index = available.index(value) if reads is Reads.SET else None
         if index is not None:
             part_of = None if index.origin is None else index.origin.digest
             inputs[field] |= {"digest": index.digest, "part_of": part_of}

@@ -19,9 +19,8 @@ the same at any world size, and sums are counts, or made by rank 0 in a fixed or
 """
 
 import json
-import shlex
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -32,7 +31,7 @@ import numpy as np
 import models
 from data.checks import at_least, check_name, more_than_0
 from data.errors import DataError
-from data.files import write_whole
+from data.files import write_atomically
 from data.images.preprocess import corrections
 from data.index.document import load_index
 from data.optional import load_optional
@@ -41,7 +40,6 @@ from jobs.cluster.supervisor import supervise
 from jobs.cluster.worker import Task
 from jobs.resolved_recipe import (
     Available,
-    Campaign,
     CheckResult,
     Context,
     Reads,
@@ -51,11 +49,9 @@ from jobs.resolved_recipe import (
     StageKind,
 )
 from jobs.stages import training
-from jobs.terminal import COMMAND
 from models import ModelConfig
 from pipeline import artifacts, config
 from pipeline.architecture import check_shape
-from pipeline.artifacts import DIVERGED
 from pipeline.config import Tags, require, tags
 from pipeline.evaluation import any_weights, document
 from pipeline.evaluation.document import Entry
@@ -67,13 +63,10 @@ from pipeline.evaluation.protocols import (
     LogisticConfig,
     NeighboursConfig,
     check_names,
-    probe_protocol,
     protocols_of,
 )
 from pipeline.identity import code_version
-from pipeline.monitoring.telemetry import without_single_seeds
-from pipeline.training_config import ProbeConfig, TrainConfig, check_ops
-from pipeline.values import shown
+from pipeline.training_config import check_ops
 
 if TYPE_CHECKING:
     from pipeline.evaluation.evaluator import Request
@@ -81,10 +74,6 @@ if TYPE_CHECKING:
 
 LEAKS_DOCUMENT = "data.extras.leaks.document"
 Digests = tuple[str | None, ...]  # what a result depends on: test set, training set, protocol, leaks
-# Of a trained stage, what its accuracy is of, and what its few-shot accuracy is of.
-ACCURACY_FIELDS = ("data.evaluate", "data.preprocess")
-PROBE_FIELDS = ("probe.train", "probe.test", "probe.shots", "probe.seeds", "probe.l2", "data.preprocess")
-EVALUATION_FIELDS = tuple(dict.fromkeys((*ACCURACY_FIELDS, *PROBE_FIELDS)))
 
 
 @dataclass(frozen=True)
@@ -159,7 +148,7 @@ class EvaluateConfig:
         return any(protocol not in FEATURES for protocol in self.protocols)
 
 
-# ------------------------------------------------------------------------------------------------ the stage evaluate
+# ------------------------------------------------------------------------ the stage
 
 
 @dataclass(frozen=True)
@@ -261,7 +250,7 @@ class Evaluate(StageKind):
             },
             "results": in_order,
         }
-        write_whole(context.directory / document.NAME, json.dumps(written, indent=1))
+        write_atomically(context.directory / document.NAME, json.dumps(written, indent=1))
         log_warnings(cfg, context, written["results"])
         document.log_table(written, context.log)
         metrics = {}
@@ -286,7 +275,7 @@ class Evaluate(StageKind):
                 shared.append(SharedClasses({**test, f"sets.{name}.train": evaluated.train}))
         return shared
 
-    def checks(self, stage: Stage, there: Available) -> Iterable[CheckResult]:
+    def checks(self, stage: Stage, available: Available) -> Iterable[CheckResult]:
         """Refuse sets and protocols that do not fit the weights, and sets that cannot be read.
 
         Names of classes are compared in jobs/recipe/class_names.py.
@@ -310,7 +299,7 @@ class Evaluate(StageKind):
                     f"  leave it out of {name}.protocols",
                 )
             for set_name, evaluated in cfg.sets.items():
-                index = there.index(evaluated.test)
+                index = available.index(evaluated.test)
                 if index is not None and index.classes > model.classes:
                     unknown = range(model.classes, index.classes)[:5]
                     more = ", ".join(map(index.class_name, unknown))
@@ -319,13 +308,13 @@ class Evaluate(StageKind):
                         f"{model.classes}: they know no {more}\n"
                         "  expected a set of the weights' classes, or protocols of features: " + ", ".join(FEATURES)
                     )
-        if there.looks_at_files:
+        if available.checks_files:
             require(bool(cfg.sets), "sets is empty: on which sets?\n  expected sets: {NAME: {test: INDEX}}")
             learns = any(protocol in FEATURES for protocol in cfg.protocols)
             sets = {}
             for set_name, evaluated in cfg.sets.items():
                 sets[f"{name}.sets.{set_name}"] = (evaluated.test, evaluated.train if learns else None)
-            training.check_evaluated(sets, there)
+            training.check_evaluated(sets, available)
         return ()
 
     def metrics(self, cfg: EvaluateConfig) -> Iterable[str]:
@@ -465,146 +454,7 @@ def log_warnings(cfg: EvaluateConfig, context: Context, results: Iterable[Entry]
             context.log(f"no class names in {' and '.join(nameless)}: that labels mean the same is taken on trust")
 
 
-# ------------------------------------------------------------------------------------------------ the stage fewshot
-
-
-@dataclass(frozen=True)
-class FewShotStageConfig:
-    """Which weights are probed on which sets."""
-
-    init: str = "???"  # weights: a folder, or "@stage"
-    probe: ProbeConfig = field(default_factory=ProbeConfig)  # both sets are needed here
-    preprocess: str | None = None  # None: resize(image_size), the squash of big_vision's evaluator
-    micro_batch: int = 64  # images a worker at a time
-    cache: CacheConfig = field(default_factory=CacheConfig)  # of remote shards, on every node
-    precision: Literal["bf16", "fp32"] = "fp32"  # in which features are computed
-    stall_s: float = 600.0  # in which no worker enters a new phase; then the attempt ends and the next begins
-
-    RESUME: ClassVar[Tags] = tags(forbid="init probe preprocess precision", free="micro_batch cache stall_s")
-
-    def __post_init__(self) -> None:
-        check_ops(self.preprocess)
-        at_least(self, 1, "micro_batch")
-        more_than_0(self, "stall_s")
-
-
-class FewShot(StageKind):
-    """The kind of stage that evaluates frozen features by few-shot linear regression (paper, section 4.1).
-
-    It is the protocol fewshot as a stage of its own. The accuracies of every number of shots, means and single draws,
-    go to metrics.json. A prediction is right if it is the test sample's first label, as in training, so that its
-    numbers compare with the curves there.
-    """
-
-    name = "fewshot"
-    config = FewShotStageConfig
-    inputs: ClassVar = {"init": Reads.WEIGHTS, "probe.train": Reads.SET, "probe.test": Reads.SET}
-
-    def run(self, cfg: FewShotStageConfig, context: Context) -> dict[str, object]:
-        """Evaluate the weights by the protocol fewshot on the workers; write the results to metrics.json."""
-        from pipeline.evaluation.evaluator import Request
-        from pipeline.evaluation.worker import WorkerConfig
-
-        worker_config = WorkerConfig(
-            preprocess=cfg.preprocess or f"resize({context.model.image_size})",
-            max_labels=1,
-            micro_batch=cfg.micro_batch,
-            precision=cfg.precision,
-            stall_s=cfg.stall_s,
-            cache=cfg.cache,
-        )
-        assert cfg.probe.test is not None, "`checks` refuses a probe without sets"
-        init = context.campaign.path_of(cfg.init)
-        test = context.campaign.path_of(cfg.probe.test)
-        train = context.campaign.path_of(cfg.probe.train)
-        request = Request(test, train, probe_protocol(cfg.probe), first_label=True)
-        (result,) = evaluate_on_workers(worker_config, init, [request], context)
-        metrics = document.metrics_with_seeds(result)
-        results = {
-            "metrics": metrics,
-            "train_samples": result["train"]["used"],
-            "test_samples": result["set"]["judged"],
-            "probe": asdict(cfg.probe),
-        }
-        write_whole(context.directory / "metrics.json", json.dumps(results, indent=1))
-
-        # The single draws of the shots ("…seed…") are in metrics.json; a person sees their means.
-        means = []
-        for name, value in without_single_seeds(metrics).items():
-            means.append(f"{name} {value:.4f}")
-        context.log("  ".join(means))
-        return results
-
-    def checks(self, stage: Stage, there: Available) -> Iterable[CheckResult]:
-        """Refuse a probe without sets, of other images than the model's, or on sets that cannot be read."""
-        cfg: FewShotStageConfig = stage.config
-        # A single check is enough: ProbeConfig takes both sets or neither.
-        require(cfg.probe.train is not None, f"{stage.name}.probe.train and .test are missing: which sets?")
-        if stage.model is not None:
-            check_shape(cfg.preprocess, stage.model, f"{stage.name}.preprocess")
-        if there.looks_at_files:
-            training.check_evaluated({f"{stage.name}.probe": (cfg.probe.test, cfg.probe.train)}, there)
-        return ()
-
-    def model(self, cfg: FewShotStageConfig, source_model: SourceModel) -> ModelConfig | None:
-        """Return the architecture of the weights; None if they are missing."""
-        return source_model(cfg.init)
-
-    def shared_classes(self, cfg: FewShotStageConfig) -> list[SharedClasses]:
-        """Return the two sets of the probe."""
-        return [training.classes_of_probe(cfg.probe)]
-
-    def metrics(self, cfg: FewShotStageConfig) -> Iterable[str]:
-        """Return the names of the few-shot accuracies."""
-        return training.metrics_of_probe(cfg.probe)
-
-
-# ------------------------------------------------------------------------------------------------ finished stages
-
-
-def evaluation_commands(campaign: Campaign, stage: Stage, changed: Collection[str]) -> list[str]:
-    """Return the commands that evaluate a finished stage as its recipe says now; `changed` names its changed fields.
-
-    `data.evaluate`, `data.preprocess` and `probe` of a trained stage are not in its key: a finished stage stays
-    finished if they change. There are no commands if they are the same, or if the stage has no weights to evaluate.
-
-        python -m jobs evaluate runs/digits/finetune-1a2b3c4d indexes/other
-        python -m jobs evaluate runs/digits/finetune-1a2b3c4d indexes/test train=indexes/train --protocol fewshot
-    """
-    outcome = campaign.done(stage) or {}
-    if not stage.kind.trains or DIVERGED in outcome:
-        return []
-    cfg: TrainConfig = stage.config
-    evaluate = ["evaluate", str(campaign.directory(stage))]
-    settings = []
-    # Weights are evaluated with the preprocessing that is recorded with them, unless the command names another.
-    if "data.preprocess" in changed and (cfg.data.preprocess is not None or stage.model is not None):
-        preprocess = cfg.data.preprocess
-        if preprocess is None and stage.model is not None:
-            preprocess = f"resize({stage.model.image_size})"
-        settings.append(f"preprocess={preprocess}")
-    defaults = EvaluateConfig()
-    if cfg.data.max_labels > defaults.max_labels:
-        settings.append(f"max_labels={cfg.data.max_labels}")
-    for name, value in (("micro_batch", cfg.micro_batch), ("precision", cfg.precision)):
-        if value != getattr(defaults, name):
-            settings.append(f"{name}={value}")
-    commands = []
-    if cfg.data.evaluate is not None and set(changed) & set(ACCURACY_FIELDS):
-        commands.append([*evaluate, campaign.path_of(cfg.data.evaluate), *settings])
-    probe = cfg.probe
-    if probe.test is not None and probe.train is not None and set(changed) & set(PROBE_FIELDS):
-        few_shot = [f"train={campaign.path_of(probe.train)}"]
-        for name in ("shots", "seeds", "l2"):
-            value = getattr(probe, name)
-            if value != getattr(FewShotConfig(), name):
-                few_shot.append(f"fewshot.{name}={shown(value)}")
-        test = campaign.path_of(probe.test)
-        commands.append([*evaluate, test, *few_shot, *settings, "--protocol", "fewshot"])
-    return [f"{COMMAND} {shlex.join(command)}" for command in commands]
-
-
-# ------------------------------------------------------------------------------------------------ workers
+# ------------------------------------------------------------------------ workers
 
 
 def evaluate_on_workers(cfg: "WorkerConfig", init: str, requests: Sequence["Request"], context: Context) -> list[Entry]:

@@ -222,13 +222,13 @@ class Pack(StageKind):
                 except DataError as error:
                     yield f"sets.{name}.path: {error}"
 
-    def check_outputs(self, stage: Stage, there: Available) -> Iterator[CheckResult]:
+    def check_outputs(self, stage: Stage, available: Available) -> Iterator[CheckResult]:
         """Raise DataError where an index, table or shard that a finished stage packed is gone, or has another size.
 
         Shards in `data.drop` of any stage may be lost. The content of a shard is compared when it is read. Warn where a
         folder has got or lost images since it was packed.
         """
-        campaign = there.campaign
+        campaign = available.campaign
         folder = campaign.directory(stage)
         done = campaign.done(stage)
         assert done is not None, "of finished stages alone"

@@ -50,7 +50,9 @@ from pipeline.training_data import batch_arithmetic, check_schedule, steps_of
 class Companion(Protocol):
     """Works during the attempts of a stage."""
 
-    def beside(self, task: Task, attempt_folder: Path, cluster: ClusterConfig) -> AbstractContextManager[object]:
+    def during_attempt(
+        self, task: Task, attempt_folder: Path, cluster: ClusterConfig
+    ) -> AbstractContextManager[object]:
         """Return what works during an attempt, and ends with it."""
 
     def finish(self) -> None:
@@ -74,7 +76,7 @@ class TrainingExtra:
         """Return fields of the workers' Job that this extra knows."""
         return {}
 
-    def checks(self, stage: Stage, there: Available) -> Iterable[CheckResult]:
+    def checks(self, stage: Stage, available: Available) -> Iterable[CheckResult]:
         """Check a stage before it runs: raise for errors, yield all other results."""
         return ()
 
@@ -154,7 +156,7 @@ class Training(StageKind):
             extra.after(cfg, context, outcome)
         # Rank 0 may have worked on another node: the weights that it has written are brought here.
         for name, record in outcome["files"].items():
-            campaign.storage.bring(f"{context.directory.name}/{name}", record["bytes"], record["sha256"])
+            campaign.storage.ensure_local(f"{context.directory.name}/{name}", record["bytes"], record["sha256"])
         return outcome
 
     def model(self, cfg: TrainConfig, source_model: SourceModel) -> ModelConfig | None:
@@ -195,16 +197,16 @@ class Training(StageKind):
             yield "accuracy"
         yield from metrics_of_probe(cfg.probe)
 
-    def checks(self, stage: Stage, there: Available) -> Iterator[CheckResult]:
+    def checks(self, stage: Stage, available: Available) -> Iterator[CheckResult]:
         """Refuse a stage that does not fit the cluster, its data, or what an extra requires.
 
         Raises ConfigError and DataError; yields warnings.
         """
-        yield from self.core_checks(stage, there)
+        yield from self.core_checks(stage, available)
         for extra in self.extras:
-            yield from extra.checks(stage, there)
+            yield from extra.checks(stage, available)
 
-    def core_checks(self, stage: Stage, there: Available) -> Iterator[CheckResult]:
+    def core_checks(self, stage: Stage, available: Available) -> Iterator[CheckResult]:
         """Refuse a stage that does not fit the cluster or its data: classes, image shapes, length of training.
 
         Data that an earlier stage makes may not be there yet: it is compared when the stage is about to start. Raises
@@ -218,7 +220,7 @@ class Training(StageKind):
             f"{name}.data.train is missing: the images to train on\n"
             f"  type {name}.data.train=FOLDER of a set, or @STAGE/SET that a pack stage makes; or give data.mixture",
         )
-        cluster = there.campaign.cluster
+        cluster = available.campaign.cluster
         require(
             cfg.data.decode == "cpu" or cluster.gpus_per_worker > 0,
             f"{name}.data.decode is gpu, and cluster.gpus_per_worker is 0\n"
@@ -235,14 +237,14 @@ class Training(StageKind):
         paths = list(cfg.data.sets().values())
         # The batch on every number of workers that the cluster allows; this also checks the user's DeepSpeed file.
         try:
-            allowed_worlds(cfg, there.campaign.cluster)
+            allowed_worlds(cfg, available.campaign.cluster)
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from None
 
         # Classes and image shapes. The model is not known where the weights that it starts from do not exist.
         classes: dict[str, int] = {}
         for path in paths:
-            index = there.index(path)
+            index = available.index(path)
             if index is not None and index.samples == 0:
                 raise DataError(f"{name}: {path} holds no samples\n  expected some: pack or index it again")
         if cfg.data.evaluate in paths:
@@ -250,10 +252,10 @@ class Training(StageKind):
             yield CheckResult("WARN", name, text)
         is_evaluated = cfg.data.evaluate is not None or cfg.probe.train is not None
         for path in [*paths, *([cfg.data.evaluate] if cfg.data.evaluate is not None else [])]:
-            number = there.classes(path)
+            number = available.classes(path)
             if number is not None:
                 classes[path] = number
-            index = there.index(path)
+            index = available.index(path)
             if index is not None:
                 check_max_labels(cfg, index, path, name)
         if stage.model is not None:
@@ -261,19 +263,19 @@ class Training(StageKind):
         if stage.model is not None and is_evaluated:
             check_shape(cfg.data.preprocess, stage.model, f"{name}.data.preprocess")
 
-        steps = planned_steps(cfg, there)
+        steps = planned_steps(cfg, available)
         if steps is not None:
             check_schedule(cfg, steps, name)
 
-        if not there.looks_at_files:
+        if not available.checks_files:
             return
         # Which shard `data.drop` means is known when all of them are there.
-        sets = there.made(paths)
+        sets = available.made(paths)
         if len(sets) == len(paths):
             needs_labels = cfg.objective != "masked"
             check_usable(exclude(sets, cfg.data.drop), cfg.data.drop, f"{name}.data.drop", needs_labels=needs_labels)
         evaluated = {f"{name}.data": (cfg.data.evaluate, None), f"{name}.probe": (cfg.probe.test, cfg.probe.train)}
-        check_evaluated(evaluated, there)
+        check_evaluated(evaluated, available)
 
 
 @contextmanager
@@ -283,7 +285,7 @@ def accompany(
     """Have all companions work during an attempt."""
     with ExitStack() as stack:
         for companion in companions:
-            stack.enter_context(companion.beside(task, attempt_folder, cluster))
+            stack.enter_context(companion.during_attempt(task, attempt_folder, cluster))
         yield
 
 
@@ -448,13 +450,13 @@ def check_usable(
     check_sizes(sets, tuple(dropped), option)
 
 
-def check_evaluated(sets: Mapping[str, tuple[str | None, str | None]], there: Available) -> None:
+def check_evaluated(sets: Mapping[str, tuple[str | None, str | None]], available: Available) -> None:
     """Raise DataError where a set to evaluate on cannot be used, or is the very set that a protocol learns from.
 
     `sets` are (test, train) by the key of both in the recipe; None where there is no such set.
     """
     for key, (test, learned) in sets.items():
-        indexes = there.made([value for value in (test, learned) if value is not None])
+        indexes = available.made([value for value in (test, learned) if value is not None])
         check_usable(indexes)
         if len(indexes) == 2 and indexes[0].digest == indexes[1].digest:
             raise DataError(
@@ -464,10 +466,10 @@ def check_evaluated(sets: Mapping[str, tuple[str | None, str | None]], there: Av
             )
 
 
-def planned_steps(cfg: TrainConfig, there: Available) -> int | None:
+def planned_steps(cfg: TrainConfig, available: Available) -> int | None:
     """Return the steps of a stage; None if it makes passes over sets that are not there and of unknown size."""
     samples = cfg.data.samples
-    sets = there.made(cfg.data.sets().values())
+    sets = available.made(cfg.data.sets().values())
     if len(sets) == len(cfg.data.sets()):
         samples = sum(index.samples for index in sets)
     if cfg.steps is None and samples is None:

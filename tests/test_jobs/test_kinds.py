@@ -115,8 +115,8 @@ def test_a_kind_refuses_by_its_own_check_in_plan_and_in_run(with_rounded, recipe
 
 def test_checks_are_data_in_the_order_in_which_they_are_made(recipe: Path) -> None:
     loaded = campaigns.load(recipe, ["pretrain.data.train=/nowhere", "fewshot.init=/neither"])
-    there = Available(loaded)
-    results = {stage.name: validate(stage, there) for stage in loaded.stages}
+    available = Available(loaded)
+    results = {stage.name: validate(stage, available) for stage in loaded.stages}
     (failure,) = results["pretrain"]
     assert (failure.level, failure.subject, failure.exit_code) == ("FAIL", "inputs", 65)
     assert failure.text == "pretrain.data.train: /nowhere: there is no such index"

@@ -12,7 +12,7 @@ from data.remote.config import CacheConfig
 from jobs.cluster_config import ClusterConfig
 from jobs.extras.studies import table
 from jobs.extras.studies.expand import SweepConfig
-from jobs.stages import evaluate, pack, resize
+from jobs.stages import fewshot, pack, resize
 from pipeline import config
 from pipeline.optimization import OptimConfig, ScheduleConfig
 from pipeline.training_config import DataConfig, MixedConfig, ProbeConfig, TrainConfig
@@ -24,7 +24,7 @@ TAGGED = [
     *(TrainConfig, FullConfig, DataConfig, MixedConfig, OptimConfig, ScheduleConfig, ClusterConfig),
     *(
         resize.ResizeConfig,
-        evaluate.FewShotStageConfig,
+        fewshot.FewShotStageConfig,
         pack.PackConfig,
         pack.SetConfig,
         SweepConfig,
@@ -98,7 +98,7 @@ NEEDED = {
     TrainConfig: {"steps": 1, "data": {"train": "x"}},
     FullConfig: {"steps": 1, "data": {"train": "x"}},
     MixedConfig: {"train": "x", "weight": 1.0},
-    evaluate.FewShotStageConfig: {"init": "x"},
+    fewshot.FewShotStageConfig: {"init": "x"},
     resize.ResizeConfig: {"init": "x"},
     pack.PackConfig: {"sets": {"train": {"source": "digits"}}},
     pack.SetConfig: {"source": "digits"},

@@ -12,7 +12,7 @@ import numpy as np
 from data.checks import printable
 from data.images.decode import Header
 from data.index.index import Index, Refusals
-from data.index.names import some
+from data.index.names import preview
 
 FEW_SHARDS = 16  # up to this number, small shards are not a problem
 SMALL_SHARD = 32 << 20  # bytes; below this size, latency dominates network reads
@@ -152,7 +152,7 @@ class Report:
         if empty:
             line += f" (first: {empty[:8]})"
         if self.index.names:
-            line += f", names: {some(self.index.names)}"
+            line += f", names: {preview(self.index.names)}"
         lines.append(line)
         if self.classes:
             counts = sorted(self.classes.values())

@@ -24,7 +24,7 @@ from data.errors import DataError
 from data.extras.known_sets.archive import log_notes
 from data.extras.sources.members import Member, members, tar_members
 from data.index.index import Refusals
-from data.index.names import Names, some
+from data.index.names import Names, preview
 from data.sources.samples import Published, Sample, kind_of
 
 WNID = re.compile(r"n\d{8}")
@@ -42,24 +42,24 @@ def samples(wnids: Path | None, path: Path, split: str = "train") -> Iterator[Sa
     ids = {wnid: label for label, wnid in enumerate(names)}
     finished: set[str] = set()
     current = ""
-    passed_over = Refusals()
-    for wnid, image in images(path, passed_over):
+    skipped = Refusals()
+    for wnid, image in images(path, skipped):
         if wnid != current:
             if wnid not in ids:
-                raise DataError(f"{path}: {wnid} is not one of the {len(names)} classes {some(names)}")
+                raise DataError(f"{path}: {wnid} is not one of the {len(names)} classes {preview(names)}")
             if wnid in finished:
                 raise DataError(f"{path}: class {wnid} occurs twice; expected one tar or folder per class")
             finished.add(wnid)
             current = wnid
         raw = image.read()
         yield Sample(image.base.partition(".")[0], raw, (ids[wnid],), kind_of(raw))
-    log_notes(path, passed_over)
+    log_notes(path, skipped)
     missing = [wnid for wnid in names if wnid not in finished]
     if missing:
-        logging.getLogger(__name__).warning("%s: no images of %d classes: %s", path, len(missing), some(missing))
+        logging.getLogger(__name__).warning("%s: no images of %d classes: %s", path, len(missing), preview(missing))
 
 
-def images(path: Path, passed_over: Refusals) -> Iterator[tuple[str, Member]]:
+def images(path: Path, skipped: Refusals) -> Iterator[tuple[str, Member]]:
     """Yield each image with the WordNet id of its class, taken from the name of the class tar or class folder."""
     for member in members(path):
         wnid, is_tar = class_of(member.name)
@@ -69,7 +69,7 @@ def images(path: Path, passed_over: Refusals) -> Iterator[tuple[str, Member]]:
         elif wnid:
             yield wnid, member
         else:
-            passed_over.add("file outside the class tars and class folders", member.name)
+            skipped.add("file outside the class tars and class folders", member.name)
 
 
 def class_of(member: str) -> tuple[str, bool]:

@@ -26,7 +26,7 @@ from data.extras.known_sets.archive import as_image, encode, first_present, log_
 from data.extras.known_sets.vtab_prepared import VTAB
 from data.extras.sources.members import members
 from data.index.index import Refusals
-from data.index.names import Names, some
+from data.index.names import Names, preview
 from data.sources.samples import Archive, Published, Sample
 
 # ------------------------------------------------------------------------------------------------ CIFAR
@@ -132,7 +132,7 @@ def listed_samples(listed: ListedSet, folder: Path, split: str) -> Iterator[Samp
     missing = sorted(class_ids.keys() - seen)
     if missing:
         raise DataError(
-            f"{archive}: {len(missing)} images of split {split} are missing: {some(missing)}\n"
+            f"{archive}: {len(missing)} images of split {split} are missing: {preview(missing)}\n"
             f"  download it again from {listed.page}"
         )
 

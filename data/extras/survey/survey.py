@@ -42,7 +42,7 @@ from data.extras.sources.tables import (
 )
 from data.images.decode import BadImage, read_header
 from data.index.document import SUFFIX, load_index
-from data.index.names import NoLabel, parse_labels, some
+from data.index.names import NoLabel, parse_labels, preview
 from data.index.shard import COMPRESSED, IMAGES, is_image
 from data.index.tar import first_part, mapped, walk
 from data.sources.folders import HIDDEN, files_of, images_below, refuse_loop
@@ -197,7 +197,7 @@ def survey(place: str, *, unlabelled: bool = False, report: Report) -> Sets:
         )
     if len(train.class_counts) == 1:
         raise DataError(
-            f"{train_place}: all {train.images:,} images belong to one class, {some(list(train.class_counts))}\n"
+            f"{train_place}: all {train.images:,} images belong to one class, {preview(list(train.class_counts))}\n"
             "  expected two or more classes, each in a sub-folder; to train without labels, add --unlabelled"
         )
     without_label = train.images - train.labelled
@@ -213,7 +213,7 @@ def survey(place: str, *, unlabelled: bool = False, report: Report) -> Sets:
         return Sets(train)
     if lacking and not train.are_ids:
         raise DataError(
-            f"{test_place}: the classes {some(lacking)} do not occur in {train_place}\n"
+            f"{test_place}: the classes {preview(lacking)} do not occur in {train_place}\n"
             "  expected only the training classes; remove the others"
         )
     return Sets(train, test)
@@ -309,7 +309,7 @@ def one_place(places: Sequence[str]) -> str:
         if Path(joined).exists():
             raise UsageError(f"{len(places)} arguments, but {joined!r} is one folder\n  quote its name")
         raise UsageError(
-            f"{len(places)} paths, {some(places)}: no folder or pattern matches exactly these paths\n"
+            f"{len(places)} paths, {preview(places)}: no folder or pattern matches exactly these paths\n"
             f"  expected one set of images: a folder, or a quoted pattern such as '{folder}/train-*.tar'"
         )
     return pattern
@@ -351,7 +351,7 @@ def parts_of_files(files: Sequence[Path]) -> dict[str, str]:
     if train is not None and test is not None and rest and files[0].suffix != ".csv":
         pattern = pattern_of(of_parts) or train
         raise DataError(
-            f"{files[0].parent}: {some(sorted(file.name for file in rest))} have neither train nor test in their "
+            f"{files[0].parent}: {preview(sorted(file.name for file in rest))} have neither train nor test in their "
             f"names, unlike the other files\n  rename them; or, to use only the others, type "
             f"python -m jobs new '{pattern}'"
         )
@@ -391,12 +391,12 @@ def inspect(place: str, unlabelled: bool, report: Report) -> FoundSet:
 def inspect_folder(root: Path, unlabelled: bool, report: Report) -> FoundSet:
     """Inspect a folder with one sub-folder of images per class, or with images without labels."""
     image_set = FoundSet("folder", str(root))
-    passed_over: Counter[str] = Counter()
+    skipped: Counter[str] = Counter()
     paths: list[Path] = []
     empty = []
     for folder in sorted(root.glob("[!.]*/")):
         refuse_loop(folder)
-        below = images_below(folder, passed_over)
+        below = images_below(folder, skipped)
         if not below:
             empty.append(folder.name)
             continue
@@ -412,7 +412,7 @@ def inspect_folder(root: Path, unlabelled: bool, report: Report) -> FoundSet:
         image_set.labelled = len(paths)
         if empty:
             raise DataError(
-                f"{root}: no images in the class folders {some(empty)}\n"
+                f"{root}: no images in the class folders {preview(empty)}\n"
                 f"  expected {', '.join(IMAGES)} in every class folder; add images, or remove the empty folders"
             )
         if here:
@@ -421,16 +421,16 @@ def inspect_folder(root: Path, unlabelled: bool, report: Report) -> FoundSet:
     alike = len(image_set.class_counts) - len(set(map(str.lower, image_set.class_counts)))
     if alike:
         image_set.notes.append(f"{alike} class names differ from another one only in upper and lower case")
-    hidden = passed_over.pop(HIDDEN, 0)
+    hidden = skipped.pop(HIDDEN, 0)
     if hidden:
         image_set.notes.append(
             f"{hidden:,} hidden files are excluded: their names, or the names of their folders, begin with a dot"
         )
     # If there are no images at all, also count the other files here, which the user may have meant.
     if not paths:
-        passed_over.update(file.suffix or file.name for file in root.glob("[!.]*") if file.is_file())
-    if passed_over:
-        kinds = ", ".join(f"{count:,} × {printable(kind)}" for kind, count in passed_over.most_common(MOST_NAMED))
+        skipped.update(file.suffix or file.name for file in root.glob("[!.]*") if file.is_file())
+    if skipped:
+        kinds = ", ".join(f"{count:,} × {printable(kind)}" for kind, count in skipped.most_common(MOST_NAMED))
         image_set.notes.append(f"{kinds}: excluded, because they are not {', '.join(IMAGES)}")
     image_set.open_some(list(zip(paths, repeat(0), repeat(-1), strict=False)))
     return image_set
@@ -463,7 +463,7 @@ def inspect_table(place: str, unlabelled: bool, report: Report) -> FoundSet:
         report(image_set.images)
     if missing:
         raise DataError(
-            f"{path}: the files {some(missing)} do not exist\n"
+            f"{path}: the files {preview(missing)} do not exist\n"
             f"  expected absolute paths, or paths relative to {path.parent}; move the table or correct the paths"
         )
     repeated = len(names) - len(set(names))

@@ -88,7 +88,7 @@ class SpareWorker:
         self.trouble = ""  # that was logged last
 
     @contextmanager
-    def beside(self, task: Task, attempt_folder: Path, cluster: ClusterConfig) -> Iterator[None]:
+    def during_attempt(self, task: Task, attempt_folder: Path, cluster: ClusterConfig) -> Iterator[None]:
         """Evaluate commits and search spikes while an attempt runs."""
         self.task = task
         self.attempt_folder = attempt_folder
@@ -365,7 +365,7 @@ class SpareWorker:
             raise Ended
         if self.place.is_wanted():
             raise NoPlace("somebody wants the place")
-        stuck = watch.look(group.places(), group.is_frozen)
+        stuck = watch.find_stall(group.places(), group.is_frozen)
         if stuck is not None:
             raise group.evidence().silent_failure(stuck.rank, stuck.cause)
         if time.monotonic() > self.next_poll:

@@ -24,13 +24,13 @@ from jobs.extras.history import flat, read_run
 from jobs.extras.studies import table as sweep
 from jobs.recipe.references import source_of
 from jobs.resolved_recipe import Available, Campaign, Kinds, Stage, StageKind, reference
-from jobs.stages import evaluate
+from jobs.stages import evaluate, fewshot
 from models.configs import ModelConfig, ViTConfig, from_dict
 from pipeline import config
 from pipeline.optimization import learning_rate
 from pipeline.training_data import steps_of
 
-JUDGING = (evaluate.Evaluate.name, evaluate.FewShot.name)
+JUDGING = (evaluate.Evaluate.name, fewshot.FewShot.name)
 NONE = "none"  # the value of what is not there, and known not to be
 # Protocols with settings of their own, which mean something where the protocol is used.
 WITH_SETTINGS = ("fewshot", "linear", "knn", "logistic")
@@ -73,7 +73,7 @@ class ComparedStage:
 
 def of_campaign(campaign: Campaign) -> Iterator[ComparedStage]:
     """Iterate the stages of a recipe that train or evaluate: of a sweep's table the first run of each row."""
-    there = Available(campaign)
+    available = Available(campaign)
     table_of: dict[str, Stage] = {}  # by the names of its runs
     waited_for: set[str] = set()  # tables that other runs take their values from
     for stage in campaign.stages:
@@ -115,7 +115,7 @@ def of_campaign(campaign: Campaign) -> Iterator[ComparedStage]:
         sets = {}
         for name, (path, _reads) in stage.kind.inputs_of(stage.config).items():
             if name != "init":
-                sets[name.replace("mixture", "train")] = there.index(path)
+                sets[name.replace("mixture", "train")] = available.index(path)
 
         # 3. The size of its images, which a stage `resize` before it may have set.
         section = getattr(stage.config, "model", {})

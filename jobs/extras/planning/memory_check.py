@@ -20,14 +20,14 @@ MANY = 1_000_000  # steps: enough that each phase has some
 class MemoryCheck(TrainingExtra):
     """Compares a stage's need of memory with its devices."""
 
-    def checks(self, stage: Stage, there: Available) -> Iterator[CheckResult]:
+    def checks(self, stage: Stage, available: Available) -> Iterator[CheckResult]:
         """Yield what is wrong with the memory of a stage whose model is known."""
-        if stage.model is None or not there.looks_at_files:
+        if stage.model is None or not available.checks_files:
             return
         # A worker needs the most if the workers are the fewest.
-        fewest = allowed_worlds(stage.config, there.campaign.cluster)[-1]
+        fewest = allowed_worlds(stage.config, available.campaign.cluster)[-1]
         try:
-            yield from check_memory(stage, there, fewest)
+            yield from check_memory(stage, available, fewest)
         except ConfigError as error:
             yield CheckResult.of(error, MEMORY)
 
@@ -53,7 +53,7 @@ def sees_whole_images(cfg: TrainConfig, model: ModelConfig) -> bool:
     return has_whole_images(cfg.phases(MANY, model))
 
 
-def check_memory(stage: Stage, there: Available, fewest: int) -> Iterator[CheckResult]:
+def check_memory(stage: Stage, available: Available, fewest: int) -> Iterator[CheckResult]:
     """Raise ConfigError, with what to change, if a stage on `fewest` workers does not fit `cluster.gpu_memory_gb`.
 
     Without this field nothing is traced, which takes some seconds for a new step. A need that cannot be traced is a
@@ -62,8 +62,8 @@ def check_memory(stage: Stage, there: Available, fewest: int) -> Iterator[CheckR
     cfg: TrainConfig = stage.config
     model = stage.model
     assert model is not None, "only for stages whose model is known"
-    limit = there.campaign.cluster.gpu_memory_gb
-    if limit is None or there.campaign.cluster.gpus_per_worker == 0:
+    limit = available.campaign.cluster.gpu_memory_gb
+    if limit is None or available.campaign.cluster.gpus_per_worker == 0:
         return
     # Only now: they import torch, for which a recipe without this limit does not wait.
     from pipeline.extras.plan.memory import GIB, check_fits

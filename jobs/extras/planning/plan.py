@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 import models
 from data.checks import few
 from data.files import memory_text
-from data.index.names import Names, some
+from data.index.names import Names, preview
 from jobs.extras.planning.plan_training import PlannedTraining, bill, span
 from jobs.extras.recipe_text import in_words
 from jobs.extras.studies import table
@@ -140,7 +140,7 @@ class Plan:
         # 4. Which names its classes have, and whose labels are taken on trust.
         names, nameless = known_names(stage, Available(campaign))
         if names:
-            self.add("names", some(names))
+            self.add("names", preview(names))
         if nameless:
             self.add("names", f"none in {', '.join(nameless)}: labels are taken on trust")
 
@@ -207,7 +207,7 @@ class Plan:
         return fits, time, bill(least_hours, most_hours, self.assumed.price)
 
 
-def known_names(stage: Stage, there: Available) -> tuple[Names, list[str]]:
+def known_names(stage: Stage, available: Available) -> tuple[Names, list[str]]:
     """Return the class names of the first set of a stage that has any, and the sets that have none: field and path."""
     paths: dict[str, str] = {}
     for shared in stage.kind.shared_classes(stage.config):
@@ -215,7 +215,7 @@ def known_names(stage: Stage, there: Available) -> tuple[Names, list[str]]:
     names: Names = ()
     nameless: list[str] = []
     for field_name, path in paths.items():
-        for index in there.made([path]):
+        for index in available.made([path]):
             if not index.names:
                 nameless.append(f"{field_name} ({path})")
             names = names or index.names

@@ -77,7 +77,7 @@ class Replay(training.Training):
             return self.work(cfg, context)
         return super().run(cfg, context, until=self.last)
 
-    def checks(self, stage: Stage, there: Available) -> Iterator[CheckResult]:
+    def checks(self, stage: Stage, available: Available) -> Iterator[CheckResult]:
         """Check nothing: the stage has run before."""
         return iter(())
 

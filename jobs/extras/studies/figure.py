@@ -34,7 +34,7 @@ import numpy as np
 
 import models
 from data.errors import ConfigError, DataError
-from data.files import write_whole
+from data.files import write_atomically
 from jobs.extras.studies import table as sweep
 from jobs.extras.studies.axes import axes_at
 from jobs.resolved_recipe import Available, Campaign, CheckResult, Context, Reads, Stage, StageKind, reference
@@ -203,16 +203,16 @@ class Figure(StageKind):
         for source, panel in panels.items():
             for point in panel.get("points", []):
                 writer.writerow({"source": source, **point})
-        write_whole(context.directory / "figure.csv", table.getvalue())
+        write_atomically(context.directory / "figure.csv", table.getvalue())
         lines = list(as_markdown(figure))
-        write_whole(context.directory / "figure.md", "\n".join(lines) + "\n")
+        write_atomically(context.directory / "figure.md", "\n".join(lines) + "\n")
         for line in lines:
             context.log(line)
         names = [DOCUMENT, "figure.png", "figure.svg", "figure.csv", "figure.md"]
         summary = f"{len(points)} points, figure.png"
         return {"summary": summary, "files": artifacts.digests(context.directory, names)}
 
-    def checks(self, stage: Stage, there: Available) -> Iterable[CheckResult]:
+    def checks(self, stage: Stage, available: Available) -> Iterable[CheckResult]:
         """Refuse a figure without a table, and of stages that are none."""
         cfg: FigureConfig = stage.config
         require(
@@ -220,7 +220,7 @@ class Figure(StageKind):
         )
         for name, value in cfg.tables.items():
             link = reference(value)
-            if link is not None and there.campaign.stage(link[0]).kind.name != sweep.Table.name:
+            if link is not None and available.campaign.stage(link[0]).kind.name != sweep.Table.name:
                 raise ConfigError(
                     f"{stage.name}.tables.{name} is {value}, which is no sweep\n"
                     "  expected the name of a section with `sweep`; for a single stage write sweep: {seeds: [0]}"

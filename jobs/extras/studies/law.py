@@ -54,12 +54,12 @@ class Branches(TrainingExtra):
         """Return the hook of a branch; workers know nothing of a law."""
         return {} if cfg.first_step == 0 else {"pipeline.extras.branches:Branch": {}}
 
-    def checks(self, stage: Stage, there: Available) -> Iterator[CheckResult]:
+    def checks(self, stage: Stage, available: Available) -> Iterator[CheckResult]:
         """Refuse a branch or a law that does not fit the stage."""
         if stage.config.begin is not None:
-            check_branch(stage, there)
+            check_branch(stage, available)
         if stage.config.law is not None:
-            check_law(stage, there)
+            check_law(stage, available)
         yield from ()
 
     def before(self, cfg: BranchConfig, context: Context) -> None:  # type: ignore[override]
@@ -84,12 +84,12 @@ class Branches(TrainingExtra):
 # ------------------------------------------------------------------------------------------------ branches
 
 
-def check_branch(stage: Stage, there: Available) -> None:
+def check_branch(stage: Stage, available: Available) -> None:
     """Raise ConfigError where a branch would not be what its trunk would have been with another end."""
     cfg: BranchConfig = stage.config
     begin = cfg.begin
     link = reference(cfg.init or "")
-    require(there.campaign.remote is None, f"{stage.name}.begin links a commit, and a run in a store has no links")
+    require(available.campaign.remote is None, f"{stage.name}.begin links a commit, and a run in a store has no links")
     # The phases of a stage depend on its length, which a branch changes.
     is_alike = stage.model is None or has_one_shape(cfg.phases(MANY, stage.model), stage.model)
     require(is_alike, f"{stage.name}.begin: thinning changes with the steps of the whole stage")
@@ -99,7 +99,7 @@ def check_branch(stage: Stage, there: Available) -> None:
             f"{stage.name}.begin: init is {cfg.init}, and a branch has the values of a stage of this recipe\n"
             "  put the section of the trunk here, with the `run` that holds it: a stage that has finished is skipped"
         )
-    trunk = there.campaign.stage(link[0])
+    trunk = available.campaign.stage(link[0])
     require(trunk.kind.trains, f"{stage.name}.begin: {trunk.name} is of kind {trunk.kind.name}, which takes no steps")
     own: TrainConfig = trunk.config
     before = config.tagged(own, "forbid")
@@ -120,7 +120,7 @@ def check_branch(stage: Stage, there: Available) -> None:
     )
     ends = []
     for part in (own, cfg):
-        steps = planned_steps(part, there)
+        steps = planned_steps(part, available)
         if steps is None:
             return
         ends.append(steps)
@@ -174,15 +174,15 @@ def branch_off(cfg: TrainConfig, begin: int, context: Context) -> None:
 # ------------------------------------------------------------------------------------------------ laws
 
 
-def check_law(stage: Stage, there: Available) -> None:
+def check_law(stage: Stage, available: Available) -> None:
     """Raise ConfigError where a law is not of what the stage will have, or of what nothing tells before it runs."""
     law = stage.config.law
     link = reference(law)
-    path = Path(there.campaign.path_of(law))
+    path = Path(available.campaign.path_of(law))
     y = ""
     fitted: Collection[str] = ()
     if link is not None and link[1] == "figure.json":
-        figure = there.campaign.stage(link[0]).config
+        figure = available.campaign.stage(link[0]).config
         y = getattr(figure, "y", "")
         fitted = getattr(figure, "fit", ())
     elif link is None and not path.exists():
@@ -248,7 +248,7 @@ def foretell(cfg: BranchConfig, context: Context, step: int | None = None) -> Fo
 
 def compute_of(campaign: Campaign) -> Compute:
     """Return what the trained stages of a campaign take, finished ones too."""
-    there = Available(campaign, looks_at_files=False)
+    available = Available(campaign, checks_files=False)
     trunks = set()
     trained = []
     for stage in campaign.stages:
@@ -263,7 +263,7 @@ def compute_of(campaign: Campaign) -> Compute:
     uncounted = []
     for stage in trained:
         cfg: TrainConfig = stage.config
-        steps = planned_steps(cfg, there)
+        steps = planned_steps(cfg, available)
         if stage.model is None or steps is None:
             uncounted.append(stage.name)
             continue

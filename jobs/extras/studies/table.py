@@ -33,7 +33,7 @@ import numpy as np
 
 from data.errors import ConfigError, DataError, Diverged
 from data.extras.shared_samples import shared_samples
-from data.files import write_whole
+from data.files import write_atomically
 from jobs.extras.studies import expand
 from jobs.extras.studies.axes import axes_of
 from jobs.extras.studies.law import check_budget
@@ -185,9 +185,9 @@ class Table(StageKind):
         """Raise ConfigError if the trained stages take more than the recipe's budget."""
         check_budget(campaign)
 
-    def check_parent(self, stage: Stage, parent: Stage, there: Available) -> None:
+    def check_parent(self, stage: Stage, parent: Stage, available: Available) -> None:
         """Raise DataError if the table would choose by samples that a run learns from, or that its result is of."""
-        check_held_out(stage, parent, there)
+        check_held_out(stage, parent, available)
 
     def run(self, cfg: TableConfig, context: Context) -> dict[str, object]:
         """Make the table and log it. Raises Diverged where runs have diverged that cannot be missed, DataError."""
@@ -275,24 +275,24 @@ class Table(StageKind):
             summary += ", best evaluations"
         return {"summary": summary, "files": artifacts.digests(context.directory, [DOCUMENT])}
 
-    def checks(self, stage: Stage, there: Available) -> Iterator[CheckResult]:
+    def checks(self, stage: Stage, available: Available) -> Iterator[CheckResult]:
         """Refuse a table of a metric that one of its runs will not have."""
         cfg: TableConfig = stage.config
         metrics_of: dict[str, list[str]] = {}
         some_train = False
         for run_name in cfg.runs:
-            run_stage = there.campaign.stage(run_name)
+            run_stage = available.campaign.stage(run_name)
             metrics_of[run_name] = list(run_stage.kind.metrics(run_stage.config))
             some_train = some_train or run_stage.kind.trains
         # A fan-out: nothing is measured, and nobody waits for a choice.
-        is_waited_for = bool(waiting_for(there.campaign, stage))
+        is_waited_for = bool(waiting_for(available.campaign, stage))
         if not any(metrics_of.values()) and not is_waited_for:
             if some_train:
                 text = f"{stage.name}: its runs are not evaluated: the table has what they are and cost"
                 yield CheckResult("WARN", "sweep", text, f"  type {stage.name}.data.evaluate=… for accuracies")
             return
         for run_name, metrics in metrics_of.items():
-            run_stage = there.campaign.stage(run_name)
+            run_stage = available.campaign.stage(run_name)
             if cfg.best not in metrics:
                 raise ConfigError(
                     f"{stage.name}: {run_name} will have no {cfg.best!r}{did_you_mean(cfg.best, metrics)}\n"
@@ -492,7 +492,7 @@ def write_table(context: Context, metric: str, rows: Sequence[Row], means: Seque
         lines += ["", *aligned(columns)]
     for line in lines:
         context.log(line)
-    write_whole(context.directory / "report.txt", "\n".join(lines) + "\n")
+    write_atomically(context.directory / "report.txt", "\n".join(lines) + "\n")
 
 
 def aligned(columns: Sequence[Sequence[str]]) -> list[str]:
@@ -510,13 +510,13 @@ def aligned(columns: Sequence[Sequence[str]]) -> list[str]:
 # ------------------------------------------------------------------------ held-out samples
 
 
-def check_held_out(table: Stage, run: Stage, there: Available) -> None:
+def check_held_out(table: Stage, run: Stage, available: Available) -> None:
     """Raise DataError if a run of a grid is evaluated on samples that it learns from, or that the final runs are
     evaluated on: these values would have been chosen by the samples of the result.
 
     Sets that have not been made yet are compared when the run is about to start.
     """
-    campaign = there.campaign
+    campaign = available.campaign
     if not table.config.chooses:
         return
     final_runs = waiting_for(campaign, table)
@@ -537,8 +537,8 @@ def check_held_out(table: Stage, run: Stage, there: Available) -> None:
             others[f"{final_runs[0].name}.{field_name}"] = path
     for key, path in evaluated.items():
         for other_key, other_path in others.items():
-            index = there.index(path)
-            other = there.index(other_path)
+            index = available.index(path)
+            other = available.index(other_path)
             if index is None or other is None:
                 continue
             same_places, same_bytes = shared_samples(index, other)

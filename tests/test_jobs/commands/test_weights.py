@@ -3,7 +3,7 @@
 import pytest
 
 from data.errors import DataError
-from jobs.commands.weights import find_weights, refuse_missing
+from jobs.commands.weights import check_weights_exist, find_weights
 
 pytestmark = pytest.mark.quick
 
@@ -17,9 +17,9 @@ def test_a_folder_of_ours_or_theirs_is_taken(files, tmp_path):
 
 def test_a_part_of_an_npz_is_named_after_a_colon(tmp_path):
     (tmp_path / "siglip.npz").touch()
-    refuse_missing(f"{tmp_path}/siglip.npz:img")
+    check_weights_exist(f"{tmp_path}/siglip.npz:img")
     with pytest.raises(DataError, match="there is no file or folder"):
-        refuse_missing(f"{tmp_path}/sigl.npz:img")
+        check_weights_exist(f"{tmp_path}/sigl.npz:img")
 
 
 @pytest.mark.parametrize(
@@ -36,4 +36,4 @@ def test_what_is_no_weights_is_told_what_to_type(name, files, message, tmp_path)
         (tmp_path / file).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / file).touch()
     with pytest.raises(DataError, match=message):
-        refuse_missing(str(tmp_path / name))
+        check_weights_exist(str(tmp_path / name))

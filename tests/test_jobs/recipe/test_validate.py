@@ -14,13 +14,13 @@ from tests.support import campaigns
 def test_a_result_before_an_error_is_kept_and_those_after_it_are_not_made(recipe):
     loaded = campaigns.load(recipe, [])
 
-    def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
+    def checks(stage: Stage, available: Available) -> Iterator[CheckResult]:
         yield CheckResult("WARN", "a subject", "first")
         raise ConfigError("second\n  type something")
 
     stage = loaded.stage("pretrain")
     changed = Stage(stage.name, campaigns.with_methods(stage.kind, checks=checks), stage.config, stage.source)
-    results = validate(changed, Available(loaded, looks_at_files=False))
+    results = validate(changed, Available(loaded, checks_files=False))
     assert [(result.level, result.text) for result in results] == [("WARN", "first"), ("FAIL", "second")]
     assert results[1].remedy == "  type something"
     assert results[1].exit_code == ExitCode.CONFIG
@@ -30,16 +30,16 @@ def test_a_stage_is_checked_by_the_stages_that_read_it(recipe):
     loaded = campaigns.load(recipe, [])
     calls = []
 
-    def check_parent(stage: Stage, parent: Stage, there: Available) -> None:
+    def check_parent(stage: Stage, parent: Stage, available: Available) -> None:
         calls.append((stage.name, parent.name))
 
     for name in ("resize", "finetune", "fewshot"):
         stage = loaded.stage(name)
         kind = campaigns.with_methods(stage.kind, check_parent=check_parent)
         object.__setattr__(stage, "kind", kind)
-    there = Available(loaded)
+    available = Available(loaded)
     for stage in loaded.stages:
-        validate(stage, there)
+        validate(stage, available)
     assert calls == [("resize", "pretrain"), ("finetune", "resize"), ("fewshot", "resize")]
 
 

@@ -74,7 +74,7 @@ def test_companions_work_during_an_attempt_and_end_with_it() -> None:
             self.name = name
 
         @contextmanager
-        def beside(self, task: Any, folder: Path, cluster: ClusterConfig) -> Iterator[None]:
+        def during_attempt(self, task: Any, folder: Path, cluster: ClusterConfig) -> Iterator[None]:
             events.append(f"{self.name} begins in {folder}")
             try:
                 yield

@@ -256,9 +256,9 @@ class Stage:
         self.evaluations.attempt_folder = self.attempt
         self.evaluations.cluster = ClusterConfig(backend="processes")
 
-    def beside(self) -> AbstractContextManager[None]:
+    def during_attempt(self) -> AbstractContextManager[None]:
         """Evaluate beside an attempt, as the supervisor has it."""
-        return self.evaluations.beside({}, self.attempt, ClusterConfig(backend="processes"))
+        return self.evaluations.during_attempt({}, self.attempt, ClusterConfig(backend="processes"))
 
     def commit(self, *steps: int) -> None:
         for step in steps:
@@ -430,11 +430,11 @@ def test_a_thread_that_outlives_its_attempt_stays_told_to_end_and_has_no_second_
         return has_answer.wait(10)
 
     monkeypatch.setattr(made.places, "is_free", slow_head)
-    with made.beside():
+    with made.during_attempt():
         assert asked.wait(10)
         made.evaluations.end()
     first = made.evaluations.thread
-    with made.beside():
+    with made.during_attempt():
         assert made.evaluations.thread is first and made.evaluations.has_ended.is_set()
         has_answer.set()
         first.join(10)

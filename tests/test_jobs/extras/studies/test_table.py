@@ -73,7 +73,7 @@ def protocol(tmp_path: Path) -> Path:
     return path
 
 
-def no_checks(stage: Stage, there: Available) -> Iterable[CheckResult]:
+def no_checks(stage: Stage, available: Available) -> Iterable[CheckResult]:
     return ()
 
 

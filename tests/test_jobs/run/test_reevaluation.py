@@ -13,7 +13,7 @@ import models
 from jobs.__main__ import main
 from jobs.recipe.records import changed_warnings, stage_record
 from jobs.resolved_recipe import Campaign
-from jobs.stages.evaluate import evaluation_commands
+from jobs.run.reevaluation import evaluation_commands
 from pipeline import artifacts
 from tests.support import campaigns
 from tests.support.recipes import TINY

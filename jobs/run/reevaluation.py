@@ -1,0 +1,59 @@
+"""The commands that evaluate a finished stage again after its evaluation settings have changed in the recipe."""
+
+import shlex
+from collections.abc import Collection
+
+from jobs.resolved_recipe import Campaign, Stage
+from jobs.stages.evaluate import EvaluateConfig
+from jobs.terminal import COMMAND
+from pipeline.artifacts import DIVERGED
+from pipeline.evaluation.protocols import FewShotConfig
+from pipeline.training_config import TrainConfig
+from pipeline.values import shown
+
+# Of a trained stage, what its accuracy is of, and what its few-shot accuracy is of.
+ACCURACY_FIELDS = ("data.evaluate", "data.preprocess")
+PROBE_FIELDS = ("probe.train", "probe.test", "probe.shots", "probe.seeds", "probe.l2", "data.preprocess")
+EVALUATION_FIELDS = tuple(dict.fromkeys((*ACCURACY_FIELDS, *PROBE_FIELDS)))
+
+
+def evaluation_commands(campaign: Campaign, stage: Stage, changed: Collection[str]) -> list[str]:
+    """Return the commands that evaluate a finished stage as its recipe says now; `changed` names its changed fields.
+
+    `data.evaluate`, `data.preprocess` and `probe` of a trained stage are not in its key: a finished stage stays
+    finished if they change. There are no commands if they are the same, or if the stage has no weights to evaluate.
+
+        python -m jobs evaluate runs/digits/finetune-1a2b3c4d indexes/other
+        python -m jobs evaluate runs/digits/finetune-1a2b3c4d indexes/test train=indexes/train --protocol fewshot
+    """
+    outcome = campaign.done(stage) or {}
+    if not stage.kind.trains or DIVERGED in outcome:
+        return []
+    cfg: TrainConfig = stage.config
+    evaluate = ["evaluate", str(campaign.directory(stage))]
+    settings = []
+    # Weights are evaluated with the preprocessing that is recorded with them, unless the command names another.
+    if "data.preprocess" in changed and (cfg.data.preprocess is not None or stage.model is not None):
+        preprocess = cfg.data.preprocess
+        if preprocess is None and stage.model is not None:
+            preprocess = f"resize({stage.model.image_size})"
+        settings.append(f"preprocess={preprocess}")
+    defaults = EvaluateConfig()
+    if cfg.data.max_labels > defaults.max_labels:
+        settings.append(f"max_labels={cfg.data.max_labels}")
+    for name, value in (("micro_batch", cfg.micro_batch), ("precision", cfg.precision)):
+        if value != getattr(defaults, name):
+            settings.append(f"{name}={value}")
+    commands = []
+    if cfg.data.evaluate is not None and set(changed) & set(ACCURACY_FIELDS):
+        commands.append([*evaluate, campaign.path_of(cfg.data.evaluate), *settings])
+    probe = cfg.probe
+    if probe.test is not None and probe.train is not None and set(changed) & set(PROBE_FIELDS):
+        few_shot = [f"train={campaign.path_of(probe.train)}"]
+        for name in ("shots", "seeds", "l2"):
+            value = getattr(probe, name)
+            if value != getattr(FewShotConfig(), name):
+                few_shot.append(f"fewshot.{name}={shown(value)}")
+        test = campaign.path_of(probe.test)
+        commands.append([*evaluate, test, *few_shot, *settings, "--protocol", "fewshot"])
+    return [f"{COMMAND} {shlex.join(command)}" for command in commands]
