@@ -442,7 +442,7 @@ def test_an_evaluation_that_fails_costs_no_step_and_no_restart(few, twin, run) -
         assert log.index(f"checkpoint step {step} committed") < failed < log.index(f"step {next_line}/40")
     assert [record["step"] for record in read_metrics(stage(run), "evaluate_failed")] == [10, 20, 30, 40]
     assert "the evaluation of step 40 failed" in said(run) and shard.name in said(run)
-    assert "it goes on with the evaluation" in said(run) and "restarting" not in said(run)
+    assert "it resumes with the evaluation" in said(run) and "restarting" not in said(run)
     (incident,) = incidents(stage(run))
     assert f"EvaluationFailed: the evaluation of step 40 failed: {evaluated}" in incident
     assert "in batches" in worker_log(run, 1), "where it failed"

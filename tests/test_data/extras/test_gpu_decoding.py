@@ -103,9 +103,9 @@ def test_a_gpu_without_memory_ends_the_worker_and_refuses_no_image(index, monkey
         batches(index, "gpu")
 
 
-def test_without_torchcodec_the_way_out_is_named(monkeypatch):
+def test_missing_torchcodec_raises_an_error_with_a_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchcodec.decoders", None)
-    with pytest.raises(DataError, match="pip install torchcodec"):
+    with pytest.raises(DataError, match="install torchcodec for the CUDA version"):
         torchcodec()
 
 

@@ -88,7 +88,7 @@ def test_other_sources_become_a_set(photos, tmp_path, capsys, source, samples, c
         (["pack", "folder", "/nowhere", "OUT"], 65, "there is nothing at /nowhere"),
         (["pack", "cifar10", "PHOTOS", "OUT"], 65, "binary version"),
         (["pack", "foldr", "PHOTOS", "OUT"], 64, "foldr"),
-        (["pack", "imagenet-validation", "FILE", "OUT"], 65, "nothing says of which classes these images are"),
+        (["pack", "imagenet-validation", "FILE", "OUT"], 65, "the classes of these images are unknown"),
         (["pack", "folder", "PHOTOS", "OUT", "--classes", "1"], 65, "expected one or more of 0 … 0"),
         (["pack", "tars", "PHOTOS", "OUT"], 65, "no *.tar here"),
         (["pack", "parquet", "PHOTOS", "OUT"], 65, "no *.parquet here"),

@@ -40,8 +40,8 @@ def test_plan_counts_what_is_left_out_and_names_the_phases(recipe, capsys):
     [
         (("pretrain.thinning.patch_dropout=1.0",), "expected 0 .off. to less than 1"),
         (("pretrain.thinning.patch_dropout_until=0.0",), "expected a share of the steps"),
-        (("pretrain.thinning.image_sizes=[16]",), "one share of the steps for each size"),
-        ((*THINNED, "pretrain.thinning.image_sizes_until=[1.0]"), "stay below 1"),
+        (("pretrain.thinning.image_sizes=[16]",), "one share of the steps per size"),
+        ((*THINNED, "pretrain.thinning.image_sizes_until=[1.0]"), "increasing shares of the steps"),
         ((*THINNED, "pretrain.thinning.image_sizes=[12]"), "multiples of 8 below model.image_size 24, for example 8"),
         ((*THINNED, "pretrain.thinning.image_sizes=[24]"), "below model.image_size 24, for example 16"),
         ((*THINNED, "pretrain.model.positions=relative"), "relative positions"),

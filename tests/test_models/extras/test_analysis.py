@@ -105,7 +105,7 @@ def test_components_rebuild_the_filters_they_come_from():
     assert components.shape == (32, 3, 4, 4)  # no more than there are filters
 
 
-def test_masked_models_are_looked_into_and_models_without_attention_refused():
+def test_masked_models_are_analysed_and_models_without_attention_are_rejected():
     masked = models.build("Masked-mu/8", 16).eval()
     assert len(analysis.attention_weights(masked, IMAGES[..., :16])) == 1
     assert analysis.position_similarity(masked).shape == (2, 2, 2, 2)
@@ -116,7 +116,7 @@ def test_masked_models_are_looked_into_and_models_without_attention_refused():
         analysis.attention_weights(bit, IMAGES)
     with pytest.raises(ValueError, match="family axial"):
         analysis.attention_weights(axial, IMAGES)
-    with pytest.raises(ValueError, match="a ResNet before it"):
+    with pytest.raises(ValueError, match="a ResNet stem before it"):
         analysis.embedding_components(hybrid)
     with pytest.raises(ValueError, match="found positions none"):
         analysis.position_similarity(bare)

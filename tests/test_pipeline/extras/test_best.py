@@ -58,11 +58,14 @@ def test_each_metric_has_a_best_of_its_own_and_single_draws_have_none():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"patience": 2, "evaluate_every": 4}, "patience is 2 and keep_best names no metric"),
+        ({"patience": 2, "evaluate_every": 4}, "patience is 2, but keep_best does not name a metric"),
         ({"patience": -1}, "patience is -1"),
-        ({"keep_best": "accuracy"}, "keep_best is accuracy and evaluate_every 0: there is one evaluation alone"),
+        ({"keep_best": "accuracy"}, "keep_best is accuracy, but evaluate_every is 0: the only evaluation"),
         ({"keep_best": "accuracy", "evaluate_every": 4, "evaluate_on": "spare"}, "and evaluate_on spare: the stage"),
-        ({"keep_best": "accuracy", "evaluate_every": 4, "polyak": 0.9}, "and polyak 0.9: evaluations amid the steps"),
+        (
+            {"keep_best": "accuracy", "evaluate_every": 4, "polyak": 0.9},
+            "and polyak is 0.9: evaluations during training",
+        ),
     ],
 )
 def test_what_keep_best_cannot_go_with_is_refused(values, message):

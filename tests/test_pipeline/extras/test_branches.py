@@ -15,7 +15,7 @@ def test_a_branch_starts_after_the_step_that_it_begins_with() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "message"), [({"begin": 4}, "give init"), ({"begin": 0, "init": "@trunk"}, "begin is 0")]
+    ("values", "message"), [({"begin": 4}, "init is not set"), ({"begin": 0, "init": "@trunk"}, "begin is 0")]
 )
 def test_a_beginning_without_a_trunk_is_refused(values, message) -> None:
     with pytest.raises(ConfigError, match=message):

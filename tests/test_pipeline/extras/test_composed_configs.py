@@ -32,8 +32,8 @@ def test_a_composed_config_has_the_keys_of_all_parts_flat_and_their_checks() -> 
     assert built.exempt_checkpoints == 1
     for wrong, message in (
         ({"steps": 0}, "steps is 0"),  # of the core
-        ({"begin": 5}, "give init"),
-        ({"patience": 2}, "keep_best names no metric"),
+        ({"begin": 5}, "init is not set"),
+        ({"patience": 2}, "keep_best does not name a metric"),
         ({"thinning": {"patch_dropout": 2.0}}, "patch_dropout is 2.0"),
     ):
         with pytest.raises(ConfigError, match=message):

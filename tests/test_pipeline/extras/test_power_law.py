@@ -41,8 +41,8 @@ def test_a_noisy_law_of_one_axis_is_that_of_scipy_and_scales_with_its_axis():
 @pytest.mark.parametrize(
     ("x", "y", "message"),
     [
-        ([[1.0], [2.0], [3.0]], [3.0, 2.0, 1.0], "3 points, expected 4 or more for a law of 3 parameters"),
-        ([[1.0], [1.0], [2.0], [2.0]], [4.0, 3.0, 2.0, 1.0], "an axis of the law has 2 values, expected 3"),
+        ([[1.0], [2.0], [3.0]], [3.0, 2.0, 1.0], "3 points, expected at least 4 for a law with 3 parameters"),
+        ([[1.0], [1.0], [2.0], [2.0]], [4.0, 3.0, 2.0, 1.0], "a variable of the law has 2 values, expected at least 3"),
         ([[1.0], [2.0], [3.0], [4.0]], [3.0, 2.0, 1.0, 0.0], "a value is 0 or less"),
     ],
 )

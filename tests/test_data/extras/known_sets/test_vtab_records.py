@@ -24,12 +24,12 @@ def test_records_are_given_in_order() -> None:
 
 
 @pytest.mark.parametrize("number", range(4))
-def test_a_file_that_ends_within_a_record_names_it(number: int) -> None:
+def test_truncated_file_raises_an_error_with_the_record(number: int) -> None:
     before = b"".join(map(framed, CONTENTS[:number]))
     last = framed(CONTENTS[number])
     for cut in range(1, len(last)):
         given = []
-        with pytest.raises(DataError, match=rf"^f: cut short or damaged in record {number}; prepare the set again$"):
+        with pytest.raises(DataError, match=rf"^f: truncated or damaged in record {number}; prepare the set again$"):
             for content in records(BytesIO(before + last[:cut]), "f"):
                 given.append(content)
         assert given == CONTENTS[:number]

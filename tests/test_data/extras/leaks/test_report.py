@@ -25,8 +25,8 @@ def test_leaked_samples_are_counted_by_set_and_kind(tmp_path) -> None:
     )
     report = lines(leaks, {"a": train}, {"b": test})
     assert report[0] == "8 training and 2 test samples compared, 2 pairs"
-    assert "test  b: 1 of 2 samples are in a pair (50.000%)" in report
-    assert "train a: 2 of 8 samples are in a pair (25.000%)" in report
+    assert "test  b: 1 of 2 samples leak (50.000%)" in report
+    assert "train a: 2 of 8 samples leak (25.000%)" in report
     assert "exact 1  perceptual 1" in report
 
 

@@ -321,11 +321,11 @@ def test_spikes_are_searched_one_after_the_other_and_what_they_name_is_masked_on
     health = Health(made.evaluations.cfg, tmp_path, checkpoints_in(tmp_path), telemetry, [hook])
     for step in range(1, 20):
         health.count_step(step, 1.0, 0.1 if step != 18 else 2.0, "", [])
-    assert "not searched, because no place beside training is free" in reported[-1][1]
+    assert "no search, because no spare worker is available" in reported[-1][1]
     (made.attempt / async_evaluation.SPARE_FILE).touch()
     for step in range(20, 28):
         health.count_step(step, 1.0, 0.1 if step % 2 else 2.0, "", [])
-    assert [line.count("it is searched beside training") for _, line in reported[1:]] == [1, 1, 1, 1]
+    assert [line.count("search requested on a spare worker") for _, line in reported[1:]] == [1, 1, 1, 1]
 
     left = tmp_path / "searches" / "step-0000000020" / tmp_path.name / "attempts" / "attempt-000001"
     left.mkdir(parents=True)  # by a command that was killed

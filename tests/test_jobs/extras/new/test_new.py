@@ -259,16 +259,21 @@ def test_odd_folders_are_read_or_refused_with_what_to_do(tmp_path, capsys):
     with tarfile.open(fileobj=tar, mode="w:gz"):
         pass
     cases: list[tuple[str, dict[str, bytes], int, str]] = [
-        ("empty", {}, 65, "no images here or below"),
+        ("empty", {}, 65, "no images in this path or its sub-folders"),
         (
             "no-images",
             {"a/readme.txt": b"x", "b/x.heic": b"x"},
             65,
-            "no images here or below\n  1 × .txt, 1 × .heic: no jpg",
+            "no images in this path or its sub-folders\n  1 × .txt, 1 × .heic: excluded, because they are not jpg",
         ),
         ("heic", {"a/1.heic": b"x", "b/2.heic": b"x"}, 65, "2 × .heic: no jpg"),
-        ("all-cut", {f"{name}/{n}.jpg": cut for name in "ab" for n in range(5)}, 65, "none of the 10 images that were"),
-        ("one class", {"cat/1.jpg": grey, "cat/2.jpg": grey}, 65, "--unlabelled trains without labels"),
+        (
+            "all-cut",
+            {f"{name}/{n}.jpg": cut for name in "ab" for n in range(5)},
+            65,
+            "cannot read any of the 10 sampled images",
+        ),
+        ("one class", {"cat/1.jpg": grey, "cat/2.jpg": grey}, 65, "to train without labels, add --unlabelled"),
         ("an empty class", {**several, "c/readme.txt": b"x"}, 65, "no images in 'c'"),
         (
             "names",
@@ -284,10 +289,15 @@ def test_odd_folders_are_read_or_refused_with_what_to_do(tmp_path, capsys):
             "hidden",
             {**several, "a/.ipynb_checkpoints/1-checkpoint.jpg": grey, "b/._1.jpg": grey},
             0,
-            "(a 8, b 8), 16 × 16 px in the middle\n  2 files are hidden, and are left out",
+            "(a 8, b 8), 16 × 16 px in the middle\n  2 hidden files are excluded",
         ),
-        ("beside", {**several, "x.jpg": grey}, 0, "1 images lie in no class's folder"),
-        ("competition", {**{f"train/{name}": grey for name in several}, "test/1.jpg": grey}, 0, "is not evaluated on"),
+        ("beside", {**several, "x.jpg": grey}, 0, "1 images outside the class folders are excluded"),
+        (
+            "competition",
+            {**{f"train/{name}": grey for name in several}, "test/1.jpg": grey},
+            0,
+            "is not used for evaluation",
+        ),
         (
             "a new class",
             {**{f"train/{name}": grey for name in several}, "val/a/1.jpg": grey, "val/z/1.jpg": grey},
@@ -308,7 +318,7 @@ def test_odd_folders_are_read_or_refused_with_what_to_do(tmp_path, capsys):
             "val: 1 images",
         ),
         ("compressed", {"x.tar.gz": tar.getvalue()}, 65, "gzip -d"),
-        ("half", {"train-0.tar": b"", "val-0.tar": b"", "more.tar": b""}, 65, "'more.tar' are of no part"),
+        ("half", {"train-0.tar": b"", "val-0.tar": b"", "more.tar": b""}, 65, "'more.tar' have neither train nor test"),
     ]
     for name, files, code, message in cases:
         made(name, files)
@@ -346,7 +356,7 @@ def test_the_folder_that_one_stands_in_and_odd_rows_and_classes_are_said(tmp_pat
     folder = class_folders(tmp_path / "input", three_digits())
     (folder / "eins").rename(folder / "NULL")
     new(folder)
-    assert "1 classes differ from another one by upper and lower case alone" in capsys.readouterr().out
+    assert "1 class names differ from another one only in upper and lower case" in capsys.readouterr().out
     Path("recipe.yaml").unlink()
     with monkeypatch.context() as patch:
         patch.chdir(folder)
@@ -355,7 +365,7 @@ def test_the_folder_that_one_stands_in_and_odd_rows_and_classes_are_said(tmp_pat
     rows = table(tmp_path / "rows", three_digits())
     rows.write_text(rows.read_text() + rows.read_text().splitlines()[-1] + "\n")
     new(rows)
-    assert "1 rows name an image of another row" in capsys.readouterr().out
+    assert "1 rows repeat the image of another row" in capsys.readouterr().out
 
 
 def test_the_recipe_names_commands_as_they_were_typed(tmp_path, monkeypatch):

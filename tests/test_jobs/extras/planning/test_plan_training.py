@@ -78,7 +78,7 @@ def test_plan_says_what_it_assumes_of_a_world_that_was_not_tried(recipe, tried, 
     assert main(["plan", str(recipe), "cluster.workers=4", "finetune.micro_batch=4"]) == 0
     said = capsys.readouterr().out
     assert "50 ms a step on 4 workers: compute 40 ms" in said
-    assert "320 images/s (assumes images/s per worker stay as on 2 workers; Abacus" in said
+    assert "320 images/s (assuming the same images/s per worker as on 2 workers; Abacus" in said
     # With one on 8 workers, each of which takes 60 images/s and not 80, those of 4 lie in the middle: 70.
     write_trial(tmp_path / "run", dataclasses.replace(tried, world=8, images_per_s=480.0))
     assert main(["plan", str(recipe), "cluster.workers=4", "finetune.micro_batch=4"]) == 0

@@ -229,4 +229,4 @@ def test_the_page_of_the_run_shows_what_its_replays_have_said(folder: Path) -> N
     assert "step 12 from commit 10, loss against the usual" in said["bisect"][0] and "no spike" in said["bisect"][0]
     assert not Album(with_replay=False).replays(read_run(folder / "start")), "those are of another run"
     page = write_report([folder / "run"], folder / "page.html", with_replay=False).read_text()
-    assert "Steps that were taken again" in page and flipped in page
+    assert "Replayed steps" in page and flipped in page

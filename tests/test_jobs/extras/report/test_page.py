@@ -461,6 +461,6 @@ def test_a_run_keeps_its_page_and_two_runs_part_behind_the_first_update(tmp_path
 
     compared = Tables(write_report([first, second], tmp_path / "both.html").read_text())
     # The rate of step 1 is 0: the warm-up begins there. Step 2 is the first that moves weights by another amount.
-    assert "part at step 3: loss" in compared.text
+    assert "diverge from each other at step 3: loss" in compared.text
     assert compared.row("config", "optim.lr")[2:4] == ["0.01", "0.02"]
     assert re.search(r"Likeliest cause:\s+config, optim.lr\s+\(0.01 → 0.02\)", compared.text)

@@ -166,7 +166,7 @@ def test_a_law_that_was_planted_in_a_table_is_in_the_figure(sizes, tmp_path):
         ({"x": "exaflop"}, "has no 'exaflop'; did you mean 'exaflops'?\n  expected one of row, exaflops"),
         ({"y": "top-1"}, "no row of t has a number"),
         ({"x": "row", "y": "exaflops", "groups": {"big": "L-*"}}, "the row 'S-32' of t is of none of the groups"),
-        ({"y": "exaflops", "fit": ["exaflops"]}, "2 points, expected 4 or more for a law of 3 parameters"),
+        ({"y": "exaflops", "fit": ["exaflops"]}, "2 points, expected at least 4 for a law with 3 parameters"),
         ({"curve": True, "y": "loss"}, "no curve of loss over steps in metrics.jsonl"),
         ({"log": ["z"]}, "log is ['z'], expected x, y or both"),
         ({"paper": {"table": "table 60", "x": "row", "y": "5shot"}}, "paper.table is table 60; did you mean 'table 6"),

@@ -46,13 +46,16 @@ def test_a_rate_is_measured_interpolated_or_assumed_to_stay_for_every_worker():
     assert rate_on(2, [TRIAL, large]).images_per_s == 200.0
     assert rate_on(2, [TRIAL, large]).source == "measured 2030-01-01"
     between = rate_on(8, [TRIAL, large])
-    assert between.images_per_s == pytest.approx(640.0) and between.source == "between trials on 2 and 32 workers"
+    assert (
+        between.images_per_s == pytest.approx(640.0)
+        and between.source == "interpolated between trials on 2 and 32 workers"
+    )
     beyond = rate_on(64, [TRIAL, large])
     assert beyond.images_per_s == pytest.approx(3840.0)
-    assert beyond.source == "assumes images/s per worker stay as on 32 workers" and beyond.trial is large
+    assert beyond.source == "assuming the same images/s per worker as on 32 workers" and beyond.trial is large
     assert rate_on(8, [TRIAL]).images_per_s == pytest.approx(800.0)
     one = dataclasses.replace(TRIAL, world=1, images_per_s=110.0)
-    assert rate_on(4, [one]).source == "assumes images/s per worker stay as on 1 worker"
+    assert rate_on(4, [one]).source == "assuming the same images/s per worker as on 1 worker"
 
 
 # NVIDIA's CLIP g/14 with 8 GPUs of a DGX node, images a second (docs.nvidia.com/nemo-framework, CLIP, performance).

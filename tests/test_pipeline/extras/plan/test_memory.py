@@ -205,7 +205,7 @@ def test_a_step_that_cannot_be_traced_ends_neither_plan_nor_preflight(recipe, ca
     assert main(["plan", str(recipe), *limited]) == 0
     said = capsys.readouterr().out
     assert said.count("  memory  not known: the step could not be traced: by hand") == 2
-    assert "finetune: whether it fits cluster.gpu_memory_gb=5 is not known: the step could not" in said
+    assert "finetune: whether it fits cluster.gpu_memory_gb=5 is not known: could not trace the step" in said
 
     campaign = load(recipe, [])
     assert stage_requirements(campaign, campaign.stage("pretrain"), 2).memory_bytes is None
@@ -232,11 +232,11 @@ def test_what_does_not_fit_is_refused_with_what_to_change_best_first(traced_by_h
         check_fits(cfg, model, 2, 17 * GIB, is_gpu=True, name="pretrain")
     assert str(refused.value).splitlines() == [
         "pretrain: a worker needs 18.0 GiB of its device's memory, 17.0 GiB are there",
-        "  type one of these: pretrain.micro_batch=8 (needs 10.0 GiB); pretrain.checkpoint_blocks=2 (needs 16.7 GiB); "
+        "  set one of these: pretrain.micro_batch=8 (needs 10.0 GiB); pretrain.checkpoint_blocks=2 (needs 16.7 GiB); "
         "pretrain.zero=2 (needs 17.0 GiB)",
     ]
     # What just fits is offered.
-    with pytest.raises(ConfigError, match=r"type one of these: pretrain\.micro_batch=8 \(needs 10\.0 GiB\); "):
+    with pytest.raises(ConfigError, match=r"set one of these: pretrain\.micro_batch=8 \(needs 10\.0 GiB\); "):
         check_fits(cfg, model, 2, 10 * GIB, is_gpu=True, name="pretrain")
     together = r"pretrain\.micro_batch=1 pretrain\.checkpoint_blocks=12 pretrain\.zero=3 together need 768\.0 MiB"
     with pytest.raises(ConfigError, match=together):

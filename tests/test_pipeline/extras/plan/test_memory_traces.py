@@ -132,7 +132,7 @@ def test_a_home_that_keeps_no_trace_ends_nothing_and_is_said(
         monkeypatch.setattr(memory_traces, "write_entry", refuse_write)
     assert memory_traces.trace_of(step_of()).start == 7 and tracer == [step_of()], "traced once, though not kept"
     if obstacle != "no locks":
-        assert "traced steps cannot be kept, each plan traces anew" in caplog.text
+        assert "cannot cache memory traces" in caplog.text
 
 
 def test_of_the_kept_traces_those_used_last_stay(tracer, monkeypatch: pytest.MonkeyPatch):

@@ -82,7 +82,7 @@ def test_gloo_copies_what_was_counted_of_it():
         assert copied(f"c10d::{name}", [whole]) == 0, name
     assert copied("aten::mul") == 0
     for name in ("_c10d_functional::all_reduce", "c10d::alltoall_"):
-        with pytest.raises(AssertionError, match=f"{name}: what gloo allocates for it has not been counted"):
+        with pytest.raises(AssertionError, match=f"{name}: unknown memory use of this collective in gloo"):
             copied(name, whole)
 
 
@@ -320,7 +320,7 @@ def test_as_many_micro_batches_are_traced_as_make_a_difference(world, accumulati
         (1, "", "first\nRuntimeError: no such operator\n", "RuntimeError: no such operator"),
         (1, "{}\n", "RuntimeError: killed\n", "RuntimeError: killed"),  # at its end
         (0, "", "", "nothing"),  # no answer
-        (0, "{}\n", "", "the tracer has said {}"),
+        (0, "{}\n", "", "unexpected output of the tracer: {}"),
         (0, "no JSON\n", "", "the tracer has said no JSON"),
     ],
 )
@@ -366,14 +366,14 @@ def test_where_the_start_needs_the_most_that_counts_and_is_said(asked):
     assert need.device_bytes == 8 * GIB
     words = memory.describe_need(need, is_gpu=False)
     assert words.startswith(
-        "8.0 GiB a worker, most at the start; later 4.0 GiB activations + 1.0 GiB weights and optimizer; beside it "
+        "8.0 GiB per worker, peak at startup; later 4.0 GiB activations + 1.0 GiB weights and optimizer; beside it "
     )
     # Later the most, with 16 images.
     need = memory_need(dataclasses.replace(cfg, micro_batch=16, batch_size=16), model, 1, is_gpu=True)
     assert need.device_bytes == 17 * GIB
     words = memory.describe_need(need, is_gpu=True)
-    assert words.startswith("17.0 GiB a worker, most in backward: 16.0 GiB activations + 1.0 GiB weights")
-    assert ", with flash attention, without CUDA's own; of the host " in words
+    assert words.startswith("17.0 GiB per worker, peak in backward: 16.0 GiB activations + 1.0 GiB weights")
+    assert " (with flash attention, without the CUDA context); host memory: " in words
 
 
 def test_every_decoding_process_is_two_batches_ahead(asked):

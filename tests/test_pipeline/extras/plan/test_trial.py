@@ -44,7 +44,7 @@ def test_what_a_step_takes_is_the_mean_behind_the_first_five_without_saves():
 @pytest.mark.parametrize("missing", ["start", "checkpoint", "train"])
 def test_a_trial_that_lacks_a_part_is_refused(missing):
     kept = [record for record in RECORDS if record["kind"] != missing]
-    with pytest.raises(DataError, match=r"pretrain: the trial left \d+ steps .* expected some of each"):
+    with pytest.raises(DataError, match=r"pretrain: the trial recorded \d+ steps .* expected at least one of each"):
         measured(kept, "pretrain", 64)
 
 

@@ -31,4 +31,4 @@ def test_a_folder_without_the_driver_is_not_shared_and_a_name_created_twice_is_s
     monkeypatch.setattr(folders, "create_exclusively", lambda *_: True)
     alone = folders.report_on(tmp_path, "0")
     assert (alone["sees_driver"], alone["is_answered"], alone["skew_s"]) == (True, False, None)
-    assert alone["lacks"] == ["a hard link does not fail where its name exists"]
+    assert alone["lacks"] == ["a hard link to an existing name does not fail"]
