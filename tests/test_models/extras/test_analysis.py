@@ -26,7 +26,7 @@ def case():
     return model, analysis.attention_weights(model, images), stations, expected
 
 
-def test_attention_weights_are_those_of_the_original(case):
+def test_attention_weights_equal_the_original(case):
     model, weights, stations, _ = case
     assert len(weights) == model.config.depth
     for i, layer in enumerate(weights):
@@ -42,7 +42,7 @@ def test_rollout_with_and_without_the_residual(case):
     )
 
 
-def test_the_attention_map_is_the_class_tokens_row_on_the_grid(case):
+def test_attention_map_is_the_class_token_row_on_the_grid(case):
     model, weights, _, expected = case
     rows = expected["rollout_cls_to_patches"]
     largest = rows.max((1, 2), keepdims=True)
@@ -50,7 +50,7 @@ def test_the_attention_map_is_the_class_tokens_row_on_the_grid(case):
     np.testing.assert_allclose(computed * largest, rows, atol=1e-5, rtol=0)
 
 
-def test_attention_distance_with_the_class_token_dropped_either_way(case):
+def test_attention_distance_excludes_the_class_token_with_and_without_renormalisation(case):
     model, weights, _, expected = case
     for name, renormalise in (("attn_distance_raw", False), ("attn_distance_renormalised", True)):
         computed = analysis.attention_distance(weights, model.config, renormalise)
@@ -62,7 +62,7 @@ def test_position_similarity(case):
     np.testing.assert_allclose(analysis.position_similarity(model), expected["posemb_cosine"], atol=1e-5, rtol=0)
 
 
-def test_uniform_attention_reaches_the_mean_distance_of_a_grid_that_is_not_square():
+def test_uniform_attention_has_the_mean_distance_of_a_rectangular_grid():
     config = models.config_of("mu/8", image_size=(16, 24), classes=0, pool="gap")
     places = np.array([(y, x) for y in (0, 8) for x in (0, 8, 16)], float)
     expected = np.linalg.norm(places[:, None] - places, axis=-1).mean()
@@ -80,7 +80,7 @@ def test_uniform_attention_reaches_the_mean_distance_of_a_grid_that_is_not_squar
         {"positions": "learned2d", "positions_at": "every"},
     ],
 )
-def test_the_recomputed_weights_mix_the_values_to_what_the_attention_gave_out(config):
+def test_recomputed_weights_reproduce_the_attention_output(config):
     model = models.build("mu/8", (16, 24), 3, depth=2, **config).eval()
     seen = []
     last = model.blocks[-1].attention
@@ -94,7 +94,7 @@ def test_the_recomputed_weights_mix_the_values_to_what_the_attention_gave_out(co
     assert not any(block.attention._forward_pre_hooks for block in model.blocks)
 
 
-def test_components_rebuild_the_filters_they_come_from():
+def test_components_reconstruct_the_filters():
     model = models.build("mu/4", 8, 0)
     components, explained = analysis.embedding_components(model, count=48)
     filters = model.embedding.weight.detach().double().flatten(1)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.quick
 
 
 @pytest.mark.quick
-def test_a_composed_config_has_the_keys_of_all_parts_flat_and_their_checks() -> None:
+def test_composed_config_has_the_keys_and_checks_of_all_parts() -> None:
     parts = (BranchConfig, TokenDroppingTrainConfig, BestConfig)
     composed = compose(*parts)
     keys = [field.name for field in dataclasses.fields(composed)]
@@ -41,7 +41,7 @@ def test_a_composed_config_has_the_keys_of_all_parts_flat_and_their_checks() -> 
 
 
 @pytest.mark.quick
-def test_a_part_is_used_if_one_of_its_keys_has_another_value_than_the_default() -> None:
+def test_part_is_used_if_one_of_its_keys_differs_from_the_default() -> None:
     composed = compose(BranchConfig, TokenDroppingTrainConfig, BestConfig)
     plain = composed(steps=10, log_every=1)
     assert not any(is_used(plain, part) for part in (BranchConfig, TokenDroppingTrainConfig, BestConfig))
@@ -52,7 +52,7 @@ def test_a_part_is_used_if_one_of_its_keys_has_another_value_than_the_default() 
 
 
 @pytest.mark.quick
-def test_a_task_holds_the_keys_of_its_hooks_alone_and_builds_the_same_config() -> None:
+def test_task_has_only_the_keys_of_its_hooks_and_builds_the_same_config() -> None:
     composed = compose(BranchConfig, TokenDroppingTrainConfig, BestConfig)
     cfg: Any = composed(steps=10, evaluate_every=5, keep_best="accuracy", patience=3)
     values = json.loads(json.dumps(plain_values(cfg, [BestConfig])))

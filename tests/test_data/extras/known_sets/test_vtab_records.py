@@ -18,7 +18,7 @@ def framed(content: bytes) -> bytes:
     return struct.pack("<QI", len(content), 1) + content + b"\x02\x00\x00\x00"
 
 
-def test_records_are_given_in_order() -> None:
+def test_records_are_yielded_in_order() -> None:
     assert list(records(BytesIO(b"".join(map(framed, CONTENTS))), "f")) == CONTENTS
     assert list(records(BytesIO(), "f")) == []
 
@@ -36,6 +36,6 @@ def test_truncated_file_raises_an_error_with_the_record(number: int) -> None:
 
 
 @pytest.mark.parametrize("size", [MOST_BYTES + 1, 2**63])
-def test_a_damaged_length_asks_for_no_memory(size: int) -> None:
+def test_damaged_length_does_not_allocate_memory(size: int) -> None:
     with pytest.raises(DataError, match="in record 1;"):
         list(records(BytesIO(framed(b"one") + struct.pack("<QI", size, 1) + b"x" * 100), "f"))

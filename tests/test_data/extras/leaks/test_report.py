@@ -30,6 +30,6 @@ def test_leaked_samples_are_counted_by_set_and_kind(tmp_path) -> None:
     assert "exact 1  perceptual 1" in report
 
 
-def test_a_key_that_would_act_on_the_terminal_is_escaped() -> None:
+def test_key_with_terminal_escapes_is_escaped() -> None:
     pair = Pair(("a.tar", "\x1b[2J"), ("b.tar", "k"), "exact", 0.0)
     assert caption(pair) == r"a.tar \x1b[2J = b.tar k: exact, distance 0"

@@ -12,7 +12,7 @@ from pipeline.extras.replays.masking import Mask, ranges_of
 pytestmark = pytest.mark.quick
 
 
-def test_a_mask_holds_the_samples_of_its_ranges_and_no_others() -> None:
+def test_mask_contains_exactly_the_samples_of_its_ranges() -> None:
     rng = random.Random(0)
     for _ in range(50):
         ranges = []
