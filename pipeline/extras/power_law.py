@@ -118,7 +118,7 @@ def fit(x: np.ndarray, y: np.ndarray, rng: np.random.Generator, draws: int = 200
         if len(np.unique(column)) < 3:
             raise ValueError(f"a variable of the law has {len(np.unique(column))} values, expected at least 3")
     if not (x > 0).all() or not (y > 0).all():
-        raise ValueError("a value is 0 or negative, but a power law needs positive values")
+        raise ValueError("a value is 0 or less, but a power law needs positive values")
     scale = np.exp(np.log(x).mean(0))
     scaled = x / scale
     # 1. Start from the best point of a coarse grid, because the sum of squares may have several minima.
