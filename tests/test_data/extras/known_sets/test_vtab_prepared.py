@@ -198,7 +198,9 @@ def refused(task: str, path: Path, message: str) -> None:
 
 def test_unprepared_folder_raises_an_error_with_the_command_to_type(tmp_path: Path) -> None:
     (tmp_path / "dtd-r1.0.1.tar.gz").write_bytes(b"\x1f\x8b")
-    refused("dtd", tmp_path, r"no dataset_info\.json in this folder.*\n.*folder of dtd as.*\n.*builder\('dtd'\)")
+    refused(
+        "dtd", tmp_path, r"no dataset_info\.json in this folder.*\n.*folder of dtd prepared by.*\n.*builder\('dtd'\)"
+    )
     with pytest.raises(DataError, match=r"builder\('sun397/tfds'\)\.download_and_prepare"):
         VTAB["sun397"].classes(tmp_path)
 
@@ -223,7 +225,7 @@ def test_wrong_prepared_set_and_damaged_file_are_rejected(tmp_path: Path, monkey
 def test_example_without_label_or_image_is_rejected(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setitem(vtab_tasks.SIZES, "dtd", {"train": 5})
     for features, message in (
-        ({"image": [picture(1, ".png")]}, "no label; prepare the set again"),
+        ({"image": [picture(1, ".png")]}, r"row 0: no label \('label'\); prepare the set again"),
         ({"label": [1]}, "row 0: no image"),
     ):
         folder = prepare(tmp_path / next(iter(features)), "dtd", {"train": [[example(features)] * 5]})
@@ -238,11 +240,9 @@ def test_task_is_packed_with_class_names_and_unknown_task_is_rejected(tmp_path, 
     command = ["pack", "vtab", str(folder), str(tmp_path / "set"), "--split", "train800val200"]
     assert main([*command, "--task", "clevr_count"]) == 65
     assert "found 6 samples of" in capsys.readouterr().err
-    # Part of a set is no part of a task: what is chosen depends on all that there is.
+    # A task cannot be packed from part of a set, because its rows are selected by their positions in the full set.
     assert main([*command, "--task", "clevr_count", "--partial"]) == 64
-    assert (
-        "partial with source vtab: the images of a task are selects images by their position" in capsys.readouterr().err
-    )
+    assert "partial with source vtab: the images of a task are chosen by their place" in capsys.readouterr().err
     as_large = VTAB["clevr_count"]._replace(published={"train800val200": Published(6, 8, "by hand")})
     with monkeypatch.context() as patch:
         patch.setitem(VTAB, "clevr_count", as_large)

@@ -398,7 +398,7 @@ def test_recomputed_blocks_are_limited_to_the_depth(asked):
 def test_startup_check_uses_only_cached_traces(asked, monkeypatch):
     cfg = TrainConfig(steps=1, micro_batch=4, batch_size=4)
     assert need_if_traced(cfg, TINY, 1, is_gpu=True) is None
-    monkeypatch.setattr(memory, "kept", lambda step: "a trace")
+    monkeypatch.setattr(memory, "cached_trace", lambda step: "a trace")
     assert need_if_traced(dataclasses.replace(cfg, compile=True), TINY, 1, is_gpu=True) is None
     assert asked == []
     need = need_if_traced(cfg, TINY, 1, is_gpu=True)
