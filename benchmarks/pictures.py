@@ -1,4 +1,4 @@
-"""Take the screenshots for docs/report.md: the page of one run, and the page that compares two runs.
+"""Take the screenshots for docs/runs.md: the page of one run, and the page that compares two runs.
 
     python -m tests.support.demo                                     # a run with a restart
     python -m jobs run digits run=runs/second pretrain.optim.lr=0.003

@@ -60,7 +60,7 @@ def resolve(recipe: Recipe, kinds: Kinds) -> Campaign:
             "it packs\n"
             "  expected sets that every node can read, such as data.train: indexes/train of shards at s3://…\n"
             "  pack them first, with a run in a folder or `python -m jobs pack`; copy the tars to the store;\n"
-            "  then type python -m jobs index s3://BUCKET/SET --output indexes/train (docs/storage.md)",
+            "  then type python -m jobs index s3://BUCKET/SET --output indexes/train (docs/run-storage.md)",
         )
     check_place(campaign.run)
     campaign = with_values(replace(campaign, stages=tuple(stages.values())))

@@ -18,7 +18,7 @@ class BranchConfig(TrainConfig):
     """Adds `begin` and `law` to a trained stage."""
 
     # a branch: resume from this step of stage `init`, with its optimizer state and sample order; all keys except the
-    # steps and the cool-down must equal that stage's (docs/scaling.md); null: only load weights, and start at step 0
+    # steps and the cool-down must equal that stage's (docs/studies.md); null: only load weights, and start at step 0
     begin: int | None = None
     # "@figure/figure.json" of a figure with a fit: its prediction is logged before the first step and compared with the
     # result after the last step

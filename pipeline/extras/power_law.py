@@ -11,7 +11,7 @@ With parameters and training samples as x, this is the third approach of Hoffman
 3. Leave-largest-out: a law fitted to all other points predicts the largest one.
 
 `test_power_law.py` generates data from known laws, and counts how often the intervals cover the true parameters
-(docs/sweeps.md).
+(docs/studies.md).
 """
 
 import itertools

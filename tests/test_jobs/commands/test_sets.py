@@ -105,7 +105,7 @@ def test_other_sources_become_a_set(photos, tmp_path, capsys, source, samples, c
         (["pack", "digits", "-", "FILE"], 64, "expected a folder for the set"),
         (["pack", "digits", "-", "FILE/set"], 64, "expected a folder for the set"),
         (["data", "repair", "PHOTOS", "FILE"], 64, "expected a folder for the set"),
-        (["pack", "parquet", "FILE", "OUT"], 65, "FILE: not a whole parquet file"),
+        (["pack", "parquet", "FILE", "OUT"], 65, "FILE: not a complete Parquet file"),
         (["pack", "tars", "FILE", "OUT"], 65, "FILE: no valid tar header"),
         (["pack", "table", "TYPO", "OUT"], 65, "labels [99999999999999999999], expected one or more of 0 … 999999"),
         (["index", "s3://bucket/set"], 65, "--output"),

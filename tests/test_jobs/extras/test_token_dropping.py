@@ -46,8 +46,11 @@ def test_plan_counts_what_is_left_out_and_names_the_phases(recipe, capsys):
         ((*THINNED, "pretrain.thinning.image_sizes=[24]"), "below model.image_size 24, for example 16"),
         ((*THINNED, "pretrain.model.positions=relative"), "relative positions"),
         ((*THINNED, "pretrain.model.positions_at=every"), "every layer adds positions"),
-        ((*THINNED, "pretrain.model.name=Axial-mu/8"), "plain ViTs and hybrids with labels; this is the family axial"),
-        ((*THINNED, *MASKED), "this is the family masked, objective masked"),
+        (
+            (*THINNED, "pretrain.model.name=Axial-mu/8"),
+            "classification with plain ViTs and hybrids; found family axial",
+        ),
+        ((*THINNED, *MASKED), "found family masked, objective masked"),
     ],
 )
 def test_what_cannot_train_with_less_is_refused_before_it_starts(recipe, overrides, message):

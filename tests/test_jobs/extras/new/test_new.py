@@ -266,7 +266,7 @@ def test_odd_folders_are_read_or_refused_with_what_to_do(tmp_path, capsys):
             65,
             "no images in this path or its sub-folders\n  1 × .txt, 1 × .heic: excluded, because they are not jpg",
         ),
-        ("heic", {"a/1.heic": b"x", "b/2.heic": b"x"}, 65, "2 × .heic: no jpg"),
+        ("heic", {"a/1.heic": b"x", "b/2.heic": b"x"}, 65, "2 × .heic: excluded, because they are not jpg"),
         (
             "all-cut",
             {f"{name}/{n}.jpg": cut for name in "ab" for n in range(5)},

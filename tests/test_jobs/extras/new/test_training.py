@@ -106,7 +106,7 @@ def test_what_is_found_decides_what_the_recipe_says(tmp_path, capsys):
         assert campaign.stages[-1].config.data.evaluate == "@parts/held-out"
     Path("tars/more.tar").write_bytes(b"")
     for words, code, message in (
-        (["tars"], 65, "to take those alone type python -m jobs new 'tars/digits-*.tar'"),
+        (["tars"], 65, "to use only the others, type python -m jobs new 'tars/digits-*.tar'"),
         ([several[0], "tars/more.tar"], 64, "no folder or pattern matches exactly these paths"),
         (["tars", "--minutes", "0"], 64, "--minutes 0: expected more than 0"),
         (["tars", "--minutes", "nan"], 64, "--minutes nan: expected more than 0"),
