@@ -6,8 +6,8 @@
     PYTHONPATH=EXTRA python -m benchmarks.mutation run --out FOLDER       # results.json; resumes after an interruption
 
 cosmic-ray creates the mutants. The benchmark first draws a place in the code and then one of its mutants; otherwise,
-the eleven replacements of one `-` would dominate. Annotations and equivalent programs are excluded. A mutant is
-applied to a copy of the repository, so that the workers of a test use it too. The tests that cover its line run against it,
+the eleven replacements of one `-` would dominate. Annotations and equivalent programs are excluded. A mutant is applied
+to a copy of the repository, so that the workers of a test use it too. The tests that cover its line run against it,
 fastest first, until one fails. Coverage does not see lines that only workers run: `WORKER_TESTS` lists the tests for
 these, and the mirrored test file of the module always runs. docs/design/tests.md contains the results.
 """
