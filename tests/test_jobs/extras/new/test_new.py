@@ -274,7 +274,7 @@ def test_odd_folders_are_read_or_refused_with_what_to_do(tmp_path, capsys):
             "cannot read any of the 10 sampled images",
         ),
         ("one class", {"cat/1.jpg": grey, "cat/2.jpg": grey}, 65, "to train without labels, add --unlabelled"),
-        ("an empty class", {**several, "c/readme.txt": b"x"}, 65, "no images in 'c'"),
+        ("an empty class", {**several, "c/readme.txt": b"x"}, 65, "no images in the class folders 'c'"),
         (
             "names",
             {f"{name}/{number} ü.jpg": grey for name in ("Grüne Äpfel", "日本 犬") for number in range(8)},
@@ -284,7 +284,7 @@ def test_odd_folders_are_read_or_refused_with_what_to_do(tmp_path, capsys):
         ("one-each", {f"{name}/1.jpg": grey for name in "abcdefghijkl"}, 0, "too few images of most classes"),
         ("corrupt", {**several, "a/9.jpg": cut}, 0, "1 of 17 that were opened cannot be read: 1 × truncated, first "),
         ("wrapped/deep/photos", {f"train/{name}": content for name, content in several.items()}, 0, "16 images of 2"),
-        ("gifs", {**several, "a/x.gif": b"GIF"}, 0, "1 × .gif: no jpg, jpeg, png, webp"),
+        ("gifs", {**several, "a/x.gif": b"GIF"}, 0, "1 × .gif: excluded, because they are not jpg, jpeg, png, webp"),
         (
             "hidden",
             {**several, "a/.ipynb_checkpoints/1-checkpoint.jpg": grey, "b/._1.jpg": grey},
