@@ -1,4 +1,4 @@
-"""Decoding that is left to the GPU gives the same samples, crops and replacements; OpenCV stands in for nvJPEG."""
+"""Device decoding gives the same samples, crops and replacements; OpenCV replaces nvJPEG in most tests."""
 
 import importlib.util
 import sys

@@ -1,4 +1,4 @@
-"""Lists of samples: which rows of a set they mean, counted by hand."""
+"""Lists of samples select the right rows of a set."""
 
 import json
 from dataclasses import replace

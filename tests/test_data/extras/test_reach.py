@@ -1,4 +1,4 @@
-"""What preflight reads of a set: some bytes of three shards, and a reason if it cannot."""
+"""The read test of preflight reads three shards, and reports a reason if it fails."""
 
 import pytest
 

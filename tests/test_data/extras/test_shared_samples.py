@@ -1,4 +1,4 @@
-"""Samples that two sets share, counted by place and by content."""
+"""Shared samples of two sets are counted by position and by content."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Attention and positions of the paper's figures 6, 7 and 11, held to arrays made from the original's weights."""
+"""Attention and positions of the paper's figures 6, 7 and 11 agree with arrays made from the original's weights."""
 
 import numpy as np
 import pytest

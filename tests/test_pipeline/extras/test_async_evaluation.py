@@ -1,4 +1,4 @@
-"""The files and records of an asynchronous evaluation: which steps have an outcome, and what people see of it."""
+"""Files and records of asynchronous evaluations: recorded steps, and their log lines."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Evaluations of commits by a worker of their own, one after another."""
+"""Commits are evaluated by a spare worker, one after another."""
 
 import json
 import shutil

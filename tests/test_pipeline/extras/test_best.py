@@ -1,4 +1,4 @@
-"""The best of a stage's evaluations is told by its records alone; what it hands on: test_checkpoint_runs.py."""
+"""The best evaluation of a stage follows from its records; test_checkpoint_runs.py tests the export."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""The keys of a branch."""
+"""Config keys of a branch."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The keys of several extras in one config."""
+"""Several extras can add their keys to one config."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""A planted law is found again: its parameters, what its intervals promise, and the point that was left out."""
+"""Known laws are recovered: their parameters, the coverage of intervals, and the held-out point."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Records of this and of earlier versions: the keys that they hold decide which hooks bring them."""
+"""Configs of this and earlier versions are read with the hooks that their keys need."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Patches that are left out and small images at first: against loops over tokens, FLOPs by hand, and a plain loop."""
+"""Token dropping and small initial images agree with loops over tokens, FLOPs by hand, and a plain loop."""
 
 import json
 import math

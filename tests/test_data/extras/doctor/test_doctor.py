@@ -1,4 +1,4 @@
-"""The doctor finds every kind of fault with exact counts, and what it repairs trains."""
+"""The data check counts every kind of fault exactly, and a repaired set trains."""
 
 import struct
 import tarfile

@@ -1,4 +1,4 @@
-"""The doctor's page charts the set's classes and measures."""
+"""The data report page has charts of the classes and of each measure."""
 
 from collections import Counter
 from itertools import islice

@@ -1,4 +1,4 @@
-"""What the doctor counts, against counts by hand."""
+"""Statistics of the data check agree with counts by hand."""
 
 from types import SimpleNamespace
 

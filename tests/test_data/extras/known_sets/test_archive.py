@@ -1,4 +1,4 @@
-"""A known data set that does not hold what is published is refused, before it has an index."""
+"""A public data set with an unexpected size is rejected before its index is written."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""ImageNet-21k is read from its archive, from tars of classes and from folders of images."""
+"""ImageNet-21k is read from its archive, from class tars, and from class folders."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""ObjectNet's images have the ids of ImageNet's classes, and no red border."""
+"""ObjectNet images get ImageNet class ids and lose their red border."""
 
 import zipfile
 

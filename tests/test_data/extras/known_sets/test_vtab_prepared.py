@@ -1,4 +1,4 @@
-"""Every task of VTAB is read from the folder that TensorFlow Datasets has prepared: its rows, with its labels."""
+"""Every VTAB task is read from a prepared TensorFlow Datasets folder, with the right rows and labels."""
 
 import io
 import json

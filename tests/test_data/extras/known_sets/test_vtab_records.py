@@ -1,4 +1,4 @@
-"""Records of a TFRecord file as TensorFlow frames them, whole and cut anywhere."""
+"""TFRecord files are read as TensorFlow writes them, and truncated files are rejected."""
 
 import struct
 from io import BytesIO

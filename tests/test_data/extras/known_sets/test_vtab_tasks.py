@@ -1,4 +1,4 @@
-"""VTAB-1k: its labels and preprocessing are the original's, and the table of its tasks is the papers'."""
+"""VTAB-1k labels and preprocessing equal the original code, and the task table agrees with the papers."""
 
 import itertools
 import json

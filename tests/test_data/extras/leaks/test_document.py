@@ -1,4 +1,4 @@
-"""The document of a search for leaks: which samples it marks, and that no bit of it can change unnoticed."""
+"""leaks.json marks the right samples, and any changed bit is detected."""
 
 import json
 

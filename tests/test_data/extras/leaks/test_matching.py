@@ -1,4 +1,4 @@
-"""Pairs that may show the same, against a plain loop over all of them."""
+"""Candidate pairs and their likeness agree with a plain loop."""
 
 import cv2
 import numpy as np

@@ -1,4 +1,4 @@
-"""The lines about leaked samples count each set's own, and name a few pairs."""
+"""The leak report counts the leaked samples of each set, and names a few pairs."""
 
 import pytest
 

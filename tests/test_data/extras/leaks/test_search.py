@@ -1,4 +1,4 @@
-"""Leaks: training images that are in a test set, planted and found."""
+"""The leak search finds planted copies of test images in training sets."""
 
 import shlex
 import subprocess

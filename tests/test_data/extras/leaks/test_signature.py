@@ -1,4 +1,4 @@
-"""Signatures of images: what they do not depend on, and the crops that they cover."""
+"""Invariances of image signatures, and the crops that they cover."""
 
 import cv2
 import numpy as np

@@ -1,4 +1,4 @@
-"""Pages open offline and show names of others without obeying them."""
+"""Pages are self-contained and escape untrusted names."""
 
 from base64 import b64decode
 

@@ -1,4 +1,4 @@
-"""Archives are read without unpacking them, whatever they are called: the damaged, torn and encrypted are refused."""
+"""Archives are read without unpacking, under any name; damaged, truncated and encrypted ones are rejected."""
 
 import bz2
 import gzip

@@ -1,4 +1,4 @@
-"""Tables of paths and parquet of images, written by hand."""
+"""Tables of paths and Parquet files with images, written by hand."""
 
 import cv2
 import numpy as np

@@ -1,4 +1,4 @@
-"""Compressed WebDataset tars are packed anew as plain tars are."""
+"""Compressed WebDataset tars are repacked like uncompressed tars."""
 
 import gzip
 import io

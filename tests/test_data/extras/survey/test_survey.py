@@ -1,4 +1,4 @@
-"""Somebody's images are recognised by what lies at the path, and counted by class."""
+"""Folders of images are recognised by their content, and counted by class."""
 
 import pytest
 

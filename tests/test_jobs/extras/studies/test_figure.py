@@ -154,7 +154,9 @@ def test_a_law_that_was_planted_in_a_table_is_in_the_figure(sizes, tmp_path):
     text = (folder / "figure.md").read_text()
     # Four points have a law, and three have none that could foretell the fourth.
     if len(sizes) == 4:
-        assert "what the law without the largest point foretells of it is not known: 3 points, expected at least 4" in text
+        assert (
+            "what the law without the largest point foretells of it is not known: 3 points, expected at least 4" in text
+        )
         return
     assert record["fit"]["largest"]["foretold"] == pytest.approx(1 - rows["300000"]["accuracy"], rel=1e-3)
     assert "without 300000 it foretells" in text

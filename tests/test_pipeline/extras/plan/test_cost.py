@@ -1,4 +1,4 @@
-"""Days and money: against numbers worked out by hand, published runs, and failures drawn one by one."""
+"""Time and cost estimates agree with calculations by hand, published runs, and simulated failures."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""What a step of training needs of memory: counted by the allocator while real steps are taken, and by hand."""
+"""Planned memory agrees with the allocator's counts in real steps, and with calculations by hand."""
 
 import dataclasses
 import itertools

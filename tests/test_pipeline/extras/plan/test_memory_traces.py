@@ -1,4 +1,4 @@
-"""Traces of steps: what they depend on, and where they are kept."""
+"""Memory traces are cached by everything that affects them."""
 
 import dataclasses
 import errno

@@ -1,4 +1,4 @@
-"""What the tracer of a step counts, and what a trace depends on: against numbers that were worked out by hand."""
+"""The memory tracer agrees with calculations by hand."""
 
 import dataclasses
 import itertools

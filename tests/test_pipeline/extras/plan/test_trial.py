@@ -1,4 +1,4 @@
-"""A trial's numbers from records made by hand, and its document."""
+"""Trial results from records made by hand, and their file."""
 
 import dataclasses
 from pathlib import Path

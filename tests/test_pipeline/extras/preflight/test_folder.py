@@ -1,4 +1,4 @@
-"""What a node finds out about the folder of a run."""
+"""A node's report on the folder of a run."""
 
 import threading
 import time

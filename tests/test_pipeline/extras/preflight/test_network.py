@@ -1,4 +1,4 @@
-"""Which pairs of workers are measured, and which of them at once."""
+"""Selection of worker pairs to measure, and their schedule."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a node without a worker reports of itself."""
+"""Reports of workers, and of nodes without a worker."""
 
 import os
 import resource

@@ -1,4 +1,4 @@
-"""What a stage has left of its steps: which attempt took one, and with which shards; records are made by hand."""
+"""Step records of a stage belong to the right attempt and shards; the records are made by hand."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Which samples are masked, and what the search makes of it; what a masked step gives is in test_reference_loop.py."""
+"""Masks select the right samples; test_reference_loop.py tests the effect on a step."""
 
 import random
 

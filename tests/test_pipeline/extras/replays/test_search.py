@@ -1,4 +1,4 @@
-"""The search for the samples that cause a spike."""
+"""The search identifies the samples that cause a spike."""
 
 import math
 from collections.abc import Sequence
