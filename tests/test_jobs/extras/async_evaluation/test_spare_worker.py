@@ -347,7 +347,7 @@ def test_spikes_are_searched_one_after_the_other_and_what_they_name_is_masked_on
         progress.step = step
         hook.before_save(progress)
     assert progress.masked == [(30, 0, 7, 8)]
-    assert reported[5:] == [("masked", "step 30: 1 sample masked from here on, 1 in all: a.tar k7")]
+    assert reported[5:] == [("masked", "step 30: 1 sample masked from this step, 1 in total: a.tar k7")]
 
 
 def test_a_step_that_was_never_committed_is_not_waited_for(tmp_path) -> None:

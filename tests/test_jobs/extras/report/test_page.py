@@ -125,7 +125,7 @@ def test_the_numbers_of_the_page_are_those_of_metrics_jsonl(restarted, tmp_path,
         steps = [min(values), max(values), by_value[0], most]
         assert shown.row(name)[1:] == [f"{values[step]!r} (step {step})" for step in steps]
     low, high = binomtest(286, 352).proportion_ci(method="wilson")
-    assert shown.row("28", "accuracy")[2:] == ["81.25 %", f"{low:.2%} to {high:.2%}, of 352 samples"]
+    assert shown.row("28", "accuracy")[2:] == ["81.25 %", f"{low:.2%} to {high:.2%}, 352 samples"]
     assert shown.row("28", "5shot")[2:] == ["70.00 %", "± 14.14% between 2 draws of the shots"]
     for said in (
         "attempt 2: random weights, step 16",
@@ -225,7 +225,7 @@ def test_a_finished_page_says_what_was_trained_and_how_well_each_class_is_known(
         assert shown.row(words) == [words], name
     assert str(restarted.parent) in shown.text
     low, high = binomtest(30, 40).proportion_ci(method="wilson")
-    of_class = [f"{low:.2%} to {high:.2%}, of 40 samples", "class 8, 6 of 10 mistakes"]
+    of_class = [f"{low:.2%} to {high:.2%}, 40 samples", "class 8, 6 of 10 mistakes"]
     assert shown.row("class 3", "75.0 %")[2:] == of_class
     by_class = [row[0].strip() for row in shown.rows if len(row) == 4 and "samples" in row[2]]
     assert by_class[-3:] == ["class 3", "class 8", "class 0"]
@@ -463,4 +463,4 @@ def test_a_run_keeps_its_page_and_two_runs_part_behind_the_first_update(tmp_path
     # The rate of step 1 is 0: the warm-up begins there. Step 2 is the first that moves weights by another amount.
     assert "diverge from each other at step 3: loss" in compared.text
     assert compared.row("config", "optim.lr")[2:4] == ["0.01", "0.02"]
-    assert re.search(r"Likeliest cause:\s+config, optim.lr\s+\(0.01 → 0.02\)", compared.text)
+    assert re.search(r"Most likely cause:\s+config, optim.lr\s+\(0.01 → 0.02\)", compared.text)
