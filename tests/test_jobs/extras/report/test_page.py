@@ -293,7 +293,7 @@ def test_two_parts_of_a_set_are_told_apart_by_their_folders_rules_and_samples(tm
         of_set = [" ".join(cell.split()) for cell in shown.row(name)]
         samples.append(int(of_set[1].replace(",", "")))
         assert of_set[2:4] == ["10", f"parts-1a2b3c4d/{of_run}"]
-        assert of_set[4].startswith(f"part {part}, seed 0 of {shards / 'train'}, in its 15 tars of ")
+        assert of_set[4].startswith(f"part {part}, seed 0 of {shards / 'train'}, in its 15 tars with ")
     # All digits, of which a fifth of each of ten classes is held out.
     assert sum(samples) == 1442 and abs(samples[1] - 1442 / 5) <= 10
 
