@@ -133,7 +133,9 @@ def test_a_cache_too_small_for_the_shards_in_use_is_named_before_the_run(faulty,
         assert main(["plan", str(recipe), *options, f"pretrain.data.cache.limit_bytes={limit}"]) == 0
         said = capsys.readouterr().out
         assert "a worker needs 8 shards, 0.00" in said
-        assert (f"THEY DO NOT FIT and are fetched again and again; type data.cache.limit_bytes={total}" in said) != fits
+        assert (
+            f"THEY DO NOT FIT and would be downloaded repeatedly; set data.cache.limit_bytes={total}" in said
+        ) != fits
 
 
 def test_what_is_here_is_not_fetched_ahead_and_takes_no_room(local, tmp_path):

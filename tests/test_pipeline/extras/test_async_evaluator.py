@@ -1,4 +1,4 @@
-"""Commits are evaluated by a spare worker, one after another."""
+"""Evaluations of commits by a worker of their own, one after another."""
 
 import json
 import shutil
@@ -208,7 +208,7 @@ def test_evaluation_that_ends_several_attempts_is_skipped_and_logged(alone, tmp_
             with open(tmp_path / "metrics.jsonl", "a") as file:
                 file.write(record("evaluate_skipped", 10))
     assert evaluator.evaluated == [10, 10]
-    assert alone.said == ["evaluate step 10 SKIPPED: 3 attempts have ended before it had a value"]
+    assert alone.said == ["evaluate step 10 SKIPPED: 3 attempts ended before it had a result"]
 
 
 @pytest.mark.parametrize(("changes", "step"), [({"evaluate": None}, 10), ({}, 0), ({}, 15), ({}, 100)])
@@ -227,7 +227,7 @@ def test_next_attempt_repeats_stopped_evaluations_and_logs_skipped_ones(alone, t
     progress: Any = SimpleNamespace(step=10)
     assert not Evaluating(alone.job, is_stopped=True).resume(alone, progress)
     skipped = "evaluate step 5 SKIPPED: asynchronous evaluation has been turned off"
-    assert alone.said == [skipped, "evaluate step 10: stopped, it is done later"], "20 is taken again"
+    assert alone.said == [skipped, "evaluate step 10: stopped; it will be evaluated later"], "20 is taken again"
     evaluator = Evaluating(alone.job)
     assert evaluator.resume(alone, progress)
     assert evaluator.evaluated == [10] and not requested_steps(tmp_path)
