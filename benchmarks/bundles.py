@@ -28,7 +28,7 @@ from jobs.cluster.ray_agent import call_actor
 from jobs.cluster.ray_nodes import RayNodes
 from jobs.cluster.ray_places import bundle_sizes
 from jobs.cluster_config import ClusterConfig
-from pipeline.monitoring.watchdog import Place
+from pipeline.monitoring.watchdog import PhaseReport
 
 REPEATS = 5
 ACTORS = 4
@@ -49,7 +49,7 @@ class Answerer:
     def poll(self, wait_s: float) -> NodeReport:
         """Answer as an agent with eight workers does."""
         time.sleep(wait_s)
-        place = Place(812, "reduce", 1200, "")
+        place = PhaseReport(812, "reduce", 1200, "")
         return NodeReport(1, [WorkerState(rank, 4711, place=place) for rank in range(8)])
 
 

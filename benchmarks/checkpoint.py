@@ -265,7 +265,7 @@ def engine_of(task: dict[str, Any]) -> Engine:
     settings = deepspeed_config(
         zero=task["zero"], precision="fp32", micro_batch=1, accumulation=1, clip=1.0, user_file=None
     )
-    return Engine(model, models.decayed(model), OptimConfig(), settings)
+    return Engine(model, models.decayed_parameters(model), OptimConfig(), settings)
 
 
 def rotated(turns: list[Turn], number: int) -> list[Turn]:

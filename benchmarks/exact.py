@@ -62,7 +62,7 @@ def make(kind: str, task: dict[str, Any]) -> Engine:
         user_file=None,
     )
     made = partial(ExactEngine, parts=task["parts"]) if kind == "exact" else Engine
-    return made(model, models.decayed(model), OptimConfig(), settings)
+    return made(model, models.decayed_parameters(model), OptimConfig(), settings)
 
 
 def digest(engine: Engine) -> str:

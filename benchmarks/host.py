@@ -125,7 +125,7 @@ def groups(model: Any) -> list[dict[str, Any]]:
     """The optimizer's two groups, with and without decay."""
     import models
 
-    decayed = models.decayed(model)
+    decayed = models.decayed_parameters(model)
     decays = [p for name, p in model.named_parameters() if name in decayed]
     rest = [p for name, p in model.named_parameters() if name not in decayed]
     return [{"params": decays, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
@@ -194,7 +194,7 @@ def our_step(zero: int, precision: str, accumulation: int) -> Step:
     )
     if zero == 3:
         settings["zero_optimization"]["stage3_param_persistence_threshold"] = PERSISTENT
-    engine = Engine(model, models.decayed(model), OptimConfig(), settings)
+    engine = Engine(model, models.decayed_parameters(model), OptimConfig(), settings)
 
     def step() -> None:
         for _ in range(accumulation):

@@ -4,7 +4,7 @@ It relies on three things, which S3, Google's and Azure's store promise:
 1. an object appears whole or not at all, however its upload ends;
 2. who lists or reads after a put has ended sees it;
 3. of all who create one name, one succeeds: `If-None-Match: *` on S3 and Azure, `ifGenerationMatch=0` on Google's.
-The third is asked of the store itself (`check_creates_once`), because some that speak S3's protocol ignore it.
+The third is asked of the store itself (`check_exclusive_create`), because some that speak S3's protocol ignore it.
 
 In the folder of its sets; every name holds the attempt, so that no two attempts share one:
     step-0000001200-000007/    published: MANIFEST.json is there, created last, and no marker; else staged, or died
@@ -32,7 +32,7 @@ from urllib.parse import urlsplit
 
 from data.checks import redacted
 from data.errors import CheckpointError, ConfigError, StorageError
-from data.files import MANIFEST, SET_NAME, locked, naming, temporary_name, whole_file
+from data.files import MANIFEST, SET_NAME, atomic_file, locked, path_in_errors, temporary_name
 from data.remote.urls import CLIENTS, Retry, client, forget_credentials, read_range
 
 Answer = TypeVar("Answer")
@@ -60,10 +60,10 @@ class Bucket:
     """
 
     is_shared: Literal[False] = False
-    sees_at_once = True
-    has_sets_here = False
+    is_consistent = True
+    keeps_sets_locally = False
     set_aside_as = f"with a {REFUSED} each"
-    bring_back = f"repair one and delete its {REFUSED}"
+    restore_hint = f"repair one and delete its {REFUSED}"
 
     def __init__(self, url: str, local: Path, attempts: int | None = None) -> None:
         self.local = local
@@ -103,7 +103,7 @@ class Bucket:
         # A request whose answer was lost may have created it, and then it was refused to the next one.
         return self.read(name) == content
 
-    def check_creates_once(self, name: str) -> None:
+    def check_exclusive_create(self, name: str) -> None:
         self.create_once(name, b'{"for": "a test whether this store creates a name once"}')
         is_created_twice = self.create_once(name, b'{"for": "a second object of this name, which must be refused"}')
         if is_created_twice:
@@ -113,7 +113,7 @@ class Bucket:
                 "  give the run another store, or a folder: run=/elsewhere"
             )
 
-    def be_brief(self) -> None:
+    def limit_retries(self) -> None:
         self.retry.attempts = LAST_ATTEMPTS
 
     def put(self, name: str, content: bytes) -> None:
@@ -158,7 +158,7 @@ class Bucket:
 
         Raises FileNotFoundError where there is no such object, StorageError, OSError of the local disk.
         """
-        with whole_file(file) as temporary, open(temporary, "wb") as local:
+        with atomic_file(file) as temporary, open(temporary, "wb") as local:
             while local.tell() < size:
                 start = local.tell()
                 local.write(self.read_range(name, start, min(start + PIECE, size)))
@@ -168,11 +168,11 @@ class Bucket:
         ask = partial(read_range, f"{self.url}/{name}", start, stop, TIMEOUT_S)
         return self.retry.patiently(self.address(name), ask)
 
-    def send(self, name: str) -> None:
+    def upload(self, name: str) -> None:
         if (self.local / name).exists():
             self.put_file(name, self.local / name)
 
-    def bring(self, name: str, size: int, sha256: str) -> None:
+    def ensure_local(self, name: str, size: int, sha256: str) -> None:
         path = self.local / name
         if has_bytes(path, size, sha256):
             return
@@ -195,7 +195,7 @@ class Bucket:
 
     # ------------------------------------------------------------------------ sets
 
-    def staged(self, folder: str, name: str, attempt: int) -> str:
+    def staging_name(self, folder: str, name: str, attempt: int) -> str:
         return f"{folder}/{name}-{attempt:06d}"
 
     def write(self, name: str, content: memoryview) -> None:
@@ -203,20 +203,20 @@ class Bucket:
         path = self.local / name
         local = path.parent.with_name(f".tmp-{path.parent.name}-{path.name}")
         try:
-            with naming(local, len(content)):
+            with path_in_errors(local, len(content)):
                 local.write_bytes(content)
             self.put_file(name, local)
         finally:
             local.unlink(missing_ok=True)
 
     def publish(self, folder: str, name: str, attempt: int, manifest: bytes) -> bool:
-        return self.create_once(f"{self.staged(folder, name, attempt)}/{MANIFEST}", manifest)
+        return self.create_once(f"{self.staging_name(folder, name, attempt)}/{MANIFEST}", manifest)
 
     def discard(self, folder: str, name: str, attempt: int) -> None:
         # A client of its own: a deletion of old sets may be asking this one, and keeps its patience.
         brief = Bucket(self.url, self.local, DISCARD_ATTEMPTS)
         with suppress(StorageError, OSError):
-            files = brief.list(self.staged(folder, name, attempt))
+            files = brief.list(self.staging_name(folder, name, attempt))
             # Else the same step was saved before, and published: only the answer was lost.
             if not any(file.endswith(f"/{MANIFEST}") for file in files):
                 brief.delete(files)
@@ -287,7 +287,7 @@ class Bucket:
         self.put(f"{folder}/{name}/{REFUSED}", marker.encode())
         return f"marked {REFUSED} in the store"
 
-    def retire(self, folder: str, name: str) -> None:
+    def delete_set(self, folder: str, name: str) -> None:
         files = self.list(f"{folder}/{name}")
         # Without a manifest it is none: what is left when this is interrupted is swept by a later attempt.
         self.delete([f"{folder}/{name}/{MANIFEST}"])
@@ -320,7 +320,7 @@ def has_bytes(path: Path, size: int, sha256: str) -> bool:
     """Return whether there is a file of this size and digest."""
     if not path.is_file() or path.stat().st_size != size:
         return False
-    with naming(path), open(path, "rb") as file:
+    with path_in_errors(path), open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest() == sha256
 
 

@@ -58,7 +58,7 @@ class ClusterError(PatchlineError):
     exit_code = ExitCode.UNAVAILABLE
 
 
-class UnlikeNodes(ClusterError):
+class MismatchedNodes(ClusterError):
     """Workers have other code or other packages than the others: without their nodes the rest may go on."""
 
 
@@ -86,7 +86,7 @@ class Diverged(PatchlineError):
     exit_code = ExitCode.INTERNAL
 
 
-class WentBack(PatchlineError):
+class RolledBack(PatchlineError):
     """Non-finite steps in a row: the next attempt starts from the last checkpoint and leaves them out."""
 
     exit_code = None  # the attempt ends, the stage does not

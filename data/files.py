@@ -70,7 +70,7 @@ def write_durably(path: Path, content: bytes | memoryview) -> None:
     multiple of 4,096 bytes (`DISK_BLOCK`): past the page cache, in which it would only take the place of what is read.
     """
     left = memoryview(content)
-    with naming(path, len(content)), open(path, "wb", buffering=0) as file:
+    with path_in_errors(path, len(content)), open(path, "wb", buffering=0) as file:
         if len(left) >= LARGE:
             handle = file.fileno()
             flags = fcntl.fcntl(handle, fcntl.F_GETFL)
@@ -133,14 +133,14 @@ def rename(source: Path, target: Path) -> None:
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
+def atomic_file(path: Path) -> Iterator[Path]:
     """Give the block a temporary name to write; when it ends well, the file appears at `path`, whole and durable.
 
     When it raises, or the disk refuses, the temporary file is removed and `path` is as it was.
     """
     temporary = temporary_name(path)
     try:
-        with naming(path, instead_of=temporary):
+        with path_in_errors(path, instead_of=temporary):
             # We create the file, so that we know the mode that the umask gives: safetensors puts a file of its own
             # in its place, which only its owner may read.
             temporary.touch()
@@ -158,22 +158,22 @@ def whole_file(path: Path) -> Iterator[Path]:
     sync(path.parent)
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
+def write_atomically(path: Path, content: str | bytes) -> None:
     """Replace the file at `path` by `content`; no reader ever finds a part of it."""
     encoded = content.encode() if isinstance(content, str) else content
-    with naming(path, len(encoded)), whole_file(path) as temporary:
+    with path_in_errors(path, len(encoded)), atomic_file(path) as temporary:
         temporary.write_bytes(encoded)
 
 
 def write_with_reserve(path: Path, text: str, reserve_bytes: int) -> None:
-    """Replace a small text file as `write_whole` does, and keep room in it, as blanks, for what is written later.
+    """Replace a small text file as `write_atomically` does, and keep room in it, as blanks, for what is written later.
 
     Where the disk is full the text goes into the file that is there, in place, which needs no room: so a run can say
     on a full disk how it ended. Who reads at that very moment may find a part of each.
     """
     encoded = text.encode()
     try:
-        write_whole(path, encoded + b" " * reserve_bytes)
+        write_atomically(path, encoded + b" " * reserve_bytes)
     except OSError as error:
         room = path.stat().st_size if path.is_file() else 0
         if error.errno not in NO_ROOM or len(encoded) > room:
@@ -191,7 +191,7 @@ def create_exclusively(path: Path, content: str | bytes) -> bool:
     """
     temporary = temporary_name(path)
     try:
-        with naming(path, instead_of=temporary):
+        with path_in_errors(path, instead_of=temporary):
             write_durably(temporary, content.encode() if isinstance(content, str) else content)
         # A rename would replace the other's file in silence, and O_EXCL would show a file that is still empty. A link
         # fails where the name exists, and the file is whole when it appears.
@@ -294,7 +294,7 @@ def names_in(folder: Path) -> set[str]:
 
 
 @contextmanager
-def naming(path: Path, content_bytes: int | None = None, *, instead_of: Path | None = None) -> Iterator[None]:
+def path_in_errors(path: Path, content_bytes: int | None = None, *, instead_of: Path | None = None) -> Iterator[None]:
     """Name the file, and how much was to be written, in an error of the disk.
 
     write and fsync know no name, so their errors come without one. `instead_of` is a temporary name of the same file;
@@ -311,7 +311,7 @@ def naming(path: Path, content_bytes: int | None = None, *, instead_of: Path | N
         raise
 
 
-def refusal(error: OSError) -> str:
+def error_text(error: OSError) -> str:
     """Say an error of the operating system in one line: why, which file, and of a full disk how much is free."""
     if error.errno is None or error.filename is None:
         return str(error)
@@ -327,7 +327,7 @@ def refusal(error: OSError) -> str:
 
 def explain(error: OSError) -> str:
     """Say an error of the operating system as all our errors are said: found, expected, what to type next."""
-    line = refusal(error)
+    line = error_text(error)
     if error.errno in NO_ROOM:
         return (
             f"{line}\n"

@@ -292,7 +292,7 @@ def cut(slots: range, micro_batch: int, accumulation: int | None) -> list[range]
     return [slots[first:stop] for first, stop in pairwise(edges)]
 
 
-def moved_ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+def prefetched_to_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
     """Give the same micro-batches, their images and labels on the device; ids stay in host memory, where they are read.
 
     The host is ahead of the device: while it asks for a micro-batch, the device computes the one before, or gathers

@@ -29,7 +29,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from data.files import write_whole
+from data.files import write_atomically
 
 # The end of a record of several lines, and of one line, behind its last entry.
 ENDS = (re.compile(rb',\n "sha256": "([0-9a-f]{64})"(\n\})\Z'), re.compile(rb', "sha256": "([0-9a-f]{64})"(\})\Z'))
@@ -70,7 +70,7 @@ def unseal(text: bytes) -> dict[str, Any]:
 
 def write_entry(path: Path, content: bytes) -> None:
     """Keep bytes in a cache, whole, with their sha256 behind them."""
-    write_whole(path, content + hashlib.sha256(content).digest())
+    write_atomically(path, content + hashlib.sha256(content).digest())
 
 
 def read_entry(path: Path) -> bytes | None:
@@ -108,7 +108,7 @@ class Journal:
         kept = [self.header]
         for key, record in self.records.items():
             kept.append(seal({"key": key, "record": record}, lines=False))
-        write_whole(self.path, "".join(f"{line}\n" for line in kept))
+        write_atomically(self.path, "".join(f"{line}\n" for line in kept))
         self.file = open(self.path, "a")
         return self
 

@@ -44,8 +44,8 @@ from data.files import (
     make_folder,
     rename,
     sync,
+    write_atomically,
     write_durably,
-    write_whole,
 )
 
 if TYPE_CHECKING:  # with it come the stores' clients, which a run in a folder does not need
@@ -67,10 +67,12 @@ class Folder:
     """Keeps the files of one run in a folder; the docstrings here are the contract of every form."""
 
     is_shared: Literal[True] = True  # every node sees the files under `local` as they are written
-    sees_at_once = False  # a network file system may show a file some seconds late
-    has_sets_here = True  # they take room on this node's disk; of a store's only the one that a start has fetched does
+    is_consistent = False  # a network file system may show a file some seconds late
+    keeps_sets_locally = (
+        True  # they take room on this node's disk; of a store's only the one that a start has fetched does
+    )
     set_aside_as = "as bad-*"  # how `set_aside` keeps a bad set, for people
-    bring_back = "bring one back from a copy as step-*"  # how a person makes it a set again
+    restore_hint = "bring one back from a copy as step-*"  # how a person makes it a set again
 
     def __init__(self, local: Path) -> None:
         self.local = local  # the run's folder on this node
@@ -88,18 +90,18 @@ class Folder:
         make_folder(path.parent, self.local)
         return create_exclusively(path, content)
 
-    def check_creates_once(self, name: str) -> None:
+    def check_exclusive_create(self, name: str) -> None:
         """Raise StorageError where a second creation of a name takes the place of the first: here hard links see to it.
 
         A file of this name may stay there.
         """
 
-    def be_brief(self) -> None:
+    def limit_retries(self) -> None:
         """Ask a storage that does not answer fewer times from now on: a command that ends must not wait for minutes."""
 
     def put(self, name: str, content: bytes) -> None:
         """Write a file whole, in the place of one that is there. Raises StorageError, OSError."""
-        write_whole(self.local / name, content)
+        write_atomically(self.local / name, content)
 
     def renew(self, name: str, content: bytes) -> None:
         """Write a small file that is there anew, with as many bytes; a full disk, too, has the room for them.
@@ -140,16 +142,16 @@ class Folder:
         for name in names:
             (self.local / name).unlink(missing_ok=True)
 
-    def send(self, name: str) -> None:
+    def upload(self, name: str) -> None:
         """Make a file that was written under `local` one of the run's: here it is that already."""
 
-    def bring(self, name: str, size: int, sha256: str) -> None:
+    def ensure_local(self, name: str, size: int, sha256: str) -> None:
         """Make sure that this node has a file of `size` bytes and this digest under `local`; all nodes see it here.
 
         Raises CheckpointError where the storage has other bytes, StorageError, OSError.
         """
 
-    def staged(self, folder: str, name: str, attempt: int) -> str:
+    def staging_name(self, folder: str, name: str, attempt: int) -> str:
         """Return the name of the folder in which the files of a set are written before it is published."""
         # The attempt is part of the name: a frozen owner that wakes up cannot write into the folder of its successor.
         return f"{folder}/.tmp-{name.removeprefix('step-')}-{attempt:06d}"
@@ -166,7 +168,7 @@ class Folder:
 
         Where it raises StorageError, the set may be published and the answer lost; where OSError, it is not.
         """
-        temporary = self.local / self.staged(folder, name, attempt)
+        temporary = self.local / self.staging_name(folder, name, attempt)
         # The manifest is written last of all files, and fsynced: where it is valid, what it names is on the disk.
         write_durably(temporary / MANIFEST, manifest)
         sync(temporary)
@@ -186,7 +188,7 @@ class Folder:
 
     def discard(self, folder: str, name: str, attempt: int) -> None:
         """Delete what was staged and not published; what cannot be deleted is left to `sweep`."""
-        shutil.rmtree(self.local / self.staged(folder, name, attempt), ignore_errors=True)
+        shutil.rmtree(self.local / self.staging_name(folder, name, attempt), ignore_errors=True)
 
     def published(self, folder: str) -> Sequence[str]:
         """List the sets of a folder, the newest step first, and of one step the later attempt first.
@@ -222,7 +224,7 @@ class Folder:
         rename(path, aside)
         return f"kept as {aside.name}"
 
-    def retire(self, folder: str, name: str) -> Path | None:
+    def delete_set(self, folder: str, name: str) -> Path | None:
         """Delete a set; returns what could not be deleted of it, None where all is gone.
 
         Where this raises OSError or StorageError, the set is whole, or it is none any more.

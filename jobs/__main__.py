@@ -78,7 +78,7 @@ KINDS = {
 # Outputs of a run other than the terminal: the HTML report, Prometheus gauges, experiment trackers
 # (jobs/run/watchers.py).
 WATCHERS = (
-    "jobs.extras.report.kept:KeptPage",
+    "jobs.extras.report.page_watcher:PageWatcher",
     "jobs.extras.monitor.gauges:Gauges",
     "jobs.extras.monitor.trackers:Trackers",
 )

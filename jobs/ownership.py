@@ -162,7 +162,7 @@ class Lease:
     def take(self) -> None:
         """Become the owner of the run. Raises RunOwned, StorageError."""
         # 1. Of a store without conditional writes two commands could create one number.
-        self.storage.check_creates_once(f"{ATTEMPTS}/{0:06d}.json")
+        self.storage.check_exclusive_create(f"{ATTEMPTS}/{0:06d}.json")
         while True:
             # 2. A holder that has not said that it ends may live.
             state, seen = judge(self.storage, self.log)
@@ -218,7 +218,7 @@ class Lease:
 
     def check_at_end(self) -> None:
         """Raise RunOwned where another command has taken the run over; a storage that is gone holds up no end."""
-        self.storage.be_brief()
+        self.storage.limit_retries()
         with suppress(StorageError, OSError):
             self.check()
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 from data.errors import ClusterError, ConfigError, DataError, ExitCode, PatchlineError, exit_code
-from data.files import refusal
+from data.files import error_text
 from data.index.document import load_index
 from data.index.index import Index
 from data.storage import Storage, open_storage
@@ -357,7 +357,7 @@ class CheckResult:
     @staticmethod
     def of(error: Exception, subject: str) -> "CheckResult":
         """Return an error as a FAIL."""
-        text, _, remedy = (refusal(error) if isinstance(error, OSError) else str(error)).partition("\n")
+        text, _, remedy = (error_text(error) if isinstance(error, OSError) else str(error)).partition("\n")
         return CheckResult("FAIL", subject, text, remedy, ExitCode(exit_code(error)))
 
     def error(self) -> PatchlineError:

@@ -20,7 +20,7 @@ from data.index.names import Names, ids_of
 from data.optional import load_optional
 from data.shards.subset import Rule, check_seed
 from data.sources.folders import class_folders, folder_classes, unlabelled_folder
-from data.sources.numbering import Numbering, check_unmistakable, number, read_class_list
+from data.sources.numbering import Numbering, check_unambiguous, number, read_class_list
 from data.sources.samples import DIGITS, Archive, Sample, digits, numbered
 from pipeline.config import Tags, require, tags
 
@@ -264,7 +264,7 @@ def numbering_of(cfg: SetConfig, name: str, first: Numbering | None = None, give
         giver = cfg.names
         target = read_class_list(cfg.names)
         if cfg.source == "tars":
-            check_unmistakable(target, cfg.names)
+            check_unambiguous(target, cfg.names)
     elif cfg.classes_of:
         giver = cfg.classes_of
         target = load_index(cfg.classes_of).names

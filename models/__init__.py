@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         blocks,
         build,
         compile_blocks,
-        decayed,
+        decayed_parameters,
         from_config,
         macs_of,
         parameters_of,
@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 # What stands above for mypy alone imports torch, which takes a second: it is imported when it is first used. No module
 # is called as one of these names: once imported, it would stand in its place.
 LATER = {
-    "models.catalog": "Model blocks build compile_blocks decayed from_config macs_of parameters_of training_flops",
+    "models.catalog": (
+        "Model blocks build compile_blocks decayed_parameters from_config macs_of parameters_of training_flops"
+    ),
     "models.positions": "resize_positions",
     "models.weight_transfer": "TransferReport transfer",
     "models.vit": "ViT",

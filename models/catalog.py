@@ -92,7 +92,7 @@ def compile_blocks(model: nn.Module, **options: Any) -> None:
         block.forward = torch.compile(block.forward, **options)
 
 
-def decayed(model: nn.Module) -> set[str]:
+def decayed_parameters(model: nn.Module) -> set[str]:
     """Return the names of the parameters with weight decay: the official `*/kernel`s and nothing else (SPEC 2.2).
 
     Goes by module type, not by rank: ZeRO-3 flattens the parameters it has partitioned.

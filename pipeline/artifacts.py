@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data.errors import CheckpointError, DataError
-from data.files import naming, write_whole
+from data.files import path_in_errors, write_atomically
 from data.seal import Unsealed, seal, unseal
 from data.storage import Storage
 from models.weights.folder import CLASSES, CONFIG, PREPROCESSING, WEIGHTS
@@ -51,7 +51,7 @@ SAY_AFTER_S = 5.0  # a check that takes longer is worth a line
 
 def write_record(path: Path, values: Mapping[str, object]) -> None:
     """Write a record that carries its own digest; it appears whole or not at all."""
-    write_whole(path, seal({"schema": SCHEMA, **values}))
+    write_atomically(path, seal({"schema": SCHEMA, **values}))
 
 
 def read_record(path: Path) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def digests(folder: Path, names: Iterable[str] = HANDED_ON) -> dict[str, FileRec
 
 def digest_of(path: Path) -> FileRecord:
     """Return a file's size and sha256, as they are read."""
-    with naming(path), open(path, "rb") as file:
+    with path_in_errors(path), open(path, "rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         return {"bytes": file.tell(), "sha256": sha256}
 
@@ -143,10 +143,10 @@ def recorded_sha256(folder: Path) -> str | None:
     return covering.files[WEIGHTS]["sha256"]
 
 
-def check_files(folder: Path, say: Callable[[str], None]) -> bool:
+def check_files(folder: Path, log: Callable[[str], None]) -> bool:
     """Compare every file that a folder hands on with its digest; False where the folder has no digests.
 
-    `say` is told of a check that took long. Raises DataError for the first file that is not what was written.
+    `log` is told of a check that took long. Raises DataError for the first file that is not what was written.
     """
     began = time.monotonic()
     covering = covering_record(folder)
@@ -155,15 +155,15 @@ def check_files(folder: Path, say: Callable[[str], None]) -> bool:
     total_bytes = 0
     for name, expected in covering.files.items():
         total_bytes += check_file(folder / name, expected, covering)["bytes"]
-    say_where_slow(began, total_bytes, folder, say)
+    log_if_slow(began, total_bytes, folder, log)
     return True
 
 
-def say_where_slow(began: float, checked_bytes: int, folder: Path, say: Callable[[str], None]) -> None:
+def log_if_slow(began: float, checked_bytes: int, folder: Path, log: Callable[[str], None]) -> None:
     """Say how long a check took, where a user may wonder why the command waits."""
     seconds = time.monotonic() - began
     if seconds > SAY_AFTER_S:
-        say(f"checked {checked_bytes / 1e9:.1f} GB in {folder} in {seconds:.0f} s")
+        log(f"checked {checked_bytes / 1e9:.1f} GB in {folder} in {seconds:.0f} s")
 
 
 def check_file(path: Path, expected: FileRecord, covering: Covering) -> FileRecord:
@@ -187,10 +187,10 @@ class CheckedWeights(NamedTuple):
     is_verified: bool  # False where nothing says what it should be
 
 
-def check_weights(folder: Path, say: Callable[[str], None]) -> CheckedWeights:
+def check_weights(folder: Path, log: Callable[[str], None]) -> CheckedWeights:
     """Read weights.safetensors and model.json once and compare both with what their maker recorded.
 
-    `say` is told of weights that have no digests, and of a check that took long. Raises DataError where a file is
+    `log` is told of weights that have no digests, and of a check that took long. Raises DataError where a file is
     missing or is not what was written, and OSError where it cannot be read.
     """
     began = time.monotonic()
@@ -217,8 +217,8 @@ def check_weights(folder: Path, say: Callable[[str], None]) -> CheckedWeights:
                 way_out = f"weights of another project become ours by: python -m jobs import {folder} FOLDER"
             raise DataError(f"no {WEIGHTS} in {folder}\n  {way_out}")
         weights = digest_of(folder / WEIGHTS)
-        say(f"unverified: {folder} has no digests, nobody would notice if its weights had changed")
-    say_where_slow(began, weights["bytes"], folder, say)
+        log(f"unverified: {folder} has no digests, nobody would notice if its weights had changed")
+    log_if_slow(began, weights["bytes"], folder, log)
     return CheckedWeights(weights["sha256"], is_verified)
 
 
@@ -234,12 +234,12 @@ def fetch_weights(storage: Storage, stage: str) -> None:
     if record is None:
         raise DataError(f"{storage.address(stage)} has no {DONE}: the stage has not finished\n  run it first")
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / DONE, record)
+    write_atomically(folder / DONE, record)
     files: dict[str, FileRecord] = read_record(folder / DONE).get("files", {})
     for name in WEIGHT_FILES:
         if name in files:
             try:
-                storage.bring(f"{stage}/{name}", files[name]["bytes"], files[name]["sha256"])
+                storage.ensure_local(f"{stage}/{name}", files[name]["bytes"], files[name]["sha256"])
             except CheckpointError as error:
                 raise DataError(str(error)) from None
     # Class names and preprocessing that an earlier owner has left here are not of these weights.

@@ -62,11 +62,11 @@ class StageEvaluator:
         """Collective: at the start of an attempt, evaluate its step if that is due; return False if stopped in that."""
         return True
 
-    def evaluate_between(self, worker: "Setup", progress: "Progress") -> bool:
+    def evaluate_during_training(self, worker: "Setup", progress: "Progress") -> bool:
         """Collective: evaluate between two steps; return False if the run was asked to stop meanwhile."""
         return True
 
-    def evaluate_at_the_end(self, worker: "Setup", progress: "Progress") -> None:
+    def evaluate_at_end(self, worker: "Setup", progress: "Progress") -> None:
         """Collective: evaluate the weights that the stage ends with, which are committed."""
 
 

@@ -145,10 +145,10 @@ class Difference:
 
     def __str__(self) -> str:
         """Return "worker 1 on n2 (and 3 more) has torch 2.12.0, 5 of 7 nodes 2.13.0"."""
-        start = f"{named(self.odd[0], len(self.odd) - 1)} has {self.name} {self.value or 'none'}, "
+        start = f"{worker_name(self.odd[0], len(self.odd) - 1)} has {self.name} {self.value or 'none'}, "
         expected = self.expected or "none"
         if self.is_tie:
-            return f"{start}{named(self.first)} {expected}: a tie, each on {self.nodes} of {self.of_nodes} nodes"
+            return f"{start}{worker_name(self.first)} {expected}: a tie, each on {self.nodes} of {self.of_nodes} nodes"
         return f"{start}{self.nodes} of {self.of_nodes} nodes {expected}"
 
 
@@ -181,19 +181,19 @@ def differences(workers: Sequence[Identity], names: Sequence[str]) -> list[Diffe
     return result
 
 
-def other_code(workers: Sequence[Identity], code: str) -> str:
+def code_mismatch(workers: Sequence[Identity], code: str) -> str:
     """Name the first worker that runs other code than the driver's, `code`; "" where all run that."""
     others = [worker for worker in workers if worker["code"] != code]
     if not others:
         return ""
     first = others[0]
     return (
-        f"{named(first, len(others) - 1)} runs other code than this command: "
+        f"{worker_name(first, len(others) - 1)} runs other code than this command: "
         f"{first['code'][:DIGEST_CHARACTERS]} in {first['root']}, this command {code[:DIGEST_CHARACTERS]}"
     )
 
 
-def named(worker: Identity, more: int = 0) -> str:
+def worker_name(worker: Identity, more: int = 0) -> str:
     """Return how a worker is called in messages: "worker 1 on n2", with " (and 3 more)" where it stands for others."""
     name = f"worker {worker['rank']} on {worker['node']}"
     if worker["rank"] == NO_RANK:

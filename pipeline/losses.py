@@ -1,4 +1,4 @@
-"""The losses over dense targets, and how padded label lists and mixup make those targets.
+"""Losses on dense targets; also turns padded label lists into targets, and mixes images (mixup).
 
 targets = dense_targets(labels, classes=1000)               labels (B, L), padded with −1
 LOSSES["sigmoid"](logits, targets)                          (B,)
@@ -13,12 +13,12 @@ from torch import Tensor
 
 from pipeline.optimization import Loss
 
-# B batch, C classes, L labels a sample at most
+# B batch size, C classes, L most labels of a sample
 
 
 def dense_targets(labels: Tensor, classes: int, smoothing: float = 0.0) -> Tensor:
-    """(B, L) class ids padded with −1 → (B, C) multi-hot float32, smoothed to t·(1 − s) + s/C."""
-    # Padding goes to a column more than there are classes, which is cut off again: scatter must write somewhere.
+    """Turn class ids (B, L), padded with −1, into multi-hot float32 targets (B, C), smoothed to t·(1 − s) + s/C."""
+    # scatter_ needs a valid index for the padding too: it goes to an extra column, which is cut off again.
     targets = torch.zeros(len(labels), classes + 1, device=labels.device)
     targets.scatter_(1, labels.masked_fill(labels < 0, classes), 1.0)
     targets = targets[:, :classes]
@@ -28,13 +28,19 @@ def dense_targets(labels: Tensor, classes: int, smoothing: float = 0.0) -> Tenso
 
 
 def sigmoid_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """(B, C), (B, C) → (B,): summed over classes, as big_vision utils.sigmoid_xent does."""
-    # In fp32 also where the model computes in bf16: the sum is over up to some 20,000 classes.
+    """Return the sigmoid cross-entropy (B,) of logits and targets (B, C), summed over classes.
+
+    As big_vision utils.sigmoid_xent.
+    """
+    # In fp32 even if the model computes in bf16: the sum is over up to some 20,000 classes.
     return F.binary_cross_entropy_with_logits(logits.float(), targets, reduction="none").sum(-1)
 
 
 def softmax_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """(B, C), (B, C) → (B,): targets need not sum to 1 (big_vision utils.softmax_xent)."""
+    """Return the softmax cross-entropy (B,) of logits and targets (B, C); targets need not sum to 1.
+
+    As big_vision utils.softmax_xent.
+    """
     return -(targets * F.log_softmax(logits.float(), -1)).sum(-1)
 
 
@@ -47,8 +53,8 @@ LOSSES: dict[Loss, Callable[[Tensor, Tensor], Tensor]] = {
 def mixup(images: Tensor, targets: Tensor, p: float, seed: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Blend every image and target with its neighbour in the batch (big_vision utils.get_mixup).
 
-    One a ~ Beta(p, p) is drawn for the whole call, then a = max(a, 1 − a); the partner is the batch rolled by one.
-    `seed` makes it a pure function: give it (seed, step) so that all workers of a step draw the same a.
+    A single a ~ Beta(p, p) is drawn for the call, then a = max(a, 1 − a); the partner is the batch rolled by one.
+    Pass (seed, step) as `seed`, so that all workers of a step draw the same a.
     """
     drawn = float(np.random.default_rng(seed).beta(p, p))
     a = max(drawn, 1 - drawn)  # the image itself always has the larger share

@@ -1,12 +1,12 @@
-"""The optimizers and the learning rate, as pure functions and small configs; losses.py has the losses.
+"""The optimizers and the learning rate: small configs and pure functions. The losses are in losses.py.
 
-- Adam with decoupled decay on kernels only, and SGD with momentum: the paper's optimizers in torch terms.
-- The learning rate is a pure function of the step. Steps count from 0: the first update of a warm-up has rate 0. The
-  formulas are those of the paper's code, big_vision and vit_jax utils.create_learning_rate_schedule.
+- Optimizers: Adam with decoupled decay on kernels only, and SGD with momentum, as in the paper, in torch's terms.
+- The learning rate is a pure function of the step. Steps count from 0, so the first update of a warm-up has rate 0.
+  The formulas are those of the paper's code, big_vision and vit_jax utils.create_learning_rate_schedule.
 
       learning_rate(step=5_000, steps=100_000, peak=8e-4, cfg=ScheduleConfig(warmup_steps=10_000))  →  4e-4
 
-Nothing here imports torch but `build_optimizer`: a recipe is checked without it.
+Only `build_optimizer` imports torch: recipes are checked without it.
 """
 
 import math
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Loss = Literal["sigmoid", "softmax"]  # the keys of losses.LOSSES, which imports torch
 
-# What the optimizer keeps per element of a parameter, fp32; a checkpoint holds it under these names of torch's.
+# The optimizer's fp32 state per element of a parameter; checkpoints store it under these names of torch's.
 STATE = {
     "adam": ("exp_avg", "exp_avg_sq"),
     "sgd": ("momentum_buffer",),
@@ -32,7 +32,7 @@ STATE = {
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """How the learning rate rises to `optim.lr`, its peak, and falls again over a stage."""
+    """The learning-rate schedule of a stage: a rise to the peak, `optim.lr`, and a decay."""
 
     decay: Literal["linear", "cosine", "rsqrt", "constant"] = "linear"  # JFT, ImageNet-21k: linear (paper, table 3)
     warmup_steps: int = 10_000  # steps of linear rise from 0 to the peak (paper, table 3); 0: none
@@ -61,7 +61,7 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """Which optimizer, how fast, with how much decay. All defaults but `clip` are of the paper on JFT-300M."""
+    """The optimizer, its learning rate and its decay. All defaults but `clip` are the paper's for JFT-300M."""
 
     name: Literal["adam", "sgd"] = "adam"  # adam decays decoupled from the gradient, as torch's AdamW
     lr: float = 8e-4  # the peak; 8e-4 is for batch_size 4096 (paper, table 3: B/16 and B/32 on JFT)
@@ -89,13 +89,13 @@ class OptimConfig:
 
 
 def build_optimizer(model: "nn.Module", decayed: Set[str], cfg: OptimConfig) -> "torch.optim.Optimizer":
-    """Build the optimizer with a parameter group for each strength of decay; `decayed` names those that decay at all.
+    """Build the optimizer with one parameter group per weight decay; `decayed` names the parameters with decay.
 
-    The rate is set by the loop before every step.
+    The loop sets the learning rate before every step.
     """
     import torch
 
-    # Torch has one decay a group. Groups are by value, so equal decays of head and body make a single group.
+    # Torch has one decay per group. Groups are keyed by value, so equal decays of head and body form one group.
     by_decay: dict[float, list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         decay = 0.0
@@ -106,16 +106,16 @@ def build_optimizer(model: "nn.Module", decayed: Set[str], cfg: OptimConfig) -> 
         by_decay.setdefault(decay, []).append(parameter)
     groups: list[dict[str, object]] = [{"params": group, "weight_decay": decay} for decay, group in by_decay.items()]
     if cfg.name == "adam":
-        # Not on CPUs: there torch's fused kernels give other bits where a vector is cut in pieces. Exact mode cannot
-        # have that: with 30,011 pieces 72,002 of 200,003 second moments differed after five steps (docs/exact.md).
+        # Not on CPUs: there torch's fused kernels give different bits if a vector is cut into pieces, which exact mode
+        # cannot allow: with 30,011 pieces 72,002 of 200,003 second moments differed after five steps (docs/exact.md).
         is_fused = next(model.parameters()).is_cuda
         return torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=is_fused)
     return torch.optim.SGD(groups, lr=cfg.lr, momentum=cfg.momentum)
 
 
 def learning_rate(step: float, steps: int, peak: float, cfg: ScheduleConfig) -> float:
-    """Return the rate of update `step` (0-based) of `steps`: warm-up, decay and cool-down multiplied together."""
-    # The decay runs over the steps after the warm-up; a stage that is all warm-up has none, and no division by zero.
+    """Return the learning rate of update `step` (from 0) of `steps`: the product of warm-up, decay and cool-down."""
+    # The decay covers the steps after the warm-up; `max` avoids a division by zero if the stage is all warm-up.
     progress = (step - cfg.warmup_steps) / max(steps - cfg.warmup_steps, 1)
     progress = min(max(progress, 0.0), 1.0)
     if cfg.decay == "linear":
@@ -127,11 +127,11 @@ def learning_rate(step: float, steps: int, peak: float, cfg: ScheduleConfig) -> 
         since = max(step, cfg.warmup_steps) + cfg.shift - cfg.warmup_steps
         rate = peak / math.sqrt(1 + since / cfg.timescale)
     else:
-        # The update of such a step itself still has the rate before it (big_transfer bit_hyperrule.py, get_lr).
+        # The update at a drop itself still has the previous rate (big_transfer bit_hyperrule.py, get_lr).
         rate = peak / 10 ** sum(step > drop for drop in cfg.drops)
     if cfg.warmup_steps:
         rate *= min(1.0, step / cfg.warmup_steps)
     if cfg.cooldown_steps:
-        # The last update, step steps − 1, still has a rate above 0.
+        # The last update, number steps − 1, still has a rate above 0.
         rate *= min(1.0, (steps - step) / cfg.cooldown_steps)
     return rate

@@ -1,9 +1,9 @@
-"""The phases of a trained stage: stretches of steps whose images have one size, and whose models see as many patches.
+"""The phases of a trained stage: ranges of steps with one image size and one number of visible patches.
 
-Without an extra a stage is one phase of whole images (`TrainConfig.phases`). Phases are pure functions of the step: a
-resume repeats them, at any world size.
+Without extras a stage is a single phase of whole images (`TrainConfig.phases`). Phases are pure functions of the step,
+so a resume repeats them at any world size.
 
-In:  1,000 steps of B/16, an extra that trains the first 700 on images of 128 px
+In:  1,000 steps of B/16, with an extra that trains the first 700 on images of 128 px
 Out: steps 0 … 699: 128 px, 700 … 999: 224 px
 """
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Phase:
-    """Steps, counted from 0, whose images have one size and keep one number of patches."""
+    """A range of steps, counted from 0, with one image size and one number of kept patches."""
 
     steps: range
-    image_size: int  # pixels of a side
+    image_size: int  # side in pixels
     patches: int = 0  # of an image; 0: not counted
     kept: int | None = None  # patches of an image that the model sees; None: all
     # (step, ids (b, 3): epoch, shard, sample) → (b, kept), which patches; None: all
@@ -31,7 +31,7 @@ class Phase:
 
 
 def phase_at(step: int, phases: Sequence[Phase]) -> Phase:
-    """Return the phase of a step, counted from 0; the last one for a step after the end."""
+    """Return the phase of a step, counted from 0; the last phase for steps beyond the end."""
     for phase in phases:
         if step < phase.steps.stop:
             return phase
@@ -39,17 +39,17 @@ def phase_at(step: int, phases: Sequence[Phase]) -> Phase:
 
 
 def has_whole_images(phases: Sequence[Phase]) -> bool:
-    """Return whether any step sees all patches of its images."""
+    """Return whether the model sees all patches of an image in any phase."""
     return any(phase.kept is None for phase in phases)
 
 
 def has_one_shape(phases: Sequence[Phase], model: ModelConfig) -> bool:
-    """Return whether every step sees whole images of the model's own size, as evaluation does."""
+    """Return whether every phase has whole images of the model's own size, like evaluation."""
     return all(phase.kept is None and phase.image_size == model.image_size[0] for phase in phases)
 
 
 def smaller_sizes(phases: Sequence[Phase], model: ModelConfig) -> tuple[tuple[int, int], ...]:
-    """Return the image sizes of these phases other than the model's own, in order."""
+    """Return the image sizes of these phases that differ from the model's own, without repetitions, in order."""
     sizes = []
     for phase in phases:
         size = (phase.image_size, phase.image_size)
@@ -59,13 +59,13 @@ def smaller_sizes(phases: Sequence[Phase], model: ModelConfig) -> tuple[tuple[in
 
 
 def flops_of(phases: Sequence[Phase], model: ModelConfig, steps: range, batch_size: int) -> int:
-    """Return the floating-point operations of these steps, counted from 0."""
+    """Return the floating-point operations of training these steps, counted from 0."""
     total = 0
     for phase in phases:
         common = range(max(steps.start, phase.steps.start), min(steps.stop, phase.steps.stop))
         if common:
             model_of_phase = model
-            if phase.image_size != model.image_size[0]:  # else the model's own, which need not be a square
+            if phase.image_size != model.image_size[0]:  # the model's own size need not be square
                 model_of_phase = replace(model, image_size=(phase.image_size, phase.image_size))
             total += models.training_flops(model_of_phase, len(common) * batch_size, phase.kept)
     return total

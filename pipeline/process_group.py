@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 from data.checks import few
-from data.errors import ClusterError, UnlikeNodes
+from data.errors import ClusterError, MismatchedNodes
 from data.files import SAME_STORAGE, look_for
 from data.storage import Storage
 from pipeline import artifacts
@@ -44,10 +44,10 @@ from pipeline.identity import (
     SHOULD_BE_EQUAL,
     WORKERS_PER_GPU,
     Identity,
+    code_mismatch,
     differences,
     identity,
-    named,
-    other_code,
+    worker_name,
     workers_per_gpu,
 )
 
@@ -363,21 +363,23 @@ def check_device_memory(arrivals: Sequence[Arrival], device_bytes: int) -> None:
                 "micro_batch, checkpoint_blocks and zero that fit"
             )
         needed = f"{device_bytes / 2**30:.1f} GiB for a step"
-        raise ClusterError(f"{named(arrival.identity)} needs {needed}, and {share}\n  {way_out}")
+        raise ClusterError(f"{worker_name(arrival.identity)} needs {needed}, and {share}\n  {way_out}")
 
 
 def refuse_unlike(arrivals: Sequence[Arrival], code: str, claim: Path, attempt_folder: Path, is_shared: bool) -> None:
-    """Raise ClusterError where these workers may not train together; UnlikeNodes where others may."""
+    """Raise ClusterError where these workers may not train together; MismatchedNodes where others may."""
     # Other code or other versions would make other bits.
     workers = [arrival.identity for arrival in arrivals]
-    text = other_code(workers, code)
+    text = code_mismatch(workers, code)
     if text:
-        raise UnlikeNodes(
+        raise MismatchedNodes(
             f"{text}\n  expected: the same checkout everywhere, unchanged since the command started\n"
             "  run the same command again; where the node has a checkout of its own on PYTHONPATH, bring it up to date"
         )
     for difference in differences(workers, MUST_BE_EQUAL):
-        raise UnlikeNodes(f"{difference}\n  expected: the same on all nodes\n  install there what constraints.txt pins")
+        raise MismatchedNodes(
+            f"{difference}\n  expected: the same on all nodes\n  install there what constraints.txt pins"
+        )
     if not is_shared:
         return
 
@@ -385,7 +387,7 @@ def refuse_unlike(arrivals: Sequence[Arrival], code: str, claim: Path, attempt_f
     for arrival in arrivals:
         if not arrival.sees_claim:
             raise ClusterError(
-                f"{named(arrival.identity)} does not see {claim}, which this command has written\n  {SAME_STORAGE}"
+                f"{worker_name(arrival.identity)} cannot see {claim}, which this command wrote\n  {SAME_STORAGE}"
             )
     files: dict[str, Identity] = {}
     for worker in workers:
@@ -395,7 +397,7 @@ def refuse_unlike(arrivals: Sequence[Arrival], code: str, claim: Path, attempt_f
         here = socket.gethostname()
         path = attempt_folder / name
         raise ClusterError(
-            f"{named(files[name])} has written {path}, and rank 0 on {here} does not see it after {waited_s:.0f} s\n"
+            f"{worker_name(files[name])} wrote {path}; rank 0 on {here} cannot see it after {waited_s:.0f} s\n"
             f"  {SAME_STORAGE}"
         )
 
@@ -412,10 +414,13 @@ def log_differences(arrivals: Sequence[Arrival], claimed: float, log: Callable[[
     if abs(skew_s) > SKEW_S:
         side = "ahead of" if skew_s > 0 else "behind"
         log(
-            f"the clock of {named(furthest.identity)} is {abs(skew_s):.1f} s {side} that of {named(first.identity)}: "
-            "times of several nodes cannot be compared; let NTP set the clocks"
+            f"the clock of {worker_name(furthest.identity)} is {abs(skew_s):.1f} s {side} the clock of "
+            f"{worker_name(first.identity)}: times from different nodes cannot be compared; synchronise them with NTP"
         )
     # How long the start took is not known, so only a clock that is behind the driver's can be recognised.
     behind_s = claimed - first.clock_s
     if behind_s > SKEW_S:
-        log(f"the clock of {named(first.identity)} is at least {behind_s:.1f} s behind the driver's; let NTP set them")
+        log(
+            f"the clock of {worker_name(first.identity)} is at least {behind_s:.1f} s behind the driver's; "
+            "synchronise them with NTP"
+        )

@@ -1,7 +1,7 @@
 """Reads a recipe: YAML with overrides, interpolations and paths, into nested plain values.
 
 `read_recipe` does it once a command: `with_overrides` puts `key=value` overrides on top and resolves interpolations
-such as ${oc.env:USER}, `with_home` paths such as ~/runs. pipeline/config.py makes typed configs of the sections.
+such as ${oc.env:USER}, `expand_home` paths such as ~/runs. pipeline/config.py makes typed configs of the sections.
 
 In:  recipe.yaml with "pretrain: {optim: {lr: 1e-3}}", and ["pretrain.steps=100"]
 Out: Recipe({"pretrain": {"optim": {"lr": 0.001}, "steps": 100}}, "recipe.yaml", "runs/recipe")
@@ -81,7 +81,7 @@ def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     is_mapping = isinstance(recipe, DictConfig) and (":" in text or not recipe)
     if not isinstance(recipe, DictConfig) or not is_mapping:
         raise ConfigError(f"{path} holds no mapping\n  expected `key: value` lines: sections, and keys below them")
-    return Recipe(with_home(with_overrides(recipe, overrides)), str(path), f"runs/{path.stem}")
+    return Recipe(expand_home(with_overrides(recipe, overrides)), str(path), f"runs/{path.stem}")
 
 
 def not_yaml(path: Path, text: str, error: YAMLError) -> ConfigError:
@@ -205,7 +205,7 @@ def check_model_name(section: object, stage: str, name: str, overrides: Sequence
         )
 
 
-def with_home(values: Values) -> Values:
+def expand_home(values: Values) -> Values:
     """Return nested plain values in which a text `~/…` or `~name/…` is the path that a shell makes of it.
 
     A shell leaves it as it is in `run=~/runs`, and a folder called `~` would be made. The section `cache` stays: it is
@@ -214,12 +214,12 @@ def with_home(values: Values) -> Values:
     if isinstance(values, str):
         return os.path.expanduser(values)  # type: ignore[return-value]
     if isinstance(values, list):
-        return list(map(with_home, values))  # type: ignore[return-value]
+        return list(map(expand_home, values))  # type: ignore[return-value]
     if isinstance(values, dict):
         expanded = dict(values)
         for name, value in values.items():
             if name != "cache":
-                expanded[name] = with_home(value)
+                expanded[name] = expand_home(value)
         return expanded  # type: ignore[return-value]
     return values
 

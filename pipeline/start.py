@@ -1,15 +1,15 @@
-"""How a worker of a trained stage starts: from its task to all that it trains with (Worker).
+"""Starts a worker of a trained stage: turns its task into a Worker, which holds everything that the loop uses.
 
-How training starts, first match wins:
-1. a committed checkpoint of this stage: everything continues from its step, bit for bit at the same world size;
-2. `init`: weights of another stage, step 0, a fresh optimizer;
-3. random weights from `seed`.
+Training starts from the first of these that exists:
+1. a committed checkpoint of this stage: everything resumes from its step, bit for bit at the same world size;
+2. `init`: the weights of another stage, at step 0 with a fresh optimizer;
+3. random weights drawn from `seed`.
 
-In:  the stage's task: config, Job and hooks; RANK, LOCAL_RANK, LOCAL_WORLD_SIZE and the address of rank 0 in the
+In:  the stage's task (config, Job and hooks); RANK, LOCAL_RANK, LOCAL_WORLD_SIZE and the address of rank 0 in the
      environment
 Out: a Worker, whose parts stay the same while the stage trains, and Progress, which changes with every step
 
-Everything here is collective: all workers of the group do it together, and in this order.
+Everything here is collective: all workers of the group call it together, in this order.
 """
 
 import json
@@ -51,11 +51,11 @@ from pipeline.training_data import batch_arithmetic, cache_line, steps_of, train
 from pipeline.values import counted
 from pipeline.worker import Group, Job, Progress, Setup, StageData, StopRequest, TrainingLog
 
-MOST_COMPILED = 64  # forms of a block: one for each number of tokens, in training and in evaluation
+MOST_COMPILED = 64  # compiled versions of a block: one for each number of tokens, in training and in evaluation
 
 
 class WorkerTask(NamedTuple):
-    """Holds what the workers of an attempt are told."""
+    """The task of the workers of one attempt."""
 
     cfg: TrainConfig
     job: Job
@@ -64,7 +64,7 @@ class WorkerTask(NamedTuple):
 
 @dataclass(frozen=True)
 class Worker(Setup):
-    """Holds what a worker trains with; nothing here is replaced while the stage trains."""
+    """Everything that a worker trains with; nothing here is replaced while the stage trains."""
 
     health: Health
     evaluator: StageEvaluator
@@ -72,7 +72,7 @@ class Worker(Setup):
 
 
 def read_task(task: Mapping[str, Any]) -> WorkerTask:
-    """Return a task as typed values; plain ones are {"config": {…}, "job": {…}, "hooks": {…}}.
+    """Parse a task from plain values, {"config": {…}, "job": {…}, "hooks": {…}}, into typed ones.
 
     Raises ConfigError.
     """
@@ -84,8 +84,8 @@ def read_task(task: Mapping[str, Any]) -> WorkerTask:
 def set_up(task: WorkerTask) -> tuple[Worker, Progress]:
     """Collective: join the group, build everything, and load the checkpoint to resume from, if there is one.
 
-    Raises ClusterError, ConfigError, DataError, CheckpointError and StorageError, all of them before the first step;
-    what all workers see alike is raised on all of them together.
+    Raises ClusterError, ConfigError, DataError, CheckpointError and StorageError, all before the first step. An error
+    that all workers detect alike is raised on all of them together.
     """
     cfg = task.cfg
     job = task.job
@@ -93,39 +93,39 @@ def set_up(task: WorkerTask) -> tuple[Worker, Progress]:
     checkpoints = group.checkpoints
     log = group.telemetry.log
 
-    # 1. The checkpoint to resume from; None if none was ever committed. Rank 0 sweeps and searches for the newest while
-    #    the others wait: the watchdog must blame rank 0 alone.
-    with group.phases.led("restore", 0, group.rank == 0):
+    # 1. Find the checkpoint to resume from; None if none was ever committed. Rank 0 deletes leftovers and searches
+    #    while the others wait; if that hangs, the watchdog must blame only rank 0.
+    with group.phases.rank_0_phase("restore", 0, group.rank == 0):
         chosen = restore.choose_together(checkpoints, job.attempt, log)
     if chosen is not None:
-        # A checkpoint that somebody copied here from another stage would load without an error if the shapes agree.
+        # A checkpoint copied here from another stage would load without an error if the shapes agree.
         check_stage(cfg, job, chosen.manifest, checkpoints.address)
 
-    # 2. Everything that trains. Weights that a checkpoint replaces are not read: they may be gone.
+    # 2. Build everything. Weights that a checkpoint replaces are not read: they may have been deleted.
     worker = build(task, group, init=job.init if chosen is None else None)
 
-    # 3. The checkpoint is loaded, or an older one if its bytes are bad.
+    # 3. Load the checkpoint, or an older one if its files are damaged.
     progress = Progress(step=0, bad_samples=0, ledger=Ledger.start(worker.data.index.digest, cfg.seed))
     manifest = None
     if chosen is not None:
         group.phases.enter("load", 0)
         manifest = restore.load_together(worker.engine.load, checkpoints, chosen, job.attempt, log).manifest
         check_stage(cfg, job, manifest, checkpoints.address)
-        # A stage killed between its last commit and its end need not save that step a second time.
+        # If the stage was killed between its last commit and its end, that step need not be saved again.
         worker.saver.last_committed = manifest.step
         masked = [tuple(samples) for samples in manifest.masked]
         progress = Progress(manifest.step, manifest.bad_samples, Ledger(manifest.ledger), masked=masked)
 
-    # 4. The lines that log how the attempt starts.
+    # 4. Log how the attempt starts.
     report_start(worker, progress, manifest)
     if group.rank == 0 and group.device.type == "cuda" and dist.get_backend() == "gloo":
-        log("workers share a GPU, which NCCL refuses: they talk over gloo, through the host's memory, and are slow")
-    # A slow collective is most often one over the wrong interface.
+        log("workers share a GPU, which NCCL does not support: they use gloo through host memory, which is slow")
+    # A slow collective is most often caused by the wrong network interface.
     log_network(log)
-    # In every attempt, because the nodes and the links between them may be others now.
+    # In every attempt, because nodes and network links may have changed.
     worker.engine.report_start(cfg, group.telemetry, progress.step)
 
-    # 5. The hooks, which may change what is trained on from here.
+    # 5. Start the hooks, which may change what is trained from here on.
     for hook in worker.hooks:
         hook.begin(worker, progress)
     check_masked(worker, progress)
@@ -135,12 +135,12 @@ def set_up(task: WorkerTask) -> tuple[Worker, Progress]:
 
 
 def join(cfg: TrainConfig, job: Job) -> Group:
-    """Collective: make this process one of the group, and check that all workers fit together.
+    """Collective: join the process group, and check that all workers are compatible.
 
-    Raises ClusterError where they do not: in code, storage, clocks or device. Raises ConfigError if exact mode cannot
-    have deterministic kernels here.
+    Raises ClusterError if they differ in code, storage, clocks or device, ConfigError if exact mode has no
+    deterministic kernels here.
     """
-    # The phases come first: from here on the driver sees where this worker is, and ends it where it hangs.
+    # Phases first: from here on the driver sees what this worker does, and ends it if it hangs.
     phases = Phases(job.attempt_folder, int(os.environ["RANK"]), cfg.stall_s)
     phases.enter("join", 0)
     if cfg.exact_parts and torch.cuda.is_available():
@@ -149,8 +149,8 @@ def join(cfg: TrainConfig, job: Job) -> Group:
     rank = dist.get_rank()
     directory = Path(job.directory)
     storage = job.storage
-    # On another node than the driver's, metrics.jsonl holds a part of the stage; the driver gathers the lines. In a
-    # folder that is the driver's too, the driver has left this very task.
+    # On a node other than the driver's, metrics.jsonl covers only a part of the stage and the driver gathers the lines.
+    # If the task file in this folder is the one of this attempt, the folder is the driver's own.
     is_drivers_folder = storage.is_shared
     if not storage.is_shared:
         with suppress(OSError, DataError):
@@ -166,7 +166,7 @@ def join(cfg: TrainConfig, job: Job) -> Group:
         code=job.code,
         claimed=job.claimed,
         device=device,
-        # A run in an object store leaves nothing on storage that nodes share.
+        # A run in an object store has no files on storage shared by the nodes.
         is_shared=storage.is_shared,
         device_bytes=job.device_bytes,
         log=telemetry.log,
@@ -175,7 +175,7 @@ def join(cfg: TrainConfig, job: Job) -> Group:
 
 
 def build(task: WorkerTask, group: Group, init: str | None) -> Worker:
-    """Collective: build what this worker trains with; `init` are the weights that it starts from, if any.
+    """Collective: build the model, engine, data and hooks of this worker; `init` names initial weights, if any.
 
     Raises ConfigError, DataError, StorageError.
     """
@@ -203,7 +203,7 @@ def build(task: WorkerTask, group: Group, init: str | None) -> Worker:
     hooks: list[Hook] = []
     evaluator_class = StageEvaluator
     if job.evaluate or job.probe_train:
-        from pipeline.evaluation.in_training import LoopEvaluator  # the workers of other stages do without
+        from pipeline.evaluation.in_training import LoopEvaluator  # not needed by stages without evaluation
 
         evaluator_class = LoopEvaluator
     for hook_class, options in zip(load_classes(task.hooks), task.hooks.values(), strict=True):
@@ -226,19 +226,19 @@ def build(task: WorkerTask, group: Group, init: str | None) -> Worker:
 
 
 def read_data(cfg: TrainConfig, job: Job, model_config: ModelConfig, world: int) -> StageData:
-    """Read the indexes of the stage's sets, and derive order, shares of the batch, and length. Raises DataError."""
+    """Read the indexes of the stage's sets, and derive sample order, batch arithmetic and length. Raises DataError."""
     optional = (job.evaluate, job.probe_train, job.probe_test)
     paths = {*job.train, *(path for path in optional if path is not None)}
     sets = {path: load_index(path) for path in paths}
     training_sets = [sets[path] for path in job.train]
     index, order = training_order(cfg, training_sets)
-    # Samples of dropped shards count too: a run that does without a shard keeps its number of steps.
+    # Samples of dropped shards count too, so that a stage keeps its number of steps when it drops a shard.
     steps = steps_of(cfg, sum(training_set.samples for training_set in training_sets))
     return StageData(
         sets=sets,
         index=index,
         order=order,
-        # The batch does not depend on the world; how it is shared does, and each attempt may have another world.
+        # The batch is independent of the world size; its distribution is not, and the world may change at each attempt.
         arithmetic=batch_arithmetic(cfg, world),
         steps=steps,
         last_step=steps if job.until is None else job.until,
@@ -249,21 +249,21 @@ def read_data(cfg: TrainConfig, job: Job, model_config: ModelConfig, world: int)
 def build_model(
     cfg: TrainConfig, init: str | None, model_config: ModelConfig, phases: Sequence[Phase], telemetry: Telemetry
 ) -> nn.Module:
-    """Return the network with random weights from the seed or those of `init`, recomputed and compiled as asked."""
-    # Every worker draws the same weights from the same seed; with a generator of its own the draw does not depend on
-    # what was drawn before.
+    """Build the network, with random weights or those of `init`; recompute and compile blocks as configured."""
+    # Every worker draws the same weights from the seed; a separate generator makes the draw independent of earlier
+    # draws.
     model = models.from_config(model_config, torch.Generator().manual_seed(cfg.seed))
     if init is not None:
         stored_weights, stored_config = models.load_weights(init)
         weights, report = models.transfer(stored_weights, stored_config, model_config, new_head=cfg.new_head)
-        model.load_state_dict(weights, strict=False)  # transfer has accounted for every parameter
+        model.load_state_dict(weights, strict=False)  # transfer() has accounted for every parameter
         telemetry.report(
             "transfer",
             {"step": 0, "report": str(report)},
             f"parameters of init: {len(report.kept)} kept, {len(report.resized)} resized, {len(report.new)} new, "
             f"{len(report.dropped)} dropped",
         )
-    # Neither changes a shape or a name: checkpoints and weights are the same with and without them.
+    # Neither recomputation nor compilation changes a shape or a name, so checkpoints and weights do not depend on them.
     model.recomputed_blocks = cfg.checkpoint_blocks
     sizes = smaller_sizes(phases, model_config)
     if sizes:
@@ -273,8 +273,8 @@ def build_model(
     if has_one_shape(phases, model_config):
         models.compile_blocks(model)
         return model
-    # Compiled anew for each number of tokens. By default torch would compile the second for any number, and after a
-    # resume, which sees only that one, for that one: other kernels, and other bits.
+    # Compiled separately for each number of tokens. By default torch would compile the second number for any length,
+    # but a resume that sees only this number would compile for it alone: different kernels and different bits.
     models.compile_blocks(model, dynamic=False)
     # Beyond torch's limit of 8 a block would run uncompiled, with other bits than after a resume.
     torch._dynamo.config.recompile_limit = MOST_COMPILED
@@ -283,37 +283,37 @@ def build_model(
 
 
 def build_engine(cfg: TrainConfig, model: nn.Module, accumulation: int) -> Engine:
-    """Put the model under DeepSpeed; in exact mode its sums have a fixed order."""
+    """Wrap the model in the DeepSpeed engine; exact mode has an engine that sums in a fixed order."""
     settings = engine_settings(cfg, accumulation)
-    decayed = models.decayed(model)
+    decayed = models.decayed_parameters(model)
     if cfg.exact_parts:
-        from pipeline.engine.exact import ExactEngine  # no other worker needs it
+        from pipeline.engine.exact import ExactEngine  # needed only in exact mode
 
         return ExactEngine(model, decayed, cfg.optim, settings, cfg.polyak, parts=cfg.exact_parts)
     return Engine(model, decayed, cfg.optim, settings, cfg.polyak)
 
 
 def check_stage(cfg: TrainConfig, job: Job, manifest: Manifest, folder: str) -> None:
-    """Raise CheckpointError with the differences where a checkpoint belongs to another stage."""
+    """Raise CheckpointError with the differences if a checkpoint belongs to another stage."""
     if manifest.key == job.key:
         return
-    # The key covers the stage's inputs too, so it can differ where no key of the config does.
+    # The key covers the stage's inputs too, so it can differ although no config field does.
     changed = "; ".join(config.differences(manifest.config, config.tagged(cfg, "forbid"))) or "its inputs"
     raise CheckpointError(
-        f"the newest checkpoint in {folder} is of stage key {manifest.key[:8]}, not "
-        f"{job.key[:8]}: {changed}\n  move it to where it came from"
+        f"the newest checkpoint in {folder} has stage key {manifest.key[:8]}, expected {job.key[:8]}; "
+        f"changed: {changed}\n  move the checkpoint back to the stage that it belongs to"
     )
 
 
 def report_start(worker: Worker, progress: Progress, manifest: Manifest | None) -> None:
-    """Log in one line how training starts and what is therefore ignored, and what the cache needs; rank 0 only."""
+    """Log how training starts, what is ignored because of that, and the shards to cache; rank 0 only."""
     if worker.group.rank != 0:
         return
     cfg = worker.cfg
     job = worker.job
     group = worker.group
     arithmetic = worker.data.arithmetic
-    # The order is that of the list at the top of this file. What loses is named, so that its effect is not looked for.
+    # In the order of the list at the top of this file. Ignored inputs are named, so that nobody expects their effect.
     if manifest is not None:
         ignored = ""
         if job.init:
@@ -323,7 +323,7 @@ def report_start(worker: Worker, progress: Progress, manifest: Manifest | None) 
             f"ZeRO {manifest.zero}, ledger {manifest.ledger[:12]}){ignored}"
         )
         if 0 < manifest.step == cfg.first_step:
-            text = f"a branch: goes on from step {manifest.step} of {job.init} with its optimizer and order of samples"
+            text = f"branch: resumed from step {manifest.step} of {job.init} with its optimizer and sample order"
         if manifest.masked:
             text += f", {counted(sum(stop - first for *_, first, stop in manifest.masked), 'sample')} masked"
     elif job.init:
@@ -333,7 +333,7 @@ def report_start(worker: Worker, progress: Progress, manifest: Manifest | None) 
     precision: str = cfg.precision
     if precision == "bf16":
         precision = "bf16, gradients summed in fp32"
-        # The user's own DeepSpeed file may ask for it.
+        # The user's DeepSpeed file can request this.
         if worker.engine.sums_in == "bf16":
             precision += " over micro-batches, in bf16 over workers"
     group.telemetry.log(
@@ -349,11 +349,11 @@ def report_start(worker: Worker, progress: Progress, manifest: Manifest | None) 
         "world": group.world,
         # For `trial`, whose driver may run on another machine.
         "hardware": device_name(group.device) if group.device.type == "cuda" else processor(),
-        # For `report`, which names what two runs, or two attempts, do not have in common.
+        # For `report`, which lists the differences between two runs or two attempts.
         "code": job.code,
         "versions": package_versions(),
         "threads": torch.get_num_threads(),
-        # For `accounting`: an attempt's start-up counts from the driver's claim, not from its first record.
+        # For `account`: an attempt's start-up counts from the driver's claim, not from its first record.
         "claimed": job.claimed,
         "began": job.began,
         # For `jobs replay`, which rebuilds a step with the shards that its attempt had.
@@ -361,7 +361,7 @@ def report_start(worker: Worker, progress: Progress, manifest: Manifest | None) 
     }
     group.telemetry.report("start", record)
     if worker.data.index.remote:
-        # A node's workers have neighbouring ranks, so their slots are one range; rank 0's node is the example.
+        # The workers of a node have neighbouring ranks, so their slots are one range; rank 0's node is the example.
         last_local_rank = int(os.environ["LOCAL_WORLD_SIZE"]) - 1
         slots = range(arithmetic.slots(last_local_rank).stop)
         needed = cache_line(worker.data.index, worker.data.order, slots, progress.step, cfg.data)
@@ -369,7 +369,7 @@ def report_start(worker: Worker, progress: Progress, manifest: Manifest | None) 
 
 
 def bits_line(worker: Worker, manifest: Manifest | None) -> str:
-    """Return whether a resume of this attempt repeats its bits, and why not if it does not."""
+    """Return a text that says whether a resume of this attempt repeats its bits and, if not, why."""
     cfg = worker.cfg
     model_config = worker.model_config
     now = Conditions(
@@ -389,12 +389,12 @@ def bits_line(worker: Worker, manifest: Manifest | None) -> str:
 
 
 def check_masked(worker: Worker, progress: Progress) -> None:
-    """Raise CheckpointError if the checkpoint masks samples and no hook of the task does: training would differ."""
+    """Raise CheckpointError if the checkpoint masks samples but no hook of the task does: training would differ."""
     if not progress.masked:
         return
     step, shard, first, _ = progress.masked[0]
     if masked_by(worker.hooks, step, np.array([shard]), np.array([first])) is None:
         raise CheckpointError(
-            f"the checkpoint of step {progress.step} masks samples, and this task has no hook that does\n"
-            "  expected the same code as that of the run: jobs/extras/async_evaluation, pipeline/extras/replays"
+            f"the checkpoint of step {progress.step} masks samples, but this task has no hook that masks them\n"
+            "  expected the same code as in the run: jobs/extras/async_evaluation, pipeline/extras/replays"
         )

@@ -1,15 +1,16 @@
-"""The one training loop: a worker of a trained stage, from its task to a committed checkpoint and weights.
+"""The training loop of one worker: from the task of a trained stage to committed checkpoints and exported weights.
 
-1. `set_up` joins the group, builds data, model and engine, and loads a checkpoint or the weights to start from.
-2. Every step: forward and backward over the micro-batches.
-3. Once a step, in one reduction and one wait: the gradient's norm, which decides whether the optimizer steps, and what
-   all workers agree on: mean loss, bad samples, whether to stop, whether a save is written.
-4. What the step requires: a report, the commit of a save, a new save, an evaluation, the end.
-5. At the end everything is committed, evaluated, and exported as weights that are independent of the world size: those
-   of the last step, unless a hook chooses another.
+1. `set_up` joins the process group, builds data, model and engine, and loads a checkpoint or initial weights.
+2. Each step runs forward and backward over its micro-batches.
+3. Once a step, a single reduction and a single wait for the device return the gradient norm, which decides whether the
+   optimizer steps, and the values that all workers must agree on: the mean loss, the number of bad samples, whether to
+   stop, and whether all files of the save in flight are written.
+4. After the step, as far as due: report, commit the save in flight, begin a new save, evaluate, stop.
+5. At the end the last step is committed and evaluated, and its weights are exported in a form independent of the world
+   size. A hook may choose the weights of another step.
 
-A save that is due is committed before its step is evaluated: an evaluation that fails, or is killed, costs none of it.
-Extras take part through hooks alone (pipeline/hooks.py).
+A step is committed before it is evaluated, so a failed or killed evaluation loses no training.
+Extras take part only through hooks (pipeline/hooks.py).
 
 In:  {"config": {"steps": 700000, "batch_size": 4096, …}, "job": {"directory": "/runs/x/20-pretrain", "attempt": 7, …}}
 Out: {"step": 700000, "samples_seen": 2867200000, "ledger": "9f3c…", "metrics": {"accuracy": 0.84}, …}, and in the
@@ -27,7 +28,7 @@ import torch.distributed as dist
 
 import models
 from data.errors import DataError, Preempted
-from data.files import whole_file
+from data.files import atomic_file
 from data.loader import Batch
 from data.order import Ids
 from pipeline import artifacts, config
@@ -40,13 +41,13 @@ from pipeline.monitoring.telemetry import Window, account, log_line, memory_gb, 
 from pipeline.optimization import learning_rate
 from pipeline.phases import flops_of
 from pipeline.start import Worker, read_task, set_up
-from pipeline.worker import Progress, notice_sigterm
+from pipeline.worker import Progress, handle_sigterm
 
-BAD_GRACE = 10_000  # samples before max_bad_fraction is enforced
+BAD_GRACE = 10_000  # samples; max_bad_fraction is applied to at least this many
 
 
-class Kept(TypedDict):
-    """Holds which step's weights a stage exports instead of the last, and why."""
+class ChosenWeights(TypedDict):
+    """The step whose weights a stage exports instead of the last step's, and the metric value that decided it."""
 
     metric: str
     value: float
@@ -56,7 +57,7 @@ class Kept(TypedDict):
 
 
 class StageResult(TypedDict):
-    """Holds what a trained stage returns to the driver."""
+    """The result of a trained stage, as the driver receives it."""
 
     step: int
     samples_seen: int
@@ -64,25 +65,25 @@ class StageResult(TypedDict):
     bad_samples: int
     metrics: dict[str, float]
     world: int
-    files: dict[str, FileRecord]  # the weights and their model, as rank 0 read them back
-    kept: NotRequired[Kept]  # if a hook has chosen other weights than the last
+    files: dict[str, FileRecord]  # weights.safetensors and model.json, digested by rank 0 after writing
+    kept: NotRequired[ChosenWeights]  # only if a hook chose other weights than those of the last step
 
 
 def train(task: Mapping[str, Any]) -> StageResult:
-    """Run or resume the stage on this worker of the group; return its result. Collective.
+    """Train a stage on this worker, from its start or its last checkpoint, and return the result. Collective.
 
-    `task` holds the plain "config", the fields of "job", and "hooks". Raises Preempted after committing if asked to
-    stop, WentBack, Diverged, CheckpointError, DataError.
+    `task` holds the plain "config", the fields of "job", and "hooks". Raises Preempted after it was requested to stop
+    and has committed; RolledBack, Diverged, CheckpointError and DataError.
     """
-    # 1. Everything that the loop works with, and the step that it starts from.
+    # 1. Build everything that the loop uses, and find the step to start from.
     worker, progress = set_up(read_task(task))
-    notice_sigterm(worker.stop.signal)
+    handle_sigterm(worker.stop.signal)
     first_step = progress.step + 1
-    # The loader computes its position from the step alone: a resume at step 600,000 starts as fast as one at step 0.
+    # The loader computes its position from the step number: resuming at step 600,000 is as fast as starting at step 0.
     batches = micro_batches(worker, progress.step)
     if not worker.evaluator.resume(worker, progress):
-        raise Preempted(f"stopped at step {progress.step}, which was committed; run the same command again to go on")
-    # An attempt may have been killed between its last evaluation and its end.
+        raise Preempted(f"stopped at step {progress.step}, already committed; run the same command again to resume")
+    # The previous attempt may have been killed after the evaluation that ended the stage.
     was_over = is_over = ends_early(worker, progress)
 
     while progress.step < worker.data.last_step and not is_over:
@@ -91,47 +92,47 @@ def train(task: Mapping[str, Any]) -> StageResult:
             batches = micro_batches(worker, progress.step)
             continue
 
-        # 2 and 3. The step itself.
-        taken = take_step(worker, progress.step, batches)
-        count_step(worker, progress, taken)
+        # 2. and 3. Take the step.
+        outcome = take_step(worker, progress.step, batches)
+        count_step(worker, progress, outcome)
 
-        # 4. What the step requires, in this order: a report, the commit of a save, a new save, an evaluation, the end.
+        # 4. Report, commit the save in flight, begin a new save, evaluate, stop: in this order, each only if it is due.
         step = progress.step
         is_last = step == worker.data.last_step
         is_evaluated = worker.evaluator.is_due(step)
         is_finite = worker.health.skipped_in_a_row == 0
         is_due = worker.saver.is_due(step, is_evaluated=is_evaluated, is_finite=is_finite)
-        is_saved = is_due or is_last or taken.stopping
-        has_line = step % worker.cfg.log_every == 0 or step == first_step or is_last or taken.stopping
-        # A commit implies its metrics: the record of its steps is written before the save begins.
+        is_saved = is_due or is_last or outcome.stopping
+        has_line = step % worker.cfg.log_every == 0 or step == first_step or is_last or outcome.stopping
+        # Before a save begins, the metrics of its steps are written: a committed step is always in metrics.jsonl.
         if has_line or is_saved:
             report_training(worker, progress, has_line=has_line)
-        if taken.all_written or is_saved:  # on slow storage a new save waits for the previous one
+        if outcome.all_written or is_saved:  # on slow storage a new save waits for the previous one
             worker.saver.finish(step)
         if is_saved:
             begin_save(worker, progress)
         is_asynchronous = is_evaluated and is_saved and worker.evaluator.request(worker, step)
-        stopping = taken.stopping
+        stopping = outcome.stopping
         if is_evaluated and not is_asynchronous and not stopping:
-            worker.saver.finish(step)  # an evaluation may fail
-            stopping = not worker.evaluator.evaluate_between(worker, progress)
+            worker.saver.finish(step)  # first, because the evaluation may fail
+            stopping = not worker.evaluator.evaluate_during_training(worker, progress)
             is_over = not stopping and ends_early(worker, progress)
         if stopping and not is_last:
             stop(worker, progress)
-    del batches  # the loader may have read ahead
+    del batches  # stops the loader, which reads ahead
 
-    # 5. The stage exports what is committed; a last save that fails is retried until too many have failed.
+    # 5. Commit the last step (a failed save is retried, up to `max_failed_saves`), evaluate it, export its weights.
     worker.saver.finish(progress.step)
     worker.saver.ensure_committed(progress.step, partial(save, worker, progress), retries=True)
     worker.saver.end(progress.step)
-    # If a hook has just ended the stage, the step has its value.
+    # If a hook ended the stage in this attempt, the step has just been evaluated.
     if progress.step == worker.data.last_step or was_over:
-        worker.evaluator.evaluate_at_the_end(worker, progress)
+        worker.evaluator.evaluate_at_end(worker, progress)
     return end(worker, progress)
 
 
 def ends_early(worker: Worker, progress: Progress) -> bool:
-    """Collective: return whether a hook ends the stage at this step, which has been evaluated, and log why."""
+    """Collective: return whether a hook ends the stage at this step, which has been evaluated; log the reason."""
     if progress.step >= worker.data.steps or not worker.hooks:
         return False
     is_over = [False]
@@ -145,10 +146,10 @@ def ends_early(worker: Worker, progress: Progress) -> bool:
 
 
 def skip_excluded(worker: Worker, progress: Progress, first_step: int) -> None:
-    """Collective: jump over a stretch of steps that an earlier attempt gave up; the loader starts anew after it.
+    """Collective: jump over a range of steps that an earlier attempt excluded; the caller restarts the loader.
 
-    After a fall-back to an older checkpoint this attempt has taken steps before the stretch: they are committed, so
-    that a stop can end the wait for the next batch at once, without a commit.
+    If this attempt fell back to an older checkpoint, it has trained steps before the range. They are committed here,
+    so that a stop request can interrupt the wait for the next batch at once, with nothing left to commit.
     """
     if progress.step >= first_step:
         worker.saver.ensure_committed(progress.step, partial(save, worker, progress))
@@ -156,121 +157,123 @@ def skip_excluded(worker: Worker, progress: Progress, first_step: int) -> None:
 
 
 def stop(worker: Worker, progress: Progress) -> None:
-    """Collective: commit the step, then raise Preempted."""
+    """Collective: commit the current step, then raise Preempted."""
     step = progress.step
     is_committed = worker.saver.ensure_committed(step, partial(save, worker, progress))
     worker.saver.end(step)
     how = "after committing it" if is_committed else "which could not be committed"
-    raise Preempted(f"stopped at step {step} {how}; run the same command again to go on")
+    raise Preempted(f"stopped at step {step} {how}; run the same command again to resume")
 
 
 # ------------------------------------------------------------------------------------------------ a step
 
 
-class TakenStep(NamedTuple):
-    """Holds the outcome of a step, on this worker and on all."""
+class StepOutcome(NamedTuple):
+    """The outcome of a step, on this worker and on all workers."""
 
     mean_loss: float
     bad_samples: int  # of all workers
-    stopping: bool  # anyone wants to stop
-    all_written: bool  # everyone has written its file of the save in flight
-    planned: Ids  # of all workers, as the ledger counts them
-    ids: list[list[int]]  # of this worker's samples: epoch, shard, sample
+    stopping: bool  # whether any worker was requested to stop
+    all_written: bool  # whether every worker has written its file of the save in flight
+    planned: Ids  # samples of the global batch, as the ledger counts them
+    ids: list[list[int]]  # samples of this worker: epoch, shard, sample
 
 
-def take_step(worker: Worker, step: int, batches: Iterator[Batch]) -> TakenStep:
-    """Collective: take a step, counted from 0, with this worker's micro-batches of it."""
+def take_step(worker: Worker, step: int, batches: Iterator[Batch]) -> StepOutcome:
+    """Collective: train one step, counted from 0, on this worker's micro-batches of the global batch."""
     engine = worker.engine
-    watched = worker.group.phases  # what this worker does, as the watchdog reads it
+    phases = worker.group.phases  # read by the watchdog
     accumulation = worker.data.arithmetic.accumulation
     rate = learning_rate(step, worker.data.steps, worker.cfg.optim.lr, worker.cfg.optim.schedule)
     worker.log.rate = rate
     planned = planned_ids(worker, step)
     samples = samples_in_mean(planned)
-    # The engine divides a loss by accumulation × world. With this weight the sum over all micro-batches is the mean
-    # over the batch, even if workers own different numbers of samples.
+    # The engine divides each loss by accumulation × world. With this weight the sum over all micro-batches is the mean
+    # over the global batch, even if workers own different numbers of samples.
     weight = worker.group.world * accumulation / samples
-    loss_sum = torch.zeros((), device=worker.group.device)  # of this worker, as are the next two
+    loss_sum = torch.zeros((), device=worker.group.device)  # of this worker, like the next two
     bad_samples = 0
     ids: list[list[int]] = []
 
-    # 1. Forward and backward over the accumulation.
+    # 1. Forward and backward over the micro-batches.
     for number in range(accumulation):
         batch = next_batch(worker, batches, step, planned)
         bad_samples += worker.health.count_bad(batch)
         ids += batch.ids.tolist()
         images = begin_forward(worker, step, batch)
         micro_batch_loss = OBJECTIVES[worker.cfg.objective](worker, step, images, batch)
-        watched.enter("backward", step)
+        phases.enter("backward", step)
         engine.backward(micro_batch_loss * weight)
         loss_sum = loss_sum + micro_batch_loss.detach()
-        # Their memory is free before the optimizer steps, which needs some of its own.
+        # Free their memory before the optimizer step, which allocates some.
         del batch, images, micro_batch_loss
-        watched.enter("reduce", step)
+        phases.enter("reduce", step)
         if number + 1 < accumulation:
             engine.end_micro_batch(rate)
 
-    # 2. The optimizer's step, and with it what all workers must agree on: no worker may stop, commit or give up alone.
-    # Nothing else in a step has the host wait for the device.
+    # 2. The optimizer step, combined with everything that all workers must agree on: no worker may stop, commit or give
+    # up on its own. This is the only place in a step at which the host waits for the device.
     mean_loss, bad_of_all, stopping, all_written = finish_step(worker, rate, loss_sum, bad_samples, samples)
-    return TakenStep(mean_loss, bad_of_all, stopping, all_written, planned, ids)
+    return StepOutcome(mean_loss, bad_of_all, stopping, all_written, planned, ids)
 
 
-def count_step(worker: Worker, progress: Progress, taken: TakenStep) -> None:
-    """Collective: count the step that has just become complete, and end a run that can no longer succeed.
+def count_step(worker: Worker, progress: Progress, outcome: StepOutcome) -> None:
+    """Collective: add a completed step to the progress and the records; raise if the run cannot continue.
 
-    Raises WentBack and Diverged after too many steps that are not finite, DataError after too many bad samples,
-    CheckpointError if the save in flight is the last that may fail.
+    Raises RolledBack or Diverged after too many steps in a row with a non-finite gradient, DataError after too many
+    bad samples, CheckpointError after too many failed saves in a row.
     """
     health = worker.health
     saver = worker.saver
     norm = worker.engine.gradient_norm
-    # The ledger is over the planned ids, whatever bad samples were replaced by.
-    progress.ledger = progress.ledger.update(progress.step, *taken.planned)
+    # The ledger covers the planned samples, whatever replaced the bad ones.
+    progress.ledger = progress.ledger.update(progress.step, *outcome.planned)
     progress.step += 1
-    progress.bad_samples += taken.bad_samples
-    worker.log.window.losses.append(taken.mean_loss)
+    progress.bad_samples += outcome.bad_samples
+    worker.log.window.losses.append(outcome.mean_loss)
     worker.log.window.norms.append(norm)
     if worker.engine.trace is not None:
         worker.log.window.traces.append(worker.engine.trace)
-    health.count_step(progress.step, taken.mean_loss, norm, progress.ledger.hex, taken.ids)
+    health.count_step(progress.step, outcome.mean_loss, norm, progress.ledger.hex, outcome.ids)
     samples_seen = health.samples_seen(progress.step)
-    # Early on, a handful of bad samples is a large share: the limit is never below that of BAD_GRACE samples.
+    # Early in a run a handful of bad samples is a large share, so the limit is at least that of BAD_GRACE samples.
     allowed = worker.cfg.data.max_bad_fraction
     are_too_many_bad = progress.bad_samples > allowed * max(samples_seen, BAD_GRACE)
     bad_share = (
-        f"{progress.bad_samples} bad samples among {samples_seen} seen, more than max_bad_fraction {allowed} allows"
+        f"{progress.bad_samples} of {samples_seen} samples were bad, more than data.max_bad_fraction={allowed} allows"
     )
     if are_too_many_bad and saver.in_flight and worker.group.rank == 0:
-        # If that save fails, its error takes the place of the one below, and nothing would report the bad samples.
+        # If the save in flight fails, its error replaces the one below and the bad samples would not be reported.
         worker.group.telemetry.log(f"step {progress.step}: {bad_share}")
     has_given_up = health.skipped_in_a_row >= worker.cfg.max_skipped
     if has_given_up or are_too_many_bad:
-        # After steps that are not finite: the save in flight began before them. Not committed, it and the good steps up
-        # to it would be excluded with them.
-        # After bad samples: the run ends, and a save without a worker that waits for it would stay half written.
+        # Commit the save in flight first.
+        # - Non-finite steps: the save began before them. Without a commit the run would roll back further and exclude
+        #   good steps too.
+        # - Bad samples: the run ends here, and a save that nobody waits for would stay half-written.
         saver.finish(progress.step)
         saver.end(progress.step)
     if has_given_up:
-        health.go_back_or_end(progress.step)
+        health.roll_back_or_fail(progress.step)
     if are_too_many_bad:
         raise DataError(
             f"{bad_share}\n"
-            f"  see log.txt for names; python -m jobs data check {' or '.join(worker.job.train)} counts them by reason"
+            "  log.txt names examples; to count all of them by reason, run\n"
+            f"  python -m jobs data check {' or '.join(worker.job.train)}"
         )
 
 
 def finish_step(
     worker: Worker, rate: float, loss_sum: torch.Tensor, bad_samples: int, samples: int
 ) -> tuple[float, int, bool, bool]:
-    """Collective, once a step: have the optimizer step, and add up what the workers have seen and want.
+    """Collective, once a step: run the optimizer step and sum the counts and requests of all workers.
 
-    `samples` are those that the mean loss is over. Returns (mean loss, bad samples, anyone wants to stop, everyone has
-    written its file).
+    `samples` is the number of samples that the loss is averaged over. Returns (mean loss, bad samples, whether any
+    worker was requested to stop, whether every worker has written its checkpoint file).
     """
-    # They travel with the gradient's norm, which decides whether the optimizer steps at all and is waited for anyway:
-    # a reduction of their own would be another wait in every step, after the optimizer and the gathering of weights.
-    of_host = on_device([bad_samples, worker.stop.is_made(), worker.saver.written], worker.group.device)
+    # These numbers are reduced together with the gradient norm, which the host must wait for anyway because it decides
+    # whether the optimizer steps. A separate reduction would add a second wait to every step.
+    of_host = on_device([bad_samples, worker.stop.is_requested(), worker.saver.written], worker.group.device)
     numbers = torch.cat([loss_sum.double().reshape(1), of_host])
     loss_of_all, bad_of_all, stops, written = worker.engine.end_micro_batch(rate, numbers)
     mean_loss = worker.engine.mean_loss(loss_of_all, samples)
@@ -281,13 +284,14 @@ def finish_step(
 
 
 def report_training(worker: Worker, progress: Progress, *, has_line: bool) -> None:
-    """Write a record of the steps since the last one and, with `has_line`, a log line of those since the last line.
+    """Write a record of the steps since the last record and, with `has_line`, log the steps since the last log line.
 
-    A save writes records between two lines. A record that the disk refuses is written again with the next steps.
+    Each save writes a record too, so there can be several between two log lines. If the disk rejects a record, its
+    steps are written again with the next one.
     """
     window = worker.log.window
     since_line = worker.log.since_line
-    if not window.losses:  # all steps are in the last record
+    if not window.losses:  # every step has been recorded
         return
     window.stalled_s += worker.saver.stalled_s
     worker.saver.stalled_s = 0.0
@@ -307,14 +311,14 @@ def report_training(worker: Worker, progress: Progress, *, has_line: bool) -> No
 
 
 def training_values(worker: Worker, progress: Progress, window: Window) -> dict[str, Any]:
-    """Return what is recorded of a window that ends with the current step."""
+    """Return the values of a training record: loss, learning rate, speed, waits and counts of a window of steps."""
     cfg = worker.cfg
     data = worker.data
     samples = cfg.batch_size * len(window.losses)
-    # The FLOPs of the algorithm, as published: blocks that are recomputed in the backward pass do not count twice.
+    # The algorithm's FLOPs, as in publications: blocks recomputed in the backward pass are not counted twice.
     steps = range(progress.step - len(window.losses), progress.step)
     flops = flops_of(data.phases, worker.model_config, steps, cfg.batch_size) / worker.group.world
-    # In exact mode: they show where a repeated step begins to differ (`jobs audit`).
+    # In exact mode only: traces show at which step a repeated run starts to differ (`jobs audit`).
     traces = {"traces": window.traces} if window.traces else {}
     return {
         "step": progress.step,
@@ -331,13 +335,13 @@ def training_values(worker: Worker, progress: Progress, window: Window) -> dict[
 
 
 def save(worker: Worker, progress: Progress) -> None:
-    """Collective: record the steps since the last report, then begin to save this one; the caller finishes it."""
+    """Collective: record the steps since the last report and begin to save this step; the caller finishes the save."""
     report_training(worker, progress, has_line=False)
     begin_save(worker, progress)
 
 
 def begin_save(worker: Worker, progress: Progress) -> None:
-    """Collective: begin to save this step; the caller has finished the previous save."""
+    """Collective: begin to save this step; the caller must have finished the previous save."""
     for hook in worker.hooks:
         hook.before_save(progress)
     manifest = Manifest(
@@ -348,7 +352,7 @@ def begin_save(worker: Worker, progress: Progress) -> None:
         attempt=worker.job.attempt,
         world=worker.group.world,
         zero=worker.cfg.zero,
-        # Only what a resume may not change, so that a refused resume can show the difference key by key.
+        # Only the fields that must not change on a resume: a refused resume can then show the differences key by key.
         config=config.tagged(worker.cfg, "forbid"),
         key=worker.job.key,
         code=worker.job.code,
@@ -362,58 +366,58 @@ def begin_save(worker: Worker, progress: Progress) -> None:
 
 
 def end(worker: Worker, progress: Progress) -> StageResult:
-    """Collective: rank 0 exports the weights and all wait for it; then everything is closed."""
+    """Collective: have rank 0 export the weights while the others wait, close everything, return the result."""
     outcome: list[StageResult | None] = [None]
     group = worker.group
-    with group.phases.led("finish", progress.step, group.rank == 0):
+    with group.phases.rank_0_phase("finish", progress.step, group.rank == 0):
         if group.rank == 0:
             outcome = [export_weights(worker, progress)]
     dist.broadcast_object_list(outcome, src=0)
     group.telemetry.close()
     group.phases.close()
     worker.engine.close()
-    # Without it 2 of 12 short jobs at ZeRO 3 aborted while their processes ended.
+    # Without this, 2 of 12 short runs at ZeRO 3 aborted while their processes exited.
     dist.destroy_process_group()
     assert outcome[0] is not None
     return outcome[0]
 
 
 def export_weights(worker: Worker, progress: Progress) -> StageResult:
-    """Write the stage's weights from the committed checkpoint, and log where the run's time went; rank 0 only."""
+    """Export the stage's weights from the committed checkpoint and log how the run's time was spent; rank 0 only."""
     directory = Path(worker.job.directory)
-    # Read back from disk, not gathered from the workers: the next stage gets what was committed and digested, and rank
-    # 0 alone can read it whole, at any ZeRO stage. The last evaluation lies between, which may take hours, so that what
-    # is read is compared with its digests once more.
-    exported = worker.saver.of_step(progress.step)
+    # The weights are read back from disk and not gathered from the workers: the next stage gets exactly what was
+    # committed, and rank 0 can do it without the others at any ZeRO stage. Digests are verified again, because the last
+    # evaluation may have taken hours since the commit.
+    exported = worker.saver.checkpoint_of(progress.step)
     last = exported.manifest
-    kept: Kept | None = None
+    chosen: ChosenWeights | None = None
     for hook in worker.hooks:
         choice = hook.choose()
         if choice is not None:
-            exported = worker.saver.of_step(choice["step"])
+            exported = worker.saver.checkpoint_of(choice["step"])
             manifest = exported.manifest
-            kept = {**choice, "samples_seen": manifest.samples_seen, "ledger": manifest.ledger}
+            chosen = {**choice, "samples_seen": manifest.samples_seen, "ledger": manifest.ledger}
     weights = export(exported.folder, worker.model_config)
     models.save_weights(
         weights,
         directory,
         worker.model_config,
-        writing=whole_file,
+        writing=atomic_file,
         class_names=worker.job.class_names,
         preprocessing=preprocessing_of(worker.cfg.data.preprocess, worker.model_config),
     )
     checkpoints = worker.saver.checkpoints
-    # On another node than the driver's, metrics.jsonl holds a part of the stage, whose ratio would not be the stage's.
+    # On a node other than the driver's, metrics.jsonl covers only a part of the stage, so its shares would be wrong.
     if checkpoints.sends_metrics:
         spent = account(read_metrics(directory, None))
         values = {"step": progress.step, "ratio": spent.ratio, **asdict(spent)}
         worker.group.telemetry.report("effective", values, spent.line())
     kind = "averaged weights" if worker.cfg.polyak else "weights"
-    if kept is not None:
-        kind = f"weights of step {kept['step']}, the best {kept['metric']} {kept['value']:.4f},"
+    if chosen is not None:
+        kind = f"weights of step {chosen['step']} with the best {chosen['metric']}, {chosen['value']:.4f},"
     worker.group.telemetry.log(f"done at step {progress.step}: {kind} in {directory / 'weights.safetensors'}")
     for name in artifacts.WEIGHT_FILES:
-        checkpoints.storage.send(f"{checkpoints.stage}/{name}")
+        checkpoints.storage.upload(f"{checkpoints.stage}/{name}")
     result: StageResult = {
         "step": progress.step,
         "samples_seen": last.samples_seen,
@@ -423,6 +427,6 @@ def export_weights(worker: Worker, progress: Progress) -> StageResult:
         "world": worker.group.world,
         "files": artifacts.digests(directory, artifacts.WEIGHT_FILES),
     }
-    if kept is not None:
-        result["kept"] = kept
+    if chosen is not None:
+        result["kept"] = chosen
     return result

@@ -1,10 +1,10 @@
 """The configuration of a trained stage (pretrain, finetune).
 
-In:  the section of a recipe, merged by `pipeline.config.build`; every `__post_init__` below refuses what cannot run
+In:  a section of a recipe, merged by `pipeline.config.build`; each `__post_init__` below rejects what cannot run
 Out: a frozen TrainConfig
 
-An extra adds keys of its own in a subclass (pipeline/hooks.py): the config of a stage is composed of all of them, and
-its keys stay flat. What the core has to know of such keys, it asks through the methods at the end of TrainConfig.
+An extra adds its own keys in a subclass (pipeline/hooks.py). The config of a stage is composed of all these classes,
+and its keys stay flat. The core learns about an extra's keys only through the methods at the end of TrainConfig.
 """
 
 from dataclasses import dataclass, field
@@ -22,17 +22,17 @@ from pipeline.optimization import Loss, OptimConfig
 from pipeline.phases import Phase
 
 L2 = 2.0**10  # of the ridge regression (big_vision configs/common_fewshot.py): fixed, never selected on validation data
-# Seeds are 64-bit numbers: the order of samples and torch's generators take no others.
+# Seeds are 64-bit numbers: the sample order and torch's generators accept no others.
 MIN_SEED = -(2**63)
 MAX_SEED = 2**63 - 1
 
 
 @dataclass(frozen=True)
 class MixedConfig:
-    """Names one of several sets to train on, and its weight among them."""
+    """One set of a mixture, and its weight."""
 
     train: str = "???"  # the set's index, or its folder; or "@stage/name"
-    weight: float = "???"  # type: ignore[assignment]  # of every batch; only the ratios count
+    weight: float = "???"  # type: ignore[assignment]  # share of every batch, relative to the other weights
 
     RESUME: ClassVar[Tags] = tags(forbid="train weight")
 
@@ -42,22 +42,22 @@ class MixedConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Says which shards, in which order, through which processes. Paths may be "@stage/name": made by another stage."""
+    """The data of a stage, and how it is read. A path may be "@stage/name", the output of another stage."""
 
-    train: str | None = None  # the set's index, or its folder; or "@stage/name"; or `mixture` instead
-    mixture: dict[str, MixedConfig] = field(default_factory=dict)  # several sets by name, which share their labels
-    drop: tuple[str, ...] = ()  # shards of these sets to do without: lost or corrupt ones, by name; steps stay
-    samples: int | None = None  # how many `plan` counts with while an index is not there
-    evaluate: str | None = None  # index or folder of the set that accuracy is measured on; or "@stage/name"
+    train: str | None = None  # the set's index, or its folder; or "@stage/name"; or use `mixture`
+    mixture: dict[str, MixedConfig] = field(default_factory=dict)  # several sets with the same classes, by name
+    drop: tuple[str, ...] = ()  # names of lost or corrupt shards to exclude; the number of steps stays the same
+    samples: int | None = None  # number of samples that `plan` assumes while an index does not exist yet
+    evaluate: str | None = None  # index or folder of the set to measure accuracy on; or "@stage/name"
     preprocess: str | None = None  # evaluation ops (SPEC 2.5); None: resize(image_size), the few-shot squash
     augment: AugmentConfig = field(default_factory=AugmentConfig)  # of training images
-    lanes: int | None = None  # contiguous ranges read side by side; None: 64, or the batch (docs/design/order.md)
+    lanes: int | None = None  # contiguous ranges read in parallel; None: 64, or the batch (docs/design/order.md)
     shuffle_block: int | None = None  # positions shuffled together; None: 16384 (docs/design/order.md)
-    tail: Literal["carry", "drop"] = "carry"  # samples that fill no batch go to the next epoch, or are left out
-    max_labels: int = 1  # labels a sample has at most
-    max_bad_fraction: float = 1e-3  # of bad samples among those seen, judged from the 10,000th on; past it, exit 65
-    processes: int = 0  # decoding processes a worker; 0: the training process decodes
-    decode: Literal["cpu", "gpu"] = "cpu"  # gpu: nvJPEG in the training process; other pixels than cpu's
+    tail: Literal["carry", "drop"] = "carry"  # samples that fill no batch: carry into the next epoch, or drop
+    max_labels: int = 1  # most labels of a sample
+    max_bad_fraction: float = 1e-3  # bad samples per sample seen, of at least 10,000; above it the run ends (exit 65)
+    processes: int = 0  # decoding processes per worker; 0: decode in the training process
+    decode: Literal["cpu", "gpu"] = "cpu"  # gpu: nvJPEG in the training process, whose pixels differ from cpu's
     timeout_s: float = 120.0  # without a batch, or a piece of a shard; then the decoding process is replaced
     cache: CacheConfig = field(default_factory=CacheConfig)  # of remote shards, on every node
 
@@ -69,7 +69,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         names_two_sources = bool(self.train and self.mixture)
-        require(not names_two_sources, "give train or mixture, one of them; data.train=null leaves train out")
+        require(not names_two_sources, "give either train or mixture, not both; data.train=null removes train")
         for name in self.mixture:
             check_name(name, "a set of data.mixture", "rename it")
         at_least(self, 1, "max_labels lanes shuffle_block samples", "data.")
@@ -84,13 +84,13 @@ class DataConfig:
         require(0 <= self.max_bad_fraction <= 1, f"data.max_bad_fraction is {self.max_bad_fraction}, expected 0 to 1")
 
     def sets(self) -> dict[str, str]:
-        """Return {name: path} of what is trained on, by name; a set that is no mixture's is called train."""
+        """Return the training sets as {name: path}, sorted by name; without a mixture the name is "train"."""
         if not self.mixture:
             return {"train": self.train or ""}
         return {name: part.train for name, part in sorted(self.mixture.items())}
 
     def weights(self) -> list[float]:
-        """Return the weights of the sets, in their order."""
+        """Return the weights of the sets, in the order of `sets`."""
         return [part.weight for _name, part in sorted(self.mixture.items())] or [1.0]
 
 
@@ -98,10 +98,10 @@ class DataConfig:
 class ProbeConfig:
     """The few-shot probe; with a train and a test set it also runs during training, as in the paper."""
 
-    train: str | None = None  # index of the set that the shots are picked from; or "@stage/name"
-    test: str | None = None  # index of the set that the fitted map is evaluated on; or "@stage/name"
-    shots: tuple[int, ...] = (1, 5, 10, 25)  # training images a class (big_vision configs/common_fewshot.py)
-    seeds: tuple[int, ...] = (0, 1, 2)  # of the pick of the shots; the mean over them is reported too
+    train: str | None = None  # index of the set to pick the shots from; or "@stage/name"
+    test: str | None = None  # index of the set to evaluate the fitted map on; or "@stage/name"
+    shots: tuple[int, ...] = (1, 5, 10, 25)  # training images per class (big_vision configs/common_fewshot.py)
+    seeds: tuple[int, ...] = (0, 1, 2)  # for picking the shots; the mean over them is reported too
     l2: float = L2  # weight of the ridge regression's penalty (big_vision configs/common_fewshot.py)
 
     def __post_init__(self) -> None:
@@ -115,60 +115,59 @@ class ProbeConfig:
 
 @dataclass(frozen=True)
 class SavingConfig:
-    """Says when a stage saves a checkpoint, and which ones stay."""
+    """When a stage saves checkpoints, and how many it keeps."""
 
     save_every: int = 1000  # steps between checkpoints
-    keep: int = 3  # newest checkpoints that stay, 2 or more
-    keep_every: int = 0  # steps whose multiples are kept for good; 0: none
-    max_failed_saves: int = 3  # checkpoints in a row that cannot be written before exit 74
+    keep: int = 3  # number of newest checkpoints to keep, 2 or more
+    keep_every: int = 0  # keep checkpoints of steps that are multiples of this for good; 0: none
+    max_failed_saves: int = 3  # failed saves in a row before exit 74
 
     RESUME: ClassVar[Tags] = tags(free="save_every keep keep_every max_failed_saves")
 
     def __post_init__(self) -> None:
         at_least(self, 0, "keep_every")
         at_least(self, 1, "save_every max_failed_saves")
-        require(self.keep >= 2, f"keep is {self.keep}, expected 2 or more: one checkpoint alone can be bad")
+        require(self.keep >= 2, f"keep is {self.keep}, expected 2 or more: a single checkpoint can be damaged")
 
 
 @dataclass(frozen=True)
 class TrainConfig(SavingConfig):
-    """Describes one trained stage. The defaults are the paper's pretraining of ViT-B/16 on JFT-300M (table 3), except
-    for `optim.clip`.
+    """The config of a trained stage; defaults: the paper's ViT-B/16 pretraining on JFT-300M (table 3) but `optim.clip`.
 
-    The objective "masked" (paper, B.1.2) trains a "Masked-…" model, whose `target`, `corrupted`, `masked` and
-    `swapped` stand in `model`; labels are not read, and need not be there. A later stage fine-tunes the ViT inside.
+    The objective "masked" (paper, B.1.2) trains a "Masked-…" model; its `target`, `corrupted`, `masked` and `swapped`
+    are keys of `model`. Labels are not read and may be missing. A later stage fine-tunes the ViT inside.
     """
 
-    data: DataConfig = field(default_factory=DataConfig)  # what is trained on, and how it is read
-    model: dict[str, Any] = field(default_factory=dict)  # name, image_size, classes, …; or what differs from init's
+    data: DataConfig = field(default_factory=DataConfig)  # training and evaluation data, and how it is read
+    model: dict[str, Any] = field(default_factory=dict)  # name, image_size, classes, …; or only changes to init's model
     init: str | None = None  # weights to start from: a folder, or "@stage"; None: random
-    new_head: bool = False  # replace the head by one zero-initialised layer (paper, B.1.1) even where classes agree
+    new_head: bool = False  # replace the head by a zero-initialised layer (paper, B.1.1) even if the classes agree
     optim: OptimConfig = field(default_factory=OptimConfig)  # optimizer and learning rate
     objective: Literal["classification", "masked"] = "classification"  # masked: predict masked patches (paper, B.1.2)
     loss: Loss = "sigmoid"  # cross-entropy of the objective classification
     label_smoothing: float = 0.0  # s: targets become t·(1 − s) + s/classes; 0 is off
-    mixup: float = 0.0  # p of Beta(p, p), which the share of a blend of two images is drawn from; 0 is off
-    polyak: float = 0.0  # factor of the averaged weights that the stage ends with (paper, B.1.1: 0.9999); 0 is off
-    steps: int | None = None  # optimizer steps; or `passes` instead
-    passes: float | None = None  # over the data, rounded to steps as big_vision does; or `steps` instead
-    batch_size: int = 4096  # images a step, of all workers together
-    micro_batch: int = 64  # images a worker takes at a time; accumulation is derived
-    uneven: bool = False  # let workers own numbers of a batch's slots that differ by one
-    exact_parts: int = 0  # 1, 2, 4 … up to so many workers have the same bits (docs/exact.md); 0: off
-    precision: Literal["bf16", "fp32"] = "bf16"  # of weights and activations; the sums of gradients and optimizer: fp32
-    zero: int = 2  # DeepSpeed ZeRO stage, 0 to 3: workers share 1 the optimizer's state, 2 gradients too, 3 weights too
-    checkpoint_blocks: int = 0  # blocks that recompute their activations in the backward pass
+    mixup: float = 0.0  # p: two images are blended with a share drawn from Beta(p, p); 0 is off
+    polyak: float = 0.0  # decay of the averaged weights, which the stage exports (paper, B.1.1: 0.9999); 0 is off
+    steps: int | None = None  # optimizer steps; or use `passes`
+    passes: float | None = None  # passes over the data, rounded to steps as in big_vision; or use `steps`
+    batch_size: int = 4096  # images per step, of all workers together
+    micro_batch: int = 64  # images per worker and forward pass; accumulation is derived
+    uneven: bool = False  # allow the workers' shares of a batch to differ by one sample
+    exact_parts: int = 0  # 1, 2, 4 …: same bits with any number of workers up to this (docs/exact.md); 0: off
+    precision: Literal["bf16", "fp32"] = "bf16"  # of weights and activations; gradient sums and optimizer are fp32
+    zero: int = 2  # DeepSpeed ZeRO stage: workers shard optimizer state (1), also gradients (2), also weights (3)
+    checkpoint_blocks: int = 0  # number of blocks that recompute their activations in the backward pass
     compile: bool = False  # torch.compile, block by block
-    # path of a ds_config.json of yours; it may tune how data moves (overlap_comm, bucket sizes: docs/design/step.md),
-    # nothing else
+    # path of your own ds_config.json; it may only tune data movement (overlap_comm, bucket sizes:
+    # docs/design/step.md)
     deepspeed: str | None = None
-    seed: int = 0  # of first weights, sample order, augmentation, mixup and dropout
+    seed: int = 0  # of initial weights, sample order, augmentation, mixup and dropout
     evaluate_every: int = 0  # steps between evaluations; 0: only at the end
     probe: ProbeConfig = field(default_factory=ProbeConfig)  # few-shot probe during training, at every evaluation
     log_every: int = 50  # steps between log lines
-    max_skipped: int = 5  # non-finite steps in a row before exit 70
-    timeout_s: float = 1800.0  # after which a collective that not all workers have joined fails
-    stall_s: float = 600.0  # without any worker entering a new phase; then the attempt ends and the next begins
+    max_skipped: int = 5  # non-finite steps in a row before a roll-back, or before exit 70 if that did not help
+    timeout_s: float = 1800.0  # for a collective that not all workers have joined
+    stall_s: float = 600.0  # without any worker entering a new phase; then the attempt is restarted
 
     RESUME: ClassVar[Tags] = tags(
         forbid="data model init new_head optim objective loss label_smoothing mixup polyak steps passes batch_size "
@@ -179,17 +178,18 @@ class TrainConfig(SavingConfig):
 
     @property
     def labels_read(self) -> int:
-        """Return how many labels of a sample are read at most; 0: none are looked at, and none need be there."""
+        """Return how many labels of a sample are read at most; 0: labels are not read and may be missing."""
         return 0 if self.objective == "masked" else self.data.max_labels
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.zero in (0, 1, 2, 3), f"zero is {self.zero}, expected a ZeRO stage 0, 1, 2 or 3")
-        # Measured: DeepSpeed takes an Adam step while it is built there, and the weights go another way from then on.
+        # Measured: DeepSpeed takes an Adam step while it is set up like this, and the weights differ from then on.
         is_phantom = self.zero == 0 and self.precision == "bf16"
         require(
             not is_phantom,
-            "zero is 0 with precision bf16: DeepSpeed takes a phantom step there\n  use zero=1 or precision=fp32",
+            "zero is 0 with precision bf16: DeepSpeed would take an extra optimizer step at start-up\n"
+            "  use zero=1 or precision=fp32",
         )
         require(0 <= self.label_smoothing < 1, f"label_smoothing is {self.label_smoothing}, expected 0 to 1")
         require(0 <= self.polyak < 1, f"polyak is {self.polyak}, expected 0 (off) to less than 1, for example 0.9999")
@@ -199,17 +199,17 @@ class TrainConfig(SavingConfig):
         uses_labels = bool(self.mixup or self.label_smoothing or self.data.evaluate)
         require(
             self.objective != "masked" or not uses_labels,
-            "objective masked has no labels: leave out mixup, label_smoothing and data.evaluate; "
-            "probe.train and probe.test judge its features",
+            "objective masked has no labels: remove mixup, label_smoothing and data.evaluate; "
+            "evaluate its features with probe.train and probe.test",
         )
-        require((self.steps is None) != (self.passes is None), "give steps or passes, one of them")
+        require((self.steps is None) != (self.passes is None), "give either steps or passes")
         more_than_0(self, "steps passes")
         at_least(self, 1, "batch_size micro_batch log_every max_skipped")
         parts = self.exact_parts
         is_power_of_two = parts & (parts - 1) == 0  # 0 too
         require(parts >= 0 and is_power_of_two, f"exact_parts is {parts}, expected 0 (off), 1, 2, 4, 8, …")
         if parts > 0:
-            # A part is made of whole micro-batches: a micro-batch has one gradient, which two parts cannot share.
+            # A part consists of whole micro-batches: a micro-batch has a single gradient, which parts cannot share.
             unit = parts * self.micro_batch
             require(
                 self.batch_size % unit == 0 and not self.uneven,
@@ -225,34 +225,34 @@ class TrainConfig(SavingConfig):
             # Every set must get at least one sample of a batch.
             check_shares(self.batch_size, [part.weight for part in self.data.mixture.values()])
 
-    # What an extra's keys change for the core.
+    # Methods through which an extra's keys change the core.
 
     @property
     def first_step(self) -> int:
-        """Return the step that the stage starts from: 0, unless it continues from a checkpoint of another stage."""
+        """Return the step that the stage starts from: 0, unless it branches from another stage's checkpoint."""
         return 0
 
     @property
     def saves_evaluated(self) -> bool:
-        """Return whether each evaluated step becomes a checkpoint."""
+        """Return whether every evaluated step is saved as a checkpoint."""
         return False
 
     @property
     def exempt_checkpoints(self) -> int:
-        """Return how many checkpoints may stay besides those of `keep` and `keep_every`."""
+        """Return how many checkpoints may be kept in addition to those of `keep` and `keep_every`."""
         return 0
 
     def phases(self, steps: int, model: ModelConfig) -> list[Phase]:
-        """Return the phases of the stage in order: one of whole images."""
+        """Return the phases of the stage in order; without extras a single phase of whole images."""
         return [Phase(range(steps), model.image_size[0])]
 
     def check_architecture(self, model: ModelConfig, prefix: str = "") -> None:
-        """Raise ConfigError if the stage cannot train this model; `prefix` is the stage's, as "pretrain."."""
+        """Raise ConfigError if the stage cannot train this model; `prefix` is the stage's name and a dot."""
 
 
 def check_ops(ops: str | None) -> None:
-    """Raise ConfigError where evaluation could not preprocess with `ops` and their arguments."""
-    if not ops:  # then the image is resized to what the model takes
+    """Raise ConfigError if the evaluation ops, or their arguments, are invalid."""
+    if not ops:  # the image is resized to the model's size
         return
     try:
         shape_of(ops)

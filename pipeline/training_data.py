@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from data.errors import ConfigError
 from data.index.index import Index, exclude, join
 from data.order import Mixture, Order
-from data.remote.config import remote_ahead
+from data.remote.config import remote_shards_ahead
 from pipeline.config import require
 from pipeline.training_config import DataConfig, TrainConfig
 
@@ -189,7 +189,7 @@ def training_loader(
 
 def cache_line(index: Index, order: Order | Mixture, slots: range, step: int, cfg: DataConfig) -> str:
     """Say whether the shards that these slots read ahead fit a node's cache, and what to type where they do not."""
-    count, size = remote_ahead(index, order, slots, step, cfg.cache)
+    count, size = remote_shards_ahead(index, order, slots, step, cfg.cache)
     last_step = step + cfg.cache.ahead
     limit = cfg.cache.limit_bytes
     line = (

@@ -73,16 +73,16 @@ class StopRequest:
     reads_file: bool  # in every step; on rank 0 alone, which stops all others
     signal: threading.Event = field(default_factory=threading.Event)  # set if this process is to end
 
-    def is_made(self) -> bool:
+    def is_requested(self) -> bool:
         """Return whether this worker is asked to stop."""
         return self.signal.is_set() or (self.reads_file and self.file.exists())
 
-    def is_made_anywhere(self) -> bool:
+    def is_requested_on_node(self) -> bool:
         """Return the same, but read the file on every rank."""
         return self.signal.is_set() or self.file.exists()
 
 
-def notice_sigterm(asked: threading.Event) -> None:
+def handle_sigterm(asked: threading.Event) -> None:
     """Have SIGTERM set the event; the loop checks it after every step, and an evaluation after every batch."""
 
     def remember(number: int, frame: object) -> None:

@@ -160,7 +160,7 @@ COMPILED += [("zero=3", "exact_parts=2", "precision=bf16")]
 @pytest.mark.parametrize(
     ("options", "patch"),
     [
-        (("zero=3", "checkpoint_blocks=1"), "without_kernels"),
+        pytest.param(("zero=3", "checkpoint_blocks=1"), "without_kernels", marks=pytest.mark.slow),
         *(pytest.param(options, "", marks=pytest.mark.slow) for options in COMPILED),
     ],
 )
@@ -552,7 +552,7 @@ def test_a_stop_a_commit_and_an_infinite_gradient_of_one_worker_fall_into_one_st
     assert finish(alone, "pretrain.log_every=1", patch="infinite_in_one_micro_batch 12") == 0, said(run)
     assert finish(run, "pretrain.log_every=1", patch="all_in_one_step 12") == 75, said(run)
     heard = said(run)
-    assert "step 13: gradient not finite, step skipped" in heard and "stopped at step 13 after committing it" in heard
+    assert "step 13: non-finite gradient; step skipped" in heard and "stopped at step 13 after committing it" in heard
     assert "checkpoint step 10 committed" in heard.split("checkpoint step 13 committed")[0]
     assert read_manifest(committed(stage(run) / "checkpoints")[0]).updates == 12
     assert finish(run, "pretrain.log_every=1") == 0, said(run)
@@ -566,13 +566,13 @@ def test_a_stop_a_commit_and_an_infinite_gradient_of_one_worker_fall_into_one_st
 @pytest.mark.slow
 def test_a_run_that_goes_back_commits_the_save_in_flight_and_leaves_out_no_good_step(run) -> None:
     assert finish(run, "pretrain.max_skipped=3", patch="given_up_with_a_save_in_flight") == 0, said(run)
-    assert "had a non-finite gradient: back to step 10, steps 11 … 15 are excluded" in said(run)
+    assert "had a non-finite gradient: rolling back to step 10, excluding steps 11 … 15" in said(run)
 
 
 @pytest.mark.slow
 def test_a_run_that_bad_samples_end_commits_the_save_in_flight_and_leaves_nothing_half_written(run) -> None:
     assert finish(run, patch="bad_samples_with_a_save_in_flight") == 65, said(run)
-    assert "12 bad samples among 208 seen, more than max_bad_fraction 0.001 allows" in said(run)
+    assert "12 of 208 samples were bad, more than data.max_bad_fraction=0.001 allows" in said(run)
     checkpoints = stage(run) / "checkpoints"
     assert checkpoint_reader.verify(committed(checkpoints)[0]).step == 10
     assert not list(checkpoints.glob(".tmp-*"))
@@ -591,7 +591,7 @@ def whole_state(run: Path) -> dict[str, dict[str, list[float]]]:
 
 def test_a_stretch_of_non_finite_steps_is_excluded_once_and_spikes_are_kept_for_replay(run, capsys) -> None:
     assert finish(run, "pretrain.max_skipped=3", patch="poisoned_stretch") == 0, said(run)
-    assert "had a non-finite gradient: back to step 10, steps 11 … 15 are excluded" in said(run)
+    assert "had a non-finite gradient: rolling back to step 10, excluding steps 11 … 15" in said(run)
     again = [record for record in read_metrics(stage(run)) if record["attempt"] == 2]
     assert again[0]["step"] == 16 and math.isnan(again[0]["losses"][0]), "step 16 is poisoned too: skipped alone"
     last = read_manifest(committed(stage(run) / "checkpoints")[0])
@@ -616,7 +616,7 @@ def test_when_going_back_does_not_help_the_run_ends_with_70(run, save_every, lef
     """Also where a save falls into the bad stretch."""
     options = ["pretrain.max_skipped=3", f"pretrain.save_every={save_every}"]
     assert finish(run, *options, patch="poisoned_for_ever") == 70
-    assert f"excluding steps {left + 1} … 15 had not helped" in said(run) and "lower optim.lr" in said(run)
+    assert f"excluding steps {left + 1} … 15 did not help" in said(run) and "lower optim.lr" in said(run)
     last = committed(stage(run) / "checkpoints")[0]
     assert checkpoint_reader.verify(last).step == left
 
@@ -712,7 +712,7 @@ def test_the_best_is_handed_on_and_patience_ends_at_the_same_step_whatever_is_ki
     assert done["metrics"] == {"accuracy": accuracies[end]}
     log = (stage(run) / "log.txt").read_text()
     assert f"2 evaluations without a better accuracy than {value:.4f} at step {best}, patience is 2" in log
-    assert f"done at step {end}: weights of step {best}, the best accuracy {value:.4f}, in" in log
+    assert f"done at step {end}: weights of step {best} with the best accuracy, {value:.4f}, in" in log
     # Nobody's hand prunes it either.
     assert main(["checkpoints", "prune", str(run), "--keep", "2"]) == 0
     assert found_folder(run, best).is_dir()

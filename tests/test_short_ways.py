@@ -11,16 +11,14 @@ packages. Frames of libraries (torch, DeepSpeed, the command line) and of the te
    checkpoint its name; the last is the function that calls it.
 """
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from jobs.__main__ import main
-from jobs.cluster import fork_server, nodes
-from jobs.cluster.nodes import ThisMachine
-from tests.support.drives import launch_by_fork
 from tests.support.recipes import TINY
-from tests.support.stacks import Call, numbered, recorded, recording_call, recording_worker
+from tests.support.stacks import ROOT, Call, numbered, recorded
 
 pytestmark = pytest.mark.quick
 
@@ -32,23 +30,17 @@ LOOP = ("pipeline/train.py", "train")
 
 @pytest.fixture(scope="module")
 def stacks(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
-    """Folder of what was recorded while one worker pretrained for two steps."""
+    """Return the folder with the call stacks recorded while one worker pretrained for two steps."""
     folder = tmp_path_factory.mktemp("stacks")
     recipe = folder / "tiny.yaml"
     pretraining_alone = TINY.partition("resize:")[0]
     recipe.write_text(pretraining_alone.format(run=folder / "run", shards=shards))
-    with pytest.MonkeyPatch.context() as patch:
-        # A fork server of its own, that no test before has warmed. It is a fork of this process, so that the patches
-        # made here reach the workers.
-        patch.setattr(nodes, "_machines", {})
-        patch.setattr(fork_server.ForkServer, "launch", launch_by_fork)
-        patch.setattr(fork_server, "run_worker", recording_worker(folder, fork_server.run_worker))
-        patch.setattr(ThisMachine, "call", recording_call(folder, ThisMachine.call))
-        options = ["cluster.workers=1", "pretrain.steps=2", "pretrain.data.evaluate=null"]
-        options.append("pretrain.optim.schedule.warmup_steps=1")
-        assert main(["run", str(recipe), *options]) == 0
-        for machine in nodes._machines.values():
-            machine.agent.close()
+    # In a new process: its workers are forks of it, and the threads that earlier tests started here do not survive a
+    # fork, but the locks that they held do.
+    command = [sys.executable, "-m", "tests.support.stacks", str(folder), str(recipe), "cluster.workers=1"]
+    command += ["pretrain.steps=2", "pretrain.data.evaluate=null", "pretrain.optim.schedule.warmup_steps=1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
 

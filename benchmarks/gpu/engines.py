@@ -182,7 +182,7 @@ def our_engine(model: torch.nn.Module, images: int, zero: int) -> TimedEngine:
     settings = deepspeed_config(
         zero=zero, precision="bf16", micro_batch=images, accumulation=1, clip=1.0, user_file=None
     )
-    engine = Engine(model, models.decayed(model), OptimConfig(), settings)
+    engine = Engine(model, models.decayed_parameters(model), OptimConfig(), settings)
     state_bytes = 0
     for fragment in engine.fragments():
         for view in fragment.tensors.values():
@@ -205,7 +205,7 @@ def stock_engine(model: torch.nn.Module, images: int, zero: int) -> TimedEngine:
         "zero_allow_untested_optimizer": True,
         "steps_per_print": None,
     }
-    optimizer = build_optimizer(model, models.decayed(model), OptimConfig())
+    optimizer = build_optimizer(model, models.decayed_parameters(model), OptimConfig())
     engine, *_ = import_deepspeed().initialize(
         model=model, optimizer=optimizer, config=settings, dist_init_required=False
     )

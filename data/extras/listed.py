@@ -21,7 +21,7 @@ import numpy as np
 from data.checks import few, printable
 from data.errors import DataError
 from data.extras.leaks.document import SIDES, in_pairs, numbers_of, read_leaks
-from data.index.index import Index, called
+from data.index.index import Index, shards_called
 
 Listed = tuple[str, str]  # shard and key; the shard is "" where the list does not say
 MOST_SHOWN = 5  # samples that an error names of many
@@ -145,7 +145,7 @@ def shard_numbers(index: Index, names: Iterable[str], path: str) -> dict[str, in
         if name in index.numbers:
             matching.append(index.numbers[name])
         else:
-            for places in called(name, [index]).values():
+            for places in shards_called(name, [index]).values():
                 for _, number in places:
                     matching.append(number)
         if len(matching) != 1:

@@ -30,7 +30,7 @@ from shlex import quote
 from typing import Any
 
 from data.errors import DataError, StorageError
-from data.files import locked, refusal, state_folder, write_whole
+from data.files import error_text, locked, state_folder, write_atomically
 from data.index.index import Index, Origin, Refusals, digest_of
 from data.index.names import Names
 from data.index.shard import MappedShards, Shard, is_image, open_columns, write_columns
@@ -200,7 +200,7 @@ def write_index(
         "shards": [list(vars(shard).values()) for shard in shards],
     }
     content["seal"] = seal_of(content)
-    write_whole(path, json.dumps(content, indent=1))
+    write_atomically(path, json.dumps(content, indent=1))
     return load_index(path)
 
 
@@ -217,7 +217,7 @@ def read_large(path: Path) -> tuple[Mapping[str, Any], Sequence[Shard]]:
     try:
         shards = open_columns(columns) or make_columns(path, columns)
     except (OSError, StorageError) as error:
-        reason = refusal(error) if isinstance(error, OSError) else str(error).splitlines()[0]
+        reason = error_text(error) if isinstance(error, OSError) else str(error).splitlines()[0]
         held_mb = HELD_PER_BYTE * path.stat().st_size / 1e6
         logging.getLogger(__name__).warning(
             f"{path}: its columns cannot be kept in {columns.parent} ({reason}): every process holds all of it, "

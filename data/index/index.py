@@ -38,7 +38,7 @@ import numpy as np
 
 from data.checks import printable
 from data.errors import DataError
-from data.index.names import Names, agreed, ids_of
+from data.index.names import Names, agreed_names, ids_of
 from data.index.shard import FIELDS, MappedShards, Shard, table_path
 
 MOST_TYPES = 12  # types of members that are counted apart; what others have made may hold any number
@@ -324,7 +324,7 @@ def join(sets: Sequence[Index], weights: Sequence[float]) -> Index:
     class_counts = tuple(samples_of_class[label] for label in range(classes))
     digest = sha256(json.dumps([digests, list(weights)]).encode()).hexdigest()
     # Neither the tars nor the tables lie in one folder: each shard is named whole, each table found by its own set.
-    names = agreed(named_sets, "data.mixture")
+    names = agreed_names(named_sets, "data.mixture")
     return Index(JoinedShards(tuple(sets)), classes, class_counts, digest, "", Path(), names=names)
 
 
@@ -342,7 +342,7 @@ def exclude(sets: Sequence[Index], names: Sequence[str]) -> list[Index]:
         return list(sets)
     dropped: list[set[int]] = [set() for _ in sets]  # numbers of shards, for each set
     for name in names:
-        named = called(name, sets)
+        named = shards_called(name, sets)
         if len(named) != 1:
             which = ", ".join(list(named)[:3]) or f"as {sets[0].location(0)} is called"
             raise DataError(
@@ -368,7 +368,7 @@ def exclude(sets: Sequence[Index], names: Sequence[str]) -> list[Index]:
     return remaining
 
 
-def called(name: str, sets: Sequence[Index]) -> dict[str, list[tuple[int, int]]]:
+def shards_called(name: str, sets: Sequence[Index]) -> dict[str, list[tuple[int, int]]]:
     """Find the shards whose path ends with a name: path → (number of the set, number in it) in each set with it."""
     shards: dict[str, list[tuple[int, int]]] = {}
     for set_number, index in enumerate(sets):

@@ -47,7 +47,7 @@ def ids_of(names: Iterable[str]) -> dict[str, int]:
 # ------------------------------------------------------------------------------------------- comparing
 
 
-def agreed(named: Iterable[tuple[str, Sequence[str]]], stage: str) -> Names:
+def agreed_names(named: Iterable[tuple[str, Sequence[str]]], stage: str) -> Names:
     """Return the longest of several lists of names, each with its source; raises DataError where two disagree."""
     longest: Sequence[str] = ()
     place = ""
@@ -55,7 +55,7 @@ def agreed(named: Iterable[tuple[str, Sequence[str]]], stage: str) -> Names:
         different = []
         for label, (name, other_name) in enumerate(zip(longest, names, strict=False)):
             if name != other_name:
-                different.append(f"class {label} is {some([name])} and {some([other_name])}")
+                different.append(f"class {label} is {preview([name])} and {preview([other_name])}")
         if different:
             problem = "; ".join(different[:3])
             if len(different) > 3:
@@ -73,7 +73,7 @@ def agreed(named: Iterable[tuple[str, Sequence[str]]], stage: str) -> Names:
     return tuple(longest)
 
 
-def some(names: Sequence[str]) -> str:
+def preview(names: Sequence[str]) -> str:
     """Return a few names in quotes, without anything that a terminal would act on, and how many there are."""
     text = ", ".join(f"'{printable(name[:80])}'" for name in names[:MOST_SHOWN])
     if len(names) > MOST_SHOWN:

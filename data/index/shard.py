@@ -29,7 +29,7 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from data.errors import DataError
-from data.files import write_whole
+from data.files import write_atomically
 from data.seal import DIGEST_BYTES
 
 # n shards
@@ -117,7 +117,7 @@ def write_table(folder: Path, table: np.ndarray, name: str, size: int, digest: s
     """Save a table in the folder of its index; returns its shard, of this name, size in bytes and sha256."""
     content = BytesIO()
     np.save(content, table, allow_pickle=False)
-    write_whole(table_path(folder, name), content.getvalue())
+    write_atomically(table_path(folder, name), content.getvalue())
     return Shard(name, len(table), size, digest, sha256(content.getvalue()).hexdigest())
 
 
@@ -172,7 +172,7 @@ class MappedShards(Sequence[Shard]):
         # The path alone is sent to another process. In a run of weeks, somebody may have cleaned the folder meanwhile.
         if not self.path.exists():
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(self.path, self.memory[:])
+            write_atomically(self.path, self.memory[:])
         return (reopened, (self.path, self.digest, self.excluded))
 
 
@@ -196,7 +196,7 @@ def write_columns(path: Path, content: Mapping[str, Any], shards: Sequence[Shard
         np.save(file, np.array([getattr(shard, column).encode() for shard in shards]))
     np.save(file, np.frombuffer(json.dumps(content).encode(), np.uint8))
     file.write(sha256(file.getbuffer()).digest())
-    write_whole(path, file.getvalue())
+    write_atomically(path, file.getvalue())
 
 
 def open_columns(path: Path) -> MappedShards | None:

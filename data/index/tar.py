@@ -33,7 +33,7 @@ import numpy as np
 
 from data.errors import DataError
 from data.index.index import Refusals
-from data.index.names import some
+from data.index.names import preview
 from data.index.shard import COMPRESSED, FIELDS, IMAGES, SampleRow, label_digest, sample_digest
 
 Part = TypeVar("Part")  # what is known of a member of a sample
@@ -315,13 +315,13 @@ def check_nothing_excluded(folder: str | os.PathLike[str]) -> None:
                 below.append(f"{path.name}/{tar.name}")
     if compressed:
         raise DataError(
-            f"{folder}: {some(compressed)} would be left out: compressed tars\n"
+            f"{folder}: {preview(compressed)} would be left out: compressed tars\n"
             "  expected tars that samples can be read from the middle of: uncompress them (gzip -d, zstd -d), "
             f"or name those that you mean: {folder}/*.tar"
         )
     if below:
         raise DataError(
-            f"{folder}: {some(below)} would be left out: they lie in folders of their own\n"
+            f"{folder}: {preview(below)} would be left out: they lie in folders of their own\n"
             f"  expected tars in the folder itself; name them all: {folder}/*.tar {folder}/*/*.tar"
         )
 

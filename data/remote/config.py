@@ -36,7 +36,9 @@ class CacheConfig:
         at_least(self, 0, "backoff_s ahead", "cache.")
 
 
-def remote_ahead(index: Index, order: Order | Mixture, slots: range, step: int, cfg: CacheConfig) -> tuple[int, int]:
+def remote_shards_ahead(
+    index: Index, order: Order | Mixture, slots: range, step: int, cfg: CacheConfig
+) -> tuple[int, int]:
     """Return (remote shards, their bytes) that some slots read from `step` to the last step that is fetched ahead."""
     shards: set[int] = set()
     # The shards of all these steps must fit the cache at once, or it would evict what it has just fetched.

@@ -34,7 +34,7 @@ from urllib.parse import urlsplit
 
 from data.checks import redacted
 from data.errors import DataError, StorageError
-from data.index.names import some
+from data.index.names import preview
 from data.index.shard import COMPRESSED
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def list_tars(url: str, timeout_s: float) -> dict[str, int]:
             tars[f"{scheme}://{path}"] = entry["size"]
     if compressed:
         raise Refused(
-            f"{redacted(url)}: {some(compressed)} would be left out: compressed tars; "
+            f"{redacted(url)}: {preview(compressed)} would be left out: compressed tars; "
             f"uncompress them, or name those that you mean: {redacted(url).rstrip('/')}/*.tar"
         )
     return tars

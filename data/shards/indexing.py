@@ -38,7 +38,7 @@ from data.errors import DataError
 from data.images.decode import MAX_BYTES, BadImage, decode_whole, read_header
 from data.index.document import SUFFIX, image_folders, load_index
 from data.index.index import Index, Refusals
-from data.index.names import MAX_CLASSES, Names, NoLabel, ids_of, parse_labels, some
+from data.index.names import MAX_CLASSES, Names, NoLabel, ids_of, parse_labels, preview
 from data.index.shard import SampleRow, table_path, write_table
 from data.index.tar import Walk, check_nothing_excluded, mapped, walk
 from data.remote.cache import Cache
@@ -223,8 +223,8 @@ def count_classes(
         except NoLabel as error:
             if job.names and error.texts:
                 raise DataError(
-                    f"{job.name}: sample {printable(key)} is labelled {some(error.texts[:1])}, which is none of the "
-                    f"{len(job.names)} class names: {some(job.names)}"
+                    f"{job.name}: sample {printable(key)} is labelled {preview(error.texts[:1])}, which is none of the "
+                    f"{len(job.names)} class names: {preview(job.names)}"
                 ) from None
             # Without a class list the texts of all shards tell, in the end, whether they are names.
             if error.are_names:

@@ -20,7 +20,7 @@ import psutil
 from data.errors import DataError
 from data.index.document import SUFFIX, write_index
 from data.index.index import Index, Refusals
-from data.index.names import NO_NAME, Names, some
+from data.index.names import NO_NAME, Names, preview
 from data.index.shard import Shard
 from data.seal import Journal
 
@@ -109,7 +109,7 @@ class IndexJournal:
             names = tuple(sorted(texts.counts))
             if self.classes and len(names) > self.classes:
                 raise DataError(
-                    f"{self.path}: labels are {len(names)} names, {some(names)}, and classes are {self.classes}\n"
+                    f"{self.path}: labels are {len(names)} names, {preview(names)}, and classes are {self.classes}\n"
                     "  expected as many classes as there are names, or none given: leave --classes out"
                 )
             for label, name in enumerate(names):

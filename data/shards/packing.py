@@ -31,7 +31,7 @@ import numpy as np
 
 from data.checks import check_name, printable
 from data.errors import DataError, Preempted
-from data.files import whole_file
+from data.files import atomic_file
 from data.images.decode import add_restarts, require_binding
 from data.index.document import SUFFIX, load_index
 from data.index.index import Index, Refusals, digest_of
@@ -250,7 +250,7 @@ def write_shard(
     # mtime, user and group are fixed: the same samples must give the same bytes whoever packs them, and when. PAX,
     # because its extra headers appear only for names over 100 bytes: usual tars stay plain ustar.
     fixed = {"encoder": False, "mtime": 0, "user": "patchline", "group": "patchline", "format": "PAX_FORMAT"}
-    with whole_file(path) as temporary:
+    with atomic_file(path) as temporary:
         with open(temporary, "wb") as new_tar, TarWriter(new_tar, **fixed) as writer:
             for sample in group:
                 if stopped.is_set():

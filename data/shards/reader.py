@@ -30,7 +30,7 @@ from data.checks import redacted
 from data.errors import DataError, PatchlineError
 from data.files import state_folder
 from data.images.decode import MAX_BYTES, BadImage
-from data.index.index import Index, called
+from data.index.index import Index, shards_called
 from data.index.names import parse_labels
 from data.index.shard import SampleRow, label_digest, sample_digest
 from data.remote.config import SMALLEST, CacheConfig
@@ -102,7 +102,7 @@ def check_sizes(sets: Sequence[Index], dropped: Sequence[str] = (), option: str 
             parts = place.split("/")
             for count in range(1, len(parts)):
                 end = "/".join(parts[-count:])
-                if len(called(end, sets)) == 1:
+                if len(shards_called(end, sets)) == 1:
                     name = end
                     break
             names.append(name)

@@ -40,29 +40,29 @@ def class_folders(root: str | os.PathLike[str]) -> Iterator[Sample]:
     Raises DataError where a class has no images; files that are no images are named in a warning.
     """
     entries: list[ListedFile] = []
-    passed_over: Counter[str] = Counter()
+    skipped: Counter[str] = Counter()
     for label, class_name in enumerate(folder_classes(root)):
         folder = Path(root, class_name)
-        paths = images_below(folder, passed_over)
+        paths = images_below(folder, skipped)
         if not paths:
             raise DataError(f"{folder}: class {label} has no images; remove the folder or fill it")
         for path in paths:
             entries.append(ListedFile(str(path.relative_to(root)), (label,)))
-    warn_of_others(root, passed_over)
+    warn_of_others(root, skipped)
     yield from read_files(root, entries)
 
 
 def unlabelled_folder(root: str | os.PathLike[str]) -> Iterator[Sample]:
     """Give samples without labels of all images below a folder; raises DataError where there are none."""
-    passed_over: Counter[str] = Counter()
-    paths = images_below(Path(root), passed_over)
+    skipped: Counter[str] = Counter()
+    paths = images_below(Path(root), skipped)
     if not paths:
         raise DataError(f"{root}: no images here or below; expected {', '.join(IMAGES)}")
-    warn_of_others(root, passed_over)
+    warn_of_others(root, skipped)
     yield from read_files(root, [ListedFile(str(path.relative_to(root)), None) for path in paths])
 
 
-def images_below(folder: Path, passed_over: Counter[str]) -> list[Path]:
+def images_below(folder: Path, skipped: Counter[str]) -> list[Path]:
     """Return the images of a folder and of those below, sorted; count what is none or hidden, by kind."""
     paths = []
     for path in sorted(folder.rglob("*")):
@@ -70,20 +70,20 @@ def images_below(folder: Path, passed_over: Counter[str]) -> list[Path]:
             continue
         # macOS leaves a `._1.jpg` beside a 1.jpg, which is no image; a notebook copies of images in .ipynb_checkpoints.
         if "/." in f"/{path.relative_to(folder)}":
-            passed_over[HIDDEN] += 1
+            skipped[HIDDEN] += 1
         elif not path.is_file():
-            passed_over["link that leads nowhere, or device"] += 1
+            skipped["link that leads nowhere, or device"] += 1
         elif is_image(path):
             paths.append(path)
         else:
-            passed_over[path.suffix or path.name] += 1
+            skipped[path.suffix or path.name] += 1
     return paths
 
 
-def warn_of_others(root: str | os.PathLike[str], passed_over: Counter[str]) -> None:
+def warn_of_others(root: str | os.PathLike[str], skipped: Counter[str]) -> None:
     """Log a warning of what `images_below` has passed over, if anything."""
-    if passed_over:
-        kinds = ", ".join(f"{count} × {printable(kind)}" for kind, count in passed_over.most_common(MOST_KINDS))
+    if skipped:
+        kinds = ", ".join(f"{count} × {printable(kind)}" for kind, count in skipped.most_common(MOST_KINDS))
         message = "%s: not packed, being hidden or no %s: %s"
         logging.getLogger(__name__).warning(message, root, ", ".join(IMAGES), kinds)
 

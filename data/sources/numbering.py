@@ -20,7 +20,7 @@ from pathlib import Path
 
 from data.checks import printable
 from data.errors import DataError
-from data.index.names import Names, some
+from data.index.names import Names, preview
 
 LIST_KEYS = ("names", "id2label", "label_names")  # what holds the class names in JSON that holds other things too
 
@@ -64,7 +64,7 @@ def read_class_list(path: str | os.PathLike[str]) -> Names:
     return tuple(names)
 
 
-def check_unmistakable(names: Sequence[str], path: str) -> None:
+def check_unambiguous(names: Sequence[str], path: str) -> None:
     """Raise DataError where a name is a number, and not its own id: as a label it would be taken for another class."""
     for label, name in enumerate(names):
         if name.isascii() and name.isdigit() and int(name) != label:
@@ -147,8 +147,8 @@ def number(
             lacking.append(name_in_target)
     if lacking:
         raise DataError(
-            f"{name}: {giver} lacks {len(lacking)} of the {len(own)} classes here: {some(lacking)}\n"
-            f"  expected classes of {giver}: {some(target)}\n"
+            f"{name}: {giver} lacks {len(lacking)} of the {len(own)} classes here: {preview(lacking)}\n"
+            f"  expected classes of {giver}: {preview(target)}\n"
             f"  rename them (--rename {shlex.quote(lacking[0] + '=NAME')}; in a recipe rename: "
             f"{{{json.dumps(lacking[0], ensure_ascii=False)}: NAME}}), or pack this set with a numbering of its own"
         )
@@ -183,7 +183,7 @@ def check_known(wanted: Iterable[str], names: Sequence[str], what: str) -> None:
     unknown = [name for name in wanted if name not in names]
     if not unknown:
         return
-    there_are = f"expected some of its {len(names)} classes: {some(names)}"
+    there_are = f"expected some of its {len(names)} classes: {preview(names)}"
     if not names:
         there_are = "nobody knows its class names: give class ids, or the names in a file (names: FILE)"
-    raise DataError(f"{what} has {some(unknown)}, no class of this source\n  {there_are}")
+    raise DataError(f"{what} has {preview(unknown)}, no class of this source\n  {there_are}")

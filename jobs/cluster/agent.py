@@ -6,7 +6,7 @@ Under Ray it is an actor in the campaign's placement group, for plain processes 
 2. `start` has this node's workers of an attempt forked.
 3. `poll` answers after `wait_s`, or at once where a worker has started, ended or been told to go. The answer is small:
 
-       NodeReport(workers=[WorkerState(rank=3, pid=4711, place=Place(812, "reduce", 1200, ""), is_stopped=False), …])
+       NodeReport(workers=[WorkerState(rank=3, pid=4711, place=PhaseReport(812, "reduce", 1200, ""), …), …])
 
    What befalls a worker is judged here, where it is: its exit code and signal, whether a signal has stopped it, whether
    the kernel's out-of-memory killer has struck.
@@ -38,7 +38,7 @@ import psutil
 from jobs.cluster.fork_server import Forked, ForkServer, Listen, Listening, WorkerEnded, kill_group
 from jobs.cluster.node_files import Change, Mark, NodeFiles
 from jobs.cluster.worker import LOOPBACK, RankInfo, WorkerRecord, WorkerSpec, worker_file
-from pipeline.monitoring.watchdog import STOP_FILE, Place, read_place
+from pipeline.monitoring.watchdog import STOP_FILE, PhaseReport, read_phase
 
 VMSTAT = Path("/proc/vmstat")  # counts the kills of every cgroup, and any container can read it
 OOM_WINDOW_S = 10.0  # between the kernel's kill and the end that is seen: a large process takes a while to die
@@ -73,7 +73,7 @@ class WorkerState:
     rank: int
     pid: int = 0  # 0 until it is forked
     record: WorkerRecord | None = None  # as the worker has written it: its start, then its end
-    place: Place | None = None
+    place: PhaseReport | None = None
     is_stopped: bool = False  # by a signal, as SIGSTOP
     death: str = ""  # how it died that did not write its end
 
@@ -211,7 +211,7 @@ class Agent:
             self._read_records()
             told_to_go = []
             for worker in self.workers.values():
-                worker.place = read_place(self.node_folder, worker.rank)
+                worker.place = read_phase(self.node_folder, worker.rank)
                 worker.is_stopped = False
                 with suppress(psutil.Error):
                     worker.is_stopped = worker.pid != 0 and psutil.Process(worker.pid).status() == psutil.STATUS_STOPPED

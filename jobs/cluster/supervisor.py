@@ -48,7 +48,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from data.errors import ExitCode, Preempted, UnlikeNodes
+from data.errors import ExitCode, MismatchedNodes, Preempted
 from jobs.cluster.elastic import Growth, Sizes
 from jobs.cluster.failure import StageFailed, WorkerGroupError
 from jobs.cluster.nodes import Nodes, nodes_of
@@ -57,8 +57,8 @@ from jobs.cluster.worker_group import WorkerGroup
 from jobs.cluster_config import ClusterConfig
 from jobs.ownership import claim_attempt
 from jobs.resolved_recipe import Context
-from pipeline.identity import MUST_BE_EQUAL, code_version, differences, other_code
-from pipeline.monitoring.watchdog import Place, Watch
+from pipeline.identity import MUST_BE_EQUAL, code_mismatch, code_version, differences
+from pipeline.monitoring.watchdog import PhaseReport, Watch
 
 GO_ON = "run the same command again to go on"
 
@@ -186,7 +186,7 @@ class Attempt:
         # The agents read what workers have left: none has to answer, so a frozen one cannot hold this up. A worker that
         # has ended enters no phase any more: then the cluster is clearing up, which is nobody's fault.
         if not group.have_all_ended():
-            stuck = self.watch.look(group.places(), group.is_frozen)
+            stuck = self.watch.find_stall(group.places(), group.is_frozen)
             if stuck is not None:
                 raise group.evidence().silent_failure(stuck.rank, stuck.cause)
             # Slow is not stuck: the run goes on at the pace of its slowest worker, and its user learns which it is.
@@ -231,7 +231,9 @@ def restart_point(context: Context) -> str:
 # ------------------------------------------------------------------------ an attempt has ended
 
 
-def write_incident(context: Context, attempt: int, failure: WorkerGroupError, places: Mapping[int, Place]) -> None:
+def write_incident(
+    context: Context, attempt: int, failure: WorkerGroupError, places: Mapping[int, PhaseReport]
+) -> None:
     """Append to incidents.txt, for people: when, in which attempt, which worker, in which of `places`, and why."""
     # These go into the failure itself, because the log and the stage's error say them too.
     if failure.rank is not None and failure.rank in places:
@@ -281,7 +283,7 @@ def leave_out_unlike(context: Context, nodes: Nodes, failure: WorkerGroupError, 
     ties = []
     for node_id, identity in identities.items():
         if identity["code"] != code:
-            odd[node_id] = other_code([identity], code)
+            odd[node_id] = code_mismatch([identity], code)
     for difference in differences(list(identities.values()), MUST_BE_EQUAL):
         if difference.is_tie:
             ties.append(str(difference))
@@ -320,7 +322,7 @@ def recover(
         context.log(f"{failure}; restarting from {restart_point(context)}")
         return
     # c. Before d, which would not exclude the nodes by name.
-    if failure.kind == UnlikeNodes.__name__ and not context.stop_requested():
+    if failure.kind == MismatchedNodes.__name__ and not context.stop_requested():
         leave_out_unlike(context, nodes, failure, min(history.sizes.worlds))
         return
     # d. Back to the workers and nodes of the last attempt that committed.

@@ -35,7 +35,7 @@ from typing import Any, NotRequired, TypedDict
 import psutil
 
 from data.errors import ClusterError
-from data.files import SAME_STORAGE, look_for, refusal, write_with_reserve
+from data.files import SAME_STORAGE, error_text, look_for, write_with_reserve
 from pipeline.monitoring.watchdog import NODE_FOLDER
 
 Task = dict[str, Any]  # what the workers of an attempt are told; JSON
@@ -184,7 +184,7 @@ def run_worker(spec: WorkerSpec, server: socket.socket | None, lifeline: int, ne
             # sys.exit("a text") is a failure like any other.
             "exit_code": exit_code if isinstance(exit_code, int) else None,
             "kind": type(error).__name__,
-            "error": refusal(error) if isinstance(error, OSError) else str(error),
+            "error": error_text(error) if isinstance(error, OSError) else str(error),
             "traceback": traceback.format_exc()[-LONGEST_TRACEBACK:],
         }
         traceback.print_exc()

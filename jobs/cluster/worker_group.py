@@ -30,7 +30,7 @@ from jobs.cluster.node_files import Mark, begin_as_driver, take_over
 from jobs.cluster.nodes import Nodes, nodes_of
 from jobs.cluster.worker import RankInfo, Task, WorkerFunction
 from jobs.cluster_config import ClusterConfig
-from pipeline.monitoring.watchdog import Place
+from pipeline.monitoring.watchdog import PhaseReport
 
 TICK_S = 0.5  # between two calls of `on_tick`, at most
 POLL_S = 1.0  # the period of the heartbeat: an agent without news reports so often
@@ -114,7 +114,7 @@ class WorkerGroup:
 
     # -------------------------------------------------------------------- what an `on_tick` may read and ask
 
-    def places(self) -> dict[int, Place]:
+    def places(self) -> dict[int, PhaseReport]:
         """Return in which phase every worker was when it was last seen."""
         return {rank: state.place for rank, state in self.states.items() if state.place is not None}
 

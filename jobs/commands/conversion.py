@@ -18,8 +18,8 @@ import typer
 
 import models
 from data.errors import DataError, UsageError
-from data.files import whole_file
-from data.index.names import some
+from data.files import atomic_file
+from data.index.names import preview
 from data.sources.numbering import read_class_list
 from jobs.commands.arguments import Debug
 from jobs.commands.weights import check_weights_exist, find_weights
@@ -101,7 +101,7 @@ def import_foreign(
             "classes\n  expected one name per class in the order of the outputs: --names FILE"
         )
     preprocessing = any_weights.recorded_preprocessing(path)
-    models.save(model, directory, writing=whole_file, class_names=names, preprocessing=preprocessing)
+    models.save(model, directory, writing=atomic_file, class_names=names, preprocessing=preprocessing)
     record = {"imported": str(Path(path).resolve()), "overrides": changes, "code": code_version()}
     artifacts.record_weights(Path(directory), record)
     report(model, path, names, preprocessing, verification)
@@ -149,7 +149,7 @@ def export(
         warnings.simplefilter("always")
         try:
             activity.now(f"export: writing {path} …")
-            models.save(model, path, format, writing=whole_file, class_names=names, preprocessing=preprocessing)
+            models.save(model, path, format, writing=atomic_file, class_names=names, preprocessing=preprocessing)
         except ValueError as error:
             raise UsageError(f"{directory} cannot be exported as {format}: {error}") from None
 
@@ -264,7 +264,7 @@ def report(
     if config.classes and not names:
         echo("classes  no names: cannot check whether a data set numbers its classes as these weights do")
     elif config.classes:
-        line = f"classes  {some(names)}"
+        line = f"classes  {preview(names)}"
         if len(names) < config.classes:
             line += f"; the remaining {config.classes - len(names):,} classes have no names"
         echo(line)

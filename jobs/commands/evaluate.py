@@ -59,7 +59,7 @@ def evaluate(
             f"evaluate {weights} runs/photos/parts/held-out"
         )
     weights = find_weights(weights)
-    from data.files import write_whole
+    from data.files import write_atomically
     from jobs.cluster_config import ClusterConfig, cores
     from jobs.kinds import load_kinds
     from jobs.recipe.campaign import resolve
@@ -69,7 +69,7 @@ def evaluate(
     from pipeline.config import build
     from pipeline.evaluation.document import NAME
     from pipeline.evaluation.protocols import PROTOCOLS
-    from pipeline.recipe import Recipe, with_home, with_overrides
+    from pipeline.recipe import Recipe, expand_home, with_overrides
 
     # Name each data set after its folder or index file; append a number if two names are equal.
     sets: dict[str, dict[str, str]] = {}
@@ -104,7 +104,7 @@ def evaluate(
             full.append(override)
         else:
             full.append(f"{STAGE}.{override}")
-    values = with_home(with_overrides(values, full))
+    values = expand_home(with_overrides(values, full))
     # Report missing files and misspelled keys before importing torch, which is needed only to count GPUs.
     campaign = resolve(Recipe(values, "the command", folder), load_kinds({STAGE: context.obj.kinds[STAGE]}))
     stage = campaign.stage(STAGE)
@@ -122,7 +122,7 @@ def evaluate(
     campaign = replace(campaign, cluster=build(ClusterConfig, cluster, "cluster"))
     run_campaign(campaign, watchers=context.obj.watchers)
     document = (campaign.directory(stage) / NAME).read_text()
-    write_whole(campaign.run / NAME, document)
+    write_atomically(campaign.run / NAME, document)
     echo(f"written  {campaign.run / NAME}: {counted(len(json.loads(document)['results']), 'result')}")
 
 

@@ -207,7 +207,7 @@ def index(
     """Index existing WebDataset tars in place; exit with 65 if no sample is usable."""
     from data.index.document import load_index
     from data.shards.indexing import build_index, decoded_samples
-    from data.sources.numbering import check_unmistakable, read_class_list
+    from data.sources.numbering import check_unambiguous, read_class_list
 
     if output is not None:
         refuse_file(Path(output))
@@ -219,7 +219,7 @@ def index(
     listed: Names = ()
     if names:
         listed = read_class_list(names)
-        check_unmistakable(listed, names)
+        check_unambiguous(listed, names)
     elif classes_of:
         listed = load_index(find_set(classes_of)).names
         if not listed:
@@ -302,7 +302,7 @@ def cache_config(folder: str | None) -> "CacheConfig":
 
 def summary(index: "Index") -> list[str]:
     """Return lines that describe a data set: size, folder, class names, and samples that were skipped."""
-    from data.index.names import some
+    from data.index.names import preview
     from data.shards.indexing import decoded_samples
 
     classes = f"{index.classes} classes" if index.classes else "without labels"
@@ -311,7 +311,7 @@ def summary(index: "Index") -> list[str]:
         f"in {index.tables}"
     ]
     if index.names:
-        lines.append(f"class names: {some(index.names)}")
+        lines.append(f"class names: {preview(index.names)}")
     lines += index.refused.lines("refused: ")
     tried, failed = decoded_samples(index)
     if failed:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data.errors import CheckpointError, DataError
-from data.files import MANIFEST, write_whole
+from data.files import MANIFEST, write_atomically
 from data.storage import Folder, Storage
 from jobs.commands.arguments import Debug, Run
 from jobs.named_stages import RECORD, find_stage, no_run
@@ -40,7 +40,7 @@ def status(run: Run, _debug: Debug = False) -> None:
             for name in checkpoints.committed()[:1]:
                 (checkpoints.local / name).mkdir(parents=True)
                 content = store.read(f"{checkpoints.folder}/{name}/{MANIFEST}")
-                write_whole(checkpoints.local / name / MANIFEST, content or b"")
+                write_atomically(checkpoints.local / name / MANIFEST, content or b"")
         print_status(store.local / stage, store)
 
 

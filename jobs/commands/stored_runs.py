@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 from data.bucket import Bucket, check_store_url, local_name
 from data.errors import DataError, UsageError
-from data.files import MANIFEST, state_folder, write_whole
+from data.files import MANIFEST, state_folder, write_atomically
 from data.storage import Folder, Storage
 from jobs.named_stages import CHECKPOINTS, RECORD, find_stage
 from jobs.run.sync import fetch_small_files
@@ -140,7 +140,7 @@ def fetch_weights(url: str) -> str:
         for name in (*WEIGHT_FILES, PROVENANCE):
             if name in done["files"]:
                 record = done["files"][name]
-                cache.bring(f"{folder.name}/{name}", record["bytes"], record["sha256"])
+                cache.ensure_local(f"{folder.name}/{name}", record["bytes"], record["sha256"])
         # done.json comes last: it marks the folder as complete.
-        write_whole(cache.local / folder.name / DONE, (folder / DONE).read_bytes())
+        write_atomically(cache.local / folder.name / DONE, (folder / DONE).read_bytes())
         return str(cache.local / folder.name)

@@ -14,7 +14,7 @@ import typer
 
 import models
 from data.errors import CheckpointError, UsageError
-from data.files import whole_file
+from data.files import atomic_file
 from jobs.commands.arguments import Debug
 from jobs.commands.checkpoints import SavedRun
 from jobs.commands.stored_runs import OpenedRun, opened
@@ -229,7 +229,7 @@ def export_weights(path: SavedRun, target: Target, step: Step = None, _debug: De
 
         target = target.resolve()
         target.mkdir(parents=True, exist_ok=True)
-        models.save_weights(export(folder, model), target, model, writing=whole_file, **beside)
+        models.save_weights(export(folder, model), target, model, writing=atomic_file, **beside)
         # A stage's own done.json speaks for its folder, and finds weights of another step there.
         if not (target / artifacts.DONE).exists():
             exported = run.in_words(str(folder))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import models
 from data.errors import DataError
-from data.index.names import Names, agreed
+from data.index.names import Names, agreed_names
 from jobs.recipe.key import model_at
 from jobs.resolved_recipe import Available, Stage, reference
 from models.weights.folder import CLASSES, CONFIG
@@ -30,7 +30,7 @@ def check(stage: Stage, available: Available) -> None:
         for field, path in shared.sets.items():
             for index in available.made([path]):
                 named.append((f"{field} ({path})", index.names))
-        agreed(named, stage.name)
+        agreed_names(named, stage.name)
 
 
 def of_stage(stage: Stage, available: Available) -> Names:
@@ -40,7 +40,7 @@ def of_stage(stage: Stage, available: Available) -> Names:
         for field in shared.trained:
             for index in available.made([shared.sets[field]]):
                 trained.append((shared.sets[field], index.names))
-    names = agreed(trained, stage.name)
+    names = agreed_names(trained, stage.name)
     if not names and keeps_head_of_weights(stage, available):
         names = of_weights(stage.config.init, available)
     return names

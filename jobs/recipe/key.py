@@ -56,9 +56,9 @@ def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Read
                 elif reads is Reads.FILE:
                     digest = hashlib.sha256(Path(value).read_bytes()).hexdigest()
                 elif reads is Reads.WEIGHTS:
-                    digest = artifacts.check_weights(Path(value), say=lambda text: None).sha256
+                    digest = artifacts.check_weights(Path(value), log=lambda text: None).sha256
                 elif reads is Reads.ANY_WEIGHTS:
-                    digest = any_weights.digest_of(value, say=lambda text: None)
+                    digest = any_weights.digest_of(value, log=lambda text: None)
                     # By default, weights are evaluated with the preprocessing that is recorded with them.
                     recorded = any_weights.recorded_preprocessing(value)
                     if recorded is not None:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from data.bucket import Bucket, each
 from data.errors import PatchlineError, RunOwned
-from data.files import write_whole
+from data.files import write_atomically
 from data.storage import Storage
 from jobs.ownership import LEASES, Lease
 from pipeline.artifacts import DONE
@@ -61,7 +61,7 @@ def synced(storage: Storage, lease: Lease, log: Log) -> Iterator[Callable[[], No
         # 3. The last files.
         has_ended.set()
         # Before waiting for the thread: its store may be gone.
-        storage.be_brief()
+        storage.limit_retries()
         thread.join()
         try:
             sync.put()
@@ -123,13 +123,13 @@ class Sync:
                     if path.is_file() and self.known.get(name) != state:
                         # Before each file: a large one takes minutes, in which the run may be taken over.
                         self.lease.check()
-                        self.store.send(name)
+                        self.store.upload(name)
                         self.known[name] = state
             self.note()
 
     def note(self) -> None:
         """Record the owner of these files, and which of them the store has."""
-        write_whole(self.run / SYNC_FILE, json.dumps({"token": self.lease.record["token"], "known": self.known}))
+        write_atomically(self.run / SYNC_FILE, json.dumps({"token": self.lease.record["token"], "known": self.known}))
 
 
 def fetch_small_files(store: Bucket, is_wanted: Callable[[str], bool]) -> dict[str, int]:

@@ -4,7 +4,7 @@
         def status(self, message: StatusMessage) -> None:
             if message.report is not None and message.report["step"] > 40: ...
 
-    run_campaign(campaign, watchers=[Killer(), "jobs.extras.report.kept:KeptPage"])
+    run_campaign(campaign, watchers=[Killer(), "jobs.extras.report.page_watcher:PageWatcher"])
 
 One command calls, in this order:
 1. `started`, when the run belongs to this command;

@@ -28,7 +28,7 @@ import numpy as np
 import models
 from data.checks import at_least, check_name, more_than_0
 from data.errors import DataError
-from data.files import write_whole
+from data.files import write_atomically
 from data.images.preprocess import corrections
 from data.index.document import load_index
 from data.optional import load_optional
@@ -245,7 +245,7 @@ class Evaluate(StageKind):
             },
             "results": in_order,
         }
-        write_whole(context.directory / document.NAME, json.dumps(written, indent=1))
+        write_atomically(context.directory / document.NAME, json.dumps(written, indent=1))
         log_warnings(cfg, context, written["results"])
         document.log_table(written, context.log)
         metrics = {}

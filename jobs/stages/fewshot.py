@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import ClassVar, Literal
 
 from data.checks import at_least, more_than_0
-from data.files import write_whole
+from data.files import write_atomically
 from data.remote.config import CacheConfig
 from jobs.resolved_recipe import Available, CheckResult, Context, Reads, SharedClasses, SourceModel, Stage, StageKind
 from jobs.stages import training
@@ -85,7 +85,7 @@ class FewShot(StageKind):
             "test_samples": result["set"]["judged"],
             "probe": asdict(cfg.probe),
         }
-        write_whole(context.directory / "metrics.json", json.dumps(results, indent=1))
+        write_atomically(context.directory / "metrics.json", json.dumps(results, indent=1))
 
         # Log only the means; the accuracies of single draws ("…seed…") are in metrics.json.
         means = []

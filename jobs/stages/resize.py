@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import models
-from data.files import whole_file, write_whole
+from data.files import atomic_file, write_atomically
 from jobs.resolved_recipe import Context, Reads, SourceModel, StageKind
 from pipeline import artifacts
 from pipeline.architecture import model_config
@@ -38,8 +38,8 @@ class Resize(StageKind):
         weights, source = models.load_weights(folder)
         weights, report = models.transfer(weights, source, context.model)
         names = context.class_names
-        models.save_weights(weights, context.directory, context.model, writing=whole_file, class_names=names)
-        write_whole(context.directory / "report.txt", f"{report}\n")
+        models.save_weights(weights, context.directory, context.model, writing=atomic_file, class_names=names)
+        write_atomically(context.directory / "report.txt", f"{report}\n")
         for line in str(report).splitlines():
             context.log(line)
         return {

@@ -155,7 +155,7 @@ class Training(StageKind):
             extra.after(cfg, context, outcome)
         # Copy the weights to this machine, because rank 0 may have written them on another node.
         for name, record in outcome["files"].items():
-            campaign.storage.bring(f"{context.directory.name}/{name}", record["bytes"], record["sha256"])
+            campaign.storage.ensure_local(f"{context.directory.name}/{name}", record["bytes"], record["sha256"])
         return outcome
 
     def model(self, cfg: TrainConfig, source_model: SourceModel) -> ModelConfig | None:
@@ -440,7 +440,7 @@ def check_usable(
     for index in sets:
         if index.samples == 0 or (needs_labels and index.classes == 0):
             raise DataError(
-                f"{index.tables} has {index.samples} samples and {index.classes} classes, too few to train or evaluate\n"
+                f"{index.tables} has {index.samples} samples and {index.classes} classes, too few to use\n"
                 "  data.drop may exclude all shards, or labels may be missing: type python -m jobs data check FOLDER\n"
                 "  to train on images without labels, use objective: masked; python -m jobs new FOLDER writes a recipe"
             )

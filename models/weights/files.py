@@ -40,7 +40,7 @@ from models.weights.folder import (
 from models.weights.preprocessing import Preprocessing
 
 # How a file comes to its name: given the final one, a context manager yields the name to write to. The default writes
-# in place, as a notebook wants it; a run passes `data.files.whole_file`, so that a file appears whole or not at all.
+# in place, as a notebook wants it; a run passes `data.files.atomic_file`, so that a file appears whole or not at all.
 Writing = Callable[[Path], AbstractContextManager[Path]]
 
 

@@ -80,7 +80,7 @@ class Manifest:
         return sum(file["bytes"] for file in self.files.values())
 
 
-class Damaged(CheckpointError):
+class DamagedCheckpoint(CheckpointError):
     """A file of a checkpoint is not what was committed: another checkpoint may be whole."""
 
 
@@ -144,7 +144,7 @@ def manifest_in(storage: Storage, checkpoint: str) -> Manifest:
     except OSError as error:
         raise unreadable(path, error) from None
     if content is None:
-        raise Damaged(f"{path}: no such file")
+        raise DamagedCheckpoint(f"{path}: no such file")
     try:
         values = unseal(content)
         # Refused before the fields are read, which a newer schema may have renamed; and never passed over for an older
@@ -171,7 +171,7 @@ def sizes_in(storage: Storage, folder: str) -> dict[str, int]:
     return {name.removeprefix(f"{folder}/"): size for name, size in storage.list(folder).items()}
 
 
-def look_at(storage: Storage, checkpoint: str) -> Manifest:
+def inspect_checkpoint(storage: Storage, checkpoint: str) -> Manifest:
     """Read the manifest, and look whether the files that it names are there, in their sizes, and no others.
 
     Raises CheckpointError naming the file and what differs; OSError, StorageError where the storage fails.
@@ -180,24 +180,24 @@ def look_at(storage: Storage, checkpoint: str) -> Manifest:
     present = sizes_in(storage, checkpoint)
     # Not opened where it is no regular file: to read from a pipe would be to wait for ever.
     if MANIFEST not in present:
-        raise Damaged(f"{address}/{MANIFEST}: no such file")
+        raise DamagedCheckpoint(f"{address}/{MANIFEST}: no such file")
     manifest = manifest_in(storage, checkpoint)
     del present[MANIFEST]
     # A file too many is refused like one too few: it is not what was committed.
     missing = sorted(manifest.files.keys() - present.keys())
     extra = sorted(present.keys() - manifest.files.keys())
     if missing or extra:
-        raise Damaged(f"{address}: missing {missing or 'nothing'}, unexpected {extra or 'nothing'}")
+        raise DamagedCheckpoint(f"{address}: missing {missing or 'nothing'}, unexpected {extra or 'nothing'}")
     for name, record in manifest.files.items():
         if present[name] != record["bytes"]:
-            raise Damaged(f"{address}/{name}: {present[name]} bytes, the manifest says {record['bytes']}")
+            raise DamagedCheckpoint(f"{address}/{name}: {present[name]} bytes, the manifest says {record['bytes']}")
     return manifest
 
 
 def unreadable(path: Path | str, error: OSError) -> Exception:
     """Return the error to raise: about this file where the file is bad, the same OSError where the storage is."""
     if error.errno in UNREADABLE:
-        return Damaged(f"{path}: {error.strerror or error}")
+        return DamagedCheckpoint(f"{path}: {error.strerror or error}")
     return error
 
 
@@ -233,13 +233,13 @@ def digest_chunks(chunks: Iterable[memoryview], chunk_bytes: int) -> ChunkedReco
 
 
 def check_size(path: Path, expected: FileRecord) -> None:
-    """Raise Damaged unless this is a regular file of the size that the manifest gives it."""
+    """Raise DamagedCheckpoint unless this is a regular file of the size that the manifest gives it."""
     # To read from a pipe would be to wait for ever.
     if not path.is_file():
-        raise Damaged(f"{path} is not a regular file")
+        raise DamagedCheckpoint(f"{path} is not a regular file")
     size = path.stat().st_size
     if size != expected["bytes"]:
-        raise Damaged(f"{path}: {size} bytes, the manifest says {expected['bytes']}")
+        raise DamagedCheckpoint(f"{path}: {size} bytes, the manifest says {expected['bytes']}")
 
 
 def chunks_of(path: Path, chunk_bytes: int) -> Iterator[memoryview]:

@@ -33,12 +33,12 @@ from models import ModelConfig
 from pipeline.checkpoints.manifest import (
     DIGEST_LENGTH,
     ChunkedRecord,
-    Damaged,
+    DamagedCheckpoint,
     Manifest,
     check_size,
     chunks_of,
     digest_chunks,
-    look_at,
+    inspect_checkpoint,
     read_manifest,
     unreadable,
 )
@@ -53,7 +53,7 @@ def verify(checkpoint: Path) -> Manifest:
 
     Raises CheckpointError naming the file and what differs, OSError where the storage fails.
     """
-    manifest = look_at(Folder(checkpoint.parent), checkpoint.name)
+    manifest = inspect_checkpoint(Folder(checkpoint.parent), checkpoint.name)
     for name, record in manifest.files.items():
         path = checkpoint / name
         # The size first: a truncated file is found without reading gigabytes of it.
@@ -63,9 +63,9 @@ def verify(checkpoint: Path) -> Manifest:
         except OSError as error:
             raise unreadable(path, error) from None
         if actual["sha256"] != record["sha256"]:
-            raise Damaged(f"{path}: its sha256 is not the manifest's; the file has changed")
+            raise DamagedCheckpoint(f"{path}: its sha256 is not the manifest's; the file has changed")
         if actual["chunks"] != record["chunks"]:
-            raise Damaged(f"{path}: its sha256 is the manifest's, and the digests of its chunks are not")
+            raise DamagedCheckpoint(f"{path}: its sha256 is the manifest's, and the digests of its chunks are not")
         # The head too: a digest may be right for a file that never was a checkpoint, such as a pickle.
         FragmentFile(path, record).close()
     return manifest
@@ -77,7 +77,7 @@ class FragmentFile:
     def __init__(self, path: Path, record: ChunkedRecord) -> None:
         """Open the file and read its head.
 
-        Raises Damaged where it is not the file of the record, OSError where the storage fails.
+        Raises DamagedCheckpoint where it is not the file of the record, OSError where the storage fails.
         """
         self.path = path
         self.size = record["bytes"]
@@ -108,12 +108,12 @@ class FragmentFile:
                     raise ValueError(f"{key} is {described}")
                 self.places[key] = (data_begins + first_byte, count)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise Damaged(f"{path} holds no fragments: {error}") from None
+            raise DamagedCheckpoint(f"{path} holds no fragments: {error}") from None
 
     def read(self, key: str, first: int, out: Tensor) -> None:
         """Fill a flat fp32 tensor in host memory with a fragment's elements from its element `first` on.
 
-        Raises Damaged where what was read is not what was committed, OSError where the storage fails.
+        Raises DamagedCheckpoint where what was read is not what was committed, OSError where the storage fails.
         """
         data_begins, count = self.places[key]
         assert first + out.numel() <= count, (key, first, out.numel(), count)
@@ -143,7 +143,7 @@ class FragmentFile:
             position = stop
 
     def read_chunk(self, number: int, target: memoryview) -> None:
-        """Read one chunk and compare it with its digest. Raises Damaged where it differs."""
+        """Read one chunk and compare it with its digest. Raises DamagedCheckpoint where it differs."""
         begin = number * self.chunk_bytes
         try:
             if self.handle is None:
@@ -156,7 +156,7 @@ class FragmentFile:
         self.hashed_bytes += len(target)
         place = DIGEST_LENGTH * number
         if xxh3_64_hexdigest(target) != self.digests[place : place + DIGEST_LENGTH]:
-            raise Damaged(
+            raise DamagedCheckpoint(
                 f"{self.path}: bytes {begin} to {begin + len(target)} are not those that the manifest gives a digest "
                 "of; the file has changed"
             )
@@ -192,7 +192,7 @@ class Reader:
         1 for the last. The files nearest to there are opened first: a worker of the world that saved them needs one
         file, of any other a few, and not those of all.
 
-        Raises Damaged where a file that is opened is not that of its record, or none of fragments.
+        Raises DamagedCheckpoint where a file that is opened is not that of its record, or none of fragments.
         """
         self.checkpoint = checkpoint
         self.records = files
@@ -229,8 +229,8 @@ class Reader:
     def __call__(self, name: str, kind: str, start: int, count: int) -> Tensor:
         """Return elements [start, start + count) of one parameter's master or moment, flat fp32.
 
-        Raises CheckpointError where the checkpoint holds no such parameter or not all of the range, Damaged where it is
-        not what was committed.
+        Raises CheckpointError where the checkpoint holds no such parameter or not all of the range, DamagedCheckpoint
+        where it is not what was committed.
         """
         # The range may lie across files of several workers, wherever the world that saved it made its cuts.
         out = torch.empty(count)

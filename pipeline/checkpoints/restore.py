@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.errors import CheckpointError, DataError, RunOwned, StorageError
-from pipeline.checkpoints.manifest import Damaged, NewerSchema
+from pipeline.checkpoints.manifest import DamagedCheckpoint, NewerSchema
 from pipeline.checkpoints.reader import Reader
 from pipeline.checkpoints.stage_checkpoints import Chosen, Log, StageCheckpoints
 
@@ -100,7 +100,7 @@ def load_together(fill: Fill, checkpoints: StageCheckpoints, chosen: Chosen, att
         for rank, (failure, node) in enumerate(outcomes):
             if failure is None:
                 continue
-            if not isinstance(failure, Damaged):
+            if not isinstance(failure, DamagedCheckpoint):
                 raise failure
             if not problem:
                 problem = f"{failure} (read by worker {rank} on {node})"

@@ -40,7 +40,7 @@ from torch import Tensor
 
 import models
 from data.errors import CheckpointError, RunOwned, StorageError
-from data.files import DISK_BLOCK, free_bytes, make_folder, refusal, size_text
+from data.files import DISK_BLOCK, error_text, free_bytes, make_folder, size_text
 from data.storage import Folder
 from models import ModelConfig
 from pipeline.checkpoints.manifest import Manifest, digest, newest_attempt, step_of
@@ -172,12 +172,12 @@ class Saver:
             # 3. Where other nodes do not see this disk, the metrics go where they see them. Not those of a former owner
             #    that was frozen, whose lines would take the place of newer ones.
             if is_rank_0 and self.checkpoints.sends_metrics and newest_attempt(storage) <= self.manifest.attempt:
-                storage.send(f"{self.checkpoints.stage}/{METRICS}")
+                storage.upload(f"{self.checkpoints.stage}/{METRICS}")
             self.result = WrittenFile(file, record)
         except CheckpointError as error:
             self.result = WrittenFile(file, error=f"{file}: {error}")
         except OSError as error:
-            self.result = WrittenFile(file, error=f"{file}: {refusal(error)}")
+            self.result = WrittenFile(file, error=f"{file}: {error_text(error)}")
         except StorageError as error:
             self.result = WrittenFile(file, error=str(error))  # which names the object
 
@@ -272,7 +272,7 @@ class Saver:
 
         Where one worker ends, the others are killed a moment later: no old checkpoint is left half deleted by that.
         """
-        with self.phases.led("save", step, dist.get_rank() == 0):
+        with self.phases.rank_0_phase("save", step, dist.get_rank() == 0):
             self.wait_for_deleting()
         dist.barrier()
 
@@ -299,7 +299,7 @@ class Saver:
         except Exception as error:  # a thread has no caller that would hear of it
             self.telemetry.log(f"old checkpoints stay: {type(error).__name__}: {error}")
 
-    def of_step(self, step: int) -> Chosen:
+    def checkpoint_of(self, step: int) -> Chosen:
         """Return a committed step, its files on this node; rank 0 alone. Raises CheckpointError, StorageError."""
         # Of one step the later attempt comes first.
         name = next(name for name in self.checkpoints.committed() if step_of(Path(name)) == step)
@@ -379,7 +379,7 @@ def bytes_to_come(cfg: TrainConfig, model: ModelConfig, checkpoints: StageCheckp
     At its fullest the disk holds one checkpoint more than are kept there: the oldest goes only when the newest is
     whole. What the next start sweeps away before its first save is room already.
     """
-    kept = max(cfg.keep, LEAST_KEPT) if checkpoints.storage.has_sets_here else 1
+    kept = max(cfg.keep, LEAST_KEPT) if checkpoints.storage.keeps_sets_locally else 1
     # On this disk alone: what lies in an object store needs no room here.
     kept += cfg.exempt_checkpoints
     existing = Folder(checkpoints.local).published("")
@@ -412,7 +412,7 @@ def check_room(checkpoints: StageCheckpoints, manifest: Manifest, needed_bytes: 
     What the workers have written already counts as room: they do not wait for each other. A store has room for all.
     """
     storage = checkpoints.storage
-    if not storage.has_sets_here:
+    if not storage.keeps_sets_locally:
         return
     staged = checkpoints.staged_name(manifest)
     free = free_bytes(storage.local / staged)

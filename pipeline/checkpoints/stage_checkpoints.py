@@ -28,13 +28,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data.errors import CheckpointError, RunOwned, StorageError
-from data.files import MANIFEST, refusal, size_text, wait_until_seen, write_whole
+from data.files import MANIFEST, error_text, size_text, wait_until_seen, write_atomically
 from data.storage import Folder, Storage
 from pipeline.checkpoints.manifest import (
     ChunkedRecord,
     Manifest,
     NewerSchema,
-    look_at,
+    inspect_checkpoint,
     manifest_in,
     newest_attempt,
     sealed,
@@ -130,7 +130,7 @@ class StageCheckpoints:
 
     def staged_name(self, manifest: Manifest) -> str:
         """Return where the files of a save are written, by its name in the storage."""
-        return self.storage.staged(self.folder, manifest.name, manifest.attempt)
+        return self.storage.staging_name(self.folder, manifest.name, manifest.attempt)
 
     def commit(self, manifest: Manifest, results: Sequence[WrittenFile], log: Log) -> Decision:
         """Make a checkpoint of a save, if every file was written and the run is still ours. Runs on rank 0 alone.
@@ -175,7 +175,7 @@ class StageCheckpoints:
             return Decision(None, str(error))
         except OSError as error:
             # Put into words before the disk space is free again that the save has taken.
-            failure = refusal(error)
+            failure = error_text(error)
         except CheckpointError as error:
             failure = str(error)
 
@@ -196,7 +196,7 @@ class StageCheckpoints:
             is_milestone = keep_every > 0 and step % keep_every == 0
             if is_milestone or step in needed:
                 continue
-            rest = self.storage.retire(self.folder, name)
+            rest = self.storage.delete_set(self.folder, name)
             if rest is not None:
                 left.append(str(rest))
             removed.append(name)
@@ -209,7 +209,7 @@ class StageCheckpoints:
 
         Its files have two names from then on: nobody writes into them. Raises CheckpointError, OSError.
         """
-        manifest = look_at(Folder(source.parent), source.name)
+        manifest = inspect_checkpoint(Folder(source.parent), source.name)
         staged = self.local / f".tmp-{source.name}-linked"
         try:
             shutil.copytree(source, staged, copy_function=os.link)
@@ -218,7 +218,7 @@ class StageCheckpoints:
             shutil.copytree(source, staged)
         if key is not None:
             # Written beside the old one, and renamed: the other folder keeps its own.
-            write_whole(staged / MANIFEST, sealed(replace(manifest, key=key)))
+            write_atomically(staged / MANIFEST, sealed(replace(manifest, key=key)))
         staged.rename(self.local / source.name)
 
     # ------------------------------------------------------------------------ a start
@@ -240,7 +240,7 @@ class StageCheckpoints:
         self.storage.sweep(self.folder, attempt)
         for name in self.committed():
             try:
-                return name, look_at(self.storage, f"{self.folder}/{name}")
+                return name, inspect_checkpoint(self.storage, f"{self.folder}/{name}")
             except NewerSchema:
                 raise
             except CheckpointError as error:
@@ -249,7 +249,7 @@ class StageCheckpoints:
             raise CheckpointError(
                 f"none of {self.refused} checkpoints in {self.address} is whole; they are kept "
                 f"{self.storage.set_aside_as}\n"
-                f"  {self.storage.bring_back}, or run the same command again to start from step 0"
+                f"  {self.storage.restore_hint}, or run the same command again to start from step 0"
             )
         return None
 
@@ -275,7 +275,7 @@ def check_seen(storage: Storage, staged: str, written: Sequence[WrittenFile], lo
     """
     expected = {file.name: file.bytes for file in written}
     # What rank 0 has written itself it sees at once: where that is gone, another start has swept the folder.
-    is_patient = not storage.sees_at_once and written[0].name in sizes_in(storage, staged)
+    is_patient = not storage.is_consistent and written[0].name in sizes_in(storage, staged)
     sizes = partial(sizes_in, storage, staged)
     unseen, waited_s = wait_until_seen(sizes, expected, is_patient=is_patient)
     address = storage.address(staged)

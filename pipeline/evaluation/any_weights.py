@@ -42,10 +42,10 @@ def files_of(path: str) -> list[Path]:
     return [file, file.parent / THEIR_CONFIG]
 
 
-def digest_of(path: str, say: Callable[[str], None]) -> str:
+def digest_of(path: str, log: Callable[[str], None]) -> str:
     """Return the digest of weights. Raises DataError where they are missing or not what their maker wrote, OSError."""
     if not is_foreign(path):
-        return artifacts.check_weights(Path(path), say).sha256
+        return artifacts.check_weights(Path(path), log).sha256
     file, *beside = files_of(path)
     digest = artifacts.digest_of(file)["sha256"]
     # The config beside the file decides the model, and the part after a colon which tensors are read.

@@ -74,7 +74,7 @@ class EvaluationGroup:
     wants_stop: Callable[[], bool]  # of this worker
     step: int = 0  # of the weights, in phases
 
-    def go_on_together(self, failure: Exception | None = None, *, is_working: bool = False) -> bool:
+    def agree_to_continue(self, failure: Exception | None = None, *, is_working: bool = False) -> bool:
         """Return whether a worker `is_working` alone; the phases' log gets the traceback of `failure`.
 
         Raises EvaluationFailed where a worker has a failure and EvaluationStopped where one wants to stop, on all
@@ -105,7 +105,7 @@ class EvaluationGroup:
             raise EvaluationStopped("stopped in an evaluation")
         return working > 0
 
-    def at_rank_0_alone(self, work: Callable[[Beat], Result], phase: str) -> Result | None:
+    def run_on_rank_0(self, work: Callable[[Beat], Result], phase: str) -> Result | None:
         """Return the value of `work(beat)` at rank 0, which calls `beat` between two pieces of work; None elsewhere.
 
         Raises EvaluationFailed and EvaluationStopped, on all workers alike.
@@ -120,13 +120,13 @@ class EvaluationGroup:
             # The watchdog sees that rank 0 moves, and rank 0 hears of a stop.
             if time.monotonic() - last_heard >= BEAT_S:
                 self.phases.enter(phase, self.step)
-                self.go_on_together(is_working=True)
+                self.agree_to_continue(is_working=True)
                 last_heard = time.monotonic()
 
         # Rank 0 stays the worker behind: it has entered one phase fewer than those that wait for it.
-        with self.phases.led(phase, self.step, is_rank_0):
+        with self.phases.rank_0_phase(phase, self.step, is_rank_0):
             if not is_rank_0:
-                while self.go_on_together():
+                while self.agree_to_continue():
                     self.phases.enter("wait", self.step)
                 return None
             result = None
@@ -137,7 +137,7 @@ class EvaluationGroup:
                 raise
             except Exception as error:
                 failure = error
-            self.go_on_together(failure)
+            self.agree_to_continue(failure)
         return result
 
 
@@ -199,7 +199,7 @@ class Evaluator:
                 # Rank 0 computes the protocol from what was collected.
                 work = partial(result_of, request, stores, self.group.device)
                 try:
-                    result = self.group.at_rank_0_alone(work, "protocol")
+                    result = self.group.run_on_rank_0(work, "protocol")
                 except EvaluationFailed as error:
                     raise EvaluationFailed(
                         f"{request.protocol.name} on {request.test}: {error}", error.exit_code
@@ -229,7 +229,7 @@ class Evaluator:
                     index = load_index(path)
                 except Exception as error:
                     failure = error
-                self.group.go_on_together(failure)
+                self.group.agree_to_continue(failure)
             assert index is not None, "a failure has been raised"
             store = FeatureStore(index, self.folder)
             collect(
@@ -264,7 +264,7 @@ class Evaluator:
                 batch = next(batches, None)
             except Exception as error:  # reading and decoding may raise any
                 failure = error
-            self.group.go_on_together(failure)
+            self.group.agree_to_continue(failure)
             if batch is None:
                 break
             yield batch

@@ -2,8 +2,8 @@
 
 All evaluate the weights at a step in the same way (`evaluate_weights`):
 1. `LoopEvaluator.resume`: at the start of an attempt, the step whose evaluation a stop or a kill cut short;
-2. `LoopEvaluator.evaluate_between`: between two steps; training continues even if the evaluation fails;
-3. `LoopEvaluator.evaluate_at_the_end`: of the weights that the stage ends with; a failure ends the stage.
+2. `LoopEvaluator.evaluate_during_training`: between two steps; training continues even if the evaluation fails;
+3. `LoopEvaluator.evaluate_at_end`: of the weights that the stage ends with; a failure ends the stage.
 
 A stage without sets to evaluate on has a StageEvaluator (pipeline/hooks.py) in its place, and loads nothing of this. A
 hook may bring an evaluator that has checkpoints evaluated elsewhere (`request`).
@@ -139,7 +139,7 @@ class LoopEvaluator(StageEvaluator):
                         **document.skipped_record(step, f"{TRIES} attempts have ended before it had a value")
                     )
         dist.broadcast_object_list(is_due, src=0)
-        return not is_due[0] or self.evaluate_between(worker, progress)
+        return not is_due[0] or self.evaluate_during_training(worker, progress)
 
     def was_due(self, worker: Setup, step: int) -> bool:
         """Return whether a step that was taken is one to evaluate between the steps of this stage."""
@@ -152,7 +152,7 @@ class LoopEvaluator(StageEvaluator):
         """Return the steps whose evaluation has an outcome: a value, an error, or a reason why there is none."""
         return document.recorded_steps(read_metrics(stage, None))
 
-    def evaluate_between(self, worker: Setup, progress: Progress) -> bool:
+    def evaluate_during_training(self, worker: Setup, progress: Progress) -> bool:
         """Collective: evaluate between two steps; return False if the run was asked to stop meanwhile.
 
         An evaluation that fails is reported, and training continues: the weights do not depend on it.
@@ -168,10 +168,10 @@ class LoopEvaluator(StageEvaluator):
             report_failure(worker, progress, error, "training goes on without it")
         seconds = self.evaluated_s - seconds_before
         if worker.group.rank == 0 and seconds > 0:
-            self.report_price(worker, progress.step, seconds)
+            self.report_cost(worker, progress.step, seconds)
         return True
 
-    def report_price(self, worker: Setup, step: int, seconds: float) -> None:
+    def report_cost(self, worker: Setup, step: int, seconds: float) -> None:
         """Log once an attempt, after its first evaluation that follows a step, what share of the time that took."""
         if self.is_price_reported or step <= self.first_step:
             return
@@ -191,7 +191,7 @@ class LoopEvaluator(StageEvaluator):
             return ""
         return "; evaluate_on=spare evaluates commits beside training, where the cluster has room"
 
-    def evaluate_at_the_end(self, worker: Setup, progress: Progress) -> None:
+    def evaluate_at_end(self, worker: Setup, progress: Progress) -> None:
         """Collective: evaluate the weights that the stage ends with, which are committed; averaged ones if it has them.
 
         Raises EvaluationFailed, whose exit code ends the stage, and EvaluationStopped. After either, the same command
@@ -231,7 +231,7 @@ class LoopEvaluator(StageEvaluator):
                 self.cfg,
                 self.job,
                 worker.model_config,
-                EvaluationGroup(group.phases, group.device, worker.stop.is_made, progress.step),
+                EvaluationGroup(group.phases, group.device, worker.stop.is_requested, progress.step),
                 worker.engine.model,
                 self.job.attempt_folder,
                 ranks=(group.rank,),

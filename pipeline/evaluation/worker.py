@@ -54,12 +54,12 @@ def worker(task: Mapping[str, Any]) -> dict[str, list[Entry]]:
     """
     # The driver imports this module, and does not need deepspeed.
     from pipeline.process_group import check_start, fetch_init, join_group
-    from pipeline.worker import notice_sigterm
+    from pipeline.worker import handle_sigterm
 
     cfg = config.build(WorkerConfig, task["config"], "config")
     folder = Path(task["folder"])
     asked_to_stop = threading.Event()
-    notice_sigterm(asked_to_stop)
+    handle_sigterm(asked_to_stop)
     phases = Phases(folder, int(os.environ["RANK"]), cfg.stall_s)
     # Entered before the group is joined, where a worker waits for a lost peer: the watchdog sees nothing but phases.
     phases.enter("join", 0)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from data.files import write_whole
+from data.files import write_atomically
 from pipeline.checkpoints.needed import EVALUATIONS, REQUESTED, file_of
 from pipeline.config import Tags, tags
 from pipeline.evaluation.document import EvaluationRecord, recorded_steps, skipped_record
@@ -72,7 +72,7 @@ def put_record(stage: Path, step: int, record: EvaluationRecord) -> None:
     """Leave the outcome of an evaluation for rank 0, and take back its request. Raises OSError."""
     path = file_of(stage, step, ".json")
     path.parent.mkdir(exist_ok=True)
-    write_whole(path, json.dumps(record))
+    write_atomically(path, json.dumps(record))
     file_of(stage, step, REQUESTED).unlink(missing_ok=True)
 
 

@@ -6,8 +6,8 @@
 
    overwritten in place by a single write (2 µs). The file is in a folder of the node's own (`node_folder`), so that a
    shared folder that hangs does not hide where the worker is.
-2. The agent of the node reads it (`read_place`) and reports it to the driver, which calls `Watch.look` once a second.
-   The driver compares places with those reported before, on its own clock: the nodes' clocks do not matter.
+2. The agent of each node reads the file (`read_phase`) and reports it to the driver, which calls `Watch.find_stall`
+   once a second. The driver compares phases with earlier reports on its own clock, so clocks may differ between nodes.
 3. When no worker has entered a phase for `stall_s`, the look returns a verdict: the rank that holds up the others, and
    why. All workers enter the same phases in the same order, so the one that has entered the fewest is behind.
 4. `Watch.slow` tells which worker the others have waited for in most of the last looks, though it does move.
@@ -76,7 +76,7 @@ class Phases:
         faulthandler.dump_traceback_later(self.stall_s * DUMP_AT, file=self.log)
 
     @contextmanager
-    def led(self, phase: str, step: int, is_rank_0: bool) -> Iterator[None]:
+    def rank_0_phase(self, phase: str, step: int, is_rank_0: bool) -> Iterator[None]:
         """Put rank 0 into `phase` and the others into "wait"; rank 0 follows them when it is done.
 
         All enter both phases, so that their counts stay comparable.
@@ -100,7 +100,7 @@ class Phases:
 
 
 @dataclass(frozen=True)
-class Place:
+class PhaseReport:
     """Says where a worker is; of two workers the one that has entered fewer phases is behind."""
 
     entered: int  # phases so far
@@ -119,17 +119,17 @@ class Place:
         return f"{self.phase}{shard}"
 
 
-def read_place(folder: Path, rank: int) -> Place | None:
+def read_phase(folder: Path, rank: int) -> PhaseReport | None:
     """Return where a worker of this node says that it is; None where it has said nothing."""
     try:
         fields = json.loads((folder / PHASE_FILE.format(rank)).read_bytes())
     except (OSError, ValueError):
         return None
-    return Place(**fields)
+    return PhaseReport(**fields)
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Stall:
     """Names the worker that holds up the worker group, and says why."""
 
     rank: int
@@ -151,11 +151,11 @@ class Watch:
         self.start_s = max(start_s, stall_s)
         self.clock = clock
         self.last_sign: float | None = None  # when a worker was last seen in a new phase; at first the first look
-        self.places: dict[int, Place] = {}  # by rank, as last reported
+        self.places: dict[int, PhaseReport] = {}  # by rank, as last reported
         self.looks = 0  # during steps, since `slow` last told
         self.behind: Counter[int] = Counter()  # by rank: in how many of them all others waited for it
 
-    def look(self, reported: Mapping[int, Place], frozen: Callable[[int], bool]) -> Verdict | None:
+    def find_stall(self, reported: Mapping[int, PhaseReport], frozen: Callable[[int], bool]) -> Stall | None:
         """Tell which worker has held up all the others for longer than the time-out; None while any worker moves.
 
         `reported` are the workers' places by rank, of the same moment as far as possible. `frozen` tells whether the
@@ -201,7 +201,7 @@ class Watch:
         # A worker that is stopped by a signal explains why the rest do not move.
         for rank in late:
             if frozen(rank):
-                return Verdict(rank, f"frozen: stopped by a signal, {idle_s:.0f}s without a sign of life")
+                return Stall(rank, f"frozen: stopped by a signal, {idle_s:.0f}s without a sign of life")
         # From outside, no more can be told than this.
         rank = late[0]
         if not has_all:
@@ -216,7 +216,7 @@ class Watch:
             cause = f"stuck collective: all {self.world} workers are there for {idle_s:.0f}s"
         else:
             cause = f"stuck for {idle_s:.0f}s, the others wait for it"
-        return Verdict(rank, cause)
+        return Stall(rank, cause)
 
     def slow(self) -> tuple[int, float] | None:
         """Return (rank, share of the looks in which the others waited for it alone), where that is nearly always.

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from data.files import create_exclusively, look_for, names_in, sync, write_durably, write_whole
+from data.files import create_exclusively, look_for, names_in, sync, write_atomically, write_durably
 from data.storage import Folder
 from pipeline.monitoring.telemetry import append_whole
 
@@ -25,7 +25,7 @@ RENEWALS = 20
 
 def meet(folder: Path, me: str, point: str) -> None:
     """Return when both clients have come to this point."""
-    write_whole(folder / f"{point}-{me}", "")
+    write_atomically(folder / f"{point}-{me}", "")
     unseen, _ = look_for(folder, {f"{point}-first": None, f"{point}-second": None})
     assert not unseen, unseen
 
@@ -86,7 +86,7 @@ def main(me: str, folder: Path) -> None:
     if is_first:
         time.sleep(1.0)
         for name in ("listed", "asked"):
-            write_whole(folder / "late" / name, str(time.time()))
+            write_atomically(folder / "late" / name, str(time.time()))
     else:
         until(asked.exists)
         waited_s = time.time() - float(asked.read_text())
@@ -94,7 +94,7 @@ def main(me: str, folder: Path) -> None:
     meet(folder, me, "fresh")
     if is_first:
         time.sleep(1.0)
-        write_whole(folder / "late" / "again", str(time.time()))
+        write_atomically(folder / "late" / "again", str(time.time()))
     else:
         until(lambda: "again" in names_in(folder / "late"))
         waited_s = time.time() - float((folder / "late" / "again").read_text())
@@ -103,10 +103,10 @@ def main(me: str, folder: Path) -> None:
     # 5. A save of another client, a file of which somebody has open here, is swept.
     if is_first:
         (folder / "saved").mkdir()
-        storage.write(f"{storage.staged('saved', 'step-0000000005', 1)}/file", memoryview(b"weights"))
+        storage.write(f"{storage.staging_name('saved', 'step-0000000005', 1)}/file", memoryview(b"weights"))
     meet(folder, me, "staged")
     if not is_first:
-        with open(folder / storage.staged("saved", "step-0000000005", 1) / "file", "rb"):
+        with open(folder / storage.staging_name("saved", "step-0000000005", 1) / "file", "rb"):
             storage.sweep("saved", 2)
             print(f"{me}: swept under an open file, left over: {os.listdir(folder / 'saved')}", flush=True)
     meet(folder, me, "swept")

@@ -41,7 +41,7 @@ def batch_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 def start(zero: int, micro_batch: int, device: torch.device, parts: int = 0) -> Engine:
     settings = settings_of(zero, "bf16", micro_batch, BATCH // micro_batch // dist.get_world_size())
     model = small_vit()
-    decayed = models.decayed(model)
+    decayed = models.decayed_parameters(model)
     optim = OptimConfig(lr=1e-3)
     if parts:
         return ExactEngine(model.to(device), decayed, optim, settings, parts=parts)

@@ -228,7 +228,7 @@ def one_step_of_h14(task: dict[str, Any]) -> dict[str, Any]:
     )
     model = models.from_config(models.config_of("H/14"), torch.Generator().manual_seed(0))
     model.recomputed_blocks = model.config.depth
-    engine = Engine(model, models.decayed(model), OptimConfig(lr=3e-4), settings)
+    engine = Engine(model, models.decayed_parameters(model), OptimConfig(lr=3e-4), settings)
     before = next(f.tensors["master"].detach().clone() for f in engine.fragments())
     images = torch.randn(1, 3, 224, 224, generator=torch.Generator().manual_seed(dist.get_rank()))
     loss = F.cross_entropy(engine.engine(images.to(engine.dtype)).float(), torch.tensor([dist.get_rank()]))
@@ -310,7 +310,7 @@ def hear_of_rank_0(task: dict[str, Any]) -> list[list[str]]:
     heard: list[str] = []
     for work, stop in ((lambda beat: "done", bool), (fail, bool), (work_for_ever, wants_stop)):
         try:
-            value = EvaluationGroup(phases, device, stop).at_rank_0_alone(work, "protocol")
+            value = EvaluationGroup(phases, device, stop).run_on_rank_0(work, "protocol")
             heard.append(str(value))
         except (EvaluationFailed, EvaluationStopped) as error:
             heard.append(f"{type(error).__name__}: {error}")
@@ -350,7 +350,7 @@ def train_blocks(task: dict[str, Any]) -> list[dict[str, Any]]:
         if case["compiled"]:
             models.compile_blocks(model, backend=case["compiled"])
         made = partial(ExactEngine, parts=4) if case["exact"] else Engine
-        engine = made(model, models.decayed(model), OptimConfig(lr=1e-2), settings, POLYAK)
+        engine = made(model, models.decayed_parameters(model), OptimConfig(lr=1e-2), settings, POLYAK)
         losses = []
         for step in range(3):
             images, labels = images_of(step)

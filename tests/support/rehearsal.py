@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 import models
-from data.loader import Batch, Wait, copied, moved_ahead
+from data.loader import Batch, Wait, copied, prefetched_to_device
 from models import vit
 from models.catalog import module_of, normalise
 from pipeline import config
@@ -166,7 +166,7 @@ class RehearsedWorker(TracedWorker):
     """Has the fields that the end of a step needs, too."""
 
     saver: Any = field(default_factory=lambda: SimpleNamespace(written=False))
-    stop: Any = field(default_factory=lambda: SimpleNamespace(is_made=lambda: False))
+    stop: Any = field(default_factory=lambda: SimpleNamespace(is_requested=lambda: False))
 
 
 def loaded_batch(cfg: TrainConfig, micro_batch: int, size: tuple[int, int]) -> Batch:
@@ -249,7 +249,7 @@ def rehearse(step: dict[str, Any], micro_batch: int) -> dict[str, Any]:
         data = TracedData(cfg.phases(1, model_config))
         worker = RehearsedWorker(cfg, TracedGroup(GPU, step["world"]), model_config, engine, data)
         note_outputs(engine.model, outputs)
-        batches = moved_ahead(iter(lambda: batch, None), GPU)
+        batches = prefetched_to_device(iter(lambda: batch, None), GPU)
         for _ in range(2):
             take_step(worker, batches, step["accumulation"], look.enter)
         gc.collect()

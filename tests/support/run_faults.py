@@ -255,7 +255,7 @@ def driver_killed_before_the_evaluation_of(step: int) -> None:
             os.kill(driver, signal.SIGKILL)
         sleep()
 
-    before(in_training.LoopEvaluator, "evaluate_between", lambda *args: args[-1].step == step, strike)
+    before(in_training.LoopEvaluator, "evaluate_during_training", lambda *args: args[-1].step == step, strike)
 
 
 def driver_killed_at_the_end() -> None:

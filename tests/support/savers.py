@@ -259,7 +259,7 @@ def engine(zero: int, width: int = 24, depth: int = 2) -> Engine:
     config = models.config_of("mu/8", 16, 10, width=width, depth=depth, mlp=40, heads=2)
     model = models.from_config(config, torch.Generator().manual_seed(0))
     settings = deepspeed_config(zero=zero, precision="fp32", micro_batch=2, accumulation=1, clip=1.0, user_file=None)
-    return Engine(model, models.decayed(model), OptimConfig(), settings)
+    return Engine(model, models.decayed_parameters(model), OptimConfig(), settings)
 
 
 def save_known(task: dict[str, Any]) -> None:

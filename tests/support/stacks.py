@@ -1,6 +1,10 @@
-"""Records the calls that stand above an event; a module of its own, because workers import it by name."""
+"""Record the call stack of three events of a run: the start of workers, the first forward pass, the first commit.
+
+python -m tests.support.stacks FOLDER RECIPE [key=value ...]    # runs the recipe, leaves FOLDER/<event>.json
+"""
 
 import json
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +14,10 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from data import storage
+from jobs.__main__ import main
+from jobs.cluster import fork_server, nodes
+from jobs.cluster.nodes import ThisMachine
+from tests.support.drives import launch_by_fork
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("models", "data", "pipeline", "jobs")
@@ -81,3 +89,19 @@ def numbered(calls: list[Call]) -> Iterator[str]:
     """The calls as lines of a map: "1 jobs/__main__.py main"."""
     for number, (path, name) in enumerate(calls, 1):
         yield f"{number:2} {path:32} {name}"
+
+
+def record_run(folder: Path, words: list[str]) -> int:
+    """Run a recipe in this process and its forks, record the events, and return the command's exit code."""
+    # The fork server is a fork of this process, so that the patches made here reach the workers.
+    fork_server.ForkServer.launch = launch_by_fork  # type: ignore[method-assign, assignment]
+    fork_server.run_worker = recording_worker(folder, fork_server.run_worker)  # type: ignore[assignment]
+    ThisMachine.call = recording_call(folder, ThisMachine.call)  # type: ignore[method-assign]
+    code = main(["run", *words])
+    for machine in nodes._machines.values():
+        machine.agent.close()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(record_run(Path(sys.argv[1]), sys.argv[2:]))

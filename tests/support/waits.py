@@ -166,7 +166,7 @@ def seen(waits: Waits) -> Iterator[None]:
     """Within the block the training loop's waits are noted, step by step."""
     learning_rate = train.learning_rate
     make = Engine.__init__
-    once_the_first_is_there = batches.once_the_first_is_there
+    wait_for_first_batch = batches.wait_for_first_batch
 
     def begin_step(*args: Any) -> float:
         waits.begin_step()
@@ -179,21 +179,21 @@ def seen(waits: Waits) -> Iterator[None]:
                 mark(state["step"])
 
     def mark_batches(*args: Any) -> Iterator[Any]:
-        for batch in once_the_first_is_there(*args):
+        for batch in wait_for_first_batch(*args):
             for tensor in (batch.images, batch.labels, batch.ids):
                 mark(tensor)
             yield batch
 
     train.learning_rate = begin_step  # type: ignore[assignment]
     Engine.__init__ = mark_counts  # type: ignore[method-assign]
-    batches.once_the_first_is_there = mark_batches
+    batches.wait_for_first_batch = mark_batches
     try:
         with Calls(waits), Operations(waits):
             yield
     finally:
         train.learning_rate = learning_rate
         Engine.__init__ = make  # type: ignore[method-assign]
-        batches.once_the_first_is_there = once_the_first_is_there
+        batches.wait_for_first_batch = wait_for_first_batch
 
 
 def count(task: dict[str, Any]) -> dict[str, list[str]]:

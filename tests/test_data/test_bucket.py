@@ -133,9 +133,9 @@ def test_the_other_stores_clients_do_what_a_run_asks_of_them(scheme, proxy, tmp_
         assert folder.list("a") == {} and folder.read("a/file") is None
         if scheme == "gs":
             with pytest.raises(StorageError, match="lets a second object take the place of one"):
-                folder.check_creates_once("attempts/000000.json")
+                folder.check_exclusive_create("attempts/000000.json")
         else:
-            folder.check_creates_once("attempts/000000.json")
+            folder.check_exclusive_create("attempts/000000.json")
             assert folder.create_once("name", b"mine") and not folder.create_once("name", b"another's")
             assert folder.read("name") == b"mine"
     urls.forget_credentials()

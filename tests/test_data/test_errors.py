@@ -5,7 +5,7 @@ import os
 import pytest
 
 from data import errors
-from data.errors import ExitCode, PatchlineError, WentBack, exit_code
+from data.errors import ExitCode, PatchlineError, RolledBack, exit_code
 
 pytestmark = pytest.mark.quick
 
@@ -31,7 +31,7 @@ def test_codes_are_those_of_sysexits(code, name):
     ("error", "code"),
     [
         (errors.UsageError("x"), 64),
-        (errors.UnlikeNodes("x"), 69),
+        (errors.MismatchedNodes("x"), 69),
         (KeyboardInterrupt(), 130),
         (FileNotFoundError("x"), 74),
         (ZeroDivisionError(), 70),
@@ -42,8 +42,8 @@ def test_every_exception_has_a_code(error, code):
 
 
 def test_an_error_that_ends_no_process_still_gives_a_code_if_one_ends_by_it():
-    assert WentBack.exit_code is None
-    assert exit_code(WentBack("x")) == 70
+    assert RolledBack.exit_code is None
+    assert exit_code(RolledBack("x")) == 70
 
 
 def test_each_of_our_errors_has_one_of_the_codes():

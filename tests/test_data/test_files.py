@@ -32,12 +32,12 @@ pytestmark = pytest.mark.quick
 
 def test_a_file_appears_whole_or_not_at_all(tmp_path) -> None:
     path = tmp_path / "file.json"
-    files.write_whole(path, "old")
-    with pytest.raises(RuntimeError), files.whole_file(path) as temporary:
+    files.write_atomically(path, "old")
+    with pytest.raises(RuntimeError), files.atomic_file(path) as temporary:
         temporary.write_text("half")
         raise RuntimeError("the writer fails half way")
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["file.json"]
-    files.write_whole(path, b"new")
+    files.write_atomically(path, b"new")
     assert path.read_bytes() == b"new" and os.listdir(tmp_path) == ["file.json"]
 
 
@@ -71,8 +71,8 @@ def test_every_file_has_the_mode_that_the_umask_gives(tmp_path) -> None:
     previous = os.umask(0o027)
     try:
         model = models.build("mu/8", 16, 5)
-        models.save(model, tmp_path / "weights", writing=files.whole_file)
-        files.write_whole(tmp_path / "weights/record.json", "{}")
+        models.save(model, tmp_path / "weights", writing=files.atomic_file)
+        files.write_atomically(tmp_path / "weights/record.json", "{}")
     finally:
         os.umask(previous)
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "weights").iterdir()}
@@ -88,7 +88,7 @@ def test_weights_that_the_disk_refuses_are_named_like_any_file(tmp_path) -> None
 def test_a_full_disk_is_told_with_the_path_what_was_needed_and_what_is_free(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(os, "fsync", refusing(os.fsync, errno.ENOSPC, lambda *_: True))
     with pytest.raises(OSError) as refused:
-        files.write_whole(tmp_path / "file", b"x" * 2500)
+        files.write_atomically(tmp_path / "file", b"x" * 2500)
     lines = files.explain(refused.value).splitlines()
     assert lines[0].startswith(f"No space left on device: {tmp_path / 'file'} (2.5 kB needed, ")
     assert re.search(r", [\d.]+ [kMG]B free\)$", lines[0])
@@ -145,7 +145,7 @@ def test_a_disk_that_cannot_be_written_directly_is_written_as_any_and_a_full_one
     if code == errno.ENOSPC:
         with pytest.raises(OSError) as refused:
             files.write_durably(tmp_path / "file", memoryview(memory))
-        assert str(tmp_path / "file (131.1 kB needed, ") in files.refusal(refused.value)
+        assert str(tmp_path / "file (131.1 kB needed, ") in files.error_text(refused.value)
     else:
         files.write_durably(tmp_path / "file", memoryview(memory))
         assert (tmp_path / "file").read_bytes() == content
@@ -179,7 +179,7 @@ def test_a_file_system_that_cannot_sync_folders_still_takes_files(code, tmp_path
         return stat.S_ISDIR(os.fstat(handle).st_mode)
 
     monkeypatch.setattr(os, "fsync", refusing(os.fsync, code, is_folder))
-    files.write_whole(tmp_path / "file", "content")
+    files.write_atomically(tmp_path / "file", "content")
     files.make_folder(tmp_path / "a" / "b", tmp_path)
     assert claim_attempt(Folder(tmp_path)) == 1
     assert (tmp_path / "file").read_text() == "content"
@@ -191,7 +191,7 @@ def test_a_disk_that_cannot_sync_a_file_is_an_error(tmp_path, monkeypatch) -> No
 
     monkeypatch.setattr(os, "fsync", refusing(os.fsync, errno.EIO, is_file))
     with pytest.raises(OSError, match="Input/output error"):
-        files.write_whole(tmp_path / "file", "content")
+        files.write_atomically(tmp_path / "file", "content")
     assert os.listdir(tmp_path) == []
 
 
@@ -233,10 +233,12 @@ def test_what_nfs_did_and_then_refused_because_the_answer_was_lost_is_done(tmp_p
     storage.put("status.json", b"new")
     assert storage.read("status.json") == b"new"
     (tmp_path / "saved").mkdir()
-    storage.write(f"{storage.staged('saved', 'step-0000000005', 1)}/rank-00000.safetensors", memoryview(b"weights"))
+    storage.write(
+        f"{storage.staging_name('saved', 'step-0000000005', 1)}/rank-00000.safetensors", memoryview(b"weights")
+    )
     assert storage.publish("saved", "step-0000000005", 1, b"manifest")
     assert storage.published("saved") == ["step-0000000005"]
-    assert storage.retire("saved", "step-0000000005") is None and storage.published("saved") == []
+    assert storage.delete_set("saved", "step-0000000005") is None and storage.published("saved") == []
     with pytest.raises(FileNotFoundError):
         files.rename(tmp_path / "missing", tmp_path / "status.json")
     assert not list(tmp_path.rglob(".tmp-*"))
@@ -273,7 +275,7 @@ def test_a_save_that_was_swept_is_never_published_even_where_its_folder_cannot_b
     """NFS keeps a folder in which somebody on the same host has a file open."""
     storage = Folder(tmp_path)
     (tmp_path / "saved").mkdir()
-    staged = storage.staged("saved", "step-0000000005", 1)
+    staged = storage.staging_name("saved", "step-0000000005", 1)
     storage.write(f"{staged}/rank-00000.safetensors", memoryview(b"weights"))
     monkeypatch.setattr("shutil.rmtree", lambda *_, **__: None)
     for attempt in (2, 3):

@@ -37,7 +37,7 @@ from data.loader import TrainLoader
 from data.order import Order
 from data.shards.packing import pack
 from data.sources.samples import Sample, digits
-from pipeline.batches import once_the_first_is_there
+from pipeline.batches import wait_for_first_batch
 from pipeline.worker import StopRequest
 
 
@@ -363,7 +363,7 @@ def test_the_training_loop_is_lent_all_its_batches(index, order, tmp_path):
     loader = TrainLoader(index, order, processes=1, image_size=32, seed=5, slots=range(24), micro_batch=24)
     stop = StopRequest(tmp_path / "stop", reads_file=True)
     worker: Any = SimpleNamespace(group=SimpleNamespace(device=torch.device("cpu")), stop=stop)
-    batches = once_the_first_is_there(worker, loader)
+    batches = wait_for_first_batch(worker, loader)
     lent = []
     for _ in range(4):
         batch = next(batches)

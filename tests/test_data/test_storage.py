@@ -523,17 +523,17 @@ def test_fetched_weights_are_those_of_their_record_or_are_fetched_again(run, buc
     monkeypatch.setattr(Bucket, "fetch", fetch_badly)
     other = tmp_path / "other" / "stage"
 
-    def bring() -> None:
+    def fetch_weights() -> None:
         for name, record in records.items():
-            Bucket(run, other.parent).bring(f"stage/{name}", record["bytes"], record["sha256"])
+            Bucket(run, other.parent).ensure_local(f"stage/{name}", record["bytes"], record["sha256"])
 
-    bring()
+    fetch_weights()
     assert (other / "weights.safetensors").read_bytes() == b"good weights" and not flips
     Bucket(run, SCRATCH).put("stage/weights.safetensors", b"baad weights")
-    bring()
+    fetch_weights()
     (other / "weights.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"weights\.safetensors has changed: fetched twice"):
-        bring()
+        fetch_weights()
     assert list(other.iterdir()) == [], "a bad copy would be put by the driver"
 
 

@@ -135,7 +135,7 @@ def test_the_same_seed_draws_the_same_bits():
 
 def test_weight_decay_is_for_kernels_alone():
     model = models.build("R26+mu/32", 64, 5, pool="map", representation=8, registers=1)
-    decayed = models.decayed(model)
+    decayed = models.decayed_parameters(model)
     assert decayed < {name for name, _ in model.named_parameters()}
     for name, parameter in model.named_parameters():
         assert (name in decayed) == (parameter.ndim in (2, 4)), name

@@ -90,7 +90,7 @@ def test_every_loss_and_where_the_fine_tune_ends_are_the_originals(arrays):
         clip=settings["clip"],
         schedule=schedule,
     )
-    optimizer = build_optimizer(model, models.decayed(model), cfg)
+    optimizer = build_optimizer(model, models.decayed_parameters(model), cfg)
     losses, rates = [], []
     for step in range(settings["steps"]):
         images, targets = batch(arrays, step)

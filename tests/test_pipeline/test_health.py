@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from data.decoder import BadSample
-from data.errors import Diverged, WentBack
+from data.errors import Diverged, RolledBack
 from pipeline import health
 from pipeline.artifacts import EXCLUDED_STEPS, read_record, write_record
 from pipeline.health import Health
@@ -78,26 +78,26 @@ def test_steps_in_a_row_that_are_not_finite_are_counted_and_named(watch) -> None
         health.count_step(step, 2.0, norm, "a" * 64, [[0, 1, 2]])
         counts.append(health.skipped_in_a_row)
     assert counts == [0, 1, 2, 0, 1]
-    assert "step 2: gradient not finite, step skipped, weights unchanged; " in health.telemetry.lines[1]
+    assert "step 2: non-finite gradient; step skipped, weights unchanged; " in health.telemetry.lines[1]
 
 
 def test_a_run_goes_back_once_and_diverges_if_that_has_not_helped(watch, tmp_path: Path) -> None:
     health = watch()
     health.skipped_in_a_row = 5
-    with pytest.raises(WentBack, match=r"back to step 20, steps 21 … 27 are excluded"):
-        health.go_back_or_end(27)
+    with pytest.raises(RolledBack, match=r"rolling back to step 20, excluding steps 21 … 27"):
+        health.roll_back_or_fail(27)
     assert read_record(tmp_path / EXCLUDED_STEPS)["stretches"] == [[20, 27]]
     again = watch()
     assert again.next_step(20) == 27
     again.skipped_in_a_row = 5
-    with pytest.raises(Diverged, match=r"excluding steps 21 … 27 had not helped"):
-        again.go_back_or_end(32)
+    with pytest.raises(Diverged, match=r"excluding steps 21 … 27 did not help"):
+        again.roll_back_or_fail(32)
 
 
 def test_a_commit_since_the_run_went_back_allows_it_to_go_back_again(watch, tmp_path: Path) -> None:
     health = watch([[3, 8]])
-    with pytest.raises(WentBack):
-        health.go_back_or_end(27)
+    with pytest.raises(RolledBack):
+        health.roll_back_or_fail(27)
     assert read_record(tmp_path / EXCLUDED_STEPS)["stretches"] == [[3, 8], [20, 27]]
 
 

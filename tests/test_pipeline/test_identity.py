@@ -8,7 +8,15 @@ import pytest
 
 from data.errors import ConfigError
 from pipeline import identity
-from pipeline.identity import DEVICE, MUST_BE_EQUAL, NO_RANK, WORKERS_PER_GPU, differences, other_code, workers_per_gpu
+from pipeline.identity import (
+    DEVICE,
+    MUST_BE_EQUAL,
+    NO_RANK,
+    WORKERS_PER_GPU,
+    code_mismatch,
+    differences,
+    workers_per_gpu,
+)
 from tests.support.identities import worker
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +53,7 @@ def test_the_odd_one_out_is_named_by_the_majority_of_the_nodes(workers, said) ->
 
 def test_other_code_and_other_devices_are_named() -> None:
     group = [worker(0), worker(1, code="b" * 64), worker(2, code="c" * 64)]
-    assert other_code(group, "a" * 64) == (
+    assert code_mismatch(group, "a" * 64) == (
         "worker 1 on n1 (and 1 more) runs other code than this command: bbbbbbbbbbbb in /p, this command aaaaaaaaaaaa"
     )
     devices = [worker(0, device="H100", driver="550"), worker(1, device="A100"), worker(2, device="H100")]

@@ -13,7 +13,7 @@ from data.errors import ClusterError, ExitCode
 from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
-from pipeline.identity import DEVICE, MUST_BE_EQUAL, SHOULD_BE_EQUAL, WORKERS_PER_GPU, differences, other_code
+from pipeline.identity import DEVICE, MUST_BE_EQUAL, SHOULD_BE_EQUAL, WORKERS_PER_GPU, code_mismatch, differences
 from pipeline.process_group import Arrival, check_device_memory, gpu_of_worker, log_differences, log_network
 from tests.support import hosts, preflights
 from tests.support.identities import worker
@@ -32,9 +32,10 @@ def logged(arrivals: list[Arrival], claimed: float) -> list[str]:
 # ------------------------------------------------------------------------ what differs
 
 
-def test_workers_that_are_alike_have_nothing_said_of_them() -> None:
+def test_no_difference_is_reported_for_identical_workers() -> None:
     group = [worker(0), worker(1), worker(2)]
-    assert differences(group, [*MUST_BE_EQUAL, *SHOULD_BE_EQUAL, *DEVICE]) == [] and other_code(group, "a" * 64) == ""
+    assert differences(group, [*MUST_BE_EQUAL, *SHOULD_BE_EQUAL, *DEVICE]) == []
+    assert code_mismatch(group, "a" * 64) == ""
     assert logged([Arrival(each, 100.0, True) for each in group], claimed=90.0) == []
 
 
@@ -55,10 +56,12 @@ def test_a_step_that_has_no_room_is_told_with_the_worker_and_what_is_free() -> N
 
 def test_a_clock_is_named_that_is_more_than_a_second_off() -> None:
     arrivals = [Arrival(worker(rank), clock_s, True) for rank, clock_s in enumerate((100.0, 100.9, 97.5))]
-    assert logged(arrivals, claimed=100.5)[0].startswith("the clock of worker 2 on n2 is 2.5 s behind that of worker 0")
+    assert logged(arrivals, claimed=100.5)[0].startswith(
+        "the clock of worker 2 on n2 is 2.5 s behind the clock of worker 0"
+    )
     assert len(logged(arrivals, claimed=100.5)) == 1
     assert logged(arrivals[:2], claimed=110.0) == [
-        "the clock of worker 0 on n0 is at least 10.0 s behind the driver's; let NTP set them"
+        "the clock of worker 0 on n0 is at least 10.0 s behind the driver's; synchronise them with NTP"
     ]
 
 
@@ -75,8 +78,8 @@ def start(tmp_path: Path, act: str = "") -> Any:
     ("act", "message"),
     [
         ("other code", r"worker 1 on \S+ runs other code than this command: [0-9a-f]{12} in /.*copy"),
-        ("own disk", r"worker 1 on \S+ has written /.*/rank-00001.log, and rank 0 on \S+ does not see it after 0 s"),
-        pytest.param("no claim", r"worker 1 on \S+ does not see /.*/attempts/000001.json", marks=pytest.mark.slow),
+        ("own disk", r"worker 1 on \S+ wrote /.*/rank-00001.log; rank 0 on \S+ cannot see it after 0 s"),
+        pytest.param("no claim", r"worker 1 on \S+ cannot see /.*/attempts/000001.json", marks=pytest.mark.slow),
         pytest.param("other torch", r"worker 1 on \S+ has torch 1.0, 1 of 1 nodes 2", marks=pytest.mark.slow),
     ],
 )
@@ -85,7 +88,7 @@ def test_a_worker_that_does_not_fit_is_refused(act, message, tmp_path) -> None:
         pytest.skip(hosts.missing())
     with pytest.raises(WorkerGroupError) as caught:
         start(tmp_path, act)
-    kind = "UnlikeNodes" if act.startswith("other") else "ClusterError"
+    kind = "MismatchedNodes" if act.startswith("other") else "ClusterError"
     assert re.match(f"{kind}: {message}", caught.value.cause), caught.value.cause
     assert caught.value.exit_code == ExitCode.UNAVAILABLE
     assert "\n  expected: " in caught.value.cause
@@ -95,7 +98,7 @@ def test_a_clock_that_is_off_is_said_and_the_look_at_all_takes_a_tenth_of_a_seco
     value = start(tmp_path, "other clock")
     print(f"check_start on two workers: {value['seconds']:.3f} s")
     (line,) = value["said"]
-    assert line.startswith(f"the clock of worker 1 on {NODE} is 3600.0 s ahead of that of worker 0 on {NODE}")
+    assert line.startswith(f"the clock of worker 1 on {NODE} is 3600.0 s ahead of the clock of worker 0 on {NODE}")
     assert value["seconds"] < 1.0, "0.09 s on two busy cores"
 
 

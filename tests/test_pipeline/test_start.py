@@ -82,8 +82,9 @@ def test_a_checkpoint_of_another_stage_is_refused_with_what_differs() -> None:
     with pytest.raises(CheckpointError) as refusal:
         check_stage(cfg, job, manifest, "/runs/x/checkpoints")
     assert str(refusal.value) == (
-        "the newest checkpoint in /runs/x/checkpoints is of stage key 22222222, not 11111111: batch_size: 64 → 32\n"
-        "  move it to where it came from"
+        "the newest checkpoint in /runs/x/checkpoints has stage key 22222222, expected 11111111; "
+        "changed: batch_size: 64 → 32\n"
+        "  move the checkpoint back to the stage that it belongs to"
     )
     check_stage(cfg, dataclasses.replace(job, key="2" * 64), manifest, "/runs/x/checkpoints")
 
@@ -91,5 +92,5 @@ def test_a_checkpoint_of_another_stage_is_refused_with_what_differs() -> None:
 def test_a_checkpoint_of_the_same_config_differs_in_its_inputs() -> None:
     cfg = TrainConfig(steps=10)
     manifest = dataclasses.replace(savers.manifest(5, 1, 2), config=config.tagged(cfg, "forbid"))
-    with pytest.raises(CheckpointError, match="not 11111111: its inputs\n"):
+    with pytest.raises(CheckpointError, match="expected 11111111; changed: its inputs\n"):
         check_stage(cfg, Job(**{**JOB, "key": "1" * 64}), manifest, "/runs/x/checkpoints")

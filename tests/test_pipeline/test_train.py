@@ -21,7 +21,7 @@ from pipeline.checkpoints import manifest
 from pipeline.checkpoints import reader as checkpoint_reader
 from pipeline.checkpoints.stage_checkpoints import checkpoints_in
 from pipeline.monitoring.telemetry import read_metrics
-from pipeline.train import TakenStep, count_step
+from pipeline.train import StepOutcome, count_step
 from pipeline.worker import TrainingLog
 from tests.support import campaigns
 
@@ -166,8 +166,8 @@ def test_bad_samples_that_end_a_run_are_named_also_where_the_save_in_flight_fail
     )
     ledger = SimpleNamespace(hex="9f3c", update=lambda *args: ledger)
     progress = SimpleNamespace(step=12, bad_samples=11, ledger=ledger)
-    taken = TakenStep(2.0, bad_samples=1, stopping=False, all_written=False, planned=Ids([], [], []), ids=[])
+    taken = StepOutcome(2.0, bad_samples=1, stopping=False, all_written=False, planned=Ids([], [], []), ids=[])
     with pytest.raises(CheckpointError):
         count_step(worker, progress, taken)
-    said = "step 13: 12 bad samples among 208 seen, more than max_bad_fraction 0.001 allows"
+    said = "step 13: 12 of 208 samples were bad, more than data.max_bad_fraction=0.001 allows"
     assert events == [said, "the save fails"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.monitoring.watchdog import NODE_FOLDER
-from pipeline.worker import Job, StopRequest, notice_sigterm
+from pipeline.worker import Job, StopRequest, handle_sigterm
 
 pytestmark = pytest.mark.quick
 
@@ -31,26 +31,26 @@ def test_a_worker_is_asked_to_stop_by_a_signal_or_by_the_file_that_rank_0_reads(
     reads_file: bool, tmp_path: Path
 ) -> None:
     request = StopRequest(tmp_path / "stop", reads_file=reads_file)
-    assert not request.is_made()
+    assert not request.is_requested()
     request.file.touch()
-    assert request.is_made() == reads_file
-    assert request.is_made_anywhere()
+    assert request.is_requested() == reads_file
+    assert request.is_requested_on_node()
     request.file.unlink()
-    assert not request.is_made_anywhere()
+    assert not request.is_requested_on_node()
     request.signal.set()
-    assert request.is_made()
-    assert request.is_made_anywhere()
+    assert request.is_requested()
+    assert request.is_requested_on_node()
 
 
 def test_a_sigterm_is_remembered_by_a_main_thread_and_ignored_by_another() -> None:
     before = signal.getsignal(signal.SIGTERM)
     try:
         asked = threading.Event()
-        other = threading.Thread(target=notice_sigterm, args=(asked,))
+        other = threading.Thread(target=handle_sigterm, args=(asked,))
         other.start()
         other.join()
         assert signal.getsignal(signal.SIGTERM) == before
-        notice_sigterm(asked)
+        handle_sigterm(asked)
         signal.raise_signal(signal.SIGTERM)
         assert asked.is_set()
     finally:

@@ -12,7 +12,7 @@ import numpy as np
 from data.checks import printable
 from data.images.decode import Header
 from data.index.index import Index, Refusals
-from data.index.names import some
+from data.index.names import preview
 
 FEW_SHARDS = 16  # so few shards are no trouble if they are small
 SMALL_SHARD = 32 << 20  # bytes; below it a network mostly waits for the next request
@@ -149,7 +149,7 @@ class Report:
         if empty:
             line += f" (first: {empty[:8]})"
         if self.index.names:
-            line += f", called {some(self.index.names)}"
+            line += f", called {preview(self.index.names)}"
         lines.append(line)
         if self.classes:
             counts = sorted(self.classes.values())

@@ -27,7 +27,7 @@ from data.errors import DataError
 from data.extras.known_sets.archive import read_members, warn_of
 from data.extras.sources.members import is_compressed
 from data.index.index import Refusals
-from data.index.names import Names, some
+from data.index.names import Names, preview
 from data.index.shard import IMAGES, is_image
 from data.index.tar import mapped, members
 from data.sources.folders import folder_classes
@@ -95,7 +95,7 @@ def train(path: Path, split: str = "train") -> Iterator[Sample]:
                 images.append(Stored(member.decode(), tar.place, label, tar.offset + offset, size))
     # A folder of one folder a class.
     if path.is_dir() and not tars:
-        passed_over = Refusals()
+        skipped = Refusals()
         for label, class_name in enumerate(folder_classes(path)):
             folder = path / class_name
             with os.scandir(folder) as entries:
@@ -106,8 +106,8 @@ def train(path: Path, split: str = "train") -> Iterator[Sample]:
                     if extension in IMAGES:
                         images.append(Stored(entry.name, folder, label))
                     else:
-                        passed_over.add_type(extension, f"{class_name}/{entry.name}")
-        warn_of(path, passed_over)
+                        skipped.add_type(extension, f"{class_name}/{entry.name}")
+        warn_of(path, skipped)
     # In the order of the hash of their names all classes mix, wherever the images lie.
     images.sort(key=lambda image: sha256(os.fsencode(image.name)).digest())
     for image in images:
@@ -238,6 +238,6 @@ def validation_wnids(path: Path) -> list[str]:
         else:
             unknown.add(str(number))
     if unknown:
-        names = some(sorted(unknown))
+        names = preview(sorted(unknown))
         raise DataError(f"{path}: {GROUND_TRUTH} has {names}, no class of its meta.mat; download it again")
     return wnids

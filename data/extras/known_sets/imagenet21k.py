@@ -23,7 +23,7 @@ from data.errors import DataError
 from data.extras.known_sets.archive import warn_of
 from data.extras.sources.members import Member, members, tar_members
 from data.index.index import Refusals
-from data.index.names import Names, some
+from data.index.names import Names, preview
 from data.sources.samples import Published, Sample, kind_of
 
 WNID = re.compile(r"n\d{8}")
@@ -41,24 +41,24 @@ def samples(wnids: Path | None, path: Path, split: str = "train") -> Iterator[Sa
     ids = {wnid: label for label, wnid in enumerate(names)}
     finished: set[str] = set()
     current = ""
-    passed_over = Refusals()
-    for wnid, image in images(path, passed_over):
+    skipped = Refusals()
+    for wnid, image in images(path, skipped):
         if wnid != current:
             if wnid not in ids:
-                raise DataError(f"{path}: {wnid} is not among its {len(names)} classes: {some(names)}")
+                raise DataError(f"{path}: {wnid} is not among its {len(names)} classes: {preview(names)}")
             if wnid in finished:
                 raise DataError(f"{path}: the class {wnid} comes twice; expected one tar or folder a class")
             finished.add(wnid)
             current = wnid
         raw = image.read()
         yield Sample(image.base.partition(".")[0], raw, (ids[wnid],), kind_of(raw))
-    warn_of(path, passed_over)
+    warn_of(path, skipped)
     lacking = [wnid for wnid in names if wnid not in finished]
     if lacking:
-        logging.getLogger(__name__).warning("%s: no images of %d classes: %s", path, len(lacking), some(lacking))
+        logging.getLogger(__name__).warning("%s: no images of %d classes: %s", path, len(lacking), preview(lacking))
 
 
-def images(path: Path, passed_over: Refusals) -> Iterator[tuple[str, Member]]:
+def images(path: Path, skipped: Refusals) -> Iterator[tuple[str, Member]]:
     """Give every image with the WordNet id of its class, which its tar or its folder is called."""
     for member in members(path):
         wnid, is_tar = class_of(member.name)
@@ -68,7 +68,7 @@ def images(path: Path, passed_over: Refusals) -> Iterator[tuple[str, Member]]:
         elif wnid:
             yield wnid, member
         else:
-            passed_over.add("file that is of no class", member.name)
+            skipped.add("file that is of no class", member.name)
 
 
 def class_of(member: str) -> tuple[str, bool]:

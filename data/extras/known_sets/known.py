@@ -27,7 +27,7 @@ from data.extras.known_sets.archive import as_image, encode, first_present, read
 from data.extras.known_sets.vtab_prepared import VTAB
 from data.extras.sources.members import members
 from data.index.index import Refusals
-from data.index.names import Names, some
+from data.index.names import Names, preview
 from data.sources.samples import Archive, Published, Sample
 
 # ------------------------------------------------------------------------------------------------ CIFAR
@@ -129,7 +129,7 @@ def listed_samples(listed: ListedSet, folder: Path, split: str) -> Iterator[Samp
     warn_of(archive, notes)
     lacking = sorted(class_ids.keys() - seen)
     if lacking:
-        raise DataError(f"{archive}: lacks {len(lacking)} images of {split}: {some(lacking)}\n  {listed.page}")
+        raise DataError(f"{archive}: lacks {len(lacking)} images of {split}: {preview(lacking)}\n  {listed.page}")
 
 
 def pets_lists(folder: Path) -> dict[str, dict[str, int]]:

@@ -23,7 +23,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from data.errors import DataError
-from data.files import write_whole
+from data.files import write_atomically
 from data.index.index import Index
 from data.seal import Unsealed, seal, unseal
 
@@ -150,4 +150,4 @@ def read_leaks(path: str | os.PathLike[str]) -> Leaks:
 
 def write_leaks(path: Path, leaks: Leaks) -> None:
     """Write a leaks.json, whole."""
-    write_whole(path, seal({"schema": SCHEMA, **asdict(leaks)}))
+    write_atomically(path, seal({"schema": SCHEMA, **asdict(leaks)}))

@@ -33,7 +33,7 @@ from data.errors import DataError, StorageError
 from data.extras.leaks.document import Compared, Kind, Leaks, Pair, write_leaks
 from data.extras.leaks.matching import ALIKE, TestSignatures, candidates, likeness
 from data.extras.leaks.signature import BOXES, COEFFICIENTS, PICTURE, Signature, pixel_digest, signature
-from data.files import naming, whole_file
+from data.files import atomic_file, path_in_errors
 from data.images.decode import BadImage
 from data.index.index import Index
 from data.index.shard import Shard
@@ -203,7 +203,7 @@ def write_signatures(
     with ExitStack() as around:
         files = {}
         for name, (shape, kind) in shapes.items():
-            temporary = around.enter_context(whole_file(folder / f"{name}.npy"))
+            temporary = around.enter_context(atomic_file(folder / f"{name}.npy"))
             files[name] = around.enter_context(open(temporary, "wb"))
             header = {"descr": np.lib.format.dtype_to_descr(np.dtype(kind)), "fortran_order": False, "shape": shape}
             np.lib.format.write_array_header_1_0(files[name], header)
@@ -214,7 +214,7 @@ def write_signatures(
                 raise StorageError(f"{path}: is not what was written a moment ago: see to the disk")
             with np.load(io.BytesIO(entry)) as part:
                 for name, file in files.items():
-                    with naming(folder / f"{name}.npy"):
+                    with path_in_errors(folder / f"{name}.npy"):
                         file.write(part[name].tobytes())
 
 

@@ -26,7 +26,7 @@ from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 
 from data.checks import printable, printable_lines
-from data.files import write_whole
+from data.files import write_atomically
 
 THUMBNAIL = 112  # pixels of the longer side
 INK = "#010101"
@@ -92,7 +92,7 @@ def write_page(path: Path, template: str, **values: object) -> None:
     environment.filters["first_line"] = lambda text: text.partition("\n")[0]
     environment.filters["thousands"] = "{:,}".format
     environment.filters["percent"] = "{:.2%}".format
-    write_whole(path, environment.get_template(template).render(values))
+    write_atomically(path, environment.get_template(template).render(values))
 
 
 def shown(value: object) -> object:

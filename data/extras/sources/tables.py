@@ -20,7 +20,7 @@ from typing import Any
 
 from data.checks import printable
 from data.errors import DataError
-from data.index.names import NO_NAMES, Names, NoLabel, agreed, ids_of, parse_labels, some
+from data.index.names import NO_NAMES, Names, NoLabel, agreed_names, ids_of, parse_labels, preview
 from data.sources.folders import ListedFile, files_of, read_files
 from data.sources.samples import Sample, kind_of
 
@@ -119,7 +119,7 @@ def classes_in(path: Path, labels: Iterable[object]) -> Names:
     # Numbered by their names, ids and names would meet in one class; and a single name is more likely a slip.
     if names and first_id is not None:
         raise DataError(
-            f"{path}: some labels are class ids ({first_id}), others are names ({some([min(names)])})\n"
+            f"{path}: some labels are class ids ({first_id}), others are names ({preview([min(names)])})\n"
             "  expected ids in every row, or names in every row: write the one or the other"
         )
     return tuple(sorted(names))
@@ -223,7 +223,7 @@ def parquet_classes(source: str | os.PathLike[str]) -> Names:
         file = ImageParquet(path)
         files.append(file)
         described.append((str(path), file.names))
-    names = agreed(described, str(source))
+    names = agreed_names(described, str(source))
     if names:
         return names
     labels: set[str] = set()

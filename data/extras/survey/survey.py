@@ -41,7 +41,7 @@ from data.extras.sources.tables import (
 )
 from data.images.decode import BadImage, read_header
 from data.index.document import SUFFIX, load_index
-from data.index.names import NoLabel, parse_labels, some
+from data.index.names import NoLabel, parse_labels, preview
 from data.index.shard import COMPRESSED, IMAGES, is_image
 from data.index.tar import first_part, mapped, walk
 from data.sources.folders import HIDDEN, files_of, images_below, refuse_loop
@@ -196,8 +196,9 @@ def survey(place: str, *, unlabelled: bool = False, report: Report) -> Sets:
         )
     if len(train.class_counts) == 1:
         raise DataError(
-            f"{train_place}: {train.images:,} images of one class, {some(list(train.class_counts))}: there is nothing "
-            "to tell apart\n  expected two classes or more, as a sub-folder each; --unlabelled trains without labels"
+            f"{train_place}: {train.images:,} images of one class, {preview(list(train.class_counts))}: there is "
+            "nothing to tell apart\n  expected two classes or more, as a sub-folder each; "
+            "--unlabelled trains without labels"
         )
     without_label = train.images - train.labelled
     if train.classes and without_label:
@@ -212,7 +213,7 @@ def survey(place: str, *, unlabelled: bool = False, report: Report) -> Sets:
         return Sets(train)
     if lacking and not train.are_ids:
         raise DataError(
-            f"{test_place}: {some(lacking)}: classes that {train_place} lacks\n"
+            f"{test_place}: {preview(lacking)}: classes that {train_place} lacks\n"
             "  expected the classes that are trained on; take these out"
         )
     return Sets(train, test)
@@ -307,7 +308,7 @@ def one_place(places: Sequence[str]) -> str:
         if Path(whole).exists():
             raise UsageError(f"{len(places)} words, and {whole!r} is one folder\n  type it in quotes")
         raise UsageError(
-            f"{len(places)} paths, {some(places)}: no folder and no pattern holds these alone\n"
+            f"{len(places)} paths, {preview(places)}: no folder and no pattern holds these alone\n"
             f"  expected one set of images: a folder, or a pattern in quotes, as '{folder}/train-*.tar'"
         )
     return pattern
@@ -349,7 +350,7 @@ def parts_of_files(files: Sequence[Path]) -> dict[str, str]:
     if train is not None and test is not None and rest and files[0].suffix != ".csv":
         pattern = pattern_of(of_parts) or train
         raise DataError(
-            f"{files[0].parent}: {some(sorted(file.name for file in rest))} are of no part, beside others called "
+            f"{files[0].parent}: {preview(sorted(file.name for file in rest))} are of no part, beside others called "
             f"train\n  expected train or test in all names; to take those alone type python -m jobs new '{pattern}'"
         )
     return parts
@@ -388,12 +389,12 @@ def look(place: str, unlabelled: bool, report: Report) -> FoundSet:
 def look_at_folder(root: Path, unlabelled: bool, report: Report) -> FoundSet:
     """Look at sub-folders of images, one a class; or at images without labels."""
     image_set = FoundSet("folder", str(root))
-    passed_over: Counter[str] = Counter()
+    skipped: Counter[str] = Counter()
     paths: list[Path] = []
     empty = []
     for folder in sorted(root.glob("[!.]*/")):
         refuse_loop(folder)
-        below = images_below(folder, passed_over)
+        below = images_below(folder, skipped)
         if not below:
             empty.append(folder.name)
             continue
@@ -409,7 +410,7 @@ def look_at_folder(root: Path, unlabelled: bool, report: Report) -> FoundSet:
         image_set.labelled = len(paths)
         if empty:
             raise DataError(
-                f"{root}: no images in {some(empty)}\n"
+                f"{root}: no images in {preview(empty)}\n"
                 f"  expected {', '.join(IMAGES)} in every class; remove these folders or fill them"
             )
         if here:
@@ -420,16 +421,16 @@ def look_at_folder(root: Path, unlabelled: bool, report: Report) -> FoundSet:
     alike = len(image_set.class_counts) - len(set(map(str.lower, image_set.class_counts)))
     if alike:
         image_set.notes.append(f"{alike} classes differ from another one by upper and lower case alone")
-    hidden = passed_over.pop(HIDDEN, 0)
+    hidden = skipped.pop(HIDDEN, 0)
     if hidden:
         image_set.notes.append(
             f"{hidden:,} files are hidden, and are left out: their names, or their folder's, begin with ."
         )
     # Without a sub-folder of images, what lies here is what a person may have meant.
     if not paths:
-        passed_over.update(file.suffix or file.name for file in root.glob("[!.]*") if file.is_file())
-    if passed_over:
-        kinds = ", ".join(f"{count:,} × {printable(kind)}" for kind, count in passed_over.most_common(MOST_NAMED))
+        skipped.update(file.suffix or file.name for file in root.glob("[!.]*") if file.is_file())
+    if skipped:
+        kinds = ", ".join(f"{count:,} × {printable(kind)}" for kind, count in skipped.most_common(MOST_NAMED))
         image_set.notes.append(f"{kinds}: no {', '.join(IMAGES)}, left out")
     image_set.open_some(list(zip(paths, repeat(0), repeat(-1), strict=False)))
     return image_set
@@ -462,7 +463,7 @@ def look_at_table(place: str, unlabelled: bool, report: Report) -> FoundSet:
         report(image_set.images)
     if missing:
         raise DataError(
-            f"{path}: {some(missing)}: no such files\n"
+            f"{path}: {preview(missing)}: no such files\n"
             f"  expected paths relative to {path.parent}, or whole ones; move the table, or write them so"
         )
     repeated = len(names) - len(set(names))

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from data.errors import DataError, UsageError
 from data.extras.sources.tars import tars
-from data.files import write_whole
+from data.files import write_atomically
 from data.images.decode import BadImage, decode
 from data.images.preprocess import preprocess
 from data.index.shard import IMAGES
@@ -93,7 +93,7 @@ def analyze(weights: str, paths: list[str], output: str, limit: int) -> None:
         "position_similarity": rounded(inside.position_similarity),
         "explained_variance": rounded(inside.explained_variance),
     }
-    write_whole(folder / "analysis.json", json.dumps(numbers))
+    write_atomically(folder / "analysis.json", json.dumps(numbers))
 
     reach = attention.distance.mean(1)
     for line in verification:

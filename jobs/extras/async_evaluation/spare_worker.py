@@ -365,7 +365,7 @@ class SpareWorker:
             raise Ended
         if self.place.is_wanted():
             raise NoPlace("somebody wants the place")
-        stuck = watch.look(group.places(), group.is_frozen)
+        stuck = watch.find_stall(group.places(), group.is_frozen)
         if stuck is not None:
             raise group.evidence().silent_failure(stuck.rank, stuck.cause)
         if time.monotonic() > self.next_poll:

@@ -45,7 +45,7 @@ def leaks(
 
     from data.extras.leaks.report import lines, write_page
     from data.extras.leaks.search import DOCUMENT, find_leaks
-    from data.files import write_whole
+    from data.files import write_atomically
     from data.index.document import SUFFIX, load_index
     from jobs.cluster_config import cores
 
@@ -106,7 +106,7 @@ def leaks(
 
     # The document is there; a report and a page tell people of it, and for each set what to type.
     report = lines(found_leaks, train_sets, test_sets)
-    write_whole(folder / REPORT, "\n".join(report) + "\n")
+    write_atomically(folder / REPORT, "\n".join(report) + "\n")
     write_page(folder / PAGE, found_leaks, train_sets, test_sets, fetched_by)
 
     for line in report:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import models
-from data.files import write_whole
+from data.files import write_atomically
 from jobs.extras.monitor.threaded import ThreadedWatcher
 from jobs.extras.recipe_text import config_as_known, flat
 from jobs.recipe.records import environment
@@ -163,12 +163,12 @@ class Tracker(ThreadedWatcher):
             if self.open_stage != message.directory:
                 memory["id"], place = self.client.open(message, self.facts[message.directory], memory["id"])
                 # At once: a run whose id is lost would be begun again.
-                write_whole(path, json.dumps(memory))
+                write_atomically(path, json.dumps(memory))
                 self.open_stage = message.directory
                 self.log(f"{self.name}: {message.stage} is {place}")
             self.client.send([record for record in records if "step" in record])
             memory["bytes"] = end
-            write_whole(path, json.dumps(memory))
+            write_atomically(path, json.dumps(memory))
         if message.state == "ended" and self.open_stage is not None:
             self.open_stage = None
             self.client.close()

@@ -23,8 +23,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from data.checks import printable
 from data.errors import DataError, UsageError
 from data.extras.survey.survey import FoundSet, Sets, one_place, survey
-from data.files import write_whole
-from data.index.names import some
+from data.files import write_atomically
+from data.index.names import preview
 from data.index.shard import IMAGES
 from jobs.named_stages import find_stage, near_path
 from jobs.recipe.key import model_at
@@ -129,7 +129,7 @@ def new(
                 beside.append(other.name)
         if sets.train.source == "folder" and beside:
             above = shlex.quote(str(folder.parent))
-            echo(f"if it is one class, and {some(beside)} beside it others, type python -m jobs new {above}")
+            echo(f"if it is one class, and {preview(beside)} beside it others, type python -m jobs new {above}")
         else:
             echo(f"for classes {TO_HAVE_CLASSES[sets.train.source]}")
     elif sets.held_out:
@@ -251,7 +251,7 @@ def write_recipe(path: Path, name: str, sets: Sets, choice: "TrainingChoice", ma
         passes=passes,
         duration=seconds,
     )
-    write_whole(path, as_typed(text))
+    write_atomically(path, as_typed(text))
     echo(
         f"wrote {path}: {choice.steps:,} steps of {choice.batch_size} images, {passes} "
         f"{unit}, about {seconds} at {amount(choice.rate)} images/s on {machine.name}"

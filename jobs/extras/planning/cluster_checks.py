@@ -13,7 +13,7 @@ from jobs.extras.planning.stage_checks import CheckVerdict
 from pipeline.extras.preflight.folder import FolderReport
 from pipeline.extras.preflight.network import PairTime
 from pipeline.extras.preflight.worker import PreflightReport
-from pipeline.identity import DEVICE, MUST_BE_EQUAL, SHOULD_BE_EQUAL, Identity, differences, named, other_code
+from pipeline.identity import DEVICE, MUST_BE_EQUAL, SHOULD_BE_EQUAL, Identity, code_mismatch, differences, worker_name
 from pipeline.process_group import SKEW_S
 from pipeline.values import counted, milliseconds
 
@@ -77,7 +77,7 @@ class ClusterFacts:
 def code(found: ClusterFacts) -> Iterator[CheckVerdict]:
     """Check the code of workers and nodes against this command's."""
     expected = found.requirements.code
-    others = other_code(found.identities, expected)
+    others = code_mismatch(found.identities, expected)
     if others:
         remedy = "bring the checkout of that node up to date, or take it off its PYTHONPATH; then run this again"
         yield CheckVerdict("FAIL", others, remedy)
@@ -138,7 +138,7 @@ def gpus(found: ClusterFacts) -> Iterator[CheckVerdict]:
     text = f"{asked} asked for, {present} on the workers' nodes"
     if asked and on_cpu:
         remedy = "python -c 'import torch; print(torch.cuda.is_available())' there: driver, torch's CUDA build"
-        yield CheckVerdict("FAIL", f"{text}; {named(on_cpu[0], len(on_cpu) - 1)} computes on the CPU", remedy)
+        yield CheckVerdict("FAIL", f"{text}; {worker_name(on_cpu[0], len(on_cpu) - 1)} computes on the CPU", remedy)
     elif found.requirements.unused_gpus:
         yield CheckVerdict("WARN", f"{text}; {found.requirements.unused_gpus[0]}")
     elif present and not asked:
@@ -243,15 +243,15 @@ def run_folder(found: ClusterFacts) -> Iterator[CheckVerdict]:
     unseen = [who for who, folder in found.folders if not folder["sees_driver"]]
     unanswered = [who for who, folder in found.folders if not folder["is_answered"]]
     if unseen:
-        text = f"not shared: {named(unseen[0])} does not see what the driver has written"
+        text = f"not shared: {worker_name(unseen[0])} does not see what the driver has written"
         yield CheckVerdict("FAIL", text, SHARED_RUN)
     elif unanswered:
-        text = f"not shared: the driver does not see what {named(unanswered[0])} has written"
+        text = f"not shared: the driver does not see what {worker_name(unanswered[0])} has written"
         yield CheckVerdict("FAIL", text, SHARED_RUN)
     elif lacking:
         who, lacks = lacking[0]
         remedy = "docs/storage.md says what it must do; choose another: run=/elsewhere"
-        yield CheckVerdict("FAIL", f"{named(who)}: {'; '.join(lacks)}", remedy)
+        yield CheckVerdict("FAIL", f"{worker_name(who)}: {'; '.join(lacks)}", remedy)
     else:
         text = f"the same for the driver and {counted(len(found.folders), 'node')}; links, rename, fsync work"
         yield CheckVerdict("OK", text)
@@ -267,12 +267,12 @@ def clocks(found: ClusterFacts) -> Iterator[CheckVerdict]:
     furthest = ""
     for who, folder in found.folders:
         if folder["skew_s"] is None or folder["uncertainty_s"] is None:
-            yield CheckVerdict("WARN", f"not measured: the driver has not answered {named(who)}")
+            yield CheckVerdict("WARN", f"not measured: the driver has not answered {worker_name(who)}")
             return
         if abs(folder["skew_s"]) >= abs(worst_s):
             worst_s = folder["skew_s"]
             uncertainty_s = folder["uncertainty_s"]
-            furthest = named(who)
+            furthest = worker_name(who)
     give_or_take = f"give or take {milliseconds(uncertainty_s)}"
     if abs(worst_s) - uncertainty_s > SKEW_S:
         side = "ahead of" if worst_s > 0 else "behind"
@@ -391,7 +391,7 @@ def sets(found: ClusterFacts) -> Iterator[CheckVerdict]:
             if reach is None:
                 continue
             if reach["error"]:
-                text = f"{named(place['identity'])} cannot read {path}: {reach['error']}"
+                text = f"{worker_name(place['identity'])} cannot read {path}: {reach['error']}"
                 remedy = (
                     "mount the same storage at the same path on every node, or give that node the store's credentials"
                 )

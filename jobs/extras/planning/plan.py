@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 import models
 from data.checks import few
 from data.files import memory_text
-from data.index.names import Names, some
+from data.index.names import Names, preview
 from jobs.extras.planning.plan_training import PlannedTraining, bill, span
 from jobs.extras.recipe_text import in_words
 from jobs.extras.studies import table
@@ -140,7 +140,7 @@ class Plan:
         # 4. Which names its classes have, and whose labels are taken on trust.
         names, nameless = known_names(stage, Available(campaign))
         if names:
-            self.add("names", some(names))
+            self.add("names", preview(names))
         if nameless:
             self.add("names", f"none in {', '.join(nameless)}: labels are taken on trust")
 

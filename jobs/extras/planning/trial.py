@@ -182,7 +182,7 @@ def try_stage(campaign: Campaign, stage: Stage) -> None:
         **measured(records, stage.name, cfg.batch_size),
     )
     path = write_trial(campaign.run, result)
-    campaign.storage.send(str(path.relative_to(campaign.run)))
+    campaign.storage.upload(str(path.relative_to(campaign.run)))
     echo(
         f"{stage.name}   {milliseconds(result.step_s)} a step on {counted(result.world, 'worker')}: "
         f"compute {milliseconds(result.compute_s)}, waiting for storage {milliseconds(result.storage_s)}, "

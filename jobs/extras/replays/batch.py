@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from data.errors import UsageError
-from data.files import whole_file
+from data.files import atomic_file
 from jobs.extras.replays.trained import find_trained
 from jobs.terminal import echo
 from pipeline.monitoring.telemetry import steps_in
@@ -40,7 +40,7 @@ def replay(run: str, step: str, target: str | None) -> None:
     stage = TrainedStage(folder)
     batch = stage.batch(number)
     if target:
-        with whole_file(Path(target)) as temporary:
+        with atomic_file(Path(target)) as temporary:
             np.savez(temporary, images=batch.images, labels=batch.labels, ids=batch.ids)
 
     # What the batch is, and what each attempt that took the step has recorded of it.

@@ -14,7 +14,7 @@ from typing import Any
 
 from data.errors import UsageError
 from data.extras.pages.page import jpeg_bytes
-from data.files import write_whole
+from data.files import write_atomically
 from data.shards.reader import ShardReader
 from jobs.cluster.supervisor import supervise
 from jobs.extras.replays.stretch import Replays
@@ -142,8 +142,8 @@ def found_samples(stage: TrainedStage, step: int, outcome: Mapping[str, Any], fo
             shard, number, _ = sample["range"]
             _, encoded, _ = reader.read(shard, number)
             picture = str(folder / f"slot-{row}.jpg")
-            write_whole(Path(picture), jpeg_bytes(batch.images[row]))
-            write_whole(folder / f"slot-{row}-as-stored", encoded)
+            write_atomically(Path(picture), jpeg_bytes(batch.images[row]))
+            write_atomically(folder / f"slot-{row}-as-stored", encoded)
         labels = [batch.source.class_name(label) for label in batch.labels[row] if label >= 0]
         samples.append({**sample, "labels": labels, "picture": picture})
     return samples

@@ -19,7 +19,7 @@ import torch
 import models
 from data.errors import DataError, UsageError
 from data.extras.listed import listed_rows
-from data.index.index import Index, called
+from data.index.index import Index, shards_called
 from jobs.extras.replays.stretch import Replays
 from jobs.terminal import activity, echo
 from pipeline import artifacts
@@ -141,7 +141,7 @@ def masked_ranges(index: Index, samples: str | None, shards: Sequence[str]) -> l
         shard = np.searchsorted(ends, rows, side="right")
         ranges += ranges_of(shard, rows - (ends - index.shard_samples)[shard])
     for name in shards:
-        named = called(name, [index])
+        named = shards_called(name, [index])
         if len(named) != 1:
             which = ", ".join(list(named)[:3]) or f"as {index.location(0)} is called"
             raise DataError(f"--shards {name}: {len(named)} shards are called so, expected one: {which}")

@@ -24,8 +24,8 @@ def report(
 ) -> None:
     """Write the page of a run; of several runs, what they do not have in common and where they part."""
     from jobs.commands import stored_runs
-    from jobs.extras.report.kept import NAME
     from jobs.extras.report.page import write_report
+    from jobs.extras.report.page_watcher import NAME
 
     with ExitStack() as copies:
         paths = []

@@ -34,7 +34,7 @@ import numpy as np
 
 import models
 from data.errors import ConfigError, DataError
-from data.files import write_whole
+from data.files import write_atomically
 from jobs.extras.studies import table as sweep
 from jobs.extras.studies.axes import axes_at
 from jobs.resolved_recipe import Available, Campaign, CheckResult, Context, Reads, Stage, StageKind, reference
@@ -203,9 +203,9 @@ class Figure(StageKind):
         for source, panel in panels.items():
             for point in panel.get("points", []):
                 writer.writerow({"source": source, **point})
-        write_whole(context.directory / "figure.csv", table.getvalue())
+        write_atomically(context.directory / "figure.csv", table.getvalue())
         lines = list(as_markdown(figure))
-        write_whole(context.directory / "figure.md", "\n".join(lines) + "\n")
+        write_atomically(context.directory / "figure.md", "\n".join(lines) + "\n")
         for line in lines:
             context.log(line)
         names = [DOCUMENT, "figure.png", "figure.svg", "figure.csv", "figure.md"]

@@ -33,7 +33,7 @@ import numpy as np
 
 from data.errors import ConfigError, DataError, Diverged
 from data.extras.shared_samples import shared_samples
-from data.files import write_whole
+from data.files import write_atomically
 from jobs.extras.studies import expand
 from jobs.extras.studies.axes import axes_of
 from jobs.extras.studies.law import check_budget
@@ -492,7 +492,7 @@ def write_table(context: Context, metric: str, rows: Sequence[Row], means: Seque
         lines += ["", *aligned(columns)]
     for line in lines:
         context.log(line)
-    write_whole(context.directory / "report.txt", "\n".join(lines) + "\n")
+    write_atomically(context.directory / "report.txt", "\n".join(lines) + "\n")
 
 
 def aligned(columns: Sequence[Sequence[str]]) -> list[str]:

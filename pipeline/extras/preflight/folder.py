@@ -24,13 +24,13 @@ from typing import TypedDict
 from data.errors import StorageError
 from data.files import (
     create_exclusively,
+    error_text,
     free_bytes,
     look_for,
     names_in,
-    refusal,
     sync,
+    write_atomically,
     write_durably,
-    write_whole,
 )
 
 DRIVER_FILE = "driver.json"
@@ -112,7 +112,7 @@ def report_on(folder: Path, name: str, *, is_shared: bool = True) -> FolderRepor
         report["written_bytes"] = WRITTEN_BYTES
         report["free_bytes"] = free_bytes(folder)
     except OSError as error:
-        report["lacks"].append(refusal(error))
+        report["lacks"].append(error_text(error))
     finally:
         if not is_shared:
             shutil.rmtree(folder, ignore_errors=True)
@@ -122,7 +122,7 @@ def report_on(folder: Path, name: str, *, is_shared: bool = True) -> FolderRepor
 @contextmanager
 def answering(folder: Path) -> Iterator[None]:
     """Be the driver while the block runs: leave its file in the folder, and answer requests."""
-    write_whole(folder / DRIVER_FILE, json.dumps({"token": secrets.token_hex(16)}))
+    write_atomically(folder / DRIVER_FILE, json.dumps({"token": secrets.token_hex(16)}))
     has_ended = threading.Event()
 
     def answer_all() -> None:
@@ -133,7 +133,7 @@ def answering(folder: Path) -> Iterator[None]:
                     if path.name.startswith(REQUEST) and path.name not in answered:
                         token = json.loads(path.read_text())["token"]
                         answer = {"token": token, "time": time.time()}
-                        write_whole(folder / path.name.replace(REQUEST, ANSWER), json.dumps(answer))
+                        write_atomically(folder / path.name.replace(REQUEST, ANSWER), json.dumps(answer))
                         answered.add(path.name)
 
     thread = threading.Thread(target=answer_all, daemon=True)
@@ -151,7 +151,7 @@ def request_time(folder: Path, request: str) -> tuple[float, float] | None:
     name = request.replace(REQUEST, ANSWER)
     # Before it is written: the driver may answer while this node still waits for its own fsync.
     requested = time.time()
-    write_whole(folder / request, json.dumps({"token": token}))
+    write_atomically(folder / request, json.dumps({"token": token}))
     deadline = time.monotonic() + ANSWERED_WITHIN_S
     while time.monotonic() < deadline:
         if name in names_in(folder):

@@ -32,7 +32,7 @@ from pipeline.health import SPIKE
 from pipeline.monitoring.telemetry import without_nan
 from pipeline.start import read_task, set_up
 from pipeline.train import take_step
-from pipeline.worker import notice_sigterm
+from pipeline.worker import handle_sigterm
 
 LEAST_SPIKE = 2.0  # times the usual value: what is less is no spike to look for
 
@@ -47,7 +47,7 @@ def search(task: Mapping[str, Any]) -> dict[str, Any]:
     cfg = worker.cfg
     (masking,) = (hook for hook in worker.hooks if isinstance(hook, Masking))
     always_masked = masking.mask.ranges
-    notice_sigterm(worker.stop.signal)
+    handle_sigterm(worker.stop.signal)
     step = task["search"]["step"] - 1  # the log counts from 1
     metric = task["search"]["metric"]
     usual = task["search"]["usual"]

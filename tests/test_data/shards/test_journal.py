@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from data.errors import DataError
-from data.files import write_whole
+from data.files import write_atomically
 from data.images.decode import library
 from data.index.document import load_index
 from data.shards.indexing import build_index
@@ -54,11 +54,11 @@ def test_a_kill_while_a_journal_is_taken_over_loses_no_finished_shard(tmp_path, 
     assert len(before.splitlines()) == 4, "the setting and three shards"
 
     def killed(path, content):
-        write_whole(path, content)
+        write_atomically(path, content)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr("data.seal.write_whole", killed)
+        patched.setattr("data.seal.write_atomically", killed)
         pack(wrong, tmp_path, shard_samples=5, classes=5)
     assert partial.read_text() == before
 

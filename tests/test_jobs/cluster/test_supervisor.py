@@ -18,7 +18,7 @@ from jobs.cluster.worker_group import DRAINED, DrainEvent
 from jobs.cluster_config import ClusterConfig
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 from pipeline.identity import NO_RANK, Identity
-from pipeline.monitoring.watchdog import Place, Watch
+from pipeline.monitoring.watchdog import PhaseReport, Watch
 from tests.support.contexts import pretrain_context
 from tests.support.identities import worker
 
@@ -89,7 +89,7 @@ class Stand:
         self.worlds.append(cluster.world)
         node = SimpleNamespace(node_id=f"id{cluster.world}")
         group = SimpleNamespace(drain_events={}, links=[SimpleNamespace(agent=node)], folder=folder)
-        group.places = lambda: {1: Place(7, "forward", 3, "")}
+        group.places = lambda: {1: PhaseReport(7, "forward", 3, "")}
 
         def run(function: Any, task: Any, on_tick: Any) -> Any:
             on_tick.__self__.growth.target = ends.grows
@@ -231,7 +231,9 @@ def test_a_stage_moves_off_nodes_grows_and_falls_back_without_a_restart(tmp_path
 def test_an_incident_for_memory_says_what_to_lower(cause, tmp_path) -> None:
     context = Stand(tmp_path, []).context()
     context.directory.mkdir(parents=True)
-    supervisor.write_incident(context, 3, WorkerGroupError(2, "n2", cause, "stacks"), {1: Place(7, "forward", 3, "")})
+    supervisor.write_incident(
+        context, 3, WorkerGroupError(2, "n2", cause, "stacks"), {1: PhaseReport(7, "forward", 3, "")}
+    )
     remedy = "" if cause == "other" else "; lower micro_batch or data.processes, or raise checkpoint_blocks"
     text = (context.directory / "incidents.txt").read_text().splitlines()
     assert text[0].endswith(f" attempt 3: worker 2 on n2: {cause}{remedy}") and text[1:] == ["stacks"]
@@ -276,7 +278,7 @@ def test_a_look_asks_the_workers_to_commit_where_somebody_wants_them_to_end(
 def test_a_worker_that_is_stuck_ends_the_attempt(tmp_path) -> None:
     stand = Stand(tmp_path, [])
     now = [0.0]
-    places = {0: Place(9, "reduce", 3, ""), 1: Place(7, "data", 3, "a.tar")}
+    places = {0: PhaseReport(9, "reduce", 3, ""), 1: PhaseReport(7, "data", 3, "a.tar")}
     judged = SimpleNamespace(silent_failure=lambda rank, cause: WorkerGroupError(rank, f"n{rank}", cause))
     group = SimpleNamespace(folder=tmp_path, drain_events={}, have_all_ended=lambda: False, places=lambda: places)
     group.is_frozen = lambda rank: False
@@ -332,7 +334,7 @@ def test_nodes_that_are_unlike_most_are_left_out_where_enough_are_left(
     context = pretrain_context(tmp_path, ClusterConfig(workers=4), log=lines.append)
     nodes: Any = NodesByHand(versions, code)
     failure = WorkerGroupError(
-        0, "n0", "UnlikeNodes: worker 1 on n1 has torch 3", exit_code=ExitCode.UNAVAILABLE, kind="UnlikeNodes"
+        0, "n0", "MismatchedNodes: worker 1 on n1 has torch 3", exit_code=ExitCode.UNAVAILABLE, kind="MismatchedNodes"
     )
     try:
         leave_out_unlike(context, nodes, failure, least)

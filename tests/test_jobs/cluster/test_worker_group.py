@@ -254,7 +254,7 @@ def test_a_worker_that_a_signal_has_stopped_is_seen_and_named(backend, two, tmp_
     def look() -> None:
         if (tmp_path / "ready1").exists() and not group.is_frozen(1):
             os.kill(group.states[1].pid, signal.SIGSTOP)
-        stuck = watch.look(group.places(), group.is_frozen)
+        stuck = watch.find_stall(group.places(), group.is_frozen)
         if stuck is not None:
             raise group.evidence().silent_failure(stuck.rank, stuck.cause)
 

@@ -430,7 +430,7 @@ def test_corrupt_images_past_the_limit_stop_with_65_and_name_the_first(recipe, s
     assert main(["run", str(recipe), path]) == 65
     captured = capsys.readouterr()
     assert "bad sample 1 replaced: train-000000.tar digit" in captured.out
-    assert "more than max_bad_fraction" in captured.err
+    assert "more than data.max_bad_fraction" in captured.err
 
 
 def test_a_forbidden_change_of_a_half_done_stage_stops_with_the_diff(recipe, capsys):

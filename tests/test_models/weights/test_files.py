@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import models
-from data.files import whole_file
+from data.files import atomic_file
 from tests.support.weights import equal_weights, random_model
 
 
@@ -33,7 +33,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path, monkeypatch)
 
     monkeypatch.setattr("safetensors.torch.save_file", fail)
     with pytest.raises(OSError, match="disk full"):
-        models.save_weights(random_model(), tmp_path, writing=whole_file)
+        models.save_weights(random_model(), tmp_path, writing=atomic_file)
     assert (tmp_path / "weights.safetensors").read_bytes() == before
     assert len(list(tmp_path.iterdir())) == 2
 

@@ -27,7 +27,7 @@ FAMILIES: list[tuple[str, int, dict[str, Any]]] = [
 
 
 def flattened(model: models.Model) -> FlatBlocks:
-    flat_blocks = FlatBlocks(model, models.decayed(model))
+    flat_blocks = FlatBlocks(model, models.decayed_parameters(model))
     with flat_blocks.while_deepspeed_is_made():
         pass
     return flat_blocks
@@ -76,7 +76,7 @@ def test_a_model_of_flat_blocks_computes_what_the_plain_one_does_and_has_its_gra
 
 def test_kernels_and_the_rest_lie_apart_and_no_element_is_lost_or_held_twice():
     model = drawn(*FAMILIES[4])
-    decayed = models.decayed(model)
+    decayed = models.decayed_parameters(model)
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     flat_blocks = flattened(model)
     holders = {name: torch.zeros(p.numel()) for name, p in model.named_parameters()}

@@ -47,11 +47,11 @@ def test_the_share_of_the_time_is_logged_once_with_what_to_do_about_it(monkeypat
     monkeypatch.setattr(in_training.time, "monotonic", lambda: clock[0])
     evaluator = evaluator_of(25)
     worker = listening()
-    evaluator.report_price(worker, 0, 10.0)  # before the first step
+    evaluator.report_cost(worker, 0, 10.0)  # before the first step
     clock[0] = 60.0
     evaluator.evaluated_s = 10.0
-    evaluator.report_price(worker, 25, 10.0)  # 50 s of 25 steps: 2 s a step
-    evaluator.report_price(worker, 50, 10.0)
+    evaluator.report_cost(worker, 25, 10.0)  # 50 s of 25 steps: 2 s a step
+    evaluator.report_cost(worker, 50, 10.0)
     assert worker.lines == [
         "evaluated in the loop: 10.00s every 25 steps, 16.7% of the time"
         "; evaluate_on=spare evaluates commits beside training, where the cluster has room"
@@ -75,4 +75,4 @@ def test_a_stage_without_sets_evaluates_nothing() -> None:
     assert not evaluator.is_due(5)
     assert not evaluator.request(nothing, 5)
     assert evaluator.resume(nothing, nothing)
-    assert evaluator.evaluate_between(nothing, nothing)
+    assert evaluator.evaluate_during_training(nothing, nothing)

@@ -235,7 +235,7 @@ def losses_of_a_plain_loop(shards: Path, cfg: TrainConfig) -> list[float]:
     """The same training with tokens picked by hand; only the loader, the draws and the network are the product's."""
     index, order = training_order(cfg, [load_index(shards / "train")])
     model = models.from_config(models.config_of("mu/8", 24, 10), torch.Generator().manual_seed(cfg.seed))
-    decayed = models.decayed(model)
+    decayed = models.decayed_parameters(model)
     groups = [
         {"params": [p for name, p in model.named_parameters() if name in decayed], "weight_decay": 0.1},
         {"params": [p for name, p in model.named_parameters() if name not in decayed], "weight_decay": 0.0},
@@ -339,7 +339,7 @@ def test_a_stop_at_a_border_of_sizes_is_left_to_the_step_which_commits(monkeypat
             late.set()
 
     monkeypatch.setattr(batches, "training_loader", Loader)
-    monkeypatch.setattr(batches, "moved_ahead", lambda iterated, device: iterated)
+    monkeypatch.setattr(batches, "prefetched_to_device", lambda iterated, device: iterated)
     thinned = TokenDroppingConfig(image_sizes=(16,), image_sizes_until=(0.5,))
     cfg = ThinnedConfig(steps=4, thinning=thinned)
     data = SimpleNamespace(
@@ -354,7 +354,7 @@ def test_a_stop_at_a_border_of_sizes_is_left_to_the_step_which_commits(monkeypat
     in_order: Any = batches.micro_batches(worker, 0)
     assert [next(in_order), next(in_order)] == [(0, 16), (1, 16)]
     stop.signal.set()
-    monkeypatch.setattr(batches, "once_the_first_is_there", None)
+    monkeypatch.setattr(batches, "wait_for_first_batch", None)
     assert next(in_order) == (2, 24)
     monkeypatch.undo()
 

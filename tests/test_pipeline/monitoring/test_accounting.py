@@ -1,4 +1,4 @@
-"""Where the wall time went: a kill costs recovery and lost work, and the parts add up to the whole."""
+"""How the wall time of a stage was spent: a kill costs recovery and repeated steps, and the parts sum to the whole."""
 
 import json
 import random
@@ -22,18 +22,21 @@ def window(attempt: int, step: int, time: float, **changes: float) -> dict:
     return {"kind": "train", "attempt": attempt, "step": step, "time": time, "losses": [1.0] * 10, **values}
 
 
-def test_an_uninterrupted_stage_is_start_data_checkpoint_and_compute() -> None:
+def test_uninterrupted_stage_spends_its_time_on_start_data_checkpoints_and_compute() -> None:
     records = [start(1, 0, 100.0, 105.0), window(1, 10, 120.0), window(1, 20, 130.0, evaluated_s=2.0)]
     spent = account(records)
     assert (spent.start, spent.data, spent.checkpoint, spent.compute, spent.other) == (10.0, 2.0, 1.0, 15.0, 2.0)
     assert spent.wall == 30.0 and spent.ratio == pytest.approx(0.5) and spent.lost == spent.recovery == 0
-    assert spent.line() == "steps took 50.0% of 30s (the rest: start 33.3%, other 6.7%, data 6.7%, checkpoint 3.3%)"
-    # Its own record, which comes last, changes nothing: the terminal's line and the page say the same.
+    assert spent.line() == (
+        "training steps: 50.0% of 30s; "
+        "overhead: start-up 33.3%, evaluation and shutdown 6.7%, data loading 6.7%, checkpoints 3.3%"
+    )
+    # The stage's own account comes last and changes nothing: the terminal and the report show the same shares.
     assert account([*records, {"kind": "effective", "attempt": 1, "time": 132.0}]) == spent
 
 
-def test_what_a_later_attempt_did_again_is_lost_and_the_way_back_is_recovery() -> None:
-    """Killed at step 20 with a checkpoint of step 15: half a window is lost, 15 s pass until the next first step."""
+def test_repeated_steps_are_lost_and_the_restart_is_recovery() -> None:
+    """Kill at step 20 with a checkpoint of step 15: half a window is lost, and the next first step comes 15 s later."""
     records = [
         start(1, 0, 100.0, 105.0),
         window(1, 10, 120.0),
@@ -46,39 +49,39 @@ def test_what_a_later_attempt_did_again_is_lost_and_the_way_back_is_recovery() -
     assert spent.wall == pytest.approx(55.0)
 
 
-def test_the_hours_for_which_a_stopped_stage_lay_are_nobodys_time_and_a_failure_is_recovery() -> None:
-    """Stopped at 130 s, typed again an hour later at 3730 s, and then killed."""
+def test_pause_after_a_stop_is_not_counted_but_a_restart_after_a_failure_is_recovery() -> None:
+    """Stop at 130 s, resume an hour later at 3730 s, then get killed."""
     resumed = {**start(2, 20, 3732.0, 3735.0), "began": 3730.0}
     failed = {**start(3, 30, 3761.0, 3764.0), "began": 3730.0}
     records = [start(1, 0, 100.0, 105.0), window(1, 20, 130.0), resumed, window(2, 30, 3750.0)]
     spent = account([*records, failed, window(3, 40, 3780.0)])
     assert (spent.start, spent.stopped, spent.recovery, spent.lost) == (20.0, 3600.0, 10.0 + 20.0, 0.0)
     assert spent.wall == pytest.approx(80.0) and spent.ratio == pytest.approx(25.5 / 80.0)
-    assert spent.line().endswith("), and 1h00m in which no command ran it")
+    assert spent.line().endswith("; no command was running for another 1h00m")
 
 
-def test_an_attempt_after_the_next_may_fall_back_further() -> None:
+def test_third_attempt_may_fall_back_further_than_the_second() -> None:
     records = [start(1, 0, 0.0, 5.0), window(1, 10, 20.0), start(2, 10, 22.0, 25.0), window(2, 20, 40.0)]
     spent = account([*records, start(3, 0, 42.0, 45.0), window(3, 10, 60.0)])
     assert spent.lost == 20.0
 
 
-def test_a_clock_that_jumps_back_takes_no_time_away() -> None:
+def test_clock_jumping_back_subtracts_no_time() -> None:
     records = [start(1, 0, 4100.0, 105.0), window(1, 20, 130.0), start(2, 20, 140.0, 143.0)]
     back = [{**record, "time": record["time"] - 3600} for record in [records[2], window(2, 30, 155.0)]]
     spent = account([*records[:2], *back])
     assert spent.start == spent.recovery == 0.0 and spent.compute > 0 and spent.ratio < 1
 
 
-def test_a_stage_that_has_not_begun_has_no_account() -> None:
+def test_stage_without_steps_has_ratio_zero() -> None:
     assert account([]).ratio == 0.0 and account([start(1, 0, 100.0, 105.0)]).wall == 5.0
 
 
-# ------------------------------ against plain loops over files as they may be found
+# ------------------------------ compared with plain loops, on files with faults
 
 
 def run_of(seed: int, attempts: int = 4) -> list[dict[str, Any]]:
-    """The records of a stage whose attempts fell back to random steps, in the order written."""
+    """Return the records of a stage whose attempts fell back to random steps, in the order written."""
     rng = random.Random(seed)
     clock = 1.0e9
     step = 0
@@ -104,7 +107,7 @@ def run_of(seed: int, attempts: int = 4) -> list[dict[str, Any]]:
 
 
 def plain_account(records: list[dict[str, Any]]) -> Account:
-    """The account by loops over all records, an attempt after the other."""
+    """Compute the account with plain loops over all records, one attempt after another."""
     total = Account()
     starts = [record for record in records if record["kind"] == "start"]
     previous_end = 0.0
@@ -141,7 +144,7 @@ def plain_account(records: list[dict[str, Any]]) -> Account:
 
 
 def plain_reading(path: Path) -> list[dict[str, Any]]:
-    """Every record that a line holds whole; null is NaN where a loss is meant."""
+    """Return the record of every complete line."""
     records = []
     for line in path.read_bytes().splitlines():
         try:
@@ -167,8 +170,8 @@ ODD_LINES = [
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_the_account_of_a_file_with_odd_lines_is_that_of_a_loop_over_single_steps(seed, tmp_path: Path) -> None:
-    """Attempts fall back to random steps, losses are null, lines are torn."""
+def test_account_of_file_with_torn_lines_equals_a_loop_over_single_steps(seed, tmp_path: Path) -> None:
+    """Let attempts fall back to random steps, and write null losses and torn lines."""
     rng = random.Random(seed)
     written = run_of(seed)
     content = bytearray()
@@ -190,7 +193,7 @@ def test_the_account_of_a_file_with_odd_lines_is_that_of_a_loop_over_single_step
 @pytest.mark.parametrize(
     "changes", [{"kind": None}, {"attempt": None}, {"seconds": None}, {"seconds": "1"}, {"losses": []}, {"wait": None}]
 )
-def test_a_record_that_was_altered_is_named(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_altered_record_is_refused(changes: dict[str, Any], tmp_path: Path) -> None:
     altered = {**window(1, 10, 120.0), **changes}
     if changes in ({"kind": None}, {"attempt": None}, {"wait": None}):
         del altered[next(iter(changes))]

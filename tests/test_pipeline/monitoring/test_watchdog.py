@@ -6,7 +6,7 @@ import torch
 from data.index.document import load_index
 from data.shards.reader import ShardReader
 from pipeline.evaluation.evaluator import EvaluationGroup, Evaluator
-from pipeline.monitoring.watchdog import SLOW_LOOKS, Phases, Place, Verdict, Watch, read_place
+from pipeline.monitoring.watchdog import SLOW_LOOKS, PhaseReport, Phases, Stall, Watch, read_phase
 
 pytestmark = pytest.mark.quick
 
@@ -35,9 +35,9 @@ class FolderWatch(Watch):
         super().__init__(world, **options)
         self.folder = folder
 
-    def look(self, frozen):
-        places = {rank: read_place(self.folder, rank) for rank in range(self.world)}
-        return super().look({rank: place for rank, place in places.items() if place is not None}, frozen)
+    def find_stall(self, frozen):
+        places = {rank: read_phase(self.folder, rank) for rank in range(self.world)}
+        return super().find_stall({rank: place for rank, place in places.items() if place is not None}, frozen)
 
 
 @pytest.fixture
@@ -75,11 +75,11 @@ VERDICTS = [  # phases of the three workers, the rank that is stopped; the rank 
 @pytest.mark.parametrize(("phases", "stopped", "rank", "place", "cause"), VERDICTS)
 def test_the_verdict_names_who_is_behind(phases, stopped, rank, place, cause, group, watch, clock) -> None:
     put(group, *phases)
-    assert watch.look(awake) is None
+    assert watch.find_stall(awake) is None
     clock.now = 9
-    assert watch.look(awake) is None, "judged before the time-out"
+    assert watch.find_stall(awake) is None, "judged before the time-out"
     clock.now = 11
-    assert watch.look(lambda r: r == stopped) == Verdict(rank, cause)
+    assert watch.find_stall(lambda r: r == stopped) == Stall(rank, cause)
     assert str(watch.places[rank]) == place
 
 
@@ -87,7 +87,7 @@ def test_nobody_is_judged_while_anybody_moves(group, watch, clock) -> None:
     put(group, "reduce", "data", "reduce")
     for clock.now in range(0, 60, 6):
         group[1].enter("data", 7)
-        assert watch.look(awake) is None
+        assert watch.find_stall(awake) is None
 
 
 def test_there_is_no_phase_without_a_judge(tmp_path, group, watch, clock) -> None:
@@ -95,53 +95,53 @@ def test_there_is_no_phase_without_a_judge(tmp_path, group, watch, clock) -> Non
     late = FolderWatch(tmp_path, 3, stall_s=10, start_s=100, clock=clock)
     for worker in group[:2]:
         worker.enter("join", 0)
-    assert watch.look(awake) is late.look(awake) is None
+    assert watch.find_stall(awake) is late.find_stall(awake) is None
     clock.now = 11
-    assert watch.look(awake) == Verdict(2, "does not start, 11s without a sign of life")
-    assert late.look(awake) is None, "importing takes its time"
+    assert watch.find_stall(awake) == Stall(2, "does not start, 11s without a sign of life")
+    assert late.find_stall(awake) is None, "importing takes its time"
     clock.now = 12
-    with group[0].led("restore", 0, True):  # rank 0 restores, the others wait for it
+    with group[0].rank_0_phase("restore", 0, True):  # rank 0 restores, the others wait for it
         for worker in group[1:]:
             for phase in ("restore", "wait") if worker is group[1] else ("join", "restore", "wait"):
                 worker.enter(phase, 0)
-        assert watch.look(awake) is None
+        assert watch.find_stall(awake) is None
         clock.now = 23
-        assert watch.look(awake) == Verdict(0, "stuck for 11s, the others wait for it")
+        assert watch.find_stall(awake) == Stall(0, "stuck for 11s, the others wait for it")
         assert str(watch.places[0]) == "restore"
     group[2].enter("evaluate", 40, "test-000001.tar")
-    assert watch.look(awake) is None
+    assert watch.find_stall(awake) is None
     assert str(watch.places[2]) == "evaluate after step 40, shard test-000001.tar"
 
 
 def test_of_several_that_do_not_start_the_first_is_named_unless_another_is_stopped(group, watch, clock) -> None:
     group[0].enter("join", 0)
-    watch.look(awake)
+    watch.find_stall(awake)
     clock.now = 11
-    assert watch.look(awake) == Verdict(1, "does not start, 11s without a sign of life")
+    assert watch.find_stall(awake) == Stall(1, "does not start, 11s without a sign of life")
     clock.now = 22
-    assert watch.look(lambda rank: rank == 2).rank == 2
+    assert watch.find_stall(lambda rank: rank == 2).rank == 2
 
 
 def test_a_slow_worker_is_named_and_an_even_worker_group_is_not(group, watch, clock) -> None:
     for _ in range(SLOW_LOOKS):
         put(group, "reduce", "reduce", "reduce")
-        watch.look(awake)
+        watch.find_stall(awake)
     assert watch.slow() is None
     for _ in range(SLOW_LOOKS):
         put(group, "reduce", "reduce", "forward")
-        watch.look(awake)
+        watch.find_stall(awake)
         group[2].enter("backward", 7), group[2].enter("reduce", 7)
     slow = watch.slow()
     assert slow is not None and slow[0] == 2 and slow[1] > 0.9
     assert watch.slow() is None, "said again without new looks"
 
 
-def places_of(world: int, steps: int, behind: int | None) -> dict[int, Place]:
+def places_of(world: int, steps: int, behind: int | None) -> dict[int, PhaseReport]:
     """All have gone through some steps; one is still before its last phase."""
     entered = 100 + 4 * steps
-    places = dict.fromkeys(range(world), Place(entered, "reduce", 8, ""))
+    places = dict.fromkeys(range(world), PhaseReport(entered, "reduce", 8, ""))
     if behind is not None:
-        places[behind] = Place(entered - 2, "forward", 8, "")
+        places[behind] = PhaseReport(entered - 2, "forward", 8, "")
     return places
 
 
@@ -149,17 +149,17 @@ def places_of(world: int, steps: int, behind: int | None) -> dict[int, Place]:
 def test_a_verdict_on_a_large_group_waits_for_the_last_that_moves(world, clock) -> None:
     watch = Watch(world, stall_s=10, clock=clock)
     places = places_of(world, 0, None)
-    assert watch.look(places, awake) is None
+    assert watch.find_stall(places, awake) is None
     # All hang but for one worker.
     clock.now = 11
-    places[world - 1] = Place(102, "reduce", 8, "")
-    assert watch.look(places, awake) is None
+    places[world - 1] = PhaseReport(102, "reduce", 8, "")
+    assert watch.find_stall(places, awake) is None
     clock.now = 22
     stuck = world // 2
-    places = {rank: Place(103 - (rank == stuck), "reduce", 8, "") for rank in range(world)}
-    assert watch.look(places, awake) is None, "they have moved since"
+    places = {rank: PhaseReport(103 - (rank == stuck), "reduce", 8, "") for rank in range(world)}
+    assert watch.find_stall(places, awake) is None, "they have moved since"
     clock.now = 33
-    assert watch.look(places, awake) == Verdict(stuck, "stuck for 11s, the others wait for it")
+    assert watch.find_stall(places, awake) == Stall(stuck, "stuck for 11s, the others wait for it")
 
 
 @pytest.mark.parametrize("slow_rank", [0, 700, None])
@@ -168,7 +168,7 @@ def test_a_slow_worker_of_a_large_group_is_named_and_no_other(slow_rank, clock) 
     named = []
     for steps in range(2 * SLOW_LOOKS):
         clock.now += 1
-        assert watch.look(places_of(1000, steps, slow_rank), awake) is None
+        assert watch.find_stall(places_of(1000, steps, slow_rank), awake) is None
         slow = watch.slow()
         if slow is not None:
             named.append(slow[0])
@@ -179,7 +179,7 @@ def test_a_slow_worker_of_a_large_group_is_named_and_no_other(slow_rank, clock) 
 def test_a_shard_with_a_long_name_is_named_by_its_end(letter, group, watch) -> None:
     for worker in group:
         worker.enter("data", 10**9, 244 * letter + "-000123.tar")
-    assert watch.look(awake) is None
+    assert watch.find_stall(awake) is None
     place = str(watch.places[2])
     assert place.startswith(f"data of step {10**9 + 1}, shard …{letter}") and place.endswith(f"{letter}-000123.tar")
 
@@ -200,7 +200,7 @@ def test_the_shard_that_is_named_in_an_evaluation_is_the_one_that_is_read(tmp_pa
     read = ShardReader.read
 
     def reading(reader: ShardReader, shard: int, sample: int) -> tuple[str, bytes, bytes]:
-        place = read_place(tmp_path, 0)
+        place = read_phase(tmp_path, 0)
         assert place is not None
         assert index.shards[shard].name in place.shard, f"{index.shards[shard].name} is read, {place.shard} is named"
         named.append(place.shard)

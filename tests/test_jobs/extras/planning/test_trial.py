@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from data.files import write_whole
+from data.files import write_atomically
 from data.remote import urls
 from jobs.__main__ import main
 from jobs.extras.planning.trial import trial_key
@@ -124,7 +124,7 @@ def test_a_stage_without_its_data_is_not_tried_and_the_others_are_named(tmp_path
         " optim: {schedule: {warmup_steps: 0}}, batch_size: 16, micro_batch: 8, precision: fp32}\n"
     )
     file = tmp_path / "recipe.yaml"
-    write_whole(file, text)
+    write_atomically(file, text)
     assert main(["trial", str(file)]) == 65
     ended = capsys.readouterr()
     assert re.search(

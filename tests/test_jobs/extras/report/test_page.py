@@ -23,7 +23,7 @@ from data.sources.samples import Sample, digits
 from data.storage import Folder
 from jobs.__main__ import main
 from jobs.extras.history import read_run
-from jobs.extras.report import kept, page
+from jobs.extras.report import page, page_watcher
 from jobs.extras.report.page import write_report
 from jobs.ownership import Lease
 from jobs.run.log import write_status
@@ -393,7 +393,7 @@ def run(folder: Path, shards: Path, lr: float) -> Path:
 
 
 def test_a_run_keeps_its_page_and_two_runs_part_behind_the_first_update(tmp_path, shards, monkeypatch, capsys):
-    monkeypatch.delenv(kept.SWITCH)
+    monkeypatch.delenv(page_watcher.SWITCH)
     first = run(tmp_path, shards, 0.01)
     assert f"page: {first / 'report.html'}" in capsys.readouterr().out
     shown = Tables((first / "report.html").read_text())

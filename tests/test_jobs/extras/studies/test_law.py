@@ -77,7 +77,7 @@ def test_a_branch_has_the_bits_of_its_trunk_and_of_a_run_of_its_own_and_a_law_is
         weights[file.parent.name.rpartition("-")[0]] = file.read_bytes()
     assert weights["same"] == weights["trunk"] != weights["cool"]
     assert weights["cool"] == weights["apart"]
-    assert "a branch: goes on from step 8" in said and "OUTSIDE" in said
+    assert "branch: resumed from step 8" in said and "OUTSIDE" in said
     # The law expects more than there is; the stage goes to its end all the same, and the score says so.
     (folder,) = (tmp_path / "run").glob("far.a-*")
     done = artifacts.read_done(folder)

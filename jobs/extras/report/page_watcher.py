@@ -25,7 +25,7 @@ SHARE = 100  # a page that took a second to write is kept for so many seconds: t
 END_S = 20.0  # for the last page; a storage that hangs must not hold up the end of a command
 
 
-class KeptPage(ThreadedWatcher):
+class PageWatcher(ThreadedWatcher):
     """Writes the page of a run when there is something new to see."""
 
     name = "page"

@@ -2,8 +2,8 @@
 
 import time
 
-from jobs.extras.report import kept, page
-from jobs.extras.report.kept import KeptPage
+from jobs.extras.report import page, page_watcher
+from jobs.extras.report.page_watcher import PageWatcher
 
 
 def test_a_page_is_renewed_at_evaluations_and_not_for_every_look(tmp_path, monkeypatch):
@@ -11,13 +11,13 @@ def test_a_page_is_renewed_at_evaluations_and_not_for_every_look(tmp_path, monke
 
     written = []
     monkeypatch.setattr(page, "write_report", lambda *_, **__: written.append(time.monotonic()))
-    monkeypatch.setattr(kept, "LEAST_S", 0.0)
-    monkeypatch.setattr(kept, "SHARE", 0.0)
-    monkeypatch.delenv(kept.SWITCH)
+    monkeypatch.setattr(page_watcher, "LEAST_S", 0.0)
+    monkeypatch.setattr(page_watcher, "SHARE", 0.0)
+    monkeypatch.delenv(page_watcher.SWITCH)
     (tmp_path / "pretrain-1").mkdir()
     (tmp_path / "pretrain-1" / "stage.json").touch()
     lines: list[str] = []
-    keeper = KeptPage()
+    keeper = PageWatcher()
     keeper.started(SimpleNamespace(run=tmp_path), None, lines.append)
     for evaluation in (None, None, {"step": 8}, {"step": 8}, {"step": 16}):
         keeper.show(SimpleNamespace(stage="pretrain", report={}, evaluation=evaluation, incidents=0))
@@ -25,8 +25,8 @@ def test_a_page_is_renewed_at_evaluations_and_not_for_every_look(tmp_path, monke
     keeper.ended()
     assert len(written) == 4 and lines == [f"page: {tmp_path / 'report.html'}"]
     keeper.close()
-    monkeypatch.setenv(kept.SWITCH, "off")
-    keeper = KeptPage()
+    monkeypatch.setenv(page_watcher.SWITCH, "off")
+    keeper = PageWatcher()
     keeper.started(SimpleNamespace(run=tmp_path), None, lines.append)
     assert keeper.thread is None
     keeper.ended()
