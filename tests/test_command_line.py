@@ -193,7 +193,7 @@ def test_a_recipe_that_ships_is_found_by_its_name_from_any_folder(tmp_path, monk
     assert main(["plan", "digit"]) == 78
     assert "no recipe at digit\n  did you mean digits?" in capsys.readouterr().err
     assert main(["plan", "quite-another"]) == 78
-    assert "recipes that ship: cifar10, digits, vit_b16_i1k" in capsys.readouterr().err
+    assert "built-in recipes: cifar10, digits, vit_b16_i1k" in capsys.readouterr().err
 
 
 def test_a_folder_is_no_recipe_and_hides_none_that_ships(tmp_path, monkeypatch, capsys):
@@ -203,7 +203,7 @@ def test_a_folder_is_no_recipe_and_hides_none_that_ships(tmp_path, monkeypatch, 
     assert main(["plan", "digits"]) == 0
     assert main(["plan", "other"]) == 78
     assert (
-        "error: a folder, no recipe, at other\n  a recipe for the images in it is written by python -m jobs new other"
+        "error: other is a folder, not a recipe\n  to write a recipe for the images in it, type python -m jobs new"
         in capsys.readouterr().err
     )
 
@@ -221,12 +221,12 @@ def test_a_run_directory_that_is_a_file_is_said_before_anything_starts(tmp_path,
     [
         (
             "pretrain.init=@shards/train",
-            "pretrain.init is @shards/train: that is no weights\n  expected @stage, of one of",
+            "pretrain.init is @shards/train, which has no weights\n  expected @stage with a stage of kind",
         ),
-        ("fewshot.init=@pretrain/x", "fewshot.init is @pretrain/x: that is no weights"),
-        ("pretrain.data.train=@shards", "shards packs no set ''; known: pretrain, pretrain-test, test, train"),
-        ("pretrain.data.train=@shards/trian", "did you mean 'train'?\n  expected one of its sets: @shards/pretrain, "),
-        ("finetune.data.train=@resize/train", "makes no data\n  expected @stage/set of a pack stage"),
+        ("fewshot.init=@pretrain/x", "fewshot.init is @pretrain/x, which has no weights"),
+        ("pretrain.data.train=@shards", "but shards has no data set ''; known: pretrain, pretrain-test, test, train"),
+        ("pretrain.data.train=@shards/trian", "did you mean 'train'?\n  expected one of @shards/pretrain, "),
+        ("finetune.data.train=@resize/train", "makes no data set\n  expected @stage/set with a pack stage"),
         ("pretrain=3", "pretrain is 3, expected a stage's section\n"),
     ],
 )

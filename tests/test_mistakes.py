@@ -51,10 +51,10 @@ INTERNALS = re.compile(
 # A line: exit code, what is typed after `python -m jobs`, and words of the answer behind =>, with | between.
 COMMANDS = """
 64 <none>                                     => Missing command
-64 train tiny.yaml                            => No such command 'train'.|train is called run here
+64 train tiny.yaml                            => No such command 'train'.|use run instead
 64 runn tiny.yaml                             => Did you mean 'run'?
-64 run                                        => expected a YAML file, or a recipe that ships: cifar10, digits
-64 run tiny.yaml --gpus 1                     => No such option: --gpus|typed without dashes: pretrain.optim.lr=1e-3
+64 run                                        => expected a YAML file or a built-in recipe: cifar10, digits
+64 run tiny.yaml --gpus 1                     => No such option: --gpus|type recipe keys without dashes
 64 plan tiny.yaml --resolve                   => Possible options: --fresh, --resolved
 78 run tiny.yaml pretrain.steps 100           => pretrain.steps is not an override|for example pretrain.steps=100
 78 run tiny.yaml pretrain.steps = 100         => without spaces, for example pretrain.steps=100
@@ -63,13 +63,13 @@ COMMANDS = """
 78 run tiny                                   => no recipe at tiny|did you mean tiny.yaml?
 78 run digist                                 => did you mean digits?
 78 run Tiny.yaml                              => no recipe at Tiny.yaml|did you mean tiny.yaml?
-78 run quite.yaml                             => no recipe at quite.yaml|recipes that ship: cifar10
-78 run photos                                 => a folder, no recipe, at photos
+78 run quite.yaml                             => no recipe at quite.yaml|built-in recipes: cifar10
+78 run photos                                 => photos is a folder, not a recipe
 78 run photos/cat/0.jpg                       => photos/cat/0.jpg is not UTF-8 text|expected a recipe, a YAML file
-64 status tiny.yaml                           => no run at|expected the folder that `run` says
-64 checkpoints list runs/none                 => holds no checkpoints|name a run directory
+64 status tiny.yaml                           => no run at|expected a run directory or a stage's folder in it
+64 checkpoints list runs/none                 => no checkpoints in|expected a run directory
 64 checkpoints verify runs/none --step ten    => Invalid value for '--step'
-64 replay runs/none step=120                  => no run at runs/none|expected the folder
+64 replay runs/none step=120                  => no run at runs/none|expected a run directory
 64 audit runs/none                            => no run at runs/none
 64 status .                                   => no run at
 64 new photos --minutes 2weeks                => '2weeks' is no time|2min
@@ -79,8 +79,8 @@ COMMANDS = """
 65 new wheel                                  => is a link to a folder above it|remove the link
 65 pack folder wheel out                      => is a link to a folder above it
 65 pack folder loose out                      => found none|--unlabelled
-78 run photos                                 => a folder, no recipe|jobs new photos
-64 run tiny.yaml --minutes 2                  => --minutes is an option of new
+78 run photos                                 => photos is a folder, not a recipe|jobs new photos
+64 run tiny.yaml --minutes 2                  => --minutes is an option of the command new
 64 analyze weights empty --output out         => no images in empty
 64 analyze weights phtos --output out         => did you mean 'photos'?
 78 export weights out --format hf --preprocess resize(8 => lacks a bracket
@@ -88,8 +88,8 @@ COMMANDS = """
 64 export weights                             => Missing argument 'TARGET'|exported --format timm
 64 export weights out                         => Missing option '--format'|safetensors, npz, timm, hf|--format timm
 64 export weights out --format onnx           => 'onnx' is not one of
-65 export runs/none out --format hf           => there is no file or folder runs/none
-65 export photos out --format hf              => cannot load photos|no folder with model.json
+65 export runs/none out --format hf           => no file or folder at runs/none
+65 export photos out --format hf              => cannot load photos|contains neither model.json
 64 new photos --minutes 0                     => --minutes 0: expected more than 0|type --minutes 10
 78 new photos --model S16                     => S16 is not a model's name; did you mean S/16?
 65 new photos --init photos                   => there are no weights|expected RUN/STAGE
@@ -101,22 +101,22 @@ COMMANDS = """
 64 analyze weights nowhere --output out       => there is no file or folder nowhere|expected image files
 64 evaluate                                   => Missing argument 'WEIGHTS'|pretrain runs/photos/parts/held-out
 64 evaluate weights                           => Missing argument 'SET|evaluate runs/photos/pretrain runs/photos/parts
-64 evaluate weights train=shards/train        => no set to evaluate on|evaluate weights runs/photos/parts/held-out
+64 evaluate weights train=shards/train        => no data set to evaluate on|evaluate weights runs/photos/parts/held-out
 64 new                                        => Missing argument 'images|for example: python -m jobs new photos
 65 evaluate weights 'two words'               => pack folder 'two words' 'two words-shards'
 65 index 'two words'                          => pack folder 'two words' 'two words-shards'
 65 evaluate weights photos                    => images in 2 folders|python -m jobs pack folder photos photos-shards
-65 evaluate shards/test weights               => shards/test is a set, expected weights first
-65 evaluate nowhere shards/test               => there is no file or folder nowhere|expected an official .npz
+65 evaluate shards/test weights               => shards/test is a data set, not weights|type the weights first
+65 evaluate nowhere shards/test               => no file or folder at nowhere|expected an official .npz
 64 evaluate weights shards/test --protocol top1 => did you mean 'top-1'?
-65 import nowhere.npz out                     => there is no file or folder nowhere.npz
+65 import nowhere.npz out                     => no file or folder at nowhere.npz
 65 import tiny.yaml out                       => cannot load tiny.yaml|convert them to safetensors first
 64 pack photos out                            => for example: python -m jobs pack folder photos/train shards/train
 64 pack photo photos out                      => source is photo|expected one of folder, table, tars
-65 pack folder nowhere out                    => there is nothing at nowhere
+65 pack folder nowhere out                    => no file or folder at nowhere
 65 pack folder loose out                      => found 3 images|sort the images into folders
 65 pack folder tars out                       => 1 tars|python -m jobs index tars
-65 pack folder photos photos                  => expected a folder apart from it|type another one
+65 pack folder photos photos                  => photos is inside the source|type another folder
 64 pack folder photos tiny.yaml               => tiny.yaml is a file|expected a folder
 65 pack folder photos shards/train            => a finished set|give another folder
 74 pack folder photos /sys/out                => /sys/out|a folder that this user may write
@@ -124,7 +124,7 @@ COMMANDS = """
 65 pack table photos out                      => photos is a folder|expected a CSV or parquet file
 65 index photos                               => no *.tar here|python -m jobs pack folder photos photos-shards
 65 index nowhere                              => there is no such folder
-65 index labelless                            => no sample has a label|expected samples of an image
+65 index labelless                            => no sample has a usable label|expected samples with an image
 65 data check photos                          => python -m jobs pack folder photos photos-shards
 65 data repair shards/train shards/train      => holds the set that is to be repaired|give another folder
 78 subset shards/train --output out           => no rule chooses samples|expected one or more of keep
@@ -137,7 +137,7 @@ COMMANDS = """
 # The same of `plan tiny.yaml`, and what is typed behind it.
 KEYS = """
 78 lr=1e-3                          => lr is 0.001, expected a stage's section|type for example pretrain.optim.lr=0.001
-78 optim.lr=1e-3                    => optim is no stage, but a key of one: pretrain.optim
+78 optim.lr=1e-3                    => optim is not a stage but a key of a stage: pretrain.optim
 78 Pretrain.steps=3                 => unknown stage or key Pretrain; did you mean 'pretrain'?
 78 pretrain.lr=1e-3                 => unknown key pretrain.lr; did you mean pretrain.optim.lr?
 78 pretrain.epochs=3                => did you mean pretrain.passes?
@@ -169,7 +169,7 @@ KEYS = """
 78 pretrain.steps=-5                => steps is -5, expected more than 0
 78 pretrain.steps=10,000            => type pretrain.steps=10000
 78 pretrain.steps=3                 => 5 warm-up steps are more than|warmup_steps=0
-78 pretrain.passes=3                => give steps or passes, one of them
+78 pretrain.passes=3                => give either steps or passes
 78 pretrain.optim.lr=0,001          => expected a number|type pretrain.optim.lr=0.001
 78 pretrain.optim.lr=fast           => pretrain.optim.lr is fast, expected a number
 78 pretrain.optim.lr=-1             => optim.lr is -1.0, expected more than 0
@@ -182,7 +182,7 @@ KEYS = """
 78 pretrain.zero=5                  => zero is 5, expected a ZeRO stage 0, 1, 2 or 3
 78 pretrain.precision=fp16          => did you mean 'bf16'?|expected one of bf16, fp32
 78 pretrain.optim.name=adamw        => did you mean 'adam'?
-78 pretrain.objective=masked        => has no labels: leave out
+78 pretrain.objective=masked        => has no labels: remove
 78 pretrain.batch_size=10           => nearest: 8 or 16|uneven=true
 78 pretrain.batch_size=2            => set micro_batch=1
 78 pretrain.keep=0                  => keep is 0, expected 2 or more
@@ -209,7 +209,7 @@ KEYS = """
 65 pretrain.data.train=empty        => neither tars nor images
 65 pretrain.data.train=shards       => name one of shards/test, shards/train
 65 pretrain.data.train=s3://bucket/train => python -m jobs index URL --output FOLDER
-78 pretrain.data.train=@shards/train => pretrain.data.train is @shards, no such stage; known: pretrain
+78 pretrain.data.train=@shards/train => pretrain.data.train is @shards, but there is no such stage; known: pretrain
 78 pretrain.data.train=@pretrain    => the stage itself|expected another stage, or a path
 78 pretrain.data.train=null         => pretrain.data.train is missing|type pretrain.data.train=FOLDER
 65 pretrain.init=nowhere            => no weights.safetensors in nowhere|give a folder that holds one
@@ -219,13 +219,13 @@ KEYS = """
 78 pretrain.deepspeed=nowhere.json  => No such file|deepspeed=null does without
 78 run=                             => run is empty, expected a folder
 78 run=tiny.yaml                    => tiny.yaml is a file|give the run another name
-78 run=~nobody-here/x               => no user of this name is known here
+78 run=~nobody-here/x               => but there is no such user
 78 run=s3://bucket                  => type run=s3://BUCKET/NAME
 """
 
 # The recipe's text, exit code of `plan recipe.yaml`, words of the answer.
 RECIPES: dict[str, tuple[str | bytes, int, str]] = {
-    "empty": ("", 78, "recipe.yaml names no stage|expected a section of pack, pretrain"),
+    "empty": ("", 78, "recipe.yaml has no stage|expected a section named pack, pretrain"),
     "a list": ("- pretrain\n", 78, "holds no mapping|expected `key: value` lines"),
     "a text": ("pretrain\n", 78, "holds no mapping|expected `key: value` lines"),
     "tabs": (TINY.replace("  steps", "\tsteps"), 78, "line 8: found a tab|expected spaces"),
@@ -253,7 +253,11 @@ RECIPES: dict[str, tuple[str | bytes, int, str]] = {
     "a kind that is none": (TINY + "mine: {kind: training}\n", 78, "mine.kind is training|expected one of pack"),
     "a name with a space": (TINY + "my stage: {kind: pretrain}\n", 78, "a stage is called 'my stage'|rename it"),
     "a circle": (TINY + '  init: "@finetune"\nfinetune: {init: "@pretrain"}\n', 78, "in a circle: pretrain ← finetune"),
-    "a misspelt reference": (TINY + 'resize: {init: "@pretain"}\n', 78, "@pretain, no such stage; did you mean"),
+    "a misspelt reference": (
+        TINY + 'resize: {init: "@pretain"}\n',
+        78,
+        "@pretain, but there is no such stage; did you mean",
+    ),
     "finetune from nothing": (TINY + "finetune: {data: {train: shards/train}}\n", 78, "model.name is missing|S/16"),
     "resize from nothing": (TINY + "resize: {image_size: 24}\n", 78, "resize.init is missing|type resize.init=…"),
     "an odd size": (TINY + 'resize: {init: "@pretrain", image_size: 25}\n', 78, "nearest image_size: 24 or 32"),
@@ -353,16 +357,15 @@ def test_a_stage_that_the_recipe_lacks_is_answered_with_those_that_it_has(desk, 
     check_answer(capsys, f"the recipe has no stage '{kind}'; known: pretrain")
 
 
-def test_what_goes_wrong_without_an_error_is_said(desk, monkeypatch, capsys):
-    """More workers than cores, and an evaluation on the training set: both run, and neither is what was meant."""
+def test_too_many_workers_and_evaluation_on_the_training_set_are_warned_about(desk, monkeypatch, capsys):
     monkeypatch.chdir(desk)
     assert main(["plan", "tiny.yaml", "cluster.workers=64", "pretrain.batch_size=256"]) == 0
-    assert "64 workers of 1 CPUs take turns on" in capsys.readouterr().out
+    assert "64 workers with 1 CPUs each share" in capsys.readouterr().out
     assert main(["plan", "tiny.yaml", "pretrain.data.evaluate=shards/train"]) == 0
-    assert "data.evaluate is a set that is trained on" in capsys.readouterr().out
+    assert "data.evaluate is also a training set" in capsys.readouterr().out
 
 
-def test_a_stage_that_starts_anew_beside_a_finished_one_names_the_keys_that_differ(desk, monkeypatch, capsys):
+def test_a_stage_that_starts_over_lists_the_changed_keys(desk, monkeypatch, capsys):
     monkeypatch.chdir(desk)
     (stage,) = load(Path("tiny.yaml"), []).stages
     record = stage_record(stage)
@@ -373,10 +376,10 @@ def test_a_stage_that_starts_anew_beside_a_finished_one_names_the_keys_that_diff
     assert main(["plan", "tiny.yaml", "run=runs/anew"]) == 0
     shutil.rmtree(desk / "runs" / "anew")
     out = capsys.readouterr().out
-    assert "pretrain: starts anew; pretrain-00000001, finished" in out
+    assert "pretrain starts over, because its settings differ from pretrain-00000001, finished" in out
     assert (
-        "differs by batch_size: 8 → 16, steps: 12 → 24\n" in out
-        or "differs by steps: 12 → 24, batch_size: 8 → 16\n" in out
+        "(which is kept): batch_size: 8 → 16, steps: 12 → 24\n" in out
+        or "(which is kept): steps: 12 → 24, batch_size: 8 → 16\n" in out
     )
     assert f"to start from its weights, not from random ones, type pretrain.init={folder}" in out
 

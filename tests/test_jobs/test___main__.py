@@ -18,7 +18,7 @@ pytestmark = pytest.mark.quick
         (["runn", "x"], "Did you mean 'run'?"),
         (["run", "x", "--frsh"], "--fresh"),
         (["checkpoints", "verfy", "x"], "Did you mean 'verify'?"),
-        (["run"], "expected a YAML file, or a recipe that ships: cifar10, digits"),
+        (["run"], "expected a YAML file or a built-in recipe: cifar10, digits"),
         (["checkpoints", "verify", "x", "--step", "ten"], "'--step'"),
         ([], "Missing command"),
         (["status", "/nowhere"], "no run at"),
@@ -47,9 +47,9 @@ def test_usage_hints_and_records_follow_what_was_typed(capsys, monkeypatch, tmp_
     said = capsys.readouterr().err
     for line in (
         f"Usage: {program} [OPTIONS]",
-        f"train is called run here: {program} run --help",
-        f"give indexes, or their folders, for example: {program} evaluate {tmp_path} runs/photos/parts/held-out",
-        f"that is a run: type its recipe; {program} status {tmp_path}",
+        f"use run instead: {program} run --help",
+        f"index or its folder, for example: {program} evaluate {tmp_path} runs/photos/parts/held-out",
+        f"it is a run: type its recipe instead; for its progress type {program} status {tmp_path}",
     ):
         assert line in said
     assert other not in said and "trial" not in said

@@ -110,7 +110,7 @@ def test_a_kind_refuses_by_its_own_check_in_plan_and_in_run(with_rounded, recipe
         assert main([command, str(recipe), "rounded.digit=1"]) == 78
         assert "unknown key rounded.digit; did you mean 'digits'" in capsys.readouterr().err
     assert main(["plan", str(recipe), "finetune.data.train=@rounded/train"]) == 78
-    assert "a rounded stage makes no data" in capsys.readouterr().err
+    assert "a rounded stage makes no data set" in capsys.readouterr().err
 
 
 def test_checks_are_data_in_the_order_in_which_they_are_made(recipe: Path) -> None:
@@ -130,11 +130,9 @@ def test_a_kind_whose_module_is_missing_is_refused_only_if_a_recipe_uses_it(reci
     names = ["pretrain", "resize", "finetune", "fewshot"]
     assert [stage.name for stage in campaign.load(recipe, [], kinds).stages] == names
     assert [stage.name for stage in campaign.load(recipe, ["finetune.sweep=null"], kinds).stages] == names
-    with pytest.raises(ConfigError, match=r"finetune\.sweep: this checkout has no jobs\.extras\.gone\.table, which"):
+    with pytest.raises(ConfigError, match=r"finetune\.sweep needs jobs\.extras\.gone\.table, which"):
         campaign.load(recipe, ["finetune.sweep={seeds: [0, 1]}"], kinds)
-    with pytest.raises(
-        ConfigError, match=r"drawn is a figure stage, and this checkout has no jobs\.extras\.gone\.figure"
-    ):
+    with pytest.raises(ConfigError, match=r"drawn is a figure stage, which needs jobs\.extras\.gone\.figure"):
         campaign.load(recipe, ["drawn={kind: figure}"], kinds)
     with pytest.raises(ConfigError, match="budget is not checked"):
         campaign.load(recipe, ["budget=1"], load_kinds(CORE))

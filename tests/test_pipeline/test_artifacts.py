@@ -231,7 +231,7 @@ def test_replay_and_status_name_a_record_that_has_changed(made, capsys):
         refused(["replay", str(folder), "step=3"], folder / "task.json", capsys)
     with flipped(folder / "done.json", 8 * 30):
         assert main(["status", str(folder.parent)]) == 0
-        assert f"CANNOT TELL: {folder / 'done.json'} has changed" in capsys.readouterr().out
+        assert f"UNKNOWN: {folder / 'done.json'} has changed" in capsys.readouterr().out
 
 
 def test_a_check_that_takes_long_says_so(made, capsys, monkeypatch):

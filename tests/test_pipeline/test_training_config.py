@@ -25,7 +25,7 @@ MIXTURE = {"train": None, "mixture": {"a": {"train": "x", "weight": 9}, "b": {"t
         ({"data": {"mixture": {"a": {"train": "y", "weight": 0}}}}, "weight is 0.0, expected more than 0"),
         ({"zero": 4, "steps": 1}, "zero is 4, expected a ZeRO stage 0, 1, 2 or 3"),
         ({"zero": 0, "steps": 1}, "use zero=1 or precision=fp32"),
-        ({"steps": 1, "passes": 1.0}, "give steps or passes, one of them"),
+        ({"steps": 1, "passes": 1.0}, "give either steps or passes"),
         ({"steps": 0}, "steps is 0, expected more than 0"),
         ({"steps": 1, "exact_parts": 6}, r"exact_parts is 6, expected 0 \(off\), 1, 2, 4, 8"),
         ({"steps": 1, "exact_parts": 128}, r"4096 is not a multiple of 128 × micro_batch 64 = 8192"),

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.quick
 def test_a_stop_ends_the_block_and_the_handler_of_before_is_back():
     before = signal.getsignal(signal.SIGTERM)
     reached = []
-    with pytest.raises(Preempted, match="run the same command again"), stoppable():
+    with pytest.raises(Preempted, match="type the same command again"), stoppable():
         os.kill(os.getpid(), signal.SIGTERM)
         reached.append("the next line")
     assert reached == []

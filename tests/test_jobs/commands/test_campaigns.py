@@ -33,9 +33,9 @@ def test_the_recipe_of_a_submitted_job_is_in_its_environment():
     [
         ("digts", "no recipe at digts\n  did you mean digits\\?"),
         ("mine.yml", "no recipe at mine.yml\n  did you mean mine.yaml\\?"),
-        ("zzzzzz", "no recipe at zzzzzz\n  here: mine.yaml\n  recipes that ship: .*digits"),
-        ("photos", "a folder, no recipe, at photos\n  .* python -m jobs new photos"),
-        ("old", "a folder, no recipe, at old\n  that is a run"),
+        ("zzzzzz", "no recipe at zzzzzz\n  recipes in this folder: mine.yaml\n  built-in recipes: .*digits"),
+        ("photos", "photos is a folder, not a recipe\n  .* python -m jobs new photos"),
+        ("old", "old is a folder, not a recipe\n  it is a run"),
     ],
 )
 def test_what_is_no_recipe_is_told_what_to_type(name, message, tmp_path, monkeypatch):

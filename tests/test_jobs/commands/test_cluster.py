@@ -37,5 +37,5 @@ def test_a_command_that_follows_a_job_ends_as_the_run(status, exit_code, expecte
 def test_a_driver_that_was_killed_left_no_exit_code_of_its_own(exit_code, monkeypatch):
     job = SimpleNamespace(id="j1", status="FAILED", exit_code=exit_code)
     monkeypatch.setattr("jobs.submit.submission.logs", lambda run: job)
-    with pytest.raises(ClusterError, match="job j1 ended without a word: FAILED"):
+    with pytest.raises(ClusterError, match="job j1 ended without an exit code from Patchline: FAILED"):
         follow("/runs/a")

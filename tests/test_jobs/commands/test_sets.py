@@ -85,7 +85,7 @@ def test_other_sources_become_a_set(photos, tmp_path, capsys, source, samples, c
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["pack", "folder", "/nowhere", "OUT"], 65, "there is nothing at /nowhere"),
+        (["pack", "folder", "/nowhere", "OUT"], 65, "no file or folder at /nowhere"),
         (["pack", "cifar10", "PHOTOS", "OUT"], 65, "binary version"),
         (["pack", "foldr", "PHOTOS", "OUT"], 64, "foldr"),
         (["pack", "imagenet-validation", "FILE", "OUT"], 65, "nothing says of which classes these images are"),
@@ -101,10 +101,10 @@ def test_other_sources_become_a_set(photos, tmp_path, capsys, source, samples, c
         (["index", "FILE"], 65, "a file that is no *.tar"),
         (["index", "PHOTOS"], 65, "no *.tar here"),
         (["index", "s3://", "--output", "OUT"], 65, "names no bucket or host, expected one, as in s3://bucket/train"),
-        (["index", "PHOTOS", "--output", "FILE"], 64, "expected a folder for the set"),
-        (["pack", "digits", "-", "FILE"], 64, "expected a folder for the set"),
-        (["pack", "digits", "-", "FILE/set"], 64, "expected a folder for the set"),
-        (["data", "repair", "PHOTOS", "FILE"], 64, "expected a folder for the set"),
+        (["index", "PHOTOS", "--output", "FILE"], 64, "expected a folder for the shards"),
+        (["pack", "digits", "-", "FILE"], 64, "expected a folder for the shards"),
+        (["pack", "digits", "-", "FILE/set"], 64, "expected a folder for the shards"),
+        (["data", "repair", "PHOTOS", "FILE"], 64, "expected a folder for the shards"),
         (["pack", "parquet", "FILE", "OUT"], 65, "FILE: not a whole parquet file"),
         (["pack", "tars", "FILE", "OUT"], 65, "FILE: no valid tar header"),
         (["pack", "table", "TYPO", "OUT"], 65, "labels [99999999999999999999], expected one or more of 0 … 999999"),
@@ -294,7 +294,7 @@ def stop(process: subprocess.Popen[str], number: signal.Signals) -> None:
         said += line
         if line.startswith("stopped by"):
             assert time.monotonic() - asked_at < SOON_S, said
-            expected = f"stopped by {number.name}; what is finished is kept, run the same command again to go on\n"
+            expected = f"stopped by {number.name}; finished shards are kept; to resume, type the same command again\n"
             assert line == expected
     assert process.wait() == 75 and "Traceback" not in said and "stopped by" in said, said
 

@@ -32,7 +32,7 @@ def test_status_of_a_stages_folder_is_that_stages(tmp_path: Path, capsys):
 def test_status_of_no_run_names_those_that_exist(tmp_path: Path):
     (tmp_path / "digits" / "pretrain-1").mkdir(parents=True)
     (tmp_path / "digits" / "pretrain-1" / "stage.json").write_text("{}")
-    with pytest.raises(UsageError, match=r"runs here: .*digits"):
+    with pytest.raises(UsageError, match=r"runs nearby: .*digits"):
         print_status(tmp_path / "digit")
 
 
@@ -53,8 +53,10 @@ def test_status_tells_a_killed_run_from_a_running_one(tmp_path: Path, capsys):
     lease.record["pid"] = 2**22 + 1  # above Linux's largest pid
     lease.renew()
     end, stage = shown()
-    seen = f"was last seen {lease.record['renewed']} by that machine's clock; to go on type: python -m jobs run x.yaml"
-    assert end.startswith("end  stopped without a word: process 4194305 on ") and end.endswith(seen)
+    seen = (
+        f"last reported at {lease.record['renewed']} (that machine's clock); to resume, type python -m jobs run x.yaml"
+    )
+    assert end.startswith("end  ended unexpectedly: process 4194305 on ") and end.endswith(seen)
     assert "ended before its first report" in stage
     Telemetry(tmp_path / "pretrain-1", rank=0, attempt=1).report("train", REPORT)
     _end, stage = shown()

@@ -35,4 +35,4 @@ def test_the_command_says_what_it_chose(tmp_path, parent, capsys):
 def test_a_file_is_no_folder_for_a_subset(tmp_path, parent, capsys):
     (tmp_path / "file").touch()
     assert main(["subset", str(parent.tables), "--part", ":3", "--output", str(tmp_path / "file")]) == 64
-    assert f"{tmp_path}/file is a file\n  expected a folder for the set" in capsys.readouterr().err
+    assert f"{tmp_path}/file is a file\n  expected a folder for the shards" in capsys.readouterr().err

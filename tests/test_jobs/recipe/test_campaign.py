@@ -148,7 +148,7 @@ def test_a_home_is_found_where_the_shell_leaves_it_unexpanded(recipe, shards, tm
     assert main(["plan", str(recipe), *with_a_tilde, "--without-data"]) == 0
     assert f"run directory  {home}/runs/x\n" in capsys.readouterr().out
     assert main(["run", str(recipe), *with_a_tilde]) == 65, "there are no images to pack"
-    assert f"there is nothing at {home}/images" in capsys.readouterr().err
+    assert f"no file or folder at {home}/images" in capsys.readouterr().err
     assert (home / "runs" / "x" / "log.txt").exists() and not (tmp_path / "~").exists()
 
 
@@ -158,7 +158,7 @@ def test_images_to_pack_are_needed_until_they_are_packed(tmp_path, capsys):
     recipe.write_text(f"run: {tmp_path}/run\nshards: {{kind: pack, sets: {{train: {{path: {images}}}}}}}\n")
     for command in ("plan", "run"):
         assert main([command, str(recipe)]) == 65
-        assert f"shards.sets.train.path: source folder: there is nothing at {images}" in capsys.readouterr().err
+        assert f"shards.sets.train.path: source folder: no file or folder at {images}" in capsys.readouterr().err
     assert not list((tmp_path / "run").glob("shards-*"))
 
     for sample in islice(digits(train=True, image_size=16), 4):
@@ -221,11 +221,11 @@ def test_a_packed_set_that_is_gone_or_short_is_found_before_its_stage_is_skipped
     content = tar.read_bytes()
     tar.write_bytes(content[:-512])
     index.write_text(index.read_text().replace("train-000000.tar", "train-00000O.tar"))
-    said = refused(index, "torn or altered")
+    message = refused(index, "damaged")
     assert not list((tmp_path / "my run").glob("pretrain-*"))
 
-    # What is printed makes the same set again.
-    subprocess.run(said.partition(", or ")[2].splitlines()[0], shell=True, check=True)
+    # After the printed command, the recipe packs the same data set again.
+    subprocess.run(message.partition("again, type\n  ")[2].splitlines()[0], shell=True, check=True)
     assert main(["run", str(recipe)]) == 0
     assert load_index(index).digest == digest and tar.read_bytes() == content
 
@@ -247,7 +247,7 @@ def test_a_stop_is_heard_while_images_are_packed_and_the_next_start_makes_the_sa
         patch.setattr("jobs.stages.pack.samples_of", with_a_signal)
         assert main(["run", str(recipe)]) == 75
     said = capsys.readouterr()
-    assert "stopped by SIGTERM; what is finished is kept, run the same command again to go on" in said.err
+    assert "stopped by SIGTERM; finished shards are kept; to resume, type the same command again" in said.err
     (folder,) = (tmp_path / "run").glob("shards-*")
     assert len(list(folder.glob("train/train-*.tar"))) <= 3, "the fourth was being filled"
     assert json.loads((tmp_path / "run" / "status.json").read_text())["exit_code"] == 75
@@ -276,8 +276,8 @@ def test_a_stop_is_heard_while_images_are_packed_and_the_next_start_makes_the_sa
         ([MIXTURE, "pretrain.data.mixture.a.train=/nowhere"], 65, "pretrain.data.mixture.a.train: /nowhere"),
         ([MIXTURE, "pretrain.data.mixture.a.train=@shards/a"], 78, "pretrain.data.mixture.a.train is @shards, no such"),
         ([MIXTURE, "pretrain.data.mixture.b.weight=0"], 78, "weight is 0.0, expected more than 0"),
-        (["finetune.data.train=@resize/train"], 78, "makes no data"),
-        (["finetune.init=@fewshot"], 78, "finetune.init is @fewshot: that is no weights"),
+        (["finetune.data.train=@resize/train"], 78, "makes no data set"),
+        (["finetune.init=@fewshot"], 78, "finetune.init is @fewshot, which has no weights"),
         (["pretrain.data.preprocess=foo"], 78, "preprocess: "),
         (["pretrain.data.lanes=0"], 78, "lanes is 0, expected 1 or more"),
         (["pretrain.data.drop=[x.tar]"], 65, "data.drop: 0 shards are called x.tar"),
@@ -328,7 +328,7 @@ def test_what_cannot_run_is_refused_before_the_first_stage(recipe, capsys, overr
         (
             [PACKED, "fewshot.init=@shards"],
             78,
-            "fewshot.init is @shards: that is no weights\n  expected @stage",
+            "fewshot.init is @shards, which has no weights\n  expected @stage",
         ),
         (["run=/"], 78, "run is /, expected a folder of its own\n  type run=/NAME"),
         ([f"run={'x' * 300}"], 78, "run has a name of 300 bytes: xxx"),
@@ -487,7 +487,7 @@ def test_a_set_that_nothing_can_be_judged_by_is_refused(recipe, tmp_path, capsys
         tar.addfile(tarfile.TarInfo("a.jpg"))
     assert main(["index", str(tmp_path / "x.tar"), "--name", "x"]) == 65
     assert main(["run", str(recipe), f"pretrain.data.evaluate={tmp_path}/x.index.json"]) == 65
-    assert "0 samples, 0 classes: nothing to learn or to judge" in capsys.readouterr().err
+    assert "has 0 samples and 0 classes" in capsys.readouterr().err
 
 
 def test_what_a_half_done_stage_is_judged_by_may_change(recipe, shards, capsys):

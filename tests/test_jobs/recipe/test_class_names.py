@@ -66,7 +66,7 @@ def test_two_splits_of_one_recipe_number_their_classes_alike(tmp_path, capsys):
     class_folders(tmp_path / "test", "bird cat")
     sets = f"test: {{path: {tmp_path}/test}}, train: {{path: {tmp_path}/train}}"
     assert main(["run", recipe_of(tmp_path, sets)]) == 0
-    assert "test: classes are numbered as those of train" in capsys.readouterr().out
+    assert "test: classes are numbered as in train" in capsys.readouterr().out
     (packed,) = (tmp_path / "run").glob("shards-*")
     assert labels_by_class(packed / "train") == {"airplane": {b"0"}, "bird": {b"1"}, "cat": {b"2"}}
     assert labels_by_class(packed / "test") == {"bird": {b"1"}, "cat": {b"2"}}

@@ -62,10 +62,13 @@ def test_evaluations_that_choose_the_weights_are_in_the_key(recipe, shards):
     [
         (
             "finetune.init=@fewshot",
-            "finetune.init is @fewshot: that is no weights\n  expected @stage, of one of the kinds",
+            "finetune.init is @fewshot, which has no weights\n  expected @stage with a stage of kind",
         ),
-        ("resize.init=@pretrain/part", "resize.init is @pretrain/part: that is no weights"),
-        ("finetune.data.train=@resize/train", "a resize stage makes no data\n  expected @stage/set of a pack stage"),
+        ("resize.init=@pretrain/part", "resize.init is @pretrain/part, which has no weights"),
+        (
+            "finetune.data.train=@resize/train",
+            "a resize stage makes no data set\n  expected @stage/set with a pack stage",
+        ),
     ],
 )
 def test_a_reference_to_the_wrong_kind_of_output_is_refused(recipe, override, message):

@@ -35,5 +35,5 @@ def test_relative_paths_are_made_absolute_and_named():
 
 def test_a_recipe_with_a_password_does_not_travel():
     section = {"data": {"train": "https://me:hunter2@host/train"}}
-    with pytest.raises(ConfigError, match=r"mine\.yaml holds what looks like a secret"):
+    with pytest.raises(ConfigError, match=r"mine\.yaml seems to contain a secret"):
         portable(Recipe({"pretrain": section}, "mine.yaml", "runs/mine"), "/runs/x", Path("/home/me"), KINDS)

@@ -124,7 +124,9 @@ def test_a_stage_that_was_run_with_another_value_is_refused(loaded):
     folder = loaded.directory(user)
     folder.mkdir()
     artifacts.write_record(folder / "stage.json", {**stage_record(user), "chosen": {"rate": 0.5}})
-    with pytest.raises(DataError, match=r"was run with other values than chooser has chosen: rate: 0\.5 → 0\.25"):
+    with pytest.raises(
+        DataError, match=r"ran with values that differ from the current choice of chooser: rate: 0\.5 → 0\.25"
+    ):
         with_values(loaded)
 
 

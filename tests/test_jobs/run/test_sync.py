@@ -284,8 +284,8 @@ def test_a_driver_behind_a_dead_link_is_seen_to_be_gone_is_followed_and_ends_wit
         began = time.monotonic()
         told = network["h1"].run(f"python -m jobs status {run}")
         print(f"load {os.getloadavg()[0]:.0f}: status took {time.monotonic() - began:.1f} s: {told}")
-        assert "end  stopped without a word: process " in told and " on h0, started 20" in told
-        assert "by that machine's clock; to go on type: python -m jobs run " in told
+        assert "end  ended unexpectedly: process " in told and " on h0, started 20" in told
+        assert "(that machine's clock); to resume, type python -m jobs run " in told
         second = drive("h1")
         wait_for(log_of("h1"), "no sign of life: taking the run over; should process ")
         wait_for(log_of("h1"), "attempt 2: resumed from step ")

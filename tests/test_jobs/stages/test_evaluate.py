@@ -161,7 +161,7 @@ def test_a_set_that_cannot_be_read_is_named(world: Path, tmp_path: Path, capsys:
     assert main(["evaluate", *words]) == 65
     said = capsys.readouterr().err
     assert f"{tmp_path / 'test'}: worker 1: DataError" in said and shard.name in said
-    assert "run the same command again" in said
+    assert "type the same command again" in said
 
 
 @pytest.mark.slow
@@ -225,7 +225,7 @@ def test_a_changed_set_or_protocol_runs_only_what_changed(
     document = judged(world, tmp_path, "--protocol", "knn", "--protocol", "linear", "--protocol", "top-1", train)
     assert workers.asked[2:] == [("test", "linear")]
     assert [result["protocol"]["name"] for result in document["results"]] == ["knn", "linear", "top-1"]
-    assert "test knn carried over from evaluate-" in capsys.readouterr().out
+    assert "test knn reused from evaluate-" in capsys.readouterr().out
     judged(world, tmp_path, "--protocol", "knn", train, "knn.k=[5]")
     assert workers.asked[3:] == [("test", "knn")], "another k is another protocol"
     judged(world, tmp_path, str(world / "train"), "--protocol", "top-1")
@@ -390,13 +390,18 @@ def test_weights_are_judged_on_the_pixels_that_are_recorded_with_them(
     squash = "resize((16, 16))"
     other = "resize(16, antialias=True)"
     cases = [
-        (world, [], squash, f"images by {squash}, the squash: nothing is recorded with the weights"),
-        (tmp_path, [], ops, f"images by {ops}, as recorded with the weights"),
+        (
+            world,
+            [],
+            squash,
+            f"preprocessing {squash} (the default, because the weights have no recorded preprocessing)",
+        ),
+        (tmp_path, [], ops, f"preprocessing {ops} (recorded with the weights)"),
         (
             tmp_path,
             [f"preprocess={other}"],
             other,
-            f"images by {other}, as preprocess says; otherwise {ops}, as recorded with the weights",
+            f"preprocessing {other} (from the recipe, instead of {ops}, recorded with the weights)",
         ),
     ]
     # One folder: without the record among what its key is of, the second would be taken for finished.
@@ -436,7 +441,7 @@ def test_what_cannot_be_judged_is_refused_before_a_worker_starts(
     (tmp_path / "leaks.json").write_text(seal(leaks))
     weights, test, train = str(world / "weights"), str(world / "test"), str(world / "train")
     cases: list[tuple[list[str], int, str]] = [
-        ([weights, "micro_batch=3"], 64, "no set to evaluate on"),
+        ([weights, "micro_batch=3"], 64, "no data set to evaluate on"),
         ([weights, test, "--protocol", "top1"], 64, "no such protocol; did you mean 'top-1'?"),
         ([weights, test, "--protocol", "knn"], 78, "sets.test.train is missing: knn learn"),
         ([weights, str(tmp_path / "swapped")], 65, f"class 3 is '{DIGITS[3]}' and '{DIGITS[4]}'"),
@@ -444,7 +449,7 @@ def test_what_cannot_be_judged_is_refused_before_a_worker_starts(
         (
             [weights, test, f"train={copied}", "--protocol", "knn"],
             65,
-            f"test {test} and train {copied} are the same set",
+            f"test {test} and train {copied} are the same data set",
         ),
         ([str(tmp_path / "few"), test], 65, "has 10 classes, the weights 3: they know no 3, 4, 5, 6, 7"),
         ([str(tmp_path / "few"), test, "--protocol", "top-5"], 78, "top-5 needs 5 classes, the weights have 3"),

@@ -161,7 +161,7 @@ def test_what_was_asked_for_is_judged_by_the_next_command(number, exit_code, loo
     process.join(60)
     assert process.exitcode == exit_code, said(run)
     assert requested_steps(stage(run)) == [16, 32] and judged(run).keys() == {40}
-    assert exit_code != 75 or "the evaluations of steps 16, 32 have not; run the same command again" in said(run)
+    assert exit_code != 75 or "the evaluations of steps 16, 32 have not; type the same command again" in said(run)
     (run.parent / "go").touch()
     assert finish(run, *EVERY_16, *sets, SPARE, patch="slow_evaluator") == 0, said(run)
     assert_same(run, loop)

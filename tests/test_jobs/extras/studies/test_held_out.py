@@ -157,7 +157,7 @@ def test_a_probe_is_not_judged_on_the_set_that_it_learns_from(
     capsys.readouterr()
     for command in ("plan", "run"):
         assert main([command, str(recipe), f"{key}.train={copied}"]) == 65
-        assert f"{key}: test {sets}/test and train {copied} are the same set" in capsys.readouterr().err
+        assert f"{key}: test {sets}/test and train {copied} are the same data set" in capsys.readouterr().err
     assert not list((tmp_path / "run").glob("pretrain-*"))
 
 

@@ -209,7 +209,10 @@ def test_the_last_runs_get_the_value_that_did_best_and_keep_their_keys(protocol,
     artifacts.write_record(table, {**document, "chosen": {"optim.lr": 0.01}})
     with pytest.raises(DataError) as error:
         load(protocol, [])
-    assert f"{folder} was run with other values than finetune.grid has chosen: optim.lr: 0.1 → 0.01" in str(error.value)
+    assert (
+        f"{folder} ran with values that differ from the current choice of finetune.grid: optim.lr: 0.1 → 0.01"
+        in str(error.value)
+    )
 
 
 def test_a_choice_may_be_of_the_model(protocol):
