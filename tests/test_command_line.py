@@ -20,13 +20,13 @@ pytestmark = pytest.mark.quick
 ROOT = Path(__file__).parents[1]
 
 
-def test_a_python_without_our_packages_says_how_to_get_them():
+def test_a_python_without_our_packages_gets_install_instructions():
     command = [sys.executable, "-S", "-m", "jobs", "new", "photos"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 69 and "type make env && source .venv/bin/activate" in done.stderr
 
 
-def test_help_imports_nothing_heavy():
+def test_help_does_not_import_slow_packages():
     """`--help` must answer in 0.2 s: torch takes two seconds to import, pydantic and rich 0.1 s each."""
     script = (
         "import sys; from jobs.__main__ import main; main(['--help']); "
@@ -69,7 +69,7 @@ for line in sys.stdin:
 """
 
 
-def test_a_mistake_is_answered_before_torch_deepspeed_or_ray_are_imported(tmp_path):
+def test_a_mistake_is_reported_before_torch_deepspeed_or_ray_are_imported(tmp_path):
     """Torch alone takes a second and more; the rest of an answer takes half of one (CPU)."""
     wrong = {
         "--help": 0,
@@ -161,7 +161,7 @@ def test_the_fork_server_is_started_before_the_driver_imports_torch(recipe, only
         ["{recipe}", "a=1", "--fresh", "b=2"],
     ],
 )
-def test_options_may_stand_anywhere_among_the_overrides(recipe, monkeypatch, words):
+def test_options_may_be_anywhere_among_the_overrides(recipe, monkeypatch, words):
     calls = []
     monkeypatch.setattr("jobs.recipe.campaign.resolve", lambda document, kinds: document)
     monkeypatch.setattr("jobs.run.session.run_campaign", lambda loaded, fresh, **_: calls.append((loaded, fresh)))
@@ -178,7 +178,7 @@ def test_options_may_stand_anywhere_among_the_overrides(recipe, monkeypatch, wor
         ["{recipe}", "pretrain.seed=5", "--resolved", "pretrain.keep=7"],
     ],
 )
-def test_a_recipe_is_resolved_with_its_overrides_wherever_the_option_stands(recipe, capsys, words):
+def test_resolved_may_be_anywhere_among_the_overrides(recipe, capsys, words):
     assert main(["plan", *(word.format(recipe=recipe) for word in words)]) == 0
     out = capsys.readouterr().out
     pretrain = yaml.safe_load(out)["pretrain"]
@@ -186,7 +186,7 @@ def test_a_recipe_is_resolved_with_its_overrides_wherever_the_option_stands(reci
     assert out.endswith("\n") and not out.endswith("\n\n"), "a file that it is written to has no empty last line"
 
 
-def test_a_recipe_that_ships_is_found_by_its_name_from_any_folder(tmp_path, monkeypatch, capsys):
+def test_a_built_in_recipe_is_found_from_any_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["plan", "digits", f"run={tmp_path}"]) == 0
     assert "shards (pack" in capsys.readouterr().out
@@ -196,7 +196,7 @@ def test_a_recipe_that_ships_is_found_by_its_name_from_any_folder(tmp_path, monk
     assert "built-in recipes: cifar10, digits, vit_b16_i1k" in capsys.readouterr().err
 
 
-def test_a_folder_is_no_recipe_and_hides_none_that_ships(tmp_path, monkeypatch, capsys):
+def test_a_folder_is_not_a_recipe_and_does_not_hide_a_built_in_one(tmp_path, monkeypatch, capsys):
     (tmp_path / "digits").mkdir()
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -210,7 +210,7 @@ def test_a_folder_is_no_recipe_and_hides_none_that_ships(tmp_path, monkeypatch, 
 
 @pytest.mark.parametrize("command", ["plan", "run"])
 @pytest.mark.parametrize("below", ["", "/deeper"])
-def test_a_run_directory_that_is_a_file_is_said_before_anything_starts(tmp_path, capsys, command, below):
+def test_a_file_as_run_directory_is_refused_before_the_start(tmp_path, capsys, command, below):
     (tmp_path / "file").touch()
     assert main([command, "digits", f"run={tmp_path}/file{below}"]) == 78
     assert f"error: {tmp_path}/file is a file\n  expected the folder that a run writes into" in capsys.readouterr().err
@@ -230,12 +230,12 @@ def test_a_run_directory_that_is_a_file_is_said_before_anything_starts(tmp_path,
         ("pretrain=3", "pretrain is 3, expected a stage's section\n"),
     ],
 )
-def test_a_reference_to_the_wrong_part_says_which_parts_fit(tmp_path, capsys, override, message):
+def test_a_reference_to_a_wrong_part_lists_the_possible_parts(tmp_path, capsys, override, message):
     assert main(["plan", "digits", f"run={tmp_path}/run", override]) == 78
     assert message in capsys.readouterr().err
 
 
-def test_one_stage_alone_is_named_by_its_kind_or_by_itself(recipe, monkeypatch, capsys):
+def test_only_selects_a_stage_by_name_or_kind(recipe, monkeypatch, capsys):
     shards = campaigns.load(recipe, []).stage("pretrain").config.data.train
     second = f"again={{kind: finetune, init: '@resize', data: {{train: {shards}}}, model: {{classes: 10}}, steps: 1,"
     second += " optim: {schedule: {warmup_steps: 0}}}"
@@ -252,14 +252,14 @@ def test_one_stage_alone_is_named_by_its_kind_or_by_itself(recipe, monkeypatch, 
     assert stages == ["finetune", "resize", "again", "finetune.seed-0", "finetune.seed-1", "finetune"]
 
 
-def test_one_stage_alone_is_named_by_the_kind_that_no_other_has(recipe):
+def test_only_selects_a_renamed_stage_by_its_unique_kind(recipe):
     text = recipe.read_text().replace("\nfinetune:", "\ntune:\n  kind: finetune").replace("@finetune", "@tune")
     recipe.write_text(text)
     (stage,) = stages_of(campaigns.load(recipe, []), "finetune")
     assert stage.name == "tune"
 
 
-def test_a_kind_with_several_stages_is_not_enough_to_name_one(recipe, capsys):
+def test_only_refuses_a_kind_with_several_stages(recipe, capsys):
     shards = campaigns.load(recipe, []).stage("pretrain").config.data.train
     second = f"again={{kind: finetune, init: '@resize', data: {{train: {shards}}}, model: {{classes: 10}}, steps: 1,"
     second += " optim: {schedule: {warmup_steps: 0}}}"

@@ -331,7 +331,7 @@ def check_answer(capsys: pytest.CaptureFixture[str], words: str) -> None:
 
 
 @pytest.mark.parametrize(("typed", "code", "words"), mistakes(), ids=[row[0] for row in mistakes()])
-def test_a_mistake_is_answered_with_the_way_out(desk, monkeypatch, capsys, typed, code, words):
+def test_a_mistake_gets_an_error_with_a_remedy(desk, monkeypatch, capsys, typed, code, words):
     monkeypatch.chdir(desk)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert main(shlex.split(typed)) == code
@@ -341,7 +341,7 @@ def test_a_mistake_is_answered_with_the_way_out(desk, monkeypatch, capsys, typed
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_that_is_wrong_is_answered_with_the_way_out(desk, monkeypatch, capsys, name):
+def test_an_invalid_recipe_gets_an_error_with_a_remedy(desk, monkeypatch, capsys, name):
     text, code, words = RECIPES[name]
     monkeypatch.chdir(desk)
     monkeypatch.setattr("jobs.terminal.WAIT_S", 60)
@@ -351,7 +351,7 @@ def test_a_recipe_that_is_wrong_is_answered_with_the_way_out(desk, monkeypatch, 
 
 
 @pytest.mark.parametrize("kind", ["finetune", "resize"])
-def test_a_stage_that_the_recipe_lacks_is_answered_with_those_that_it_has(desk, monkeypatch, capsys, kind):
+def test_an_unknown_stage_is_an_error_that_lists_the_stages(desk, monkeypatch, capsys, kind):
     monkeypatch.chdir(desk)
     assert main(["run", "tiny.yaml", "--only", kind]) == 78
     check_answer(capsys, f"the recipe has no stage '{kind}'; known: pretrain")
@@ -384,7 +384,7 @@ def test_a_stage_that_starts_over_lists_the_changed_keys(desk, monkeypatch, caps
     assert f"to start from its weights, not from random ones, type pretrain.init={folder}" in out
 
 
-def test_another_model_takes_nothing_of_the_size_of_the_first(desk, monkeypatch, capsys):
+def test_another_model_name_keeps_no_sizes_of_the_first(desk, monkeypatch, capsys):
     monkeypatch.chdir(desk)
     wide = TINY.replace("name: mu/8,", "name: mu/8, width: 64, depth: 3,")
     (desk / "recipe.yaml").write_text(wide)
@@ -399,7 +399,7 @@ def test_another_model_takes_nothing_of_the_size_of_the_first(desk, monkeypatch,
     assert "width: 64" in capsys.readouterr().out
 
 
-def test_a_typo_does_not_wait_for_torch_and_a_closed_pipe_is_no_error_of_the_disk(desk):
+def test_a_typo_does_not_import_torch_and_a_closed_pipe_is_not_a_disk_error(desk):
     environment = {**os.environ, "PYTHONPATH": import_path()}
     lines = (
         "export nowhere out --format hf",
@@ -435,7 +435,7 @@ def test_a_typo_does_not_wait_for_torch_and_a_closed_pipe_is_no_error_of_the_dis
 
 
 @pytest.mark.parametrize("override", TAKEN)
-def test_a_value_is_taken_as_people_write_it(desk, monkeypatch, capsys, override):
+def test_values_may_have_common_suffixes(desk, monkeypatch, capsys, override):
     monkeypatch.chdir(desk)
     assert main(["plan", "tiny.yaml", override, "--resolved"]) == 0
     assert {"10k": "10000", "1e4": "10000", "30min": "1800.0", "80GB": "80000000000"}[
@@ -444,7 +444,7 @@ def test_a_value_is_taken_as_people_write_it(desk, monkeypatch, capsys, override
 
 
 @pytest.mark.parametrize("name", TAKEN_RECIPES)
-def test_a_recipe_of_another_editor_is_taken_as_it_is_meant(desk, monkeypatch, capsys, name):
+def test_recipes_from_other_editors_are_read_correctly(desk, monkeypatch, capsys, name):
     monkeypatch.chdir(desk)
     (desk / "recipe.yaml").write_bytes(TAKEN_RECIPES[name])
     said = []

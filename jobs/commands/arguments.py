@@ -26,7 +26,7 @@ def stoppable() -> Iterator[None]:
     """Raise Preempted on SIGTERM in this block, so that temporary files are removed, as they are after Ctrl-C."""
 
     def end(number: int, frame: FrameType | None) -> None:
-        raise Preempted("stopped by SIGTERM; finished shards are kept; to resume, type the same command again")
+        raise Preempted("stopped by SIGTERM; finished work is kept, run the same command again to resume")
 
     previous = signal.signal(signal.SIGTERM, end)
     try:

@@ -80,7 +80,7 @@ def with_rounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(KINDS, "rounded", importlib.import_module("rounded").Rounded())
 
 
-def test_a_kind_that_is_one_file_and_one_line_is_planned_run_and_skipped(with_rounded, recipe, shards, capsys) -> None:
+def test_a_new_kind_needs_one_file_and_one_line(with_rounded, recipe, shards, capsys) -> None:
     probe = f"{{train: {shards}/train, test: {shards}/test, shots: [1]}}"
     added = f"rounded: {{init: '@pretrain', digits: 3}}\nagain: {{kind: fewshot, init: '@rounded', probe: {probe}}}\n"
     recipe.write_text(recipe.read_text() + added)
@@ -102,7 +102,7 @@ def test_a_kind_that_is_one_file_and_one_line_is_planned_run_and_skipped(with_ro
     assert "rounded: skipped, finished with the same config and inputs" in capsys.readouterr().out
 
 
-def test_a_kind_refuses_by_its_own_check_in_plan_and_in_run(with_rounded, recipe: Path, capsys) -> None:
+def test_plan_and_run_use_the_checks_of_a_kind(with_rounded, recipe: Path, capsys) -> None:
     recipe.write_text(recipe.read_text() + "rounded: {init: '@pretrain'}\nother: {init: '@rounded', kind: resize}\n")
     for command in ("plan", "run"):
         assert main([command, str(recipe), "rounded.digits=0"]) == 78
@@ -113,7 +113,7 @@ def test_a_kind_refuses_by_its_own_check_in_plan_and_in_run(with_rounded, recipe
     assert "a rounded stage makes no data set" in capsys.readouterr().err
 
 
-def test_checks_are_data_in_the_order_in_which_they_are_made(recipe: Path) -> None:
+def test_check_results_are_in_the_order_of_the_checks(recipe: Path) -> None:
     loaded = campaigns.load(recipe, ["pretrain.data.train=/nowhere", "fewshot.init=/neither"])
     available = Available(loaded)
     results = {stage.name: validate(stage, available) for stage in loaded.stages}
@@ -138,12 +138,12 @@ def test_a_kind_whose_module_is_missing_is_refused_only_if_a_recipe_uses_it(reci
         campaign.load(recipe, ["budget=1"], load_kinds(CORE))
 
 
-def test_a_library_that_is_missing_is_no_missing_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_not_a_missing_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "needy.py").write_text("import a_library_that_nobody_has\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="a_library_that_nobody_has"):
         load_kinds({"needy": "needy:Needy"})
 
 
-def test_every_kind_is_called_as_in_the_table() -> None:
+def test_every_kind_has_its_name_in_the_table() -> None:
     assert {name: kind.name for name, kind in KINDS.items()} == {name: name for name in jobs.__main__.KINDS}

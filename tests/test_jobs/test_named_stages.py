@@ -145,7 +145,7 @@ pretrain:
 """
 
 
-def test_a_recipe_names_the_sets_of_another_run_without_their_keys(tmp_path, shards, capsys):
+def test_a_recipe_can_read_data_sets_of_another_run_by_name(tmp_path, shards, capsys):
     for key, time in (("0000000a", 20), ("0000000b", 10)):
         made(tmp_path / "x" / f"parts-{key}", ["done.json"], time)
         for name in ("train", "test"):

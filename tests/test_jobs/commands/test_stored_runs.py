@@ -40,7 +40,7 @@ def test_a_folder_without_checkpoints_is_refused(run: Path) -> None:
         ("pretrain-11111111/checkpoints/step-0000000004", ["pretrain-11111111"], "step-0000000004"),
     ],
 )
-def test_a_path_names_a_run_a_stage_or_a_checkpoint(run: Path, path: str, stages: list[str], only: str) -> None:
+def test_a_run_a_stage_or_a_checkpoint_is_opened_by_path(run: Path, path: str, stages: list[str], only: str) -> None:
     with opened(str(run / path)) as named:
         assert [checkpoints.stage for checkpoints in named.stages] == stages
         assert named.only == only

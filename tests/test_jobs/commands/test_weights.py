@@ -9,13 +9,13 @@ pytestmark = pytest.mark.quick
 
 
 @pytest.mark.parametrize("files", [["model.json"], ["model.safetensors"]])
-def test_a_folder_of_ours_or_theirs_is_taken(files, tmp_path):
+def test_folders_of_our_and_foreign_weights_are_accepted(files, tmp_path):
     for name in files:
         (tmp_path / name).touch()
     assert find_weights(str(tmp_path)) == str(tmp_path)
 
 
-def test_a_part_of_an_npz_is_named_after_a_colon(tmp_path):
+def test_a_part_of_an_npz_is_selected_after_a_colon(tmp_path):
     (tmp_path / "siglip.npz").touch()
     check_weights_exist(f"{tmp_path}/siglip.npz:img")
     with pytest.raises(DataError, match="no file or folder at"):
@@ -35,7 +35,7 @@ def test_a_part_of_an_npz_is_named_after_a_colon(tmp_path):
         ),
     ],
 )
-def test_what_is_no_weights_is_told_what_to_type(name, files, message, tmp_path):
+def test_a_path_without_weights_is_an_error_with_a_remedy(name, files, message, tmp_path):
     for file in files:
         (tmp_path / file).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / file).touch()

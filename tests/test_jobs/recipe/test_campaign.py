@@ -45,7 +45,7 @@ def stage_folder(recipe: Path, name: str, *overrides: str) -> Path:
     return loaded.directory(loaded.stage(name))
 
 
-def test_one_command_runs_all_stages_and_the_next_skips_them_with_the_reason(recipe, shards, capsys):
+def test_a_second_run_skips_all_finished_stages_with_the_reason(recipe, shards, capsys):
     previous = os.umask(0o002)
     try:
         assert main(["run", str(recipe)]) == 0
@@ -108,7 +108,7 @@ def test_one_command_runs_all_stages_and_the_next_skips_them_with_the_reason(rec
     "override",
     ["fewshot.preprocess=resize_small(27)|central_crop(24)", "pretrain.data.augment.crop=random"],
 )
-def test_a_key_does_not_stand_for_the_pixels_from_before_a_correction(recipe, monkeypatch, override):
+def test_a_preprocessing_correction_changes_the_key(recipe, monkeypatch, override):
     stage = override.partition(".")[0]
     now = stage_folder(recipe, stage, override)
     plain = stage_folder(recipe, stage)
@@ -117,7 +117,7 @@ def test_a_key_does_not_stand_for_the_pixels_from_before_a_correction(recipe, mo
     assert stage_folder(recipe, stage) == plain, "a stage that does not use the op stays finished"
 
 
-def test_weights_that_tell_no_model_and_files_that_are_no_index_are_missing_inputs(recipe, tmp_path, capsys):
+def test_weights_without_a_model_and_invalid_indexes_are_missing_inputs(recipe, tmp_path, capsys):
     bare = tmp_path / "bare"
     models.save(models.build("mu/8", 16, 10), bare)
     (bare / "model.json").unlink()
@@ -134,7 +134,7 @@ def test_weights_that_tell_no_model_and_files_that_are_no_index_are_missing_inpu
         assert message in said[0] and said[0] == said[1]
 
 
-def test_a_home_is_found_where_the_shell_leaves_it_unexpanded(recipe, shards, tmp_path, monkeypatch, capsys):
+def test_a_tilde_that_the_shell_did_not_expand_is_expanded(recipe, shards, tmp_path, monkeypatch, capsys):
     home = tmp_path / "home"
     home.mkdir()
     (home / "shards").symlink_to(shards)
@@ -152,7 +152,7 @@ def test_a_home_is_found_where_the_shell_leaves_it_unexpanded(recipe, shards, tm
     assert (home / "runs" / "x" / "log.txt").exists() and not (tmp_path / "~").exists()
 
 
-def test_images_to_pack_are_needed_until_they_are_packed(tmp_path, capsys):
+def test_source_images_are_required_only_before_packing(tmp_path, capsys):
     images = tmp_path / "images"
     recipe = tmp_path / "pack.yaml"
     recipe.write_text(f"run: {tmp_path}/run\nshards: {{kind: pack, sets: {{train: {{path: {images}}}}}}}\n")
@@ -184,7 +184,7 @@ def test_images_to_pack_are_needed_until_they_are_packed(tmp_path, capsys):
     assert "provenance.json has changed" in said[0] and said[0] == said[1]
 
 
-def test_a_packed_set_that_is_gone_or_short_is_found_before_its_stage_is_skipped_or_read(tmp_path, capsys):
+def test_missing_and_truncated_files_of_a_packed_data_set_are_detected_before_use(tmp_path, capsys):
     recipe = tmp_path / "pack.yaml"
     packs = (
         f"run: {tmp_path}/my run\ncluster: {{backend: processes}}\n"
@@ -230,7 +230,7 @@ def test_a_packed_set_that_is_gone_or_short_is_found_before_its_stage_is_skipped
     assert load_index(index).digest == digest and tar.read_bytes() == content
 
 
-def test_a_stop_is_heard_while_images_are_packed_and_the_next_start_makes_the_same_set(tmp_path, monkeypatch, capsys):
+def test_an_interrupted_pack_stage_resumes_and_makes_the_same_data_set(tmp_path, monkeypatch, capsys):
     recipe = tmp_path / "pack.yaml"
     recipe.write_text(
         f"run: {tmp_path}/run\n"
@@ -247,7 +247,7 @@ def test_a_stop_is_heard_while_images_are_packed_and_the_next_start_makes_the_sa
         patch.setattr("jobs.stages.pack.samples_of", with_a_signal)
         assert main(["run", str(recipe)]) == 75
     said = capsys.readouterr()
-    assert "stopped by SIGTERM; finished shards are kept; to resume, type the same command again" in said.err
+    assert "stopped by SIGTERM; finished work is kept, run the same command again to resume" in said.err
     (folder,) = (tmp_path / "run").glob("shards-*")
     assert len(list(folder.glob("train/train-*.tar"))) <= 3, "the fourth was being filled"
     assert json.loads((tmp_path / "run" / "status.json").read_text())["exit_code"] == 75
@@ -285,7 +285,7 @@ def test_a_stop_is_heard_while_images_are_packed_and_the_next_start_makes_the_sa
         (["nonsense"], 78, "expected key=value"),
     ],
 )
-def test_what_cannot_run_is_refused_before_the_first_stage(recipe, capsys, overrides, code, message):
+def test_invalid_recipes_are_refused_before_the_first_stage(recipe, capsys, overrides, code, message):
     assert main(["run", str(recipe), *overrides]) == code
     assert message in capsys.readouterr().err
     assert not list((recipe.parent / "run").glob("*/checkpoints/step-*"))
@@ -361,19 +361,19 @@ def test_plan_refuses_what_run_would(recipe, capsys, overrides, code, message):
     assert not (recipe.parent / "run").exists()
 
 
-def test_a_stage_whose_name_leads_out_of_the_run_is_refused(recipe, capsys):
+def test_a_stage_name_must_not_be_a_path_out_of_the_run(recipe, capsys):
     recipe.write_text(recipe.read_text() + '"../../elsewhere": {kind: resize, init: "@pretrain"}\n')
     assert main(["run", str(recipe)]) == 78
     assert "a stage is called '../../elsewhere'" in capsys.readouterr().err
     assert [path.name for path in recipe.parent.parent.glob("elsewhere*")] == []
 
 
-def test_a_warm_up_as_long_as_the_run_is_its_users_choice(recipe):
+def test_a_warm_up_may_be_as_long_as_the_training(recipe):
     loaded = load(recipe, ["finetune.optim.schedule.warmup_steps=4"])
     assert loaded.stage("finetune").config.optim.schedule.warmup_steps == 4
 
 
-def test_what_a_stage_makes_is_compared_with_the_next_before_workers_start(tmp_path, capsys):
+def test_the_output_of_a_stage_is_checked_before_the_workers_of_the_next_start(tmp_path, capsys):
     members = {}
     for number in range(12):
         members |= {f"{number}.jpg": picture(20 * number), f"{number}.cls": str(number % 10).encode()}
@@ -420,7 +420,7 @@ def test_a_short_shard_of_a_later_stage_is_found_before_the_first_one_runs(recip
     assert not list((recipe.parent / "run").glob("pretrain-*")), "no step was trained in vain"
 
 
-def test_corrupt_images_past_the_limit_stop_with_65_and_name_the_first(recipe, shards, tmp_path, capsys):
+def test_too_many_corrupt_images_stop_training_with_65_and_name_the_first(recipe, shards, tmp_path, capsys):
     broken = (
         Sample(s.key, b"\xff\xd8 no jpeg" if n % 5 == 0 else s.image, s.labels)
         for n, s in enumerate(digits(train=True, image_size=16))
@@ -433,7 +433,7 @@ def test_corrupt_images_past_the_limit_stop_with_65_and_name_the_first(recipe, s
     assert "more than data.max_bad_fraction" in captured.err
 
 
-def test_a_forbidden_change_of_a_half_done_stage_stops_with_the_diff(recipe, capsys):
+def test_a_forbidden_change_of_a_half_done_stage_is_refused_with_the_difference(recipe, capsys):
     folder = stage_folder(recipe, "pretrain")
     assert main(["run", str(recipe), "finetune.data.max_bad_fraction=0.5"]) == 0
     (folder / "done.json").unlink()
@@ -460,7 +460,7 @@ def test_a_forbidden_change_of_a_half_done_stage_stops_with_the_diff(recipe, cap
     assert "resumed from step 24" in capsys.readouterr().out, "free fields may change"
 
 
-def test_a_conflict_of_a_later_stage_is_found_before_the_first_one_runs(recipe, capsys):
+def test_a_changed_half_done_stage_is_reported_before_the_first_stage_runs(recipe, capsys):
     assert main(["run", str(recipe)]) == 0
     (stage_folder(recipe, "finetune") / "done.json").unlink()
     capsys.readouterr()
@@ -469,7 +469,7 @@ def test_a_conflict_of_a_later_stage_is_found_before_the_first_one_runs(recipe, 
     assert not stage_folder(recipe, "pretrain", "pretrain.seed=1").exists(), "no step was trained in vain"
 
 
-def test_other_training_data_at_the_same_path_is_no_reason_to_start_over_silently(recipe, shards, tmp_path, capsys):
+def test_changed_training_data_at_the_same_path_does_not_restart_a_stage_silently(recipe, shards, tmp_path, capsys):
     moved = tmp_path / "train"
     shutil.copytree(shards / "train", moved)
     change = f"pretrain.data.train={moved}"
@@ -482,7 +482,7 @@ def test_other_training_data_at_the_same_path_is_no_reason_to_start_over_silentl
     assert "content of data.train: " in capsys.readouterr().err
 
 
-def test_a_set_that_nothing_can_be_judged_by_is_refused(recipe, tmp_path, capsys):
+def test_an_empty_test_set_is_refused(recipe, tmp_path, capsys):
     with tarfile.open(tmp_path / "x.tar", "w") as tar:
         tar.addfile(tarfile.TarInfo("a.jpg"))
     assert main(["index", str(tmp_path / "x.tar"), "--name", "x"]) == 65
@@ -490,7 +490,7 @@ def test_a_set_that_nothing_can_be_judged_by_is_refused(recipe, tmp_path, capsys
     assert "has 0 samples and 0 classes" in capsys.readouterr().err
 
 
-def test_what_a_half_done_stage_is_judged_by_may_change(recipe, shards, capsys):
+def test_the_test_set_of_a_half_done_stage_may_change(recipe, shards, capsys):
     assert main(["run", str(recipe)]) == 0
     (stage_folder(recipe, "pretrain") / "done.json").unlink()
     sets = f"pretrain.probe={{train: {shards}/train, test: {shards}/test, shots: [1], seeds: [0]}}"
@@ -500,7 +500,7 @@ def test_what_a_half_done_stage_is_judged_by_may_change(recipe, shards, capsys):
     assert "resuming with a changed" in said and "resumed from step 24" in said and "1shot" in said
 
 
-def test_a_flipped_bit_is_found_named_and_the_checkpoint_before_it_used(recipe, capsys):
+def test_a_checkpoint_with_a_flipped_bit_is_reported_and_the_previous_one_used(recipe, capsys):
     assert main(["run", str(recipe)]) == 0
     folder = stage_folder(recipe, "pretrain")
     weights = (folder / "weights.safetensors").read_bytes()
@@ -518,7 +518,7 @@ def test_a_flipped_bit_is_found_named_and_the_checkpoint_before_it_used(recipe, 
 
 
 @pytest.mark.parametrize("name", campaigns.shipped())
-def test_a_recipes_every_default_is_on_record(name):
+def test_all_defaults_of_a_recipe_are_recorded(name):
     """Each text is there whole, and of the studies, which repeat the same defaults for up to 60 runs, the sha256."""
     text = recipe_text.resolved(load(ROOT / "jobs" / "recipes" / f"{name}.yaml", []))
     if name.startswith("studies/"):

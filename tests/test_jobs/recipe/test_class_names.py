@@ -60,7 +60,7 @@ def recipe_of(tmp_path: Path, sets: str, more: str = "") -> str:
 # ------------------------------------------------------------------------------------------- packing
 
 
-def test_two_splits_of_one_recipe_number_their_classes_alike(tmp_path, capsys):
+def test_two_splits_of_a_recipe_have_the_same_class_ids(tmp_path, capsys):
     """The measured case: *cat* was 2 in train and 1 in test, and accuracy was quietly wrong."""
     class_folders(tmp_path / "train", "airplane bird cat")
     class_folders(tmp_path / "test", "bird cat")
@@ -73,7 +73,7 @@ def test_two_splits_of_one_recipe_number_their_classes_alike(tmp_path, capsys):
     assert load_index(packed / "test").names == ("airplane", "bird", "cat")
 
 
-def test_a_set_follows_another_one_s_numbering_by_command_and_says_which_classes_that_one_lacks(tmp_path, capsys):
+def test_classes_of_numbers_classes_as_another_data_set_and_reports_missing_ones(tmp_path, capsys):
     class_folders(tmp_path / "train", "airplane bird cat")
     class_folders(tmp_path / "test", "bird kitty")
     assert main(["pack", "folder", f"{tmp_path}/train", f"{tmp_path}/a"]) == 0
@@ -101,7 +101,7 @@ def test_classes_are_kept_by_name_and_keep_their_ids(tmp_path, capsys):
     assert main(["run", recipe_of(tmp_path, sets.replace("cat", "-1"))]) == 78
 
 
-def test_a_set_of_another_pack_stage_gives_the_numbering(tmp_path):
+def test_classes_can_be_numbered_as_in_another_pack_stage(tmp_path):
     class_folders(tmp_path / "train", "airplane bird cat")
     class_folders(tmp_path / "test", "bird cat")
     more = f'later: {{kind: pack, sets: {{test: {{path: {tmp_path}/test, classes_of: "@shards/train"}}}}}}'
@@ -110,7 +110,7 @@ def test_a_set_of_another_pack_stage_gives_the_numbering(tmp_path):
     assert labels_by_class(packed / "test") == {"bird": {b"1"}, "cat": {b"2"}}
 
 
-def test_renaming_merges_classes_and_two_classes_of_one_name_stay_apart():
+def test_renaming_merges_classes_but_equal_names_of_the_source_stay_separate():
     merged = number(("cat", "kitty", "dog"), rename={"kitty": "cat"})
     assert merged.names == ("cat", "dog") and merged.ids == {0: 0, 1: 0, 2: 1}
     assert merged.labels((1, 2, 0), "a") == (0, 1)
@@ -147,7 +147,7 @@ def test_ids_and_names_in_one_column_are_refused(tmp_path, capsys):
         ("a.json", "tench", "expected one class name a line"),
     ],
 )
-def test_class_lists_are_read_in_every_form(tmp_path, name, text, names):
+def test_class_lists_are_read_in_all_formats(tmp_path, name, text, names):
     (tmp_path / name).write_text(text)
     if isinstance(names, tuple):
         assert read_class_list(tmp_path / name) == names
@@ -177,7 +177,7 @@ def texts(tmp_path: Path) -> Path:
     return tmp_path / "tars"
 
 
-def test_labels_that_are_names_are_read_through_a_class_list(texts, tmp_path, capsys):
+def test_text_labels_are_mapped_by_a_class_list(texts, tmp_path, capsys):
     assert main(["index", str(texts), "--names", f"{tmp_path}/classes.txt"]) == 0
     index = load_index(texts)
     assert index.class_counts == (0, 2, 2) and index.names == ("goldfish", "great white shark", "tench")
@@ -192,7 +192,7 @@ def test_labels_that_are_names_are_read_through_a_class_list(texts, tmp_path, ca
     assert "most: tench 2, great white shark 2" in capsys.readouterr().out
 
 
-def test_labels_that_are_all_names_are_collected_and_captions_are_not(tmp_path, capsys):
+def test_class_names_are_collected_from_text_labels_but_not_from_captions(tmp_path, capsys):
     """Also where a name stands in one shard alone, is in several labels of a sample, or was read before a kill."""
     labels = [b"tench", b'["shark", "tench"]', b"great white", b"tench"]
     for shard, label in enumerate(labels):
@@ -218,7 +218,7 @@ def test_labels_that_are_all_names_are_collected_and_captions_are_not(tmp_path, 
     assert "refused: 1,100 × label is a text that no class list has, first 0 of c.tar" in capsys.readouterr().err
 
 
-def test_images_without_labels_are_indexed_packed_and_checked_where_that_is_asked_for(tmp_path, capsys):
+def test_unlabelled_images_are_indexed_packed_and_checked_on_request(tmp_path, capsys):
     members = [(f"{number}.jpg", picture(number)) for number in range(6)]
     (tmp_path / "tars").mkdir()
     write_tar(tmp_path / "tars" / "t.tar", members)
@@ -244,7 +244,7 @@ def test_images_without_labels_are_indexed_packed_and_checked_where_that_is_aske
     assert main(["index", str(tmp_path / "tars"), "--unlabelled", "--classes", "2"]) == 64
 
 
-def test_a_name_that_no_list_has_and_a_list_that_cannot_be_meant_are_refused(texts, tmp_path, capsys):
+def test_unknown_names_and_ambiguous_class_lists_are_refused(texts, tmp_path, capsys):
     assert main(["index", str(texts)]) == 0, "one of the labels is an id"
     assert "refused: 3 × label is a text that no class list has, first 0 of t.tar" in capsys.readouterr().out
     (tmp_path / "few.txt").write_text("goldfish\ntench\n")
@@ -260,7 +260,7 @@ def test_a_name_that_no_list_has_and_a_list_that_cannot_be_meant_are_refused(tex
 # -------------------------------------------------------------------------------------------- the index
 
 
-def test_names_are_in_the_digest_and_sealed_and_a_set_without_has_none_in_it(tmp_path):
+def test_the_digest_of_an_index_covers_class_names(tmp_path):
     samples = [Sample(f"s{n}", picture(n), (n,)) for n in range(2)]
     named = pack(samples, tmp_path / "named", name="set", names=("cat", "dog", "cow"))
     nameless = pack(samples, tmp_path / "nameless", name="set")
@@ -277,7 +277,7 @@ def test_names_are_in_the_digest_and_sealed_and_a_set_without_has_none_in_it(tmp
         load_index(path)
 
 
-def test_names_are_taken_over_from_an_index_of_the_same_tars_alone(tmp_path, capsys):
+def test_class_names_are_kept_only_from_an_index_of_the_same_tars(tmp_path, capsys):
     samples = [Sample(f"s{n}", picture(n), (n,)) for n in range(2)]
     named = pack(samples, tmp_path / "set", name="set", names=("cat", "dog"))
     command = ["index", f"{tmp_path}/set"]
@@ -290,7 +290,7 @@ def test_names_are_taken_over_from_an_index_of_the_same_tars_alone(tmp_path, cap
     assert load_index(tmp_path / "set").names == () and "class names: none" in capsys.readouterr().out
 
 
-def test_sets_that_call_an_id_differently_are_not_joined(tmp_path):
+def test_data_sets_with_different_class_names_are_not_joined(tmp_path):
     samples = [Sample(f"s{n}", picture(n), (n,)) for n in range(2)]
     sets = [
         pack(samples, tmp_path / f"{n}", name="set", names=names)
@@ -350,7 +350,7 @@ def campaign(folder: Path, b: str = "b", c: str = "e", new_head: str = "false") 
     return str(path)
 
 
-def test_plan_refuses_sets_whose_names_do_not_agree_and_says_whose_labels_are_taken_on_trust(three_sets, capsys):
+def test_plan_refuses_conflicting_class_names_and_reports_missing_ones(three_sets, capsys):
     assert main(["plan", campaign(three_sets)]) == 0
     assert "names   'airplane', 'bird', 'cat'" in capsys.readouterr().out
     assert main(["plan", campaign(three_sets, b="c")]) == 65
@@ -367,9 +367,7 @@ def test_plan_refuses_sets_whose_names_do_not_agree_and_says_whose_labels_are_ta
 
 @pytest.mark.parametrize(("train", "new_head", "expected"), [("c", "true", "bird cat cow"), ("d", "true", ""),
                                                            ("d", "false", "airplane bird cat")])  # fmt: skip
-def test_a_new_head_has_the_names_of_its_set_and_a_head_that_is_kept_those_that_it_had(
-    three_sets, train, new_head, expected
-):
+def test_a_new_head_gets_class_names_from_its_data_and_a_kept_head_keeps_them(three_sets, train, new_head, expected):
     recipe = Path(campaign(three_sets, c=train, new_head=new_head))
     recipe.write_text(recipe.read_text().partition("fewshot:")[0])
     loaded = load(recipe, [])
@@ -377,7 +375,7 @@ def test_a_new_head_has_the_names_of_its_set_and_a_head_that_is_kept_those_that_
     assert class_names.of_stage(loaded.stage("resize"), Available(loaded)) == ("airplane", "bird", "cat")
 
 
-def test_names_travel_with_weights_through_stages_exports_and_imports(three_sets, tmp_path, capsys):
+def test_class_names_are_saved_with_weights_in_stages_exports_and_imports(three_sets, tmp_path, capsys):
     recipe = campaign(three_sets)
     Path(recipe).write_text(Path(recipe).read_text().partition("more:")[0])
     assert main(["run", recipe]) == 0

@@ -85,7 +85,7 @@ def load(name: str, overrides: list[str]) -> Campaign:
 
 
 @pytest.mark.parametrize("name", TABLE_3)
-def test_every_line_of_table_3_is_a_recipe_with_the_overrides_that_stand_behind_it(name):
+def test_the_overrides_in_the_recipes_give_every_line_of_table_3(name):
     lines = lines_of(name)
     assert len(lines) == len(TABLE_3[name])
     for line, (model, passes, lr, decay, weight_decay, dropout) in zip(lines, TABLE_3[name], strict=True):
@@ -107,7 +107,7 @@ def test_every_line_of_table_3_is_a_recipe_with_the_overrides_that_stand_behind_
 
 
 @pytest.mark.skipif(not SPEC.exists(), reason="the paper's tables are not here")
-def test_what_the_recipes_expect_is_what_the_paper_has():
+def test_expected_results_in_recipes_are_those_of_the_paper():
     """Numbers in a recipe's head against tables 5, 6 and 9 as SPEC.md has them."""
     spec = SPEC.read_text()
     rows = re.findall(r"^\| (\S+) \| (\d+) \| ((?:[\d.]+ \| ){6})(\d+) \|", spec, re.M)
@@ -143,7 +143,7 @@ def test_what_the_recipes_expect_is_what_the_paper_has():
         assert [row[column] for row in told] == accuracies and mean in text
 
 
-def test_every_campaign_of_the_paper_clips_where_the_paper_does():
+def test_recipes_clip_gradients_as_the_paper_does():
     """Pretraining by table 3, on ImageNet alone (SPEC 2.1, 2.6 of vit_s16); fine-tuning by table 4, always."""
     clips = {"vit_h14_jft300m": 0, "vit_l16_i21k": 0, "vit_b16_masked": 0, "vit_b16_i1k": 1, "vit_s16_i1k": 1}
     for name, clip in clips.items():
@@ -154,7 +154,7 @@ def test_every_campaign_of_the_paper_clips_where_the_paper_does():
 
 
 @pytest.mark.parametrize("name", TABLE_4)
-def test_table_4_is_a_grid_on_a_held_out_part_and_three_runs_on_all_of_it(name):
+def test_table_4_recipes_have_a_grid_on_held_out_data_and_three_runs(name):
     steps, rates, share, classes = TABLE_4[name]
     loaded = load(f"transfer/{name}", [])
     parts = loaded.stage("parts").config.sets
@@ -212,13 +212,13 @@ def documented() -> frozenset[str]:
 
 
 @pytest.mark.parametrize("name", [*(f"transfer/{name}" for name in (*TABLE_4, "vtab")), "vit_l16_i21k"])
-def test_every_set_that_a_recipe_reads_is_written_by_a_command_of_the_documents(name):
+def test_every_data_set_of_a_recipe_has_a_documented_command(name):
     read = set(re.findall(r"\bshards/[\w/-]+", (RECIPES / f"{name}.yaml").read_text()))
     assert read and read <= documented(), sorted(read - documented())
 
 
 @pytest.mark.parametrize("name", [*TABLE_4, "vtab"])
-def test_a_run_costs_what_the_recipe_says(name):
+def test_the_cost_of_a_run_is_that_in_the_recipe(name):
     text = (RECIPES / "transfer" / f"{name}.yaml").read_text()
     line = re.search(r"^# exaFLOPs a run, .*: (B/32.*)\.$", text, re.M)
     steps = re.search(r"^  steps: (\d+)$", text, re.M)
@@ -230,7 +230,7 @@ def test_a_run_costs_what_the_recipe_says(name):
 
 
 @pytest.mark.parametrize("name", ["transfer/imagenet", "vit_b16_i1k", "vit_l16_i21k", "vit_h14_jft300m"])
-def test_what_is_fine_tuned_on_imagenet_is_judged_by_real_as_its_table_is(name):
+def test_imagenet_fine_tuning_is_evaluated_with_real_labels_as_in_its_table(name):
     loaded = load(name, [])
     finetuned = []
     for stage in loaded.stages:
@@ -255,7 +255,7 @@ def hyperrule(images: int, pixels: int) -> tuple[int, list[int], float, tuple[in
     return 500, [6000, 12_000, 18_000, 20_000], 0.1, sides
 
 
-def test_bit_hyperrule_is_the_rule_for_every_set_of_its_head():
+def test_bit_hyperrule_has_the_published_settings_for_each_data_set():
     text = (RECIPES / "transfer" / "bit_hyperrule.yaml").read_text()
     lines = re.findall(r"^# (\w+) +([\d,]+)  ([\d.]+)(.*)$", text, re.M)
     assert [line[0] for line in lines] == ["imagenet", "cifar10", "cifar100", "pets", "flowers102"]

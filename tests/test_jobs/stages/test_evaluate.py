@@ -86,7 +86,9 @@ def values(document: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
-def test_two_workers_judge_every_sample_once(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_workers_evaluate_every_sample_once(
+    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The command on two gloo workers against all images at once; status shows what came out."""
     document = judged(world, tmp_path, "cluster.workers=2", *all_protocols(world))
     features, logits, labels = outputs(world, "test")
@@ -128,7 +130,7 @@ def test_two_workers_judge_every_sample_once(world: Path, tmp_path: Path, capsys
 
 
 @pytest.mark.slow
-def test_the_document_is_the_same_to_the_byte_at_1_2_and_4_workers(world: Path, tmp_path: Path) -> None:
+def test_evaluation_json_is_identical_for_1_2_and_4_workers(world: Path, tmp_path: Path) -> None:
     texts = set()
     for workers in (1, 2, 4):
         judged(world, tmp_path / str(workers), f"cluster.workers={workers}", *all_protocols(world))
@@ -138,7 +140,7 @@ def test_the_document_is_the_same_to_the_byte_at_1_2_and_4_workers(world: Path, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("format", ["npz", "timm", "hf"])
-def test_weights_of_others_are_judged_as_ours(format: str, world: Path, tmp_path: Path) -> None:
+def test_foreign_weights_get_the_same_results_as_ours(format: str, world: Path, tmp_path: Path) -> None:
     theirs = "theirs.npz" if format == "npz" else format
     assert main(["export", str(world / "weights"), str(tmp_path / theirs), "--format", format]) == 0
     ours = judged(world, tmp_path / "ours")
@@ -149,7 +151,7 @@ def test_weights_of_others_are_judged_as_ours(format: str, world: Path, tmp_path
 
 
 @pytest.mark.slow
-def test_a_set_that_cannot_be_read_is_named(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreadable_data_set_is_named(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A byte of the last shard is wrong, which worker 1 reads."""
     shutil.copytree(world / "test", tmp_path / "test")
     shard = max((tmp_path / "test").glob("*.tar"))
@@ -165,7 +167,7 @@ def test_a_set_that_cannot_be_read_is_named(world: Path, tmp_path: Path, capsys:
 
 
 @pytest.mark.slow
-def test_all_workers_hear_of_what_becomes_of_rank_0s_work(tmp_path: Path) -> None:
+def test_all_workers_receive_rank_0s_result_or_error(tmp_path: Path) -> None:
     cluster = ClusterConfig(workers=2, backend="processes")
     task = {"folder": str(tmp_path)}
     rank_0, rank_1 = run_worker_group(ranks.hear_of_rank_0, task, cluster=cluster, name="alone", directory=tmp_path)
@@ -212,7 +214,7 @@ class Workers:
         return {"results": results}
 
 
-def test_a_changed_set_or_protocol_runs_only_what_changed(
+def test_only_a_changed_data_set_or_protocol_is_evaluated_again(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     workers = Workers()
@@ -241,7 +243,7 @@ def test_a_changed_set_or_protocol_runs_only_what_changed(
     assert workers.asked[6:] == [("test", "top-1")], "other weights"
 
 
-def test_an_answer_from_before_a_correction_is_not_carried_over(
+def test_results_from_before_a_correction_are_not_reused(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workers = Workers()
@@ -255,7 +257,7 @@ def test_an_answer_from_before_a_correction_is_not_carried_over(
     assert document["results"][0]["protocol"]["fields"]["corrected"] == {"resize_small": 1}
 
 
-def test_workers_are_told_the_leaked_samples_of_each_set(
+def test_workers_receive_the_leaked_samples_of_each_data_set(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workers = Workers()
@@ -297,7 +299,7 @@ def trained(folder: Path, world: Path, inputs: dict[str, str]) -> Path:
 @pytest.mark.parametrize(
     "compared", [["train"], ["other"], ["train", "pretrain"], ["train", "pretrain", "extra", "other"]]
 )
-def test_a_leak_verdict_names_what_was_compared_and_what_was_not(
+def test_leaks_list_which_training_sets_were_compared(
     compared: list[str],
     world: Path,
     tmp_path: Path,
@@ -339,7 +341,7 @@ def test_a_leak_verdict_names_what_was_compared_and_what_was_not(
     assert ("50.00% without 3 shared with" in said) == (compared != ["other"])
 
 
-def test_what_was_trained_on_goes_by_digests_and_not_by_paths(
+def test_training_sets_are_identified_by_digest_not_path(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A set and weights that were replaced at their paths are not the old ones; a subset is known by its set."""
@@ -379,7 +381,7 @@ def test_what_was_trained_on_goes_by_digests_and_not_by_paths(
     assert ([one["digest"] for one in sets], unknown) == ([digest["old"]], str(first))
 
 
-def test_weights_are_judged_on_the_pixels_that_are_recorded_with_them(
+def test_weights_are_evaluated_with_their_recorded_preprocessing(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(stage, "supervise", Workers())
@@ -411,7 +413,7 @@ def test_weights_are_judged_on_the_pixels_that_are_recorded_with_them(
         assert f"evaluate: {line}\n" in capsys.readouterr().out
 
 
-def test_weights_without_a_record_and_a_set_that_they_were_trained_on_are_named(
+def test_unknown_training_data_and_overlapping_test_sets_are_reported(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(stage, "supervise", Workers())
@@ -426,7 +428,7 @@ def test_weights_without_a_record_and_a_set_that_they_were_trained_on_are_named(
     assert "the weights were trained on this set; not checked" in capsys.readouterr().out
 
 
-def test_what_cannot_be_judged_is_refused_before_a_worker_starts(
+def test_invalid_evaluations_are_refused_before_workers_start(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(stage, "supervise", Workers())
@@ -468,7 +470,7 @@ def test_what_cannot_be_judged_is_refused_before_a_worker_starts(
     assert main(["evaluate", *words]) == 0
 
 
-def test_the_command_reads_the_weights_once_for_their_key(world: Path, tmp_path: Path, monkeypatch) -> None:
+def test_the_command_reads_the_weights_once_for_the_key(world: Path, tmp_path: Path, monkeypatch) -> None:
     """On a machine of two workers: what they are to be is known only when the weights have been read."""
     read: list[str] = []
     digest_of = any_weights.digest_of
@@ -490,7 +492,7 @@ def test_the_command_reads_the_weights_once_for_their_key(world: Path, tmp_path:
     assert (cluster.workers, cluster.max_restarts, cluster.backend) == (2, 7, "processes")
 
 
-def test_weights_of_others_say_which_model_and_classes_they_are(world: Path, tmp_path: Path) -> None:
+def test_foreign_weights_have_their_model_and_class_names(world: Path, tmp_path: Path) -> None:
     if not GOLDEN.exists():
         pytest.skip("golden data is absent: ../shared/golden")
     keys = set()
@@ -507,7 +509,7 @@ def test_weights_of_others_say_which_model_and_classes_they_are(world: Path, tmp
 
 
 @pytest.mark.parametrize("format", ["timm", "hf"])
-def test_weights_that_take_other_pixels_are_refused(
+def test_weights_with_incompatible_pixel_values_are_refused(
     format: str, world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     theirs = tmp_path / format

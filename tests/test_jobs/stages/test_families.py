@@ -55,7 +55,7 @@ fewshot: {{init: "@pretrain", probe: {{train: "@shards/test", test: "@parts/few"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_is_planned_and_trained_by_every_stage(family: str, tmp_path: Path) -> None:
+def test_every_stage_works_with_every_model_family(family: str, tmp_path: Path) -> None:
     name, fields, width = FAMILIES[family]
     objective = "masked" if family == "masked" else "classification"
     recipe = tmp_path / "family.yaml"
@@ -85,7 +85,7 @@ def test_every_family_is_planned_and_trained_by_every_stage(family: str, tmp_pat
 
 @pytest.mark.parametrize("name", ["cifar10", "imagenet", "vtab", "bit_hyperrule"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_transfer_recipes_take_weights_of_every_family(family: str, name: str, tmp_path: Path) -> None:
+def test_transfer_recipes_work_with_every_model_family(family: str, name: str, tmp_path: Path) -> None:
     """A recipe says dropout: 0.0 for ViTs whose weights say 0.1; a ResNet, which has none, takes the same recipe."""
     fields = {"units": (1, 1), "width": 32} if family == "bit" else {"depth": 1}
     model = models.build(FAMILIES[family][0], 384, 10, **fields)
