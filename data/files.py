@@ -123,7 +123,7 @@ def temporary_name(path: Path) -> Path:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename; NFS, whose first answer was lost, may find no source when it is asked again (docs/storage.md)."""
+    """Rename; NFS, whose first answer was lost, may find no source when it is asked again (docs/design/stores.md)."""
     renamed = source.stat()
     try:
         os.rename(source, target)
@@ -243,7 +243,7 @@ def lacking(path: Path, feature: str, error: OSError, elsewhere: str) -> Storage
     """Return the error about a file system that cannot do what is needed of it, and how another one is named."""
     return StorageError(
         f"the file system of {path.parent} has no {feature} ({error.strerror})\n"
-        "expected: a local disk, NFS or Lustre (docs/storage.md says what each must do)\n"
+        "expected: a local disk, NFS or Lustre (docs/run-storage.md says what each must do)\n"
         f"choose another folder: {elsewhere}"
     )
 

@@ -251,8 +251,8 @@ def client(scheme: str, timeout_s: float) -> AbstractFileSystem:
     except ImportError:
         raise DataError(f"{scheme}:// needs a client: pip install {package}") from None
 
-    # The client's own retries are turned off. Neither gcsfs nor adlfs has a public setting for it; docs/storage.md says
-    # what else was tried. A client that keeps its retries elsewhere would go on retrying unseen: it is refused by name.
+    # Turn the client's own retries off. Neither gcsfs nor adlfs has a public setting for it (docs/design/stores.md).
+    # A client with its retries elsewhere would continue to retry unseen: it is refused by name.
     try:
         if scheme == "s3":
             filesystem.retries = min(filesystem.retries, 1)  # s3fs' own loop around botocore's

@@ -61,7 +61,7 @@ def resolve(recipe: Recipe, kinds: Kinds) -> Campaign:
             "packed shards\n"
             "  expected data sets that every node can read, such as data.train: indexes/train for shards at s3://…\n"
             "  first pack the images with python -m jobs pack, and copy the tars to the store;\n"
-            "  then type python -m jobs index s3://BUCKET/SET --output indexes/train (docs/storage.md)",
+            "  then type python -m jobs index s3://BUCKET/SET --output indexes/train (docs/run-storage.md)",
         )
     check_place(campaign.run)
     campaign = with_values(replace(campaign, stages=tuple(stages.values())))

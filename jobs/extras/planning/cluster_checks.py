@@ -250,7 +250,7 @@ def run_folder(found: ClusterFacts) -> Iterator[CheckVerdict]:
         yield CheckVerdict("FAIL", text, SHARED_RUN)
     elif lacking:
         who, lacks = lacking[0]
-        remedy = "docs/storage.md says what it must do; choose another: run=/elsewhere"
+        remedy = "docs/run-storage.md says what it must do; choose another: run=/elsewhere"
         yield CheckVerdict("FAIL", f"{worker_name(who)}: {'; '.join(lacks)}", remedy)
     else:
         text = f"the same for the driver and {counted(len(found.folders), 'node')}; links, rename, fsync work"

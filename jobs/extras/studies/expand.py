@@ -54,7 +54,7 @@ NO_NAME = re.compile(r"[^A-Za-z0-9._-]")  # what may not stand in a stage's name
 
 @dataclass(frozen=True)
 class SweepConfig:
-    """In a stage's section, what varies over several runs of it. One table is made of them all (docs/sweeps.md)."""
+    """In a stage's section, what varies over several runs of it. One table is made of them all (docs/studies.md)."""
 
     each: dict[str, Any] = field(default_factory=dict)  # runs by name, and the fields that each has of its own
     # lists of values; a run for every combination of them. Names of `each` may have their own, and held_out

@@ -56,7 +56,7 @@ class FigureConfig:
 
     tables: dict[str, str] = field(default_factory=dict)  # by name: "@stage" of a sweep, or a folder: runs/x/finetune
     title: str = ""  # above it; "": y over x
-    x: str = "row"  # an axis, a metric, a value of the grid, the row or a part of it (docs/sweeps.md)
+    x: str = "row"  # an axis, a metric, a value of the grid, the row or a part of it (docs/studies.md)
     y: str = "accuracy"  # a metric, or an axis
     series: str = "table"  # what makes a line: `table`, or as x
     groups: dict[str, str] = field(default_factory=dict)  # lines by name → rows, as "S-*"; instead of series

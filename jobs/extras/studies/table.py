@@ -548,7 +548,7 @@ def check_held_out(table: Stage, run: Stage, available: Available) -> None:
                     f"{key} ({path}) chooses for {run.source}, and {max(same_places, same_bytes):,} of its "
                     f"{index.samples:,} samples are in {other_key} ({other_path}) too\n"
                     "  expected held-out samples, which no run learns from and no result is of: parts of the "
-                    "training set (docs/sweeps.md)\n"
+                    "training set (docs/studies.md)\n"
                     f"  type {run.source}.sweep.held_out.data.evaluate=…, or "
                     f"{run.source}.sweep.chosen_on_test=true, which the table then says"
                 )
