@@ -1,4 +1,4 @@
-"""The command line: what may be typed, what is said of what may not, and what ends a command."""
+"""The command line as a whole: imports, options, recipes by name, and hints after errors."""
 
 import os
 import subprocess
@@ -50,7 +50,7 @@ print("torch._inductor.codecache" in sys.modules)
 
 
 def test_status_imports_no_torch_and_a_fork_server_the_compiler_for_all_workers():
-    """Each takes a second or more, of every command or every worker (benchmarks/README.md)."""
+    """Each import would cost every command or every worker a second or more (benchmarks/README.md)."""
     done = subprocess.run([sys.executable, "-c", LEAN], cwd=ROOT, capture_output=True, text=True, check=True)
     lines = [line for line in done.stdout.splitlines() if line in ("True", "False")]
     assert lines == ["False", "True", "False"]
@@ -70,7 +70,7 @@ for line in sys.stdin:
 
 
 def test_a_mistake_is_reported_before_torch_deepspeed_or_ray_are_imported(tmp_path):
-    """Torch alone takes a second and more; the rest of an answer takes half of one (CPU)."""
+    """Importing torch takes more than a second of CPU time, the rest of a command half a second."""
     wrong = {
         "--help": 0,
         "rnu digits": 64,
@@ -146,7 +146,7 @@ def test_an_embedded_cluster_is_started_before_the_driver_imports_torch_and_ray(
 
 @pytest.mark.parametrize("only", [[], ["--only", "pretrain"]])
 def test_the_fork_server_is_started_before_the_driver_imports_torch(recipe, only):
-    """Both import it for a second, and so do it at the same time (benchmarks/README.md)."""
+    """Both import torch for a second; started early, they do so at the same time (benchmarks/README.md)."""
     script = [sys.executable, "-c", FORK_SERVER_SEEN, "run", str(recipe), "cluster.backend=processes", *only]
     done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == f"fork server [] {IMPORTS}\n", done.stderr
@@ -263,7 +263,7 @@ def test_only_refuses_a_kind_with_several_stages(recipe, capsys):
     shards = campaigns.load(recipe, []).stage("pretrain").config.data.train
     second = f"again={{kind: finetune, init: '@resize', data: {{train: {shards}}}, model: {{classes: 10}}, steps: 1,"
     second += " optim: {schedule: {warmup_steps: 0}}}"
-    # A section named like the kind would be meant; here there is none.
+    # --only would select a section with the name of the kind, but there is none.
     text = recipe.read_text().replace("\nfinetune:", "\ntune:\n  kind: finetune").replace("@finetune", "@tune")
     recipe.write_text(text)
     assert main(["run", str(recipe), second, "--only", "finetune"]) == 78

@@ -1,10 +1,9 @@
-"""Mistakes that a newcomer makes, and what each is answered: what was found, what was expected, what to type next.
+"""Mistakes of new users, and the error for each: what is wrong, what was expected, and what to type.
 
-Every line is typed as a user would type it, in a folder that holds `tiny.yaml` (a campaign), `photos` (class folders;
-`two words` is a link to it, `wheel` a copy with a link to itself), `loose` (images alone), `tars` and `labelless` (tars
-without an index), `empty`, the sets `shards/train` and `shards/test`, and `weights` (a model of ours) with
-`weights.npz` (the same as an official file). An answer has the exit code of its kind, at most six lines, and nothing of
-our insides.
+Each line is typed in a folder with `tiny.yaml` (a recipe), `photos` (class folders; `two words` is a link to it, and
+`wheel` a copy with a link to itself), `loose` (images without folders), `tars` and `labelless` (tars without an index),
+`empty`, the data sets `shards/train` and `shards/test`, `weights` (our format) and `weights.npz` (the same weights in
+the official format). Each error must have the right exit code, at most six lines, and no Python internals.
 """
 
 import io
@@ -48,7 +47,7 @@ INTERNALS = re.compile(
     r"Traceback|\w+Config\b|Dict\[|codec|<class|\w+Error\b|pydantic|omegaconf|NoneType|0x[0-9a-f]{4}"
 )
 
-# A line: exit code, what is typed after `python -m jobs`, and words of the answer behind =>, with | between.
+# Each line: exit code, arguments of `python -m jobs`, and after => the expected parts of the error, separated by |.
 COMMANDS = """
 64 <none>                                     => Missing command
 64 train tiny.yaml                            => No such command 'train'.|use run instead
@@ -134,7 +133,7 @@ COMMANDS = """
 69 run tiny.yaml cluster.gpus_per_worker=99   => 2 workers want 198 GPUs|cluster.gpus_per_worker=0
 """
 
-# The same of `plan tiny.yaml`, and what is typed behind it.
+# The same for `plan tiny.yaml`, with the arguments after it.
 KEYS = """
 78 lr=1e-3                          => lr is 0.001, expected a stage's section|type for example pretrain.optim.lr=0.001
 78 optim.lr=1e-3                    => optim is not a stage but a key of a stage: pretrain.optim
@@ -223,7 +222,7 @@ KEYS = """
 78 run=s3://bucket                  => type run=s3://BUCKET/NAME
 """
 
-# The recipe's text, exit code of `plan recipe.yaml`, words of the answer.
+# Text of the recipe, exit code of `plan recipe.yaml`, and expected parts of the error.
 RECIPES: dict[str, tuple[str | bytes, int, str]] = {
     "empty": ("", 78, "recipe.yaml has no stage|expected a section named pack, pretrain"),
     "a list": ("- pretrain\n", 78, "holds no mapping|expected `key: value` lines"),
@@ -270,7 +269,7 @@ RECIPES: dict[str, tuple[str | bytes, int, str]] = {
     "a sweep over one value": (TINY + "  sweep: {grid: {optim.lr: 1e-3}}\n", 78, "expected a list of values"),
 }
 
-# Values that are taken as they are meant, and recipes of other editors.
+# Accepted spellings of values, and recipes saved by other editors.
 TAKEN = ["pretrain.steps=10k", "pretrain.timeout_s=30min", "pretrain.data.cache.limit_bytes=80GB", "pretrain.steps=1e4"]
 TAKEN_RECIPES = {
     "UTF-8 with a byte order mark": TINY.encode("utf-8-sig"),
@@ -283,7 +282,7 @@ TAKEN_RECIPES = {
 
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
-    """The folder of a newcomer; the mistakes leave it as it is."""
+    """Return the folder in which the lines are typed; no mistake may change it."""
     folder = tmp_path_factory.mktemp("desk")
     (folder / "tiny.yaml").write_text(TINY)
     shutil.copytree(shards, folder / "shards")
@@ -320,8 +319,8 @@ def mistakes() -> list[tuple[str, int, str]]:
 
 
 def check_answer(capsys: pytest.CaptureFixture[str], words: str) -> None:
-    """Compare what was said with the words of the table, and with what holds of every answer."""
-    # A slow machine says meanwhile what it does.
+    """Check the error for the parts in the table, its length, and Python internals."""
+    # On a slow machine, progress is printed too.
     lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("plan: reading")]
     answer = "\n".join(lines)
     for part in words.split("|"):
@@ -336,7 +335,7 @@ def test_a_mistake_gets_an_error_with_a_remedy(desk, monkeypatch, capsys, typed,
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert main(shlex.split(typed)) == code
     check_answer(capsys, words)
-    # What was refused has written nothing.
+    # A refused command writes nothing.
     assert not [path for path in desk.iterdir() if path.name.startswith(("out", "photos-shards"))]
 
 
@@ -394,7 +393,7 @@ def test_another_model_name_keeps_no_sizes_of_the_first(desk, monkeypatch, capsy
         assert sorted(map(str.strip, section)) == ["classes: 10", "image_size: 16", "name: Ti/8"]
     assert main(["plan", "recipe.yaml", "pretrain.model.name=Ti/8"]) == 78
     check_answer(capsys, "width: 64, depth: 3, which would win over the name|type pretrain.model=Ti/8")
-    # The same size with another patch keeps them.
+    # The same size with another patch keeps the fields.
     assert main(["plan", "recipe.yaml", "pretrain.model.name=mu/4", "--resolved"]) == 0
     assert "width: 64" in capsys.readouterr().out
 
@@ -429,7 +428,7 @@ def test_a_typo_does_not_import_torch_and_a_closed_pipe_is_not_a_disk_error(desk
         command, cwd=desk, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
         process.stdout.close()
-        # On a busy machine the command says that it lives.
+        # On a busy machine, progress is printed too.
         assert process.stderr.read().decode().replace("plan: starting …\n", "") == ""
         assert process.wait() == 128 + signal.SIGPIPE
 

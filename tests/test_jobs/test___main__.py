@@ -1,4 +1,4 @@
-"""What the command line says of words that it does not know, and of what ends a command."""
+"""Errors of the command line, and exit codes after interrupts and unexpected errors."""
 
 import sys
 from pathlib import Path

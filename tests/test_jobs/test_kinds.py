@@ -1,4 +1,4 @@
-"""A kind of stage is one file and one line of the table: everything else uses the methods of its class."""
+"""A new kind of stage needs one file and one line in the table of kinds."""
 
 import importlib
 import sys
@@ -17,7 +17,7 @@ from jobs.resolved_recipe import Available
 from tests.support import campaigns
 from tests.support.campaigns import CORE, KINDS
 
-# Weights whose numbers are rounded to so many binary digits: a stage that nobody has thought of here.
+# A kind of stage for this test: it rounds weights to a number of binary digits.
 ROUNDED = '''
 """Round weights to fewer binary digits."""
 
@@ -94,7 +94,7 @@ def test_a_new_kind_needs_one_file_and_one_line(with_rounded, recipe, shards, ca
     assert "rounded: 3 digits lose accuracy" in out and "rounded: key " in out
     loaded = campaigns.load(recipe, [])
     rounded, before = (models.load_weights(loaded.directory(loaded.stage(name)))[0] for name in ("rounded", "pretrain"))
-    # Three binary digits after the first: no rounded number is further off than one part in eight.
+    # With three binary digits after the first, the relative error is at most 1/8.
     largest = max(float((rounded[name] - before[name]).abs().max() / before[name].abs().max()) for name in before)
     assert 0 < largest <= 1 / 8
     assert (loaded.directory(loaded.stage("again")) / "metrics.json").exists(), "another stage starts from its weights"

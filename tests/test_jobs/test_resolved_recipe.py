@@ -1,4 +1,4 @@
-"""What a stage reads, where its inputs lie, and what a failed check is for a command."""
+"""Inputs of stages, paths of references, and failed checks as errors."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

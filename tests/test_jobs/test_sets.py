@@ -1,4 +1,4 @@
-"""The sets of a pack stage: which class names their sources know."""
+"""Class names of the sources of a pack stage."""
 
 import json
 
@@ -24,7 +24,7 @@ def picture(value: int) -> bytes:
 
 
 def features(names: list[str], nested: bool = False) -> dict[bytes, bytes]:
-    """The metadata that Hugging Face's `datasets` writes into a parquet file's schema."""
+    """Return the metadata that Hugging Face's `datasets` writes into the schema of a parquet file."""
     label: dict = {"names": names, "_type": "ClassLabel"}
     if nested:
         label = {"feature": label, "_type": "List"}

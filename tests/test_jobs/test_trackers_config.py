@@ -1,4 +1,4 @@
-"""The section `trackers:` of a recipe: what may be in it, and which trackers it asks for."""
+"""The section `trackers:` of a recipe: valid values and used trackers."""
 
 import pytest
 

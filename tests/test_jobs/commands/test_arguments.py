@@ -1,4 +1,4 @@
-"""SIGTERM ends a command with an error, and afterwards means what it meant before."""
+"""SIGTERM ends a block with Preempted, and the previous handler is restored."""
 
 import os
 import signal

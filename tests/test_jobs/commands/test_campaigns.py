@@ -1,4 +1,4 @@
-"""Which recipe a word means, and which stage --only means."""
+"""Find a recipe by file name or built-in name."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a run is called among the jobs of a cluster, and what its end means."""
+"""Names of runs as jobs of a cluster, and exit codes of ended jobs."""
 
 from types import SimpleNamespace
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.quick
 
 @pytest.fixture
 def ours(tmp_path: Path) -> Path:
-    """A small model of ours that computes as the paper's code does."""
+    """Return the folder of a small model with the numerics of the paper's code."""
     torch.manual_seed(0)
     model = models.build("mu/8", 16, 5, dropout=0.1)
     torch.nn.init.normal_(model.head.weight)
@@ -117,7 +117,7 @@ def test_transformers_preprocesses_for_an_exported_model_as_our_evaluation_does(
     processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "out")
     black = np.zeros((40, 30, 3), np.uint8)
     of_photo, of_black = (processor(image, return_tensors="np")["pixel_values"] for image in (photo, black))
-    # From −1 to 1, channels first, resized to the model's size where they are not of it.
+    # Values from −1 to 1, channels first, resized to the model's image size.
     np.testing.assert_allclose(of_photo[0], photo.transpose(2, 0, 1) / 127.5 - 1, atol=1e-6)
     assert of_black.shape == (1, 3, 16, 16) and of_black.max() == -1
 
@@ -132,7 +132,7 @@ def test_a_missing_tensor_is_named(ours, tmp_path, capsys):
 
 
 def test_weights_of_a_run_in_a_store_have_the_same_names_as_in_a_folder(ours, tmp_path, capsys, monkeypatch):
-    """A stage in the store, by its name, its key and its run: what is exported has the bytes that were put there."""
+    """A stage in a store is exported by name, key or run, with the bytes that were uploaded."""
     monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path / "cache"))
     for number, key in enumerate(("00000001", "00000002", "00000003")):
         stage = tmp_path / "x" / f"finetune-{key}"
@@ -168,7 +168,7 @@ def test_weights_of_a_run_in_a_store_have_the_same_names_as_in_a_folder(ours, tm
 
 
 def test_the_next_commands_printed_for_a_run_in_a_store_work(recipe, shards, tmp_path, capsys, monkeypatch):
-    """And `analyze` of its weights; from a folder where nothing of the run is."""
+    """The commands, and `analyze` of its weights, work from an unrelated folder."""
     monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path / "cache"))
     recipe.write_text(recipe.read_text().partition("resize:")[0])
     (tmp_path / "elsewhere").mkdir()

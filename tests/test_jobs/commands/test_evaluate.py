@@ -1,4 +1,4 @@
-"""Names that `evaluate` gives to sets and weights, and what it refuses before anything is loaded."""
+"""Names of data sets and weights in `evaluate`, and errors before anything is loaded."""
 
 from types import SimpleNamespace
 from typing import Any

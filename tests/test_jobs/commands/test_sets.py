@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    """Twelve pictures in two class folders, and a table of six of them."""
+    """Write twelve images in two class folders, and a table with six of them."""
     rng = np.random.default_rng(0)
     for number in range(12):
         folder = tmp_path / "photos" / ("cat", "dog")[number % 2]
@@ -45,7 +45,7 @@ def photos(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def broken(tmp_path: Path) -> Path:
-    """A set of 20 digits of which two are no images and one has been there already."""
+    """Return a data set of 20 digits with two unreadable images and one duplicate."""
     samples = list(digits(train=True, image_size=16))[:20]
     samples[3] = Sample(samples[3].key, b"\xff\xd8 no jpeg", samples[3].labels)
     samples[9] = Sample(samples[9].key, b"\xff\xd8 no jpeg", samples[9].labels)
@@ -144,7 +144,7 @@ def test_existing_tars_are_indexed_in_place_or_in_another_folder(photos, tmp_pat
 
 
 def test_real_labels_of_imagenet_are_packed_by_the_command(tmp_path, capsys):
-    """Of two images one has an empty list, which takes it out of the protocol."""
+    """One of two images has an empty list of labels, which excludes it from the protocol."""
     with tarfile.open(tmp_path / "val.tar", "w") as tar:
         for name in ("v0.JPEG", "v1.JPEG"):
             body = cv2.imencode(".jpg", np.zeros((8, 8, 3), np.uint8))[1].tobytes()
@@ -259,10 +259,10 @@ def test_progress_is_logged_periodically_with_speed_and_time_left():
     ]
 
 
-# ------------------------------------------------------------------------------------------- stops
+# ------------------------------------------------------------------------------------------- signals
 
 SOON_S = 5.0  # on a machine that others use too; unheard, a stop would take half a minute
-# A slow disk; processes that are forked inherit it.
+# A slow disk, also in forked processes.
 ON_A_SLOW_DISK = """
 import sys, time
 from data.index import tar
@@ -286,7 +286,7 @@ def alive(child: psutil.Process) -> bool:
 
 
 def stop(process: subprocess.Popen[str], number: signal.Signals) -> None:
-    """Ask a process to end, which it must do with 75, after saying so soon."""
+    """Send a signal to a process and check that it reports the stop soon and exits with 75."""
     process.send_signal(number)
     asked_at = time.monotonic()
     said = ""

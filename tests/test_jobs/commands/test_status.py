@@ -1,4 +1,4 @@
-"""What `jobs status` says of a run, and of a stage's folder."""
+"""`jobs status` of a run and of a stage's folder."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Which run, stage or checkpoint a path names to the commands that read checkpoints."""
+"""Open a run, stage or checkpoint by path."""
 
 from pathlib import Path
 

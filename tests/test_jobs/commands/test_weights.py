@@ -1,4 +1,4 @@
-"""Which weights a path means, and what is refused before torch is imported."""
+"""Find weights by path, and refuse invalid paths before torch is imported."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""One command runs the chain, and the same command again goes on; nothing wrong starts at all."""
+"""One command runs all stages, the same command resumes them, and invalid recipes do not start."""
 
 import hashlib
 import json
@@ -35,7 +35,7 @@ MIXTURE = "pretrain.data={train: null, mixture: {a: {train: x, weight: 1}, b: {t
 
 
 def error_of(capsys) -> str:
-    """Return what a command has said on stderr, without the progress of `plan`."""
+    """Return the stderr of a command without the progress of `plan`."""
     lines = capsys.readouterr().err.splitlines(keepends=True)
     return "".join(line for line in lines if not line.startswith("plan: "))
 
@@ -70,7 +70,7 @@ def test_a_second_run_skips_all_finished_stages_with_the_reason(recipe, shards, 
     assert record["step"] == record["steps"] == 24 and record["samples_seen"] == 24 * 16
     assert read_metrics(pretrained, "evaluate")[-1]["judged"] == 355
     assert any((pretrained / "tensorboard").iterdir())
-    # The finetuning's one attempt is the run's second, in the log as in metrics.jsonl and in the names of folders.
+    # Attempts are numbered across the run: the only attempt of `finetune` has number 2 in logs, metrics and folders.
     assert "attempt 2: weights from" in (finetuned / "log.txt").read_text()
     assert {record["attempt"] for record in read_metrics(finetuned, None)} == {2}
     assert [path.name for path in (finetuned / "attempts").iterdir()] == ["attempt-000002"]
@@ -80,13 +80,13 @@ def test_a_second_run_skips_all_finished_stages_with_the_reason(recipe, shards, 
     folders = [recipe.parent / "run", *(path for path in (recipe.parent / "run").rglob("*") if path.is_dir())]
     assert {stat.S_IMODE(path.stat().st_mode) for path in folders} == {0o775}
 
-    # One log of the run has every line, between the start and the end of the command.
+    # log.txt has every line from the start to the end of the command.
     log = (recipe.parent / "run" / "log.txt").read_text().splitlines()
-    # The log has the keys of stages too.
+    # log.txt also has the keys of stages.
     without_keys = [re.sub(r"^\[(.+)-[0-9a-f]{8}\] ", r"[\1] ", line) for line in log]
     assert without_keys[1:-1] == out.splitlines() and log != without_keys
     assert " started: python " in log[0] and log[-1].endswith(" done")
-    # Whatever changes in a folder later, stages are listed as they were first started.
+    # Stages are listed in the order of their first start, even if a folder changes later.
     (pretrained / "note").touch()
 
     assert main(["run", str(recipe)]) == 0
@@ -97,7 +97,7 @@ def test_a_second_run_skips_all_finished_stages_with_the_reason(recipe, shards, 
     assert [line.partition("-")[0] for line in listed] == ["pretrain", "resize", "finetune", "fewshot"]
     assert all("done in" in line for line in listed)
 
-    # one edited key: only what depends on it runs again
+    # after editing one key, only the stages that depend on it run again
     assert main(["run", str(recipe), "finetune.steps=3"]) == 0
     out = capsys.readouterr().out
     assert out.count("skipped, finished") == 3 and "finetune: key" in out
@@ -173,7 +173,7 @@ def test_source_images_are_required_only_before_packing(tmp_path, capsys):
     assert "finished, would be skipped" in out and "MISSING" not in out
     assert main(["run", str(recipe)]) == 0
 
-    # `plan` promises to skip only what `run` would skip.
+    # `plan` announces as skipped only the stages that `run` would skip.
     (record,) = (tmp_path / "run").glob("shards-*/provenance.json")
     record.write_bytes(record.read_bytes().replace(b"shards", b"shard5", 1))
     said = []
@@ -442,13 +442,13 @@ def test_a_forbidden_change_of_a_half_done_stage_is_refused_with_the_difference(
     said = error_of(capsys)
     assert "another config:\n    optim.lr: 0.002 → 0.003\n" in said, "and nothing else"
 
-    # `plan` says the same, and what `--fresh` would do.
+    # `plan` reports the same, and the effect of `--fresh`.
     assert main(["plan", str(recipe), "pretrain.optim.lr=0.003"]) == 78
     assert error_of(capsys) == said
     assert main(["plan", str(recipe), "pretrain.optim.lr=0.003", "--fresh"]) == 0
     assert "half done with another config, would start over" in capsys.readouterr().out
 
-    # It is no conflict any more when another one of its name was begun later, with `--fresh`, and has finished.
+    # There is no conflict after a later stage of the same name, started with `--fresh`, has finished.
     later = folder.with_name("pretrain-0123abcd")
     (later / "attempts" / "attempt-0009").mkdir(parents=True)
     assert main(["plan", str(recipe), "pretrain.optim.lr=0.003"]) == 78
@@ -519,7 +519,7 @@ def test_a_checkpoint_with_a_flipped_bit_is_reported_and_the_previous_one_used(r
 
 @pytest.mark.parametrize("name", campaigns.shipped())
 def test_all_defaults_of_a_recipe_are_recorded(name):
-    """Each text is there whole, and of the studies, which repeat the same defaults for up to 60 runs, the sha256."""
+    """The full text is recorded for each recipe; for studies, which repeat defaults for up to 60 runs, its sha256."""
     text = recipe_text.resolved(load(ROOT / "jobs" / "recipes" / f"{name}.yaml", []))
     if name.startswith("studies/"):
         recorded = dict(line.split() for line in (ROOT / "tests" / "recipes" / "studies.txt").read_text().splitlines())

@@ -1,4 +1,4 @@
-"""Class names travel with sets and weights, and the same id means the same class wherever two of them meet."""
+"""Class names are saved with data sets and weights, and an id must mean the same class in all of them."""
 
 import json
 import tarfile
@@ -31,7 +31,7 @@ def picture(value: int) -> bytes:
 
 
 def class_folders(root: Path, names: str, images: int = 3) -> Path:
-    """A folder of class folders; every image has a colour of its own."""
+    """Write class folders; each image has a different colour."""
     for number_, name in enumerate(names.split()):
         (root / name).mkdir(parents=True)
         for image in range(images):
@@ -40,7 +40,7 @@ def class_folders(root: Path, names: str, images: int = 3) -> Path:
 
 
 def labels_by_class(folder: Path) -> dict[str, set[bytes]]:
-    """What the tars of a set say of every class, by the folder in the samples' keys."""
+    """Return the labels in the tars of a data set by the class folder in the samples' keys."""
     index = load_index(folder)
     reader = ShardReader(index)
     labels: dict[str, set[bytes]] = {}
@@ -61,7 +61,7 @@ def recipe_of(tmp_path: Path, sets: str, more: str = "") -> str:
 
 
 def test_two_splits_of_a_recipe_have_the_same_class_ids(tmp_path, capsys):
-    """The measured case: *cat* was 2 in train and 1 in test, and accuracy was quietly wrong."""
+    """A real bug: *cat* was 2 in train and 1 in test, and the accuracy was wrong without an error."""
     class_folders(tmp_path / "train", "airplane bird cat")
     class_folders(tmp_path / "test", "bird cat")
     sets = f"test: {{path: {tmp_path}/test}}, train: {{path: {tmp_path}/train}}"
@@ -122,7 +122,7 @@ def test_renaming_merges_classes_but_equal_names_of_the_source_stay_separate():
         number((), ("a", "b")).labels((3,), "a")
 
 
-# -------------------------------------------------------------------------------- who knows which names
+# -------------------------------------------------------------------------------- class lists
 
 
 def test_ids_and_names_in_one_column_are_refused(tmp_path, capsys):
@@ -156,12 +156,12 @@ def test_class_lists_are_read_in_all_formats(tmp_path, name, text, names):
             read_class_list(tmp_path / name)
 
 
-# ----------------------------------------------------------------------------- labels that are names
+# ----------------------------------------------------------------------------- text labels
 
 
 @pytest.fixture
 def texts(tmp_path: Path) -> Path:
-    """A tar whose labels are names, in a .cls and in a .json, with their list beside it."""
+    """Write a tar with text labels, in a .cls and in a .json, and a file with the class names."""
     labels = [
         ("0.cls", b"tench"),
         ("1.json", b'{"label": "great white shark"}'),
@@ -193,7 +193,7 @@ def test_text_labels_are_mapped_by_a_class_list(texts, tmp_path, capsys):
 
 
 def test_class_names_are_collected_from_text_labels_but_not_from_captions(tmp_path, capsys):
-    """Also where a name stands in one shard alone, is in several labels of a sample, or was read before a kill."""
+    """Also if a name is in only one shard, in several labels of a sample, or was read before a kill."""
     labels = [b"tench", b'["shark", "tench"]', b"great white", b"tench"]
     for shard, label in enumerate(labels):
         extension = "json" if label.startswith(b"[") else "cls"
@@ -208,7 +208,7 @@ def test_class_names_are_collected_from_text_labels_but_not_from_captions(tmp_pa
     (tmp_path / "t.index.json").unlink()
     assert main(["index", str(tmp_path), "--name", "t", "--classes", "2"]) == 65
     assert "labels are 3 names, 'great white', 'shark', 'tench', and classes are 2" in capsys.readouterr().err
-    # Texts that hardly repeat are no classes.
+    # Texts that rarely repeat are not classes.
     members = []
     for dog in range(1100):
         members += [(f"{dog}.jpg", picture(dog % 256)), (f"{dog}.cls", f"a photo of dog {dog}".encode())]
@@ -236,7 +236,7 @@ def test_unlabelled_images_are_indexed_packed_and_checked_on_request(tmp_path, c
         assert main(["data", "check", str(folder)]) == 0
         assert main(["data", "repair", str(folder), f"{folder}-mended"]) == 0
         assert load_index(f"{folder}-mended").samples == 6
-        # The same again is the same set: packed, it is found finished.
+        # The same command again finds the data set finished.
         assert main(command) == 0
         assert load_index(folder).digest == index.digest
     with tarfile.open(next((tmp_path / "packed").glob("*.tar"))) as tar:
@@ -332,7 +332,7 @@ fewshot: {{init: "@resize", probe: {{train: {a}/a, test: {c}, shots: [1]}}}}
 
 @pytest.fixture
 def three_sets(tmp_path: Path) -> Path:
-    """Sets of the same samples: `a` and `b` are named alike, `c` otherwise, `d` not at all; `e` holds others."""
+    """Pack data sets: `a` and `b` with the same class names, `c` with others, `d` without; `e` has other samples."""
     samples = [Sample(f"s{n}", picture(60 * n), (n % 3,)) for n in range(4)]
     named = {"a": ("airplane", "bird", "cat"), "b": ("airplane", "bird"), "c": ("bird", "cat", "cow"), "d": ()}
     for name, names in named.items():
@@ -401,7 +401,7 @@ def test_class_names_are_saved_with_weights_in_stages_exports_and_imports(three_
     (pretrained,) = (tmp_path / "run").glob("pretrain-*")
     assert main(["checkpoints", "export", str(pretrained), "--to", f"{tmp_path}/half"]) == 0
     assert json.loads((tmp_path / "half" / "classes.json").read_text()) == expected
-    # So does the preprocessing, of the stage that evaluated them; another size was never evaluated.
+    # So is the preprocessing of the stage that evaluated them, but not at another image size.
     size = models.load_weights(pretrained)[1].image_size
     assert models.load_preprocessing(pretrained) == models.Preprocessing(f"resize({size})", size, size)
     assert (tmp_path / "half" / "preprocessing.json").read_bytes() == (pretrained / "preprocessing.json").read_bytes()

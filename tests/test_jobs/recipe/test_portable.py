@@ -1,4 +1,4 @@
-"""A recipe as it travels with a submitted job: without relative paths and secrets."""
+"""The recipe of a submitted job has no relative paths and no secrets."""
 
 from pathlib import Path
 

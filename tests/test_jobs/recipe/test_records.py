@@ -1,4 +1,4 @@
-"""What stage.json records, and which changes since then are found by it."""
+"""The content of stage.json, and the changes that are detected with it."""
 
 import shutil
 from pathlib import Path
@@ -10,7 +10,7 @@ from tests.support import campaigns
 
 
 def started(recipe: Path) -> tuple[Campaign, Path]:
-    """Leave the stage.json of a pretraining that was started."""
+    """Write the stage.json of a started pretraining."""
     loaded = campaigns.load(recipe, [])
     folder = loaded.directory(loaded.stage("pretrain"))
     folder.mkdir(parents=True)

@@ -29,7 +29,7 @@ class ChooserConfig:
 
 
 class Chooser(StageKind):
-    """Determines one value for others, and reads nothing."""
+    """A kind of stage that determines one value for other stages and has no inputs."""
 
     name = "chooser"
     config = ChooserConfig

@@ -1,4 +1,4 @@
-"""Checks of stages: which come first, what stops at which, and how an error refuses a run."""
+"""Checks of stages: their order, the stop at the first error, and errors of missing inputs."""
 
 from collections.abc import Iterator
 from pathlib import Path

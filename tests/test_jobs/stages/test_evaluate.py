@@ -1,4 +1,4 @@
-"""The stage and the command `evaluate`: any weights on any sets, the same document on any number of workers."""
+"""The evaluate stage and command: own and foreign weights, and equal results for any number of workers."""
 
 import hashlib
 import json
@@ -44,7 +44,7 @@ LOCAL = ("cluster.backend=processes", "micro_batch=32")
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Named digits, two sets of them, and random weights whose head is called alike, in one folder; read-only."""
+    """Return a read-only folder with two data sets of named digits, and random weights with the same class names."""
     folder = tmp_path_factory.mktemp("evaluate")
     for name in ("train", "test"):
         pack(digits(name == "train", image_size=16), folder / name, name=name, shard_samples=100, names=DIGITS)
@@ -56,7 +56,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def judged(world: Path, output: Path, *words: str, weights: str = "weights") -> dict[str, Any]:
-    """The document of the command."""
+    """Run the command and return evaluation.json."""
     arguments = ["evaluate", str(world / weights), str(world / "test"), *LOCAL, "--output", str(output), *words]
     assert main(arguments) == 0
     return json.loads((output / "evaluation.json").read_text())
@@ -70,7 +70,7 @@ def all_protocols(world: Path) -> list[str]:
 
 
 def outputs(world: Path, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Features, logits and labels of a set, all of it in one batch."""
+    """Return the features, logits and labels of a data set, computed in one batch."""
     model = models.load(world / "weights")
     index = load_index(world / name)
     (batch,) = EvaluationSet(index, "resize(16)", batch_size=index.samples)
@@ -89,7 +89,7 @@ def values(document: Mapping[str, Any]) -> dict[str, float]:
 def test_two_workers_evaluate_every_sample_once(
     world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command on two gloo workers against all images at once; status shows what came out."""
+    """Compare two gloo workers with one batch of all images; `status` shows the results."""
     document = judged(world, tmp_path, "cluster.workers=2", *all_protocols(world))
     features, logits, labels = outputs(world, "test")
     found = values(document)
@@ -152,7 +152,7 @@ def test_foreign_weights_get_the_same_results_as_ours(format: str, world: Path, 
 
 @pytest.mark.slow
 def test_an_unreadable_data_set_is_named(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A byte of the last shard is wrong, which worker 1 reads."""
+    """Worker 1 reads the last shard, which has a wrong byte."""
     shutil.copytree(world / "test", tmp_path / "test")
     shard = max((tmp_path / "test").glob("*.tar"))
     flipped = bytearray(shard.read_bytes())
@@ -179,11 +179,11 @@ def test_all_workers_receive_rank_0s_result_or_error(tmp_path: Path) -> None:
     assert rank_1 == ["None", failed, stopped]
 
 
-# ------------------------------------------------------------------------------------------------ what is run
+# ------------------------------------------------------------------------------------------------ requests
 
 
 class Workers:
-    """Stands for the worker group: remembers what it is asked, and answers with the question's own name."""
+    """A fake worker group that records requests and returns their names as results."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str]] = []
@@ -280,7 +280,7 @@ def test_workers_receive_the_leaked_samples_of_each_data_set(
 
 
 def trained(folder: Path, world: Path, inputs: dict[str, str]) -> Path:
-    """The weights of the world as a stage leaves them that was trained on these inputs."""
+    """Write the weights of `world` as the output of a stage with these training inputs."""
     shutil.copytree(world / "weights", folder)
     recorded: dict[str, dict[str, str | None]] = {}
     for field, path in inputs.items():
@@ -306,7 +306,7 @@ def test_leaks_list_which_training_sets_were_compared(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Weights whose chain holds three training sets, one of a mixture, and a protocol with a fourth."""
+    """The weights were trained on three data sets, one from a mixture; the protocol learns from a fourth."""
     sets = {"train": world / "train", "test": world / "test"}
     for number, name in enumerate(("pretrain", "extra", "finetune", "other")):
         sets[name] = tmp_path / name
@@ -337,14 +337,14 @@ def test_leaks_list_which_training_sets_were_compared(
         assert (f"{sets[name]} ({digest[name][:8]}) not checked" in said) == (name not in compared)
     for name in compared:
         assert digest[name][:8] in said
-    # What was compared with none of the sets that anything was learned from has no value "without leaks".
+    # If none of the training sets was compared, there is no value without leaks.
     assert ("50.00% without 3 shared with" in said) == (compared != ["other"])
 
 
 def test_training_sets_are_identified_by_digest_not_path(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A set and weights that were replaced at their paths are not the old ones; a subset is known by its set."""
+    """Replaced data sets and weights are different inputs; a subset is identified by its parent."""
     monkeypatch.setattr(stage, "supervise", Workers())
     images = list(digits(True, image_size=16))
     for name, first in (("old", 0), ("new", 40)):
@@ -362,7 +362,7 @@ def test_training_sets_are_identified_by_digest_not_path(
         "pairs": [],
     }
     (tmp_path / "leaks.json").write_text(seal(leaks))
-    # Another set at the same path, which is the one that was compared.
+    # Another data set at the same path: the one that was compared.
     shutil.rmtree(tmp_path / "set")
     shutil.copytree(tmp_path / "new", tmp_path / "set")
     shutil.rmtree(tmp_path / "part")
@@ -371,7 +371,7 @@ def test_training_sets_are_identified_by_digest_not_path(
     assert [one["digest"] for one in verdict["not_checked"]] == [digest["old"]]
     assert [one["digest"] for one in verdict["checked"]] == [digest["part"]] == [part.digest]
 
-    # Other weights in the place of those that the second stage has started from: their sets are not its sets.
+    # Other weights at the path of the initial weights: their training sets are not those of the stage.
     with open(first / "weights.safetensors", "r+b") as file:
         file.seek(-1, 2)
         file.write(b"\x01")
@@ -406,7 +406,7 @@ def test_weights_are_evaluated_with_their_recorded_preprocessing(
             f"preprocessing {other} (from the recipe, instead of {ops}, recorded with the weights)",
         ),
     ]
-    # One folder: without the record among what its key is of, the second would be taken for finished.
+    # Both runs use one folder: the recorded preprocessing must be in the key, or the second would be skipped.
     for home, words, expected, line in cases:
         document = judged(world, tmp_path / "out", *words, weights=str(home / "weights"))
         assert document["results"][0]["protocol"]["fields"]["preprocess"] == expected
@@ -465,13 +465,13 @@ def test_invalid_evaluations_are_refused_before_workers_start(
         assert main(["evaluate", *words, "--output", str(tmp_path / "out"), "cluster.backend=processes"]) == code
         said = capsys.readouterr().err
         assert message in said, f"{words}: {said}"
-    # What has no head, or other classes, may be judged by its features.
+    # Weights without a head, or with other classes, can be evaluated by their features.
     words = [str(tmp_path / "headless"), test, f"train={train}", "--protocol", "knn", "--output", str(tmp_path / "out")]
     assert main(["evaluate", *words]) == 0
 
 
 def test_the_command_reads_the_weights_once_for_the_key(world: Path, tmp_path: Path, monkeypatch) -> None:
-    """On a machine of two workers: what they are to be is known only when the weights have been read."""
+    """On a machine with two workers; the command must not read the weights again to start them."""
     read: list[str] = []
     digest_of = any_weights.digest_of
 

@@ -1,4 +1,4 @@
-"""Extras of the stages that train: which are there, what they add, and what workers are told of them."""
+"""Extras of training stages: loading, recipe keys, hooks and companions."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
