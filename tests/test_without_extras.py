@@ -47,7 +47,7 @@ def use_core():
     from jobs.__main__ import COMMANDS, main
     assert main(["--help"]) == 0
     for section in COMMANDS.sections.values():
-        for words, (function, _) in section.items():
+        for words, (function, _summary, _example) in section.items():
             if ".extras." not in function:
                 COMMANDS.load(words)
     return main(["run", "small.yaml", "--only", "nothing"])
