@@ -625,8 +625,8 @@ def test_a_preflight_names_the_slow_link_and_is_content_when_it_is_mended(cluste
     assert "spare node" not in said_now
     # Two workers leave a host without one, to which an attempt after a fault may move.
     code, said_of_two = preflight(cluster, shared / "preflight", "cluster.workers=2")
-    assert code == 0 and re.search(r"^OK   workers     2 on .*; \d spare nodes? looked at too", said_of_two, re.M)
-    assert re.search(r"^OK   run folder  the same for the driver and 3 nodes", said_of_two, re.M)
+    assert code == 0 and re.search(r"^OK   workers     2 on .*; \d spare nodes? checked too", said_of_two, re.M)
+    assert re.search(r"^OK   run folder  the same on the driver and 3 nodes", said_of_two, re.M)
     assert not (shared / "preflight").exists()
 
 

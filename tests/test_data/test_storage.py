@@ -26,7 +26,7 @@ from jobs.__main__ import main
 from jobs.cluster import supervisor
 from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster_config import ClusterConfig
-from jobs.extras.planning.run_folders import looked_at
+from jobs.extras.planning.run_folders import readable_run
 from jobs.ownership import Lease, claim_attempt
 from jobs.run import sync
 from pipeline import artifacts
@@ -486,10 +486,10 @@ def test_a_reader_leaves_the_folder_of_another_node_of_a_run_that_lives_as_it_is
         (machines[1] / "stage" / "checkpoints").mkdir(parents=True)
         (machines[1] / "stage" / "metrics.jsonl").write_text("of this node\n")
         before = files_of(machines[1])
-        with looked_at(Bucket(run, machines[1])) as folder:
+        with readable_run(Bucket(run, machines[1])) as folder:
             assert files_of(folder) == {"log.txt": "of the driver\n"}
         assert files_of(machines[1]) == before and not folder.exists()
-        with looked_at(Bucket(run, machines[0])) as folder:
+        with readable_run(Bucket(run, machines[0])) as folder:
             assert folder != machines[1]
 
 
@@ -590,7 +590,7 @@ def test_status_and_checkpoints_read_a_run_in_a_store(group, run, bucket, tmp_pa
     bucket.put_object(Key=f"{prefix}/{key(20, 'rank-00001.safetensors')}", Body=b"half")
     assert main(["checkpoints", "verify", f"{run}/{STAGE}"]) == 74
     said = capsys.readouterr().out
-    assert f"step-0000000020-000001  BAD: {run}/{key(20, 'rank-00001.safetensors')}: 4 bytes" in said
+    assert f"step-0000000020-000001  DAMAGED: {run}/{key(20, 'rank-00001.safetensors')}: 4 bytes" in said
     assert "step-0000000010-000001  whole" in said
     # Nothing is deleted in favour of a bad one.
     assert main(["checkpoints", "prune", run]) == 74

@@ -87,11 +87,11 @@ def test_plan_says_which_worlds_there_are_and_writes_the_range_out(recipe, capsy
     out = capsys.readouterr().out
     assert "cluster        1 to 6 workers (processes)\n" in out
     assert "  batch   16 = 4 workers × micro_batch 4 × accumulation 1\n" in out
-    assert "  workers 4, 2 or 1, as there is room; lines about a worker are for 1\n" in out
+    assert "  workers 4, 2 or 1, depending on available nodes; lines per worker are for 1\n" in out
     assert main([*words, "--resolved"]) == 0
     assert "  workers:\n    least: 1\n    most: 6\n" in capsys.readouterr().out
     assert main([*words[:3], "cluster.workers.most=9", "pretrain.uneven=true"]) == 0
-    assert "  workers 9, 8, 7 … 1, as there is room; " in capsys.readouterr().out
+    assert "  workers 9, 8, 7 … 1, depending on available nodes; " in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------------ when a run grows

@@ -195,7 +195,7 @@ def test_check_counts_bad_samples_and_a_repaired_data_set_passes(broken, tmp_pat
     assert "bad: 2 × " in out and "duplicates: 1" in out and "jobs data repair" in out
     assert "3 shards for 8 workers" in out and page.read_text().startswith("<!doctype html>")
     assert main(["data", "repair", str(broken), str(tmp_path / "mended"), "--unique"]) == 0
-    assert "17 samples in 1 shard," in (out := capsys.readouterr().out) and "3 samples left out" in out
+    assert "17 samples in 1 shard," in (out := capsys.readouterr().out) and "3 samples excluded" in out
     assert main(["data", "check", str(tmp_path / "mended"), "--workers", "2"]) == 0
 
 
