@@ -413,7 +413,7 @@ def test_few_shot_that_cannot_read_on_names_the_set_and_is_not_tried_again(twin,
     (folder,) = run.glob("fewshot-*")
     (incident,) = incidents(folder)
     assert f"EvaluationFailed: {train}: worker 1: DataError" in incident and shard.name in said(run), said(run)
-    assert "type the same command again" in said(run) and "restarting" not in said(run)
+    assert "run the same command again" in said(run) and "restarting" not in said(run)
 
 
 def test_a_sigterm_to_one_worker_of_few_shot_stops_all(twin, shards, tmp_path) -> None:
@@ -425,7 +425,7 @@ def test_a_sigterm_to_one_worker_of_few_shot_stops_all(twin, shards, tmp_path) -
     os.kill(json.loads(record.read_text())["pid"], signal.SIGTERM)
     process.join(timeout=60)
     process.kill()
-    assert process.exitcode == 75 and "stopped between two batches; type the same command again" in said(run), said(run)
+    assert process.exitcode == 75 and "stopped between two batches; run the same command again" in said(run), said(run)
 
 
 def test_an_evaluation_that_fails_costs_no_step_and_no_restart(few, twin, run) -> None:

@@ -163,7 +163,7 @@ def test_an_unreadable_data_set_is_named(world: Path, tmp_path: Path, capsys: py
     assert main(["evaluate", *words]) == 65
     said = capsys.readouterr().err
     assert f"{tmp_path / 'test'}: worker 1: DataError" in said and shard.name in said
-    assert "type the same command again" in said
+    assert "run the same command again" in said
 
 
 @pytest.mark.slow

@@ -87,7 +87,7 @@ def test_a_disk_that_fills_up_ends_the_run_with_its_path_and_bytes_and_status_te
     )
     assert end is not None, said
     assert float(end[2]) < float(end[1]), "the first save that failed may have left some room behind"
-    assert "make room under" in said and "then type the same command again" in said
+    assert "make room under" in said and "then run the same command again" in said
     assert said.count("end  pretrain: 2 saves in a row failed") == 2, "status tells it, on the full disk and after"
     assert "killed, or lost with its machine" not in said and "without a word" not in said
 

@@ -73,7 +73,7 @@ def test_two_workers_count_as_many_right_ones_as_the_model_has(run: Path, tmp_pa
 
 
 def test_a_set_that_is_not_there_ends_all_workers_with_its_name_and_what_to_do(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(WorkerGroupError, match="repair the set, then type the same command again") as failure:
+    with pytest.raises(WorkerGroupError, match="repair the set, then run the same command again") as failure:
         evaluate(run, tmp_path / "nothing")
     assert str(tmp_path / "nothing") in str(failure.value)
     assert failure.value.exit_code == ExitCode.DATA
