@@ -21,7 +21,7 @@ from data.loader import TrainLoader
 from data.order import Order
 from data.remote import cache as cache_module
 from data.remote import ranges, urls
-from data.remote.cache import Ahead, Cache
+from data.remote.cache import Cache, Prefetcher
 from data.remote.config import CacheConfig
 from data.shards import reader
 from data.shards.indexing import build_index
@@ -49,7 +49,7 @@ def faulty(s3, monkeypatch):
     s3.gets.clear()
     urls.forget_credentials()
     monkeypatch.setattr(reader, "SMALLEST", 0)
-    monkeypatch.setattr(Ahead, "fetch", lambda self, shard: None)
+    monkeypatch.setattr(Prefetcher, "fetch", lambda self, shard: None)
     yield s3
     s3.fault = lambda path: None
     # What was on its way when a test ended would count as a request of the next one. The threads of a reader end with
@@ -174,13 +174,13 @@ def test_a_sample_whose_halves_are_of_two_versions_of_the_shard_is_not_believed(
     faulty.fault = fault
     # Of the image a half is the first version's: the other one's has other bytes there.
     assert by_range.read(0, 0) == ShardReader(local).read(0, 0) != ShardReader(local).read(1, 0)
-    assert "is not what was indexed" in by_range.given_up and len(faulty.gets) == 3
+    assert "differs from the index" in by_range.given_up and len(faulty.gets) == 3
     by_range.stop()
     # Where it stays overwritten, the shard says so.
     overwrite(Bucket="images", Key=key, Body=other)
     faulty.fault = lambda path: None
     by_range = ShardReader(faulty.index, cache=CacheConfig(str(tmp_path / "b"), **PATIENT), by_range=True)
-    with pytest.raises(DataError, match=r"train-000000.tar: its sha256 is not the one in the index"):
+    with pytest.raises(DataError, match=r"train-000000.tar: its sha256 differs from the index"):
         by_range.read(0, 0)
     by_range.stop()
     overwrite(Bucket="images", Key=key, Body=first)
@@ -194,11 +194,14 @@ def test_a_store_that_ignores_ranges_is_named(faulty, local, tmp_path, monkeypat
     size = local.shards[0].bytes
     # A shard that comes in one piece is asked for from its first byte to its last, which is what comes.
     assert by_range.read(0, 0) == ShardReader(local).read(0, 0)
-    pattern = rf"\(s3://images/set/train-000000.tar: the store ignores byte ranges: {size} bytes came, \d+ were asked"
+    pattern = (
+        rf"\(s3://images/set/train-000000.tar: the store ignores byte ranges: requested \d+ bytes, received {size};"
+    )
     assert re.search(pattern, by_range.given_up) and by_range.given_up.endswith("waiting for whole shards")
     monkeypatch.setattr(cache_module, "PIECE", size // 2)
     with pytest.raises(
-        DataError, match=f"train-000001.tar: the store ignores byte ranges: {size} bytes came, {size // 2}"
+        DataError,
+        match=f"000001.tar: the store ignores byte ranges: requested {size // 2} bytes, received {size}",
     ):
         by_range.read(1, 0)
     by_range.stop()
@@ -237,7 +240,7 @@ def test_a_loader_that_is_iterated_again_reads_by_range_again(faulty, local, tmp
     reader_that_gave_up = ShardReader(faulty.index, cache=cfg, by_range=True)
     reader_that_gave_up.ranges.give_up("s3://images/set/train-000000.tar", "too slow")
     reader_that_gave_up.stop()
-    reader_that_gave_up.begin_again()
+    reader_that_gave_up.resume()
     assert "too slow" in reader_that_gave_up.given_up and not reader_that_gave_up.ranges.stopped
 
 
@@ -261,14 +264,14 @@ def test_ranges_that_do_not_come_are_given_up_once_and_shards_are_waited_for(
 
 def test_a_shard_that_is_gone_or_rotten_in_the_store_ends_the_run_as_before(faulty, local, tmp_path, monkeypatch):
     gone = replace(faulty.index, directory="s3://images/elsewhere")
-    with pytest.raises(DataError, match=r"s3://images/elsewhere/train-00000\d.tar: there is no such shard"):
+    with pytest.raises(DataError, match=r"elsewhere/train-00000\d.tar: this shard or its bucket does not exist"):
         take(gone, CacheConfig(str(tmp_path / "a"), **PATIENT))
     # Another shard under the name: of the same size, so that only digests tell.
     swapped = [replace(shard, name=faulty.index.shards[number ^ 1].name) for number, shard in enumerate(local.shards)]
     other = Index(tuple(swapped), 10, (), "", "s3://images/set", faulty.index.tables)
     tables = [local.table(number) for number in range(len(local.shards))]
     monkeypatch.setattr(Index, "table", lambda self, number: tables[number])
-    with pytest.raises(DataError, match=r"train-00000\d.tar: its sha256 is not the one in the index"):
+    with pytest.raises(DataError, match=r"train-00000\d.tar: its sha256 differs from the index"):
         take(other, CacheConfig(str(tmp_path / "b"), **PATIENT))
 
 
@@ -301,16 +304,16 @@ def test_a_window_that_training_has_overtaken_moves_on(faulty, tmp_path, monkeyp
     shards_of = cache_module.shards_of
     monkeypatch.setattr(cache_module, "shards_of", lambda o, s, step: asked.append(step) or shards_of(o, s, step))
     entered, may_go = threading.Event(), threading.Event()
-    monkeypatch.setattr(Ahead, "fetch", lambda self, shard: entered.set() or may_go.wait(30))
-    ahead = Ahead(faulty.index, order, range(BATCH), 5, CacheConfig(str(tmp_path), ahead=2))
+    monkeypatch.setattr(Prefetcher, "fetch", lambda self, shard: entered.set() or may_go.wait(30))
+    prefetcher = Prefetcher(faulty.index, order, range(BATCH), 5, CacheConfig(str(tmp_path), ahead=2))
     assert entered.wait(30)
-    ahead.reached(40)
+    prefetcher.reached(40)
     may_go.set()
     ends_at = time.monotonic() + 30
     while asked[-1] < 42 and time.monotonic() < ends_at:
         time.sleep(0.01)
-    ahead.stop()
-    ahead.thread.join(30)
+    prefetcher.stop()
+    prefetcher.thread.join(30)
     assert asked == [5, 40, 41, 42]
 
 
@@ -327,7 +330,7 @@ def test_what_the_first_batch_waits_for_is_said(faulty, local, tmp_path):
     loader.log_wait(lines.append)
     assert f"; 1 of them are here, {len(shards) - 1} (" in lines[1]
     loader_of(local, cfg).log_wait(lines.append)
-    assert lines[2] == f"{needed}, all of which are here"
+    assert lines[2] == f"{needed}, all of them local"
 
 
 def test_decoding_processes_read_by_range_too(faulty, local, tmp_path, monkeypatch):
@@ -371,7 +374,7 @@ def test_a_stop_from_another_thread_ends_the_wait_with_an_error_of_ours(tmp_path
     assert entered.wait(30)
     assert not pickle.loads(pickle.dumps(running)).requested, "a new decoding process asks for its own samples"
     # The last one has no thread yet: it is cancelled while it is waited for.
-    with pytest.raises(StorageError, match=r"^s3://b/x.tar: left where it was$"):
+    with pytest.raises(StorageError, match=r"^s3://b/x.tar: stopped before the sample arrived$"):
         running.take((0, ranges.AT_ONCE), *where, running.stop)
     may_go.set()
     # As where the stop comes between the look at `stopped` and the request.
@@ -379,7 +382,7 @@ def test_a_stop_from_another_thread_ends_the_wait_with_an_error_of_ours(tmp_path
     with pytest.raises(RuntimeError):
         running.request((1, 0), *where)
     monkeypatch.setattr(running.pool, "submit", lambda *_: refuse(running))
-    with pytest.raises(StorageError, match="left where it was"):
+    with pytest.raises(StorageError, match="stopped before the sample arrived"):
         running.take((1, 0), *where)
 
 
@@ -392,6 +395,6 @@ def refuse(running: ranges.Ranges) -> None:
 def test_a_reader_that_is_stopped_does_not_begin_to_fetch_whole_shards(faulty, tmp_path, monkeypatch):
     by_range = ShardReader(faulty.index, cache=CacheConfig(str(tmp_path), **PATIENT), by_range=True)
     monkeypatch.setattr(ranges.Ranges, "request", lambda self, place, url, row: self.stop())
-    with pytest.raises(StorageError, match="left where it was"):
+    with pytest.raises(StorageError, match="stopped before the sample arrived"):
         by_range.read(0, 0)
     assert not faulty.gets and not by_range.given_up
