@@ -55,7 +55,9 @@ class AugmentConfig:
         more_than_0(self, "min_area min_aspect max_aspect", "augment.")
         at_least(self, 0, "randaug_layers randaug_magnitude", "augment.")
         if self.squash is not None and self.crop != "random":
-            raise ConfigError(f"augment.squash is {self.squash}, which needs crop: random; crop is {self.crop}")
+            raise ConfigError(
+                f"augment.squash is {self.squash}, expected null with crop: {self.crop}; it needs crop: random"
+            )
         if self.min_area > 1:
             raise ConfigError(f"augment.min_area is {self.min_area}, expected 1 (the whole image) or less")
         if self.min_aspect > self.max_aspect:

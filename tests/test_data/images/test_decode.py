@@ -253,7 +253,9 @@ def test_a_squashed_crop_is_a_window_of_the_whole_image_as_a_square():
         assert errors[place] <= 1
         offsets.add(place)
     assert len(offsets) == 25
-    with pytest.raises(ConfigError, match=r"augment\.squash is 20, which needs crop: random"):
+    with pytest.raises(
+        ConfigError, match=r"augment\.squash is 20, expected null with crop: inception; it needs crop: random"
+    ):
         AugmentConfig(squash=20)
 
 

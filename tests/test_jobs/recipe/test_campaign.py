@@ -122,9 +122,9 @@ def test_weights_without_a_model_and_invalid_indexes_are_missing_inputs(recipe, 
     models.save(models.build("mu/8", 16, 10), bare)
     (bare / "model.json").unlink()
     wrong = {
-        f"pretrain.init={bare}": f"pretrain.init: no model.json in {bare}, which tells the model of the weights",
-        "resize.init=/nowhere": "resize.init: no weights.safetensors in /nowhere\n  give a folder that holds one",
-        "pretrain.data.train=/etc/passwd": "pretrain.data.train: /etc/passwd is a file\n  expected a set's",
+        f"pretrain.init={bare}": f"pretrain.init: {bare} has no model.json with the architecture of the weights",
+        "resize.init=/nowhere": "resize.init: no weights.safetensors in /nowhere",
+        "pretrain.data.train=/etc/passwd": "pretrain.data.train: /etc/passwd is a file",
     }
     for override, message in wrong.items():
         said = []
@@ -272,9 +272,13 @@ def test_an_interrupted_pack_stage_resumes_and_makes_the_same_data_set(tmp_path,
         (["resize.init=@fewshot"], 78, "circle"),
         (["resize.init=/nowhere"], 65, "no weights.safetensors in /nowhere"),
         (["pretrain.data.train=/nowhere"], 65, "this index does not exist"),
-        (["pretrain.data.train=null"], 78, "pretrain.data.train is missing: the images to train on"),
+        (["pretrain.data.train=null"], 78, "pretrain.data.train is missing: no images to train on"),
         ([MIXTURE, "pretrain.data.mixture.a.train=/nowhere"], 65, "pretrain.data.mixture.a.train: /nowhere"),
-        ([MIXTURE, "pretrain.data.mixture.a.train=@shards/a"], 78, "pretrain.data.mixture.a.train is @shards, no such"),
+        (
+            [MIXTURE, "pretrain.data.mixture.a.train=@shards/a"],
+            78,
+            "pretrain.data.mixture.a.train is @shards, but there is no such stage",
+        ),
         ([MIXTURE, "pretrain.data.mixture.b.weight=0"], 78, "weight is 0.0, expected more than 0"),
         (["finetune.data.train=@resize/train"], 78, "makes no data set"),
         (["finetune.init=@fewshot"], 78, "finetune.init is @fewshot, which has no weights"),
