@@ -9,7 +9,7 @@ import pytest
 
 from data import bucket as bucket_module
 from data.bucket import Bucket, check_store_url
-from data.errors import ConfigError, StorageError
+from data.errors import ConfigError, DataError, StorageError
 from data.remote import urls
 from tests.support.stores import objects, store
 
@@ -154,3 +154,10 @@ def test_a_url_has_one_spelling_and_other_schemes_are_refused() -> None:
     assert check_store_url("s3://bucket/a/b/") == check_store_url("s3://bucket/a/b") == "s3://bucket/a/b"
     with pytest.raises(ConfigError, match="expected a folder, or one of s3://, gs://, az://"):
         check_store_url("https://host/a")
+
+
+@pytest.mark.parametrize("key", ["../outside", "a/../../outside", "./a", "/abs", "//abs", "a//b", "a/./b"])
+def test_listing_with_a_name_that_leads_outside_is_refused(key, run, bucket) -> None:
+    bucket.put_object(Key=f"{run.removeprefix(f's3://{BUCKET}/')}/{key}", Body=b"attack")
+    with pytest.raises(DataError, match="unsafe name"):
+        Bucket(run, SCRATCH).list()
