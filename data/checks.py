@@ -15,6 +15,15 @@ from data.errors import ConfigError, DataError
 
 SHA256 = re.compile(r"[0-9a-f]{64}")
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+# KEY and TOKEN must be whole words: TOKENIZERS_PARALLELISM is not a secret.
+SECRET_NAME = re.compile(r"SECRET|PASSWORD|PASSWD|CREDENTIAL|(^|_)(API|ACCESS|AUTH)?(KEY|TOKEN)S?(_|$)", re.IGNORECASE)
+SECRET_VALUE = re.compile(
+    r"-----BEGIN [A-Z ]*PRIVATE KEY"
+    r"|\b(AKIA|ASIA)[0-9A-Z]{16}\b"  # AWS access key
+    r"|\b(ghp|gho|ghs|github_pat|glpat|hf|sk|xox[abp])[-_][A-Za-z0-9_-]{16,}"  # GitHub, GitLab, Hugging Face, …
+    r"|\beyJ[A-Za-z0-9_-]{8,}\.eyJ"  # JSON web token
+    r"|://[^/\s:@]*:[^/\s@]+@"  # password in a URL
+)
 
 
 def check_name(name: object, what: str, remedy: str) -> None:

@@ -402,8 +402,7 @@ def test_submitted_recipe_from_any_folder_is_the_same_campaign(recipe, shards, t
         # The key of a pack stage contains the path of its input, other keys contain digests.
         if stage.name in ("pretrain", "resize", "finetune"):
             assert there.stage(stage.name).key == stage.key
-    monkeypatch.setenv("WEB", "https://me:hunter2@host/train")
-    secret = ["pretrain.optim.lr=1", "finetune.data.cache.directory=${oc.env:WEB}", "run=/runs/x"]
+    secret = ["pretrain.optim.lr=1", "finetune.data.cache.directory=https://me:hunter2@host/train", "run=/runs/x"]
     with pytest.raises(ConfigError, match=r"mine\.yaml seems to contain a secret: "):
         portable(read_recipe(home / "mine.yaml", secret), str(here.run), home, KINDS)
     assert main(["plan", "env:NOTHING"]) == 78
