@@ -199,9 +199,10 @@ def refuse_secret_values(unresolved: object, resolved: object, key: str = "") ->
         if name in parts:
             refuse_secret_values(part, parts[name], f"{key}.{name}".lstrip("."))
     is_interpolation = isinstance(unresolved, str) and "${" in unresolved
-    if is_interpolation and isinstance(resolved, str) and not resolved.startswith(("/", ".", "~")):
-        if SECRET_VALUE.search(resolved):
-            raise secret_in_recipe(key, f"is {unresolved}, whose value looks like a secret")
+    # A path may contain a part such as hf-vit-base-patch16-224, which resembles a token.
+    is_path = isinstance(resolved, str) and resolved.startswith(("/", ".", "~"))
+    if is_interpolation and not is_path and isinstance(resolved, str) and SECRET_VALUE.search(resolved):
+        raise secret_in_recipe(key, f"is {unresolved}, whose value looks like a secret")
 
 
 def entries(values: object) -> Iterable[tuple[object, object]]:
