@@ -246,6 +246,21 @@ def is_own(path: Path) -> bool:
     return is_plain and status.st_uid in (os.geteuid(), 0)
 
 
+def refuse_planted(path: Path, remedy: str) -> None:
+    """Raise StorageError if another user, or a link, holds the name `path` in a folder that everybody may write to.
+
+    Its owner could read and replace whatever we write there; the message ends with `remedy`.
+    """
+    with suppress(OSError):
+        is_shared = path.parent.stat().st_mode & stat.S_IWOTH != 0
+        if is_shared and os.path.lexists(path) and not is_own(path):
+            raise StorageError(
+                f"{path}: found a link or another user's folder, in {path.parent}, to which every user may write\n"
+                "  expected a folder of this user, or none: its owner could replace the files of the run\n"
+                f"  {remedy}"
+            )
+
+
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Hold an exclusive lock on the file at `path`; the kernel releases it when the process ends for any reason.

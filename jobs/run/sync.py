@@ -22,7 +22,7 @@ from pathlib import Path
 from data.bucket import Bucket, each
 from data.checks import check_file_name
 from data.errors import DataError, PatchlineError, RunOwned
-from data.files import write_atomically
+from data.files import refuse_planted, write_atomically
 from data.storage import Storage
 from jobs.ownership import LEASES, Lease
 from pipeline.artifacts import DONE
@@ -46,6 +46,9 @@ def synced(storage: Storage, lease: Lease, log: Log) -> Iterator[Callable[[], No
     if storage.is_shared:
         yield lease.check
         return
+    refuse_planted(
+        storage.local, "remove it, or choose a folder that only you can write to: cluster.scratch=/elsewhere"
+    )
     # 1. The folder has the files of the last owner already if that command worked in it.
     sync = Sync(storage, lease, log)
     has_files = lease.previous_token == sync.previous_token

@@ -394,3 +394,27 @@ def test_link_and_missing_file_are_not_our_own(tmp_path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     assert not files.is_own(tmp_path / "link")
     assert not files.is_own(tmp_path / "missing")
+
+
+def test_planted_link_in_a_folder_of_all_users_is_refused(tmp_path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    (shared / "own").mkdir()
+    (shared / "planted").symlink_to(tmp_path)
+    for name in ("own", "missing"):
+        files.refuse_planted(shared / name, "choose another")
+    with pytest.raises(StorageError, match=r"planted: found a link(?s:.*)\n  choose another$"):
+        files.refuse_planted(shared / "planted", "choose another")
+    # The user's own link in a private folder is intended.
+    shared.chmod(0o755)
+    files.refuse_planted(shared / "planted", "choose another")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+def test_planted_folder_of_another_user_is_refused(tmp_path) -> None:
+    tmp_path.chmod(0o1777)
+    (tmp_path / "run").mkdir()
+    os.chown(tmp_path / "run", 65534, 65534)
+    with pytest.raises(StorageError, match="another user's folder"):
+        files.refuse_planted(tmp_path / "run", "choose another")
