@@ -29,7 +29,7 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 
-from data.files import state_folder
+from data.files import is_own, state_folder
 from data.seal import read_entry, write_entry
 
 MAX_BYTES = 100_000_000  # of one encoded image
@@ -282,8 +282,9 @@ def compile_binding() -> Path:
         raise FileNotFoundError("this Pillow contains no libjpeg; install its wheel")
     digest = sha256(SOURCE.read_bytes() + str(libjpeg).encode() + os.uname().machine.encode()).hexdigest()
     path = state_folder() / f"jpeg-{digest[:16]}.so"
-    # The sha256 at the end of the file does not affect loading the library.
-    if read_entry(path) is not None:
+    # Never load a library that another user has put into a shared cache folder. The sha256 at the end of the file does
+    # not affect loading it.
+    if is_own(path) and read_entry(path) is not None:
         return path
 
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -33,7 +33,7 @@ from urllib.parse import urlsplit
 
 from braceexpand import braceexpand
 
-from data.checks import check_name, printable, redacted
+from data.checks import check_file_name, check_name, printable, redacted
 from data.errors import DataError
 from data.images.decode import MAX_BYTES, BadImage, decode_whole, read_header
 from data.index.document import SUFFIX, image_folders, load_index
@@ -375,5 +375,6 @@ def remote_tars(urls: Sequence[str], cache: Cache, workers: int, stopped: thread
 
     tars = TarList("/".join(shared), {})
     for url, tar_bytes in sizes.items():
-        tars.sizes[url.removeprefix(tars.directory + "/")] = tar_bytes
+        name = check_file_name(url.removeprefix(tars.directory + "/"), redacted(tars.directory))
+        tars.sizes[name] = tar_bytes
     return tars

@@ -4,6 +4,7 @@ import contextlib
 import io
 import itertools
 import math
+import os
 import struct
 import tarfile
 import time
@@ -180,6 +181,21 @@ def test_a_kept_binding_that_has_changed_is_compiled_anew(monkeypatch, tmp_path,
     written_at = path.stat().st_mtime_ns
     assert decoding.compile_binding() == path and path.stat().st_mtime_ns == written_at
     assert not caplog.text
+
+
+@needs_binding
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_binding_of_another_user_is_never_loaded(monkeypatch, tmp_path):
+    """A user of a shared cache folder could run code as everybody who decodes images."""
+    monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path))
+    path = decoding.compile_binding()
+    compiled = path.read_bytes()
+    attack = b"code of another user"
+    path.write_bytes(attack + sha256(attack).digest())
+    os.chown(path, 65534, 65534)
+    assert decoding.compile_binding() == path
+    assert path.read_bytes() == compiled
+    assert path.stat().st_uid == 0
 
 
 def test_flipping_mirrors_the_same_crop():
