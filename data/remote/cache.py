@@ -90,8 +90,8 @@ class Cache:
                         error.filename = error.filename or str(self.directory)
                         raise StorageError(
                             f"{error_text(error)}\n  expected a shard cache with enough room, inodes and open files\n"
-                            f"  lower cache.limit_bytes ({self.cfg.limit_bytes}), set another cache.directory, or remove "
-                            "the cause; then run again"
+                            f"  lower cache.limit_bytes ({self.cfg.limit_bytes}), set another cache.directory, or "
+                            "remove the cause; then run again"
                         ) from None
         # Record the last use for eviction; the mtime, because many mounts do not update the atime. If another process
         # has evicted the file by now, `opened` notices.
