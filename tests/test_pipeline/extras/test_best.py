@@ -1,6 +1,7 @@
 """The best evaluation of a stage follows from its records; test_checkpoint_runs.py tests the export."""
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from data.errors import ConfigError, DataError
 from pipeline import config
 from pipeline.checkpoints.needed import best_commit, best_of, evaluations_of, steps_of_best
-from pipeline.extras.best import evaluations_since_best
+from pipeline.extras.best import KeepBest, evaluations_since_best
 from pipeline.monitoring.telemetry import Telemetry
 from tests.support.configs import FullConfig
 
@@ -55,10 +56,12 @@ def test_best_and_patience_refuse_damaged_records(tmp_path, damage):
     for step, accuracy in ((4, 0.566), (8, 0.7), (12, 0.6)):
         telemetry.report("evaluate", {"step": step, "accuracy": accuracy})
     telemetry.close()
+    hook = KeepBest(SimpleNamespace(keep_best="accuracy"), SimpleNamespace(directory=tmp_path))  # type: ignore[arg-type]
     decisions = (
         lambda: best_commit(tmp_path, "accuracy", [4, 8, 12]),
         lambda: steps_of_best(tmp_path, "accuracy", lambda: [4, 8, 12]),
         lambda: evaluations_since_best(tmp_path, "accuracy"),
+        lambda: hook.begin(None, None),  # type: ignore[arg-type]
     )
     assert decisions[0]() == {"value": 0.7, "step": 8}
     path = tmp_path / "metrics.jsonl"
