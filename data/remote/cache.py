@@ -31,7 +31,7 @@ from tempfile import TemporaryFile
 
 from data.checks import redacted
 from data.errors import DataError, StorageError
-from data.files import locked, open_regular, state_folder, take_lock
+from data.files import error_text, locked, open_regular, state_folder, take_lock, with_home
 from data.index.index import Index
 from data.index.shard import Shard
 from data.order import Mixture, Order
@@ -59,7 +59,7 @@ class Cache:
         self.progress: Callable[[], object] = no_progress
         self.directory = state_folder() / "shards"
         if cfg.directory:
-            self.directory = Path(cfg.directory).expanduser()
+            self.directory = with_home(cfg.directory)
 
     def has(self, shard: Shard) -> bool:
         """Return whether a remote shard is in the cache."""
@@ -87,9 +87,11 @@ class Cache:
                         self.fetch(url, shard, path)
                     # An error of the local disk: errors of the storage arrive as StorageError.
                     except OSError as error:
+                        error.filename = error.filename or str(self.directory)
                         raise StorageError(
-                            f"{self.directory}: {error.strerror}; free some space, lower cache.limit_bytes "
-                            f"({self.cfg.limit_bytes}), set another cache.directory, or run again"
+                            f"{error_text(error)}\n  expected a shard cache with enough room, inodes and open files\n"
+                            f"  lower cache.limit_bytes ({self.cfg.limit_bytes}), set another cache.directory, or "
+                            "remove the cause; then run again"
                         ) from None
         # Record the last use for eviction; the mtime, because many mounts do not update the atime. If another process
         # has evicted the file by now, `opened` notices.
