@@ -187,3 +187,17 @@ def test_the_next_commands_printed_for_a_run_in_a_store_work(recipe, shards, tmp
     verbs = [command.split()[3] for command in commands]
     assert verbs == ["report", "evaluate", "export", "analyze"]
     urls.forget_credentials()
+
+
+@pytest.mark.parametrize("command", ["import", "export"])
+def test_weights_with_nan_are_refused_and_nothing_is_written(command, ours, tmp_path, capsys):
+    model = models.load(ours)
+    with torch.no_grad():
+        model.head.bias[4] = float("inf")
+    models.save(model, ours)
+    arguments = [command, str(ours), str(tmp_path / "out")]
+    if command == "export":
+        arguments += ["--format", "timm"]
+    assert main(arguments) == 65
+    assert "head.bias (1 of 5 values)" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -82,3 +82,13 @@ def test_training_sets_are_collected_from_all_previous_stages(tmp_path, weights)
 
 def test_end_of_the_training_records_is_reported(weights):
     assert any_weights.training_sets(str(weights)) == ([], str(weights))
+
+
+@pytest.mark.parametrize("format", ["safetensors", "timm", "hf"])
+def test_weights_with_infinity_are_refused_for_evaluation(format, tmp_path):
+    model = models.build("mu/8", 16, 5, activation="gelu", norm_eps=1e-6)
+    with torch.no_grad():
+        model.get_parameter("norm.weight")[0] = float("-inf")
+    models.save(model, tmp_path, format)
+    with pytest.raises(DataError, match=r"cannot load .*1 of \d+ tensors contain NaN or infinity: .*norm"):
+        any_weights.load(str(tmp_path), {})
