@@ -74,9 +74,9 @@ COMMANDS = """
 64 new photos --minutes 2weeks                => '2weeks' is not a time|2min
 78 plan tiny.yaml pretrain.bs=64              => unknown key pretrain.bs; did you mean 'batch_size'?
 65 new photso                                 => did you mean 'photos'?
-64 new two words                              => 'two words' is one folder|in quotes
-65 new wheel                                  => is a link to a folder above it|remove the link
-65 pack folder wheel out                      => is a link to a folder above it
+64 new two words                              => 'two words' is one folder|quote its name
+65 new wheel                                  => links to a folder above it|remove the link
+65 pack folder wheel out                      => links to a folder above it
 65 pack folder loose out                      => found none|--unlabelled
 78 run photos                                 => photos is a folder, not a recipe|jobs new photos
 64 run tiny.yaml --minutes 2                  => --minutes is an option of the command new
@@ -95,7 +95,7 @@ COMMANDS = """
 64 new loose --init weights                   => --init fine-tunes on labels|omit --init
 64 new photos --output empty                  => --output empty is a folder|for example empty/photos.yaml
 64 new photos --output nowhere/x.yaml         => the folder nowhere does not exist
-64 new photos/cat photos/dog loose            => no folder and no pattern holds these alone|a pattern in quotes
+64 new photos/cat photos/dog loose            => no folder or pattern matches exactly these paths|a quoted pattern
 64 analyze weights photos                     => Missing option '--output'|photos/cat --output pictures
 64 analyze weights nowhere --output out       => no such file or folder: nowhere|expected image files
 64 evaluate                                   => Missing argument 'WEIGHTS'|pretrain runs/photos/parts/held-out
@@ -113,14 +113,14 @@ COMMANDS = """
 64 pack photos out                            => for example: python -m jobs pack folder photos/train shards/train
 64 pack photo photos out                      => source is photo|expected one of folder, table, tars
 65 pack folder nowhere out                    => no file or folder at nowhere
-65 pack folder loose out                      => found 3 images|sort the images into folders
+65 pack folder loose out                      => found 3 images|sort the images into class folders
 65 pack folder tars out                       => 1 tars|python -m jobs index tars
 65 pack folder photos photos                  => photos is inside the source|type another folder
 64 pack folder photos tiny.yaml               => tiny.yaml is a file|expected a folder
-65 pack folder photos shards/train            => a finished set|give another folder
+65 pack folder photos shards/train            => a finished set|use another folder
 74 pack folder photos /sys/out                => /sys/out|a folder that this user may write
-65 pack table tiny.yaml out                   => expected columns path and label|begins with the line path,label
-65 pack table photos out                      => photos is a folder|expected a CSV or parquet file
+65 pack table tiny.yaml out                   => expected columns path and label|the first line of a CSV is path,label
+65 pack table photos out                      => photos is a folder|expected a CSV or Parquet file
 65 index photos                               => no *.tar here|python -m jobs pack folder photos photos-shards
 65 index nowhere                              => this folder does not exist
 65 index labelless                            => no sample has a usable label|expected samples with an image
@@ -129,7 +129,7 @@ COMMANDS = """
 78 subset shards/train --output out           => no rule chooses samples|expected one or more of keep
 78 subset shards/train --shots 5 --output out => shots are drawn by a seed|expected a seed
 78 plan tiny.yaml --gpu v100                  => did you mean 'h100'?
-74 run tiny.yaml run=/sys/run                 => /sys/run|or name another folder: run=/elsewhere
+74 run tiny.yaml run=/sys/run                 => /sys/run|or use another folder: run=/elsewhere
 69 run tiny.yaml cluster.gpus_per_worker=99   => 2 workers need 198 GPUs|cluster.gpus_per_worker=0
 """
 
@@ -206,7 +206,7 @@ KEYS = """
 65 pretrain.data.train=tars         => type python -m jobs index tars
 65 pretrain.data.train=tars/a.tar   => is a tar, one shard of a set|type python -m jobs index tars
 65 pretrain.data.train=empty        => neither tars nor images
-65 pretrain.data.train=shards       => name one of shards/test, shards/train
+65 pretrain.data.train=shards       => type one of shards/test, shards/train
 65 pretrain.data.train=s3://bucket/train => python -m jobs index URL --output FOLDER
 78 pretrain.data.train=@shards/train => pretrain.data.train is @shards, but there is no such stage; known: pretrain
 78 pretrain.data.train=@pretrain    => the stage itself|expected another stage, or a path
@@ -384,7 +384,7 @@ def test_a_stage_that_starts_over_lists_the_changed_keys(desk, monkeypatch, caps
         "(which is kept): batch_size: 8 → 16, steps: 12 → 24\n" in out
         or "(which is kept): steps: 12 → 24, batch_size: 8 → 16\n" in out
     )
-    assert f"to start from its weights, not from random ones, type pretrain.init={folder}" in out
+    assert f"to start from those weights instead of random ones, type pretrain.init={folder}" in out
 
 
 def test_another_model_name_keeps_no_sizes_of_the_first(desk, monkeypatch, capsys):

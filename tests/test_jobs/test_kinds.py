@@ -134,7 +134,7 @@ def test_a_kind_whose_module_is_missing_is_refused_only_if_a_recipe_uses_it(reci
         campaign.load(recipe, ["finetune.sweep={seeds: [0, 1]}"], kinds)
     with pytest.raises(ConfigError, match=r"drawn is a figure stage, which needs jobs\.extras\.gone\.figure"):
         campaign.load(recipe, ["drawn={kind: figure}"], kinds)
-    with pytest.raises(ConfigError, match="budget is not checked"):
+    with pytest.raises(ConfigError, match="budget cannot be checked"):
         campaign.load(recipe, ["budget=1"], load_kinds(CORE))
 
 

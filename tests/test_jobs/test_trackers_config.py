@@ -17,7 +17,7 @@ def test_mlflow_uri_may_be_a_url_or_an_absolute_folder(uri: str) -> None:
     ("uri", "message"),
     [
         ("mlruns", r"mlflow\.uri is mlruns, expected https://… or an absolute folder\n  type the path from /"),
-        ("https://me:hunter2@mlflow.example", "looks like a secret by its value"),
+        ("https://me:hunter2@mlflow.example", r"looks like a secret \(by its value\)"),
     ],
 )
 def test_mlflow_uri_must_not_be_relative_or_contain_a_password(uri: str, message: str) -> None:

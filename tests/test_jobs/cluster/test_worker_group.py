@@ -561,7 +561,7 @@ def test_no_port_is_open_beyond_the_loopback_during_training(backend, two, tmp_p
 
     task = {"ready": str(tmp_path / "ready"), "stop": str(tmp_path / "stop")}
     run(worker_functions.meet_and_wait, task, two[backend], tmp_path, look)
-    # docs/design/cluster.md, "Who listens", names no other address.
+    # docs/design/cluster.md, "What listens on which address", names no other address.
     assert addresses == {"127.0.0.1"}
     # Ray's own directory is open to everybody; the directory around it is not.
     assert len(directories) == 1 or backend == "processes"
