@@ -110,6 +110,7 @@ class ProbeConfig:
         require(fewest > 0, f"probe.shots are {self.shots}, expected 1 or more")
         require(len(self.seeds) > 0, "probe.seeds are empty, expected at least one")
         require(min(self.seeds) >= 0, f"probe.seeds are {self.seeds}, expected 0 or more")
+        require(len(set(self.seeds)) == len(self.seeds), f"probe.seeds are {self.seeds}, expected different seeds")
         at_least(self, 0, "l2", "probe.")
 
 

@@ -80,6 +80,9 @@ def evaluate_weights(
     for request, result in zip(requests, results, strict=bool(results)):
         if request.protocol.name != "top-1":
             values |= document.metrics_with_seeds(result)
+            notes = document.notes_of(result)
+            if notes:
+                warnings.append(f"probe: {'; '.join(notes)}")
             continue
         # For the run's report; if the disk rejects them, the report only lacks a few pictures.
         with suppress(OSError):
