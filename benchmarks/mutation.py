@@ -58,7 +58,7 @@ OF_CHECKPOINTS = "tests/test_pipeline/checkpoints"
 OF_FILES = tuple(f"{OF_CHECKPOINTS}/test_{name}.py" for name in ("stage_checkpoints", "manifest", "restore", "crash"))
 CHECKPOINTS = (*SHORT, *OF_FILES, *SAVES)
 GOES_BACK = (f"{RUNS}a_stretch", f"{RUNS}when_going_back", f"{RUNS}workers_killed")
-CAMPAIGN = ("tests/test_jobs/recipe/test_campaign.py::test_one_command_runs_all_stages",)
+CAMPAIGN = ("tests/test_jobs/recipe/test_campaign.py::test_a_second_run_skips_all_finished_stages",)
 GROUP = "tests/test_jobs/cluster/test_worker_group.py"
 WORKER_TESTS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(AGENT, (GROUP,)),

@@ -291,7 +291,7 @@ def test_few_shot_is_restarted_watched_and_stopped_like_the_others(twin, shards,
     (folder,) = run.glob("fewshot-*")
     killed, hung = incidents(folder)
     assert re.fullmatch(r"worker 1 on .*, in evaluate, shard train-000007.tar: killed by SIGKILL", killed)
-    assert re.fullmatch(r"worker 1 on .*, in evaluate, shard train-000007.tar: stuck for \ds, the others wait.*", hung)
+    assert re.fullmatch(r"worker 1 on .*, in evaluate, shard train-000007.tar: stuck for \ds, the other workers are waiting.*", hung)
     assert finish(run, patch="troubled_probe", recipe=recipe) == 0, said(run)
     assert (folder / "metrics.json").exists()
 
@@ -638,7 +638,7 @@ def test_replay_rebuilds_the_batch_that_the_ledger_counted(twin, tmp_path, capsy
     assert ends == [ledger.update(15, *order.batch(15)).hex]
     assert main(["replay", str(twin), "13th"]) == 64
     assert main(["replay", str(twin), "step=40"]) == 0 and main(["replay", str(twin), "step=41"]) == 64
-    assert "step 41 is beyond the last of pretrain-" in capsys.readouterr().err
+    assert "step 41 is after the last step 40 of pretrain-" in capsys.readouterr().err
 
 
 def test_the_time_of_a_run_adds_up(twin) -> None:

@@ -147,7 +147,7 @@ def test_a_sample_that_is_not_what_was_indexed_is_fetched_with_its_shard(faulty,
     taken = take(faulty.index, CacheConfig(str(tmp_path), **PATIENT))
     assert_same(taken, take(local, None))
     said = [record.getMessage() for record in caplog.records if "by range" in record.getMessage()]
-    pattern = r"s3://images/set/train-00000\d.tar: a sample could not be read by range \(sample '\S+' is not what "
+    pattern = r"s3://images/set/train-00000\d.tar: a sample could not be read by range \(sample '\S+' differs from the index"
     assert len(said) == 1 and re.match(pattern, said[0]) and said[0].endswith("waiting for whole shards")
     # No range is asked for once that is known: only those that were on their way.
     assert len(wrong) <= BATCH
@@ -360,7 +360,7 @@ def test_who_waits_for_a_range_shows_signs_of_life_and_does_not_wait_for_ever(fa
 
     monkeypatch.setattr(ranges, "LONGEST_S", 0.05)
     assert by_range.read(0, 0) == sample, "out of the whole shard"
-    assert "a sample did not come in 0.05 s" in by_range.given_up
+    assert "a sample did not arrive within 0.05 s" in by_range.given_up
     by_range.stop()
 
 

@@ -322,7 +322,7 @@ def test_warm_up_as_long_as_the_stage_is_reported(recipe, capsys):
             65,
             "labels up to 9, but the model has only 7 classes\n  type pretrain.model.classes=10",
         ),
-        (["finetune.model.classes=9"], 65, "set finetune.model.classes=10"),
+        (["finetune.model.classes=9"], 65, "type finetune.model.classes=10"),
         (
             ["finetune.optim.schedule.warmup_steps=5"],
             78,
@@ -341,11 +341,11 @@ def test_warm_up_as_long_as_the_stage_is_reported(recipe, capsys):
         (["more/words={kind: resize, init: '@pretrain'}"], 78, "a stage is called 'more/words'"),
         (["run=3"], 78, "run is 3, expected a folder\n  type run=./3"),
         (["run="], 78, "run is empty, expected a folder\n  type run=runs/tiny"),
-        (["probe={kind: fewshot, init: '@resize'}"], 78, "probe.probe.train and .test are missing: which sets?"),
+        (["probe={kind: fewshot, init: '@resize'}"], 78, "probe.probe.train and probe.probe.test are missing"),
         (
             ["fewshot=null"],
             78,
-            "fewshot is null, expected a stage's section\n  take fewshot out of the recipe, or",
+            "fewshot is null, expected a stage's section\n  remove fewshot from the recipe, or",
         ),
         (
             ["pretrain.kind=pretrian"],
@@ -363,7 +363,7 @@ def test_warm_up_as_long_as_the_stage_is_reported(recipe, capsys):
         (
             ["run=~nobody-here/x"],
             78,
-            "run is ~nobody-here/x: no user of this name is known here\n  type the path",
+            "run is ~nobody-here/x, but there is no such user\n  type the path",
         ),
         (["pretrain.steps=99999999999999999999"], 78, "expected 576,460,752,303,423,487 steps at most"),
         (["pretrain.model.name="], 78, "pretrain.model.name is null, expected one such as S/16, B/16"),
@@ -473,7 +473,7 @@ def test_a_forbidden_change_of_a_half_done_stage_is_refused_with_the_difference(
     assert main(["plan", str(recipe), "pretrain.optim.lr=0.003"]) == 78
     assert error_of(capsys) == said
     assert main(["plan", str(recipe), "pretrain.optim.lr=0.003", "--fresh"]) == 0
-    assert "half done with another config, would start over" in capsys.readouterr().out
+    assert "unfinished with another config, would start over" in capsys.readouterr().out
 
     # There is no conflict after a later stage of the same name, started with `--fresh`, has finished.
     later = folder.with_name("pretrain-0123abcd")
@@ -539,7 +539,7 @@ def test_a_checkpoint_with_a_flipped_bit_is_reported_and_the_previous_one_used(r
     capsys.readouterr()
     assert main(["run", str(recipe)]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"rank-00001.safetensors: bytes 0 to \d+ are not those .* \(read by worker 1 on ", out)
+    assert re.search(r"rank-00001.safetensors: bytes 0 to \d+ do not match their digest .* \(read by worker 1 on ", out)
     assert "resumed from step 16" in out
     assert (folder / "weights.safetensors").read_bytes() == weights
 

@@ -118,7 +118,7 @@ def test_renaming_merges_classes_but_equal_names_of_the_source_stay_separate():
     assert number(cranes).ids is None and number(cranes, cranes).ids is None
     with pytest.raises(DataError, match=r"lacks 1 of the 1 classes here: 'crane'"):
         number(("crane",), ("heron", "crane", "crane"))
-    with pytest.raises(DataError, match=r"sample a has label 3, and there are 2 class names"):
+    with pytest.raises(DataError, match=r"sample a has label 3, but there are 2 class names"):
         number((), ("a", "b")).labels((3,), "a")
 
 
@@ -223,7 +223,7 @@ def test_unlabelled_images_are_indexed_packed_and_checked_on_request(tmp_path, c
     (tmp_path / "tars").mkdir()
     write_tar(tmp_path / "tars" / "t.tar", members)
     assert main(["index", str(tmp_path / "tars")]) == 65
-    assert "are indexed with --unlabelled" in capsys.readouterr().err
+    assert "to index images without labels for objective: masked, add --unlabelled" in capsys.readouterr().err
     assert main(["pack", "tars", str(tmp_path / "tars"), str(tmp_path / "packed")]) == 65
     for command, folder in (
         (["index", str(tmp_path / "tars"), "--unlabelled"], tmp_path / "tars"),
@@ -362,7 +362,7 @@ def test_plan_refuses_conflicting_class_names_and_reports_missing_ones(three_set
     assert main(["plan", campaign(three_sets, c="c", new_head="true")]) == 65
     assert "fewshot: probe.train" in capsys.readouterr().err, "a head of its own has names of its own; a probe has two"
     assert main(["plan", campaign(three_sets, b="d")]) == 0
-    assert f"none in data.evaluate ({three_sets}/d): labels are taken on trust" in capsys.readouterr().out
+    assert f"none in data.evaluate ({three_sets}/d): labels of the sets cannot be compared" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("train", "new_head", "expected"), [("c", "true", "bird cat cow"), ("d", "true", ""),
@@ -390,7 +390,7 @@ def test_class_names_are_saved_with_weights_in_stages_exports_and_imports(three_
     assert described["label2id"]["cat"] == 2
     assert main(["import", f"{tmp_path}/hf", f"{tmp_path}/again"]) == 0
     assert json.loads((tmp_path / "again" / "classes.json").read_text()) == expected
-    assert "classes  'airplane', 'bird', 'cat'; the other 1 have no names" in capsys.readouterr().out
+    assert "classes  'airplane', 'bird', 'cat'; the remaining 1 classes have no names" in capsys.readouterr().out
     (tmp_path / "list.txt").write_text("one\ntwo\nthree\nfour\n")
     assert main(["import", f"{tmp_path}/hf", f"{tmp_path}/named", "--names", f"{tmp_path}/list.txt"]) == 0
     assert models.load_class_names(tmp_path / "named") == ("one", "two", "three", "four")

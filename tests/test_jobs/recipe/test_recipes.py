@@ -220,7 +220,7 @@ def test_every_data_set_of_a_recipe_has_a_documented_command(name):
 @pytest.mark.parametrize("name", [*TABLE_4, "vtab"])
 def test_the_cost_of_a_run_is_that_in_the_recipe(name):
     text = (RECIPES / "transfer" / f"{name}.yaml").read_text()
-    line = re.search(r"^# exaFLOPs a run, .*: (B/32.*)\.$", text, re.M)
+    line = re.search(r"^# exaFLOPs per run .*: (B/32.*)\.$", text, re.M)
     steps = re.search(r"^  steps: (\d+)$", text, re.M)
     assert line is not None and steps is not None
     for entry in line[1].split(", "):

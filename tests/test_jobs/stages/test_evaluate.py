@@ -444,8 +444,8 @@ def test_invalid_evaluations_are_refused_before_workers_start(
     weights, test, train = str(world / "weights"), str(world / "test"), str(world / "train")
     cases: list[tuple[list[str], int, str]] = [
         ([weights, "micro_batch=3"], 64, "no data set to evaluate on"),
-        ([weights, test, "--protocol", "top1"], 64, "no such protocol; did you mean 'top-1'?"),
-        ([weights, test, "--protocol", "knn"], 78, "sets.test.train is missing: knn learn"),
+        ([weights, test, "--protocol", "top1"], 64, "did you mean 'top-1'?"),
+        ([weights, test, "--protocol", "knn"], 78, "sets.test.train is missing, but the training set is required by knn"),
         ([weights, str(tmp_path / "swapped")], 65, f"class 3 is '{DIGITS[3]}' and '{DIGITS[4]}'"),
         ([weights, test, f"train={tmp_path / 'swapped'}", "--protocol", "knn"], 65, "class 3 is"),
         (
@@ -475,9 +475,9 @@ def test_the_command_reads_the_weights_once_for_the_key(world: Path, tmp_path: P
     read: list[str] = []
     digest_of = any_weights.digest_of
 
-    def counted(path: str, say: Callable[[str], None]) -> str:
+    def counted(path: str, log: Callable[[str], None]) -> str:
         read.append(path)
-        return digest_of(path, say)
+        return digest_of(path, log)
 
     monkeypatch.setattr(any_weights, "digest_of", counted)
     monkeypatch.setattr("jobs.cluster_config.cores", lambda: 2)

@@ -81,7 +81,7 @@ def test_a_list_without_jobs_says_so(dashboard, capsys) -> None:
         if job.submission_id:
             client.delete_job(job.submission_id)
     assert main(["list"]) == 0
-    assert capsys.readouterr().out.startswith("no jobs: none was submitted since the cluster's head started; type ")
+    assert capsys.readouterr().out.startswith("no jobs since the cluster's head started; to submit one, type ")
 
 
 def test_job_is_found_by_its_run_followed_and_stopped_with_time_to_commit(dashboard, checkout, capsys) -> None:
@@ -321,7 +321,7 @@ def test_submit_wait_follows_a_live_job_and_ends_with_its_exit_code(tmp_path, mo
     monkeypatch.setattr(submission, "LOOK_EVERY_S", 0.1)
     assert main(["submit", "digits", f"run={run}", "--wait"]) == 65
     printed = capsys.readouterr().out
-    assert "job x-001 of this run is RUNNING since " in printed and printed.endswith("step 1\nstep 2\n")
+    assert "job x-001 already runs this recipe (RUNNING, started " in printed and printed.endswith("step 1\nstep 2\n")
 
 
 def test_submit_refuses_a_run_whose_driver_is_not_a_job(tmp_path, monkeypatch, capsys) -> None:

@@ -169,7 +169,7 @@ def test_an_npz_has_no_place_for_it_and_a_folder_of_ours_keeps_it(tmp_path, caps
         assert name in json.loads((tmp_path / folder / "provenance.json").read_text())["files"]
     assert main(["export", str(tmp_path / "again"), str(tmp_path / "out.npz"), "--format", "npz"]) == 0
     assert (
-        f"note     an .npz has no place for the preprocessing: tell its readers of {CROPPED}" in capsys.readouterr().out
+        f"note     an .npz cannot store the preprocessing; its users need to know {CROPPED}" in capsys.readouterr().out
     )
     file = tmp_path / "again" / name
     file.write_text(file.read_text().replace("256", "248"))

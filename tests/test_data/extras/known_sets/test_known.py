@@ -26,9 +26,9 @@ from tests.support.archives import packed, picture, write_folder
 
 def test_unknown_split_is_rejected_immediately(capsys):
     assert main(["pack", "pets", "/nowhere", "OUT", "--split", "validation"]) == 64
-    assert "source pets has the splits train, test; split is validation" in capsys.readouterr().err
+    assert "split is validation, but source pets has only the splits train, test" in capsys.readouterr().err
     assert main(["pack", "folder", "/nowhere", "OUT", "--partial"]) == 64
-    assert "partial is of known data sets; folder is none of them" in capsys.readouterr().err
+    assert "partial is only for known data sets, but source is folder" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------- Pets and Flowers
@@ -194,7 +194,7 @@ def test_pickled_or_damaged_cifar_and_parquet_without_bytes_are_rejected(tmp_pat
     for name, message in (
         ("python", "expected the binary version, cifar-10-binary.tar.gz"),
         ("odd", "batches.meta.txt: not UTF-8 at byte 3"),
-        ("beyond", "data_batch_1-00000 has label 200, and there are 10 class names"),
+        ("beyond", "data_batch_1-00000 has label 200, but there are 10 class names"),
     ):
         assert main(["pack", "cifar10", str(tmp_path / name), str(tmp_path / "OUT"), "--partial"]) == 65
         assert message in capsys.readouterr().err

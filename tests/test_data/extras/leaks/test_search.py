@@ -190,7 +190,7 @@ def test_full_disk_ends_the_command_with_a_reason(tmp_path, sets):
     script = f"mount -t tmpfs -o size=240k none {disk} && {shlex.join(command)} --output {disk}/leaks"
     done = subprocess.run([*IN_A_NAME_SPACE, "sh", "-c", script], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == ExitCode.IO and "No space left on device" in done.stderr, done.stderr
-    assert "signatures-" in done.stderr and "make room" in done.stderr
+    assert "signatures-" in done.stderr and "free some space" in done.stderr
 
 
 def sprite(number: int) -> np.ndarray:
@@ -338,7 +338,7 @@ def test_command_prints_how_to_exclude_the_leaks_of_each_training_set(tmp_path, 
     by_file = f"{last.tables}/t.index.json"
     words = ["--test", str(test.tables), "--output", str(tmp_path / "leaks"), "--workers", "1"]
     assert main(["leaks", f"{first.tables}/", str(clean.tables), by_file, *words]) == 0
-    advice = [line.split("jobs ")[1] for line in capsys.readouterr().out.splitlines() if "without them" in line]
+    advice = [line.split("jobs ")[1] for line in capsys.readouterr().out.splitlines() if "without the leaks" in line]
     assert advice == [
         f"subset {first.tables}/ --but {tmp_path}/leaks/leaks.json --output {first.tables}-clean",
         f"subset {by_file} --but {tmp_path}/leaks/leaks.json --output {last.tables}/t-clean",

@@ -43,7 +43,7 @@ def test_table_contains_ids_or_names(rows, names, labels, photos):
     [
         ("path,label\ndog/1.png,3\ncat/a.b.png,cat\n", "some labels are class ids"),
         ("file,class_id\n", "expected columns path and label, found"),
-        ("path,label\ndog/9.png,1\n", "there is no file"),
+        ("path,label\ndog/9.png,1\n", "does not exist"),
     ],
 )
 def test_invalid_table_is_rejected(text, message, photos):
