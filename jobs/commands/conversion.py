@@ -103,6 +103,9 @@ def import_foreign(
     preprocessing = any_weights.recorded_preprocessing(path)
     models.save(model, directory, writing=atomic_file, class_names=names, preprocessing=preprocessing)
     record = {"imported": str(Path(path).resolve()), "overrides": changes, "code": code_version()}
+    loss = any_weights.recorded_loss(path)
+    if loss is not None:
+        record["loss"] = loss
     artifacts.record_weights(Path(directory), record)
     report(model, path, names, preprocessing, verification)
     echo(f"written  {directory}")
@@ -136,6 +139,7 @@ def export(
     names = class_names(directory)
     config = model.config
     preprocessing = any_weights.recorded_preprocessing(directory)
+    loss = any_weights.recorded_loss(directory)
     if preprocess is not None:
         preprocessing = preprocessing_of(preprocess, config)
         height, width = config.image_size
@@ -149,7 +153,9 @@ def export(
         warnings.simplefilter("always")
         try:
             activity.now(f"export: writing {path} …")
-            models.save(model, path, format, writing=atomic_file, class_names=names, preprocessing=preprocessing)
+            models.save(
+                model, path, format, writing=atomic_file, class_names=names, preprocessing=preprocessing, loss=loss
+            )
         except ValueError as error:
             raise UsageError(f"{directory} cannot be exported as {format}: {error}") from None
 
@@ -162,6 +168,8 @@ def export(
     exported = load(path, changes)
     if format == "safetensors":
         record = {"exported": str(Path(directory).resolve()), "code": code_version()}
+        if loss is not None:
+            record["loss"] = loss
         artifacts.record_weights(Path(path), record)
     report(model, directory, names, preprocessing, verification)
     # 4. Report differences between the configs, and between the outputs for one random image.
@@ -185,6 +193,11 @@ def export(
         remarks.insert(0, f"an .npz cannot store the preprocessing; its users need to know {preprocessing.ops}")
     if names and format == "npz":
         remarks.insert(0, "an .npz cannot store class names")
+    if format == "hf" and config.classes > 1 and loss is None:
+        remarks.append(
+            "no record of whether sigmoid or softmax trained the head: transformers uses softmax; for sigmoid, set "
+            '"problem_type": "multi_label_classification" in config.json'
+        )
     for remark in remarks:
         echo(f"{label}  {remark}")
     echo(f"checked  read back; outputs for one random image differ by at most {largest:.1e}{verdict}")

@@ -183,12 +183,13 @@ def save(
     writing: Writing = nullcontext,
     class_names: Sequence[str] = (),
     preprocessing: Preprocessing | None = None,
+    loss: str | None = None,
 ) -> None:
     """Write the model so that readers of the format compute the same logits; ValueError if that is impossible.
 
     format: safetensors (our directory), npz (an official file, without class names and preprocessing), timm or hf
     (directories for these libraries). Without `preprocessing`, timm and hf get evaluation's default: squash the image
-    to the model's size.
+    to the model's size. `loss`, sigmoid or softmax, trained the head: hf stores it as `problem_type`.
     """
     path = Path(path)
     if format == "safetensors":
@@ -210,7 +211,7 @@ def save(
         tensors, described = timm.save(model.state_dict(), model.config, class_names, preprocessing)
         texts = {THEIR_CONFIG: described}
     else:
-        tensors, described = hf.save(model.state_dict(), model.config, class_names)
+        tensors, described = hf.save(model.state_dict(), model.config, class_names, loss)
         texts = {THEIR_PREPROCESSOR: json.dumps(preprocessing.for_hf(), indent=2) + "\n", THEIR_CONFIG: described}
     path.mkdir(parents=True, exist_ok=True)
     write_tensors(path / THEIR_WEIGHTS, tensors, writing)

@@ -201,3 +201,21 @@ def test_weights_with_nan_are_refused_and_nothing_is_written(command, ours, tmp_
     assert main(arguments) == 65
     assert "head.bias (1 of 5 values)" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "softmax", None])
+def test_problem_type_follows_the_loss_through_import_and_export(loss, ours, tmp_path, capsys):
+    if loss is not None:
+        artifacts.write_record(ours / "provenance.json", {"config": {"loss": loss}, "inputs": {}})
+    commands = [
+        ["export", str(ours), str(tmp_path / "copy"), "--format", "safetensors"],
+        ["export", str(tmp_path / "copy"), str(tmp_path / "hf"), "--format", "hf"],
+        ["import", str(tmp_path / "hf"), str(tmp_path / "again")],
+        ["export", str(tmp_path / "again"), str(tmp_path / "last"), "--format", "hf"],
+    ]
+    assert [main(command) for command in commands] == [0, 0, 0, 0]
+    out = capsys.readouterr().out
+    assert ("no record of whether sigmoid or softmax trained the head" in out) == (loss is None)
+    expected = {"sigmoid": "multi_label_classification", "softmax": "single_label_classification", None: None}[loss]
+    for folder in ("hf", "last"):
+        assert json.loads((tmp_path / folder / "config.json").read_text()).get("problem_type") == expected

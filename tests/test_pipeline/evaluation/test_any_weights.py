@@ -92,3 +92,40 @@ def test_weights_with_infinity_are_refused_for_evaluation(format, tmp_path):
     models.save(model, tmp_path, format)
     with pytest.raises(DataError, match=r"cannot load .*1 of \d+ tensors contain NaN or infinity: .*norm"):
         any_weights.load(str(tmp_path), {})
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "softmax"])
+def test_recorded_loss_is_that_of_the_stage_that_trained_the_head(loss, weights, tmp_path):
+    assert any_weights.recorded_loss(str(weights)) is None
+    # A trained stage, and a resize of its weights.
+    artifacts.write_record(weights / "provenance.json", {"config": {"loss": loss}, "inputs": {}})
+    digest = sha256(weights / "weights.safetensors")
+    artifacts.write_record(weights / "done.json", {"files": {"weights.safetensors": {"bytes": 1, "sha256": digest}}})
+    resized = tmp_path / "resized"
+    models.save(models.load(weights), resized)
+    init = {"path": str(weights), "digest": digest}
+    artifacts.write_record(resized / "provenance.json", {"config": {"image_size": 16}, "inputs": {"init": init}})
+    for path in (weights, weights / "weights.safetensors", resized):
+        assert any_weights.recorded_loss(str(path)) == loss
+    # Other weights have replaced the resized ones' source.
+    init["digest"] = "0" * 64
+    artifacts.write_record(resized / "provenance.json", {"config": {"image_size": 16}, "inputs": {"init": init}})
+    assert any_weights.recorded_loss(str(resized)) is None
+
+
+@pytest.mark.parametrize(
+    ("described", "loss"),
+    [
+        ({"problem_type": "multi_label_classification"}, "sigmoid"),
+        ({"problem_type": "single_label_classification"}, "softmax"),
+        ({"problem_type": "regression"}, None),
+        ({"problem_type": None}, None),
+        ({}, None),
+        ([], None),
+    ],
+)
+def test_loss_of_a_transformers_folder_is_its_problem_type(described, loss, tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"anything")
+    assert any_weights.recorded_loss(str(tmp_path)) is None
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    assert any_weights.recorded_loss(str(tmp_path)) == loss
