@@ -103,8 +103,7 @@ class Order:
             raise ValueError("the shards contain no samples; pack a data set first")
         if tail == "drop" and self.samples < batch_size:
             raise ValueError(
-                f"{self.samples:,} samples do not fill one batch of {batch_size:,}, and tail=drop leaves them out\n"
-                f"  expected {batch_size:,} samples or more\n  type data.tail=carry, or a smaller batch_size"
+                f"{self.samples:,} samples do not fill one batch of {batch_size:,}, and tail=drop excludes them"
             )
 
         self.samples_per_epoch = self.samples

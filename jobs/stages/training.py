@@ -285,7 +285,10 @@ class Training(StageKind):
             try:
                 training_order(cfg, sets)
             except ValueError as error:
-                raise ConfigError(f"{name}: {error}") from None
+                remedy = f"type {name}.data.tail=carry, or a smaller {name}.batch_size"
+                raise ConfigError(
+                    f"{name}: {error}\n  expected one batch or more from each data set\n  {remedy}"
+                ) from None
         evaluated = {f"{name}.data": (cfg.data.evaluate, None), f"{name}.probe": (cfg.probe.test, cfg.probe.train)}
         check_evaluated(evaluated, available)
 

@@ -163,8 +163,10 @@ def few_shot(inputs: Inputs, settings: FewShotConfig) -> Outcome:
                 f"(the smallest {images_of_class.min()}), so all images of these classes were used"
             )
             draws = len(outcome.shots[value])
-            if draws < len(settings.seeds):
-                note += f"; the {len(settings.seeds)} seeds picked {draws} different draw{'s' if draws > 1 else ''}"
+            if draws == 1 < len(settings.seeds):
+                note += f"; all {len(settings.seeds)} seeds picked the same images, which are one draw"
+            elif draws < len(settings.seeds):
+                note += f"; {len(settings.seeds)} seeds picked only {draws} different draws"
             outcome.notes[value] = note
     return outcome
 
