@@ -160,11 +160,11 @@ def few_shot(inputs: Inputs, settings: FewShotConfig) -> Outcome:
         if small_classes:
             note = (
                 f"{small_classes:,} of {len(images_of_class):,} classes have fewer than {count} training images "
-                f"(the smallest {images_of_class.min()}), so all images of these classes were used"
+                f"(the smallest {images_of_class.min()})"
             )
             draws = len(outcome.shots[value])
             if draws == 1 < len(settings.seeds):
-                note += f"; all {len(settings.seeds)} seeds picked the same images, which are one draw"
+                note += f"; all {len(settings.seeds)} seeds picked the same images: one draw"
             elif draws < len(settings.seeds):
                 note += f"; {len(settings.seeds)} seeds picked only {draws} different draws"
             outcome.notes[value] = note

@@ -124,7 +124,7 @@ def test_weights_without_a_model_and_invalid_indexes_are_missing_inputs(recipe, 
     models.save(models.build("mu/8", 16, 10), bare)
     (bare / "model.json").unlink()
     wrong = {
-        f"pretrain.init={bare}": f"pretrain.init: no model.json in {bare}, which tells the model of the weights",
+        f"pretrain.init={bare}": f"pretrain.init: {bare} has no model.json with the architecture of the weights",
         "resize.init=/nowhere": "resize.init: no weights.safetensors in /nowhere\n  give a folder that holds one",
         "pretrain.data.train=/etc/passwd": "pretrain.data.train: /etc/passwd is a file\n  expected a set's",
     }
