@@ -33,6 +33,8 @@ ROOT = Path(__file__).parents[3]
 PACKED = "shards={kind: pack, sets: {train: {source: digits}}}"
 MIXTURE = "pretrain.data={train: null, mixture: {a: {train: x, weight: 1}, b: {train: y, weight: 2}}}"
 
+LARGE = ("pretrain.batch_size=2048", "pretrain.micro_batch=512")
+
 
 def error_of(capsys) -> str:
     """Return the stderr of a command without the progress of `plan`."""
@@ -284,6 +286,13 @@ def test_an_interrupted_pack_stage_resumes_and_makes_the_same_data_set(tmp_path,
         (["finetune.init=@fewshot"], 78, "finetune.init is @fewshot, which has no weights"),
         (["pretrain.data.preprocess=foo"], 78, "preprocess: "),
         (["pretrain.data.lanes=0"], 78, "lanes is 0, expected 1 or more"),
+        (
+            ["pretrain.data.tail=drop", *LARGE],
+            78,
+            "1,442 samples do not fill one batch of 2,048, and tail=drop excludes",
+        ),
+        (["pretrain.optim.lr=1e-6"], 78, "pretrain.optim.lr 1e-06 is below pretrain.optim.schedule.end 1e-05"),
+        (["pretrain.mixup=0.8", "pretrain.micro_batch=1"], 78, "type micro_batch=2, or mixup=0"),
         (["pretrain.data.drop=[x.tar]"], 65, "data.drop: 0 shards are called x.tar"),
         (["cluster.workers=0"], 78, "workers is 0"),
         (["nonsense"], 78, "expected key=value"),
@@ -293,6 +302,24 @@ def test_invalid_recipes_are_refused_before_the_first_stage(recipe, capsys, over
     assert main(["run", str(recipe), *overrides]) == code
     assert message in capsys.readouterr().err
     assert not list((recipe.parent / "run").glob("*/checkpoints/step-*"))
+
+
+def test_mixture_whose_set_is_smaller_than_its_share_of_a_batch_is_refused_with_tail_drop(recipe, shards, capsys):
+    sets = f"a: {{train: {shards}/train, weight: 1}}, b: {{train: {shards}/test, weight: 1}}"
+    words = ["run", str(recipe), "pretrain.batch_size=1024", "pretrain.micro_batch=512"]
+    words.append(f"pretrain.data={{train: null, evaluate: null, tail: drop, mixture: {{{sets}}}}}")
+    assert main(words) == 78
+    # Half of the batch is larger than the 355 test images.
+    assert "pretrain: 355 samples do not fill one batch of 512, and tail=drop" in capsys.readouterr().err
+    assert not list((recipe.parent / "run").glob("pretrain-*/attempts/*"))
+
+
+def test_warm_up_as_long_as_the_stage_is_reported(recipe, capsys):
+    words = ["plan", str(recipe), "finetune.optim.schedule.warmup_steps=4", "pretrain.steps=6"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "finetune: the warm-up is as long as the stage, 4 steps, so the learning rate ends at 75% of optim.lr" in out
+    assert "pretrain: the warm-up is as long" not in out
 
 
 @pytest.mark.parametrize(
