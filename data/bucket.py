@@ -1,21 +1,21 @@
-"""A run in an object store (`s3:// gs:// az://`): the form of `data.storage.Storage` for nodes without a shared folder.
+"""The storage of a run in an object store (`s3:// gs:// az://`), for nodes without a shared folder.
 
-It relies on three things, which S3, Google's and Azure's store promise:
-1. an object appears whole or not at all, however its upload ends;
-2. who lists or reads after a put has ended sees it;
-3. of all who create one name, one succeeds: `If-None-Match: *` on S3 and Azure, `ifGenerationMatch=0` on Google's.
-The third is asked of the store itself (`check_exclusive_create`), because some that speak S3's protocol ignore it.
+It relies on three guarantees of S3, Google Cloud Storage and Azure:
+1. an object appears completely or not at all, however its upload ends;
+2. a list or read after a completed put sees the object;
+3. if several clients create one name, exactly one succeeds: `If-None-Match: *` on S3 and Azure, `ifGenerationMatch=0`
+   on Google. `check_exclusive_create` tests this, because some stores that speak S3's protocol ignore the condition.
 
-In the folder of its sets; every name holds the attempt, so that no two attempts share one:
-    step-0000001200-000007/    published: MANIFEST.json is there, created last, and no marker; else staged, or died
+The folder of sets; every name includes the attempt, so two attempts never share one:
+    step-0000001200-000007/    published if it has a MANIFEST.json, created last, and no marker; else staged or dead
         MANIFEST.json
-        REFUSED.json             a marker: set aside; never tried, never deleted by us
-        SWEPT.json               a marker: its attempt ended amid the save; nothing but two small objects is left
-No owner that was frozen before it created the manifest can publish: a newer attempt, before it looks for a set, creates
-the MANIFEST.json of every set that has none (`sweep`), and a name is created once.
+        REFUSED.json             marker: set aside; never tried again, never deleted by us
+        SWEPT.json               marker: its attempt ended during the save; only two small objects remain
+An owner that was suspended before it created the manifest cannot publish later: before a newer attempt looks for a set,
+it creates the missing MANIFEST.json of every unpublished set (`sweep`), and each name can be created only once.
 
-Every request is made again when it fails (`data.remote.urls.Retry`); what never succeeds is a StorageError that names
-the address. Credentials come from the environment, as those for remote shards do.
+Every failed request is retried (`data.remote.urls.Retry`); if all retries fail, a StorageError names the address.
+Credentials come from the environment, as for remote shards.
 """
 
 import hashlib
@@ -38,25 +38,25 @@ from data.remote.urls import CLIENTS, Retry, client, forget_credentials, read_ra
 Answer = TypeVar("Answer")
 Value = TypeVar("Value")
 
-ATTEMPTS = 10  # to have one request answered: about a minute of a store that refuses at once
-DISCARD_ATTEMPTS = 3  # of a request: the save has failed already, perhaps because the store is gone
-LAST_ATTEMPTS = 3  # of a request when the command ends: a store that is gone must not hold it up for minutes
-BACKOFF_S = 0.5  # before the second attempt, at most; doubled each time
-TIMEOUT_S = 30.0  # of silence, after which a request is given up
-PIECE = 16 << 20  # bytes of one request of `fetch`: what a broken answer costs at most
-AT_ONCE = 8  # requests of `each`
+ATTEMPTS = 10  # per request: about a minute if the store rejects each at once
+DISCARD_ATTEMPTS = 3  # per request: the save has already failed, perhaps because the store is unreachable
+LAST_ATTEMPTS = 3  # per request when the command ends: an unreachable store must not delay it by minutes
+BACKOFF_S = 0.5  # longest pause before the second attempt; doubled each time
+TIMEOUT_S = 30.0  # of silence, after which a request fails
+PIECE = 16 << 20  # bytes per request of `fetch`, which limits what a broken response costs
+AT_ONCE = 8  # parallel requests of `each`
 REFUSED = "REFUSED.json"
 SWEPT = "SWEPT.json"
-FETCHING = "fetching.lock"  # of the local folder of a stage's sets
+FETCHING = "fetching.lock"  # in the local folder of a stage's sets
 
-# A client's connections belong to the process that opened them: a fork that used them would hang.
+# A forked process must open new connections: using those of its parent would hang.
 os.register_at_fork(after_in_child=forget_credentials)
 
 
 class Bucket:
-    """Keeps the files of one run below a URL; `local` is scratch of this node, and may be empty at any start.
+    """A run's files below a URL; `local` is scratch space of this node and may be empty at any start.
 
-    The methods that `Folder` has too keep the contract that stands there.
+    `Folder` documents the methods that both classes have.
     """
 
     is_shared: Literal[False] = False
@@ -75,9 +75,9 @@ class Bucket:
         return redacted(f"{self.url}/{name}".rstrip("/"))
 
     def request(self, name: str, question: Callable[[Any, str], Answer]) -> Answer:
-        """Return what `question(client, path)` answers in one of the attempts.
+        """Return the result of `question(client, path)`, with retries.
 
-        Raises FileNotFoundError, DataError and StorageError, as `Retry.patiently` does.
+        Raises FileNotFoundError, DataError and StorageError, like `Retry.patiently`.
         """
         path = f"{self.path}/{name}".rstrip("/")
         return self.retry.patiently(self.address(name), lambda: question(client(self.scheme, TIMEOUT_S), path))
@@ -91,7 +91,7 @@ class Bucket:
             except FileExistsError:
                 return False
             except OSError as error:
-                # MinIO does not name the condition that failed, without which s3fs takes the refusal for an error.
+                # MinIO does not name the failed condition, so s3fs reports its refusal as an ordinary error.
                 response = getattr(error.__cause__, "response", None) or {}
                 if response.get("Error", {}).get("Code") in ("PreconditionFailed", "412"):
                     return False
@@ -100,17 +100,17 @@ class Bucket:
 
         if self.request(name, create):
             return True
-        # A request whose answer was lost may have created it, and then it was refused to the next one.
+        # A request may have created the file although its response was lost; the retry was then refused.
         return self.read(name) == content
 
     def check_exclusive_create(self, name: str) -> None:
-        self.create_once(name, b'{"for": "a test whether this store creates a name once"}')
+        self.create_once(name, b'{"for": "a test that this store creates a name only once"}')
         is_created_twice = self.create_once(name, b'{"for": "a second object of this name, which must be refused"}')
         if is_created_twice:
             raise StorageError(
-                f"{self.url}: the store lets a second object take the place of one that was to be created\n"
+                f"{self.url}: the store replaced an existing object although the request forbade it\n"
                 "  expected a store with conditional writes (If-None-Match: * on S3), which keep two owners apart\n"
-                "  give the run another store, or a folder: run=/elsewhere"
+                "  use another store, or a folder: run=/elsewhere"
             )
 
     def limit_retries(self) -> None:
@@ -135,7 +135,7 @@ class Bucket:
             return {}
         sizes = {}
         for path, entry in sorted(entries.items()):
-            # The consoles of some stores leave an empty object that stands for a folder.
+            # The consoles of some stores create an empty object as a folder.
             if entry.get("type") != "directory" and not path.endswith("/"):
                 sizes[path.removeprefix(f"{self.path}/")] = entry["size"]
         return sizes
@@ -147,16 +147,16 @@ class Bucket:
 
         each(names, delete_one)
 
-    # ------------------------------------------------------------------------ files of the local folder
+    # ------------------------------------------------------------------------ copies in the local folder
 
     def put_file(self, name: str, file: Path) -> None:
-        """Put a local file whole; a large one goes up in parts, which the store joins when the last has come."""
+        """Upload a local file atomically; large files are uploaded in parts, which the store joins at the end."""
         self.request(name, lambda client, path: client.put_file(str(file), path))
 
     def fetch(self, name: str, file: Path, size: int) -> None:
-        """Bring an object of `size` bytes into a local file, piece by piece; the file appears when it is whole.
+        """Download an object of `size` bytes to a local file, in pieces; the file appears when it is complete.
 
-        Raises FileNotFoundError where there is no such object, StorageError, OSError of the local disk.
+        Raises FileNotFoundError if the object does not exist, StorageError, and OSError of the local disk.
         """
         with atomic_file(file) as temporary, open(temporary, "wb") as local:
             while local.tell() < size:
@@ -164,7 +164,7 @@ class Bucket:
                 local.write(self.read_range(name, start, min(start + PIECE, size)))
 
     def read_range(self, name: str, start: int, stop: int) -> bytes:
-        """Return bytes start … stop−1 of an object, or the first of them."""
+        """Return bytes start … stop−1 of an object; possibly only the first of them."""
         ask = partial(read_range, f"{self.url}/{name}", start, stop, TIMEOUT_S)
         return self.retry.patiently(self.address(name), ask)
 
@@ -177,10 +177,10 @@ class Bucket:
         if has_bytes(path, size, sha256):
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Under a temporary name, because the driver sends whatever changes in the run's folder, over the good one too.
+        # Use a temporary name: the driver uploads every changed file of the run, which would replace a good object.
         temporary = temporary_name(path)
         try:
-            # Where the transfer was at fault, a second one is right.
+            # If the transfer corrupted the first copy, a second one is correct.
             for _ in range(2):
                 self.fetch(name, temporary, size)
                 if has_bytes(temporary, size, sha256):
@@ -190,7 +190,7 @@ class Bucket:
             temporary.unlink(missing_ok=True)
         raise CheckpointError(
             f"{self.address(name)} has changed: fetched twice, its sha256 is not that of its record\n"
-            "  bring the object back from a copy, then run the same command again"
+            "  restore the object from a copy, then run the same command again"
         )
 
     # ------------------------------------------------------------------------ sets
@@ -199,7 +199,7 @@ class Bucket:
         return f"{folder}/{name}-{attempt:06d}"
 
     def write(self, name: str, content: memoryview) -> None:
-        # By way of the local disk, because the stores' clients put large files in parts, and large bytes in a copy.
+        # Write to the local disk first: clients upload large files in parts, but copy large bytes objects in memory.
         path = self.local / name
         local = path.parent.with_name(f".tmp-{path.parent.name}-{path.name}")
         try:
@@ -213,16 +213,16 @@ class Bucket:
         return self.create_once(f"{self.staging_name(folder, name, attempt)}/{MANIFEST}", manifest)
 
     def discard(self, folder: str, name: str, attempt: int) -> None:
-        # A client of its own: a deletion of old sets may be asking this one, and keeps its patience.
-        brief = Bucket(self.url, self.local, DISCARD_ATTEMPTS)
+        # A separate object: another thread may be deleting old sets with this one, which must keep its retries.
+        impatient = Bucket(self.url, self.local, DISCARD_ATTEMPTS)
         with suppress(StorageError, OSError):
-            files = brief.list(self.staging_name(folder, name, attempt))
-            # Else the same step was saved before, and published: only the answer was lost.
+            files = impatient.list(self.staging_name(folder, name, attempt))
+            # With a manifest, this set was published by an earlier save whose response was lost: keep it.
             if not any(file.endswith(f"/{MANIFEST}") for file in files):
-                brief.delete(files)
+                impatient.delete(files)
 
     def files_of_sets(self, folder: str) -> dict[str, set[str]]:
-        """Return the names of the files of every set, published or not, by the name of the set."""
+        """Return {set name: file names} of every set, published or not."""
         sets: dict[str, set[str]] = {}
         for path in self.list(folder):
             *_, name, file = path.split("/")
@@ -238,7 +238,7 @@ class Bucket:
         return sorted(names, reverse=True)
 
     def unpublished(self, folder: str) -> Sequence[str]:
-        # Under the names that they have on a disk.
+        # Use the same names as in a folder.
         names = []
         for name, files in sorted(self.files_of_sets(folder).items()):
             if REFUSED in files:
@@ -255,16 +255,16 @@ class Bucket:
             file, size = file_and_size
             self.fetch(file, self.local / file, size)
 
-        # The scratch of two nodes may be one folder, such as a home on NFS.
+        # Two nodes may share their scratch space, such as a home folder on NFS.
         with locked(local / FETCHING):
-            # The store has all that counts: copies of other sets, and what is left of saves, only take room.
+            # The store holds everything that matters: delete local copies of other sets, and remains of saves.
             for path in local.iterdir():
                 if path.is_dir() and (path.name != name or anew):
                     shutil.rmtree(path, ignore_errors=True)
                 elif path.is_file() and path.name != FETCHING:
                     path.unlink(missing_ok=True)
             for is_second in (False, True):
-                # The files that are not here in their size.
+                # Fetch files that are missing locally or have another size.
                 missing = []
                 (local / name).mkdir(exist_ok=True)
                 for file, size in self.list(f"{folder}/{name}").items():
@@ -276,7 +276,7 @@ class Bucket:
                     check(local / name)
                     break
                 except CheckpointError:
-                    # The copy may be at fault: the transfer, or a disk that has lost it since. A second one tells.
+                    # The copy may be damaged by the transfer or the disk. Only a second bad copy proves the set bad.
                     if is_second:
                         raise
                     shutil.rmtree(local / name, ignore_errors=True)
@@ -289,7 +289,7 @@ class Bucket:
 
     def delete_set(self, folder: str, name: str) -> None:
         files = self.list(f"{folder}/{name}")
-        # Without a manifest it is none: what is left when this is interrupted is swept by a later attempt.
+        # Without a manifest it is no longer a set; if this is interrupted, a later attempt sweeps the remains.
         self.delete([f"{folder}/{name}/{MANIFEST}"])
         self.delete(files)
 
@@ -298,11 +298,11 @@ class Bucket:
         for name, files in self.files_of_sets(folder).items():
             is_set = MANIFEST in files and SWEPT not in files
             is_swept = files == {MANIFEST, SWEPT}
-            # A set that was copied here from a folder has no attempt in its name.
+            # A set copied here from a folder may have no attempt in its name.
             _, _, its_attempt = name.removeprefix("step-").partition("-")
             if int(its_attempt or 0) >= attempt or REFUSED in files or is_set or is_swept:
                 continue
-            # From here on its owner, should it wake up, cannot create it. Where it was faster, this is a set.
+            # From here on its owner cannot publish, even if it wakes up. If its owner was faster, this is a set.
             if MANIFEST not in files and not self.create_once(f"{folder}/{name}/{MANIFEST}", reason):
                 continue
             self.put(f"{folder}/{name}/{SWEPT}", reason)
@@ -310,14 +310,14 @@ class Bucket:
 
 
 def each(values: Iterable[Value], act: Callable[[Value], None]) -> None:
-    """Call a function with each of the values, several at once; raises the first error when all have ended."""
+    """Call `act` with each value in several threads; after all have ended, raise the first error."""
     with ThreadPoolExecutor(AT_ONCE) as threads:
         for future in [threads.submit(act, value) for value in values]:
             future.result()
 
 
 def has_bytes(path: Path, size: int, sha256: str) -> bool:
-    """Return whether there is a file of this size and digest."""
+    """Return whether a file exists with this size and sha256."""
     if not path.is_file() or path.stat().st_size != size:
         return False
     with path_in_errors(path), open(path, "rb") as file:
@@ -325,12 +325,12 @@ def has_bytes(path: Path, size: int, sha256: str) -> bool:
 
 
 def local_name(url: str) -> str:
-    """Return what a folder of this node for the files of a run in a store is called."""
+    """Return a folder name on this node for the files of a run in an object store."""
     return f"{url.rpartition('/')[2]}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"
 
 
 def check_store_url(url: str) -> str:
-    """Return the URL of a run in its one spelling. Raises ConfigError unless it names a folder in a bucket."""
+    """Return the normalised URL of a run. Raises ConfigError unless it names a folder in a bucket."""
     parts = urlsplit(url)
     if parts.scheme not in CLIENTS:
         schemes = ", ".join(f"{scheme}://" for scheme in CLIENTS)
@@ -341,7 +341,7 @@ def check_store_url(url: str) -> str:
     is_plain = not (parts.query or parts.fragment or "@" in parts.netloc)
     if not (parts.netloc and is_plain) or not all(name not in ("", ".", "..") for name in names):
         raise ConfigError(
-            f"run is {redacted(url)}, expected a bucket and a folder in it, and nothing else\n"
+            f"run is {redacted(url)}, expected only a bucket and a folder in it\n"
             f"  type run={parts.scheme}://BUCKET/NAME; credentials come from the environment (docs/storage.md)"
         )
     return f"{parts.scheme}://{parts.netloc}/{'/'.join(names)}"

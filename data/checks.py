@@ -1,9 +1,8 @@
-"""Checks that configs and commands share, and how a name that somebody else gave is printed.
+"""Checks that configs and commands share, and safe printing of names from outside.
 
-Names become folders and files, so `check_name` lets only letters, digits, `.`, `_` and `-` through. Names inside tars
-and folders are other people's: they are taken as they are, and `printable` shows them without letting them act on the
-terminal. Numbers of configs are checked by `at_least` and `more_than_0`, which NaN, infinity, true and false never
-pass.
+Names from recipes become folders and files, so `check_name` allows only letters, digits, `.`, `_` and `-`. Names inside
+tars and folders may contain anything: they are used unchanged, and `printable` escapes them for the terminal.
+`at_least` and `more_than_0` check the numbers of a config; they reject NaN, infinity, true and false.
 """
 
 import math
@@ -16,19 +15,19 @@ from data.errors import ConfigError
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
-def check_name(name: object, what: str, way_out: str) -> None:
-    """Raise ConfigError unless `name` can name a file or folder; `what` says of what it is, `way_out` what to type."""
+def check_name(name: object, what: str, remedy: str) -> None:
+    """Raise ConfigError unless `name` can name a file; the message begins with `what` and ends with `remedy`."""
     is_name = isinstance(name, str) and NAME.fullmatch(name) is not None and name not in (".", "..")
     if not is_name:
         raise ConfigError(
             f"{what} is called {name!r}\n"
             "  expected 1 to 64 of the characters A-Z a-z 0-9 . _ - and neither . nor .. alone\n"
-            f"  {way_out}"
+            f"  {remedy}"
         )
 
 
 def printable(text: str) -> str:
-    r"""Return a text with everything that a terminal would act on written as an escape: `\x1b[2J`, `\n`, `\u202e`."""
+    r"""Escape every character that could control a terminal: `\x1b[2J`, `\n`, `\u202e`."""
     if text.isprintable():
         return text
     shown = ""
@@ -38,12 +37,12 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """Return a text of several lines with each of them `printable`."""
+    """Escape each line of a text by `printable`; line breaks stay."""
     return "\n".join(map(printable, text.split("\n")))
 
 
 def redacted(url: str) -> str:
-    """Return the URL without user, password, query and fragment, any of which may be a secret."""
+    """Return the URL without user, password, query and fragment, because each may contain a secret."""
     parts = urlsplit(url)
     if not parts.scheme:
         return url
@@ -52,12 +51,12 @@ def redacted(url: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return a text of several lines as one."""
+    """Join the lines of a text by semicolons."""
     return "; ".join(map(str.strip, text.splitlines()))
 
 
 def few(texts: Sequence[str], most: int = 4, more: str = " and {} more") -> str:
-    """Return the first of many texts with commas between, and how many `more` there are."""
+    """Join the first `most` texts by commas; append how many `more` there are."""
     line = ", ".join(texts[:most])
     if len(texts) > most:
         line += more.format(len(texts) - most)
@@ -65,9 +64,9 @@ def few(texts: Sequence[str], most: int = 4, more: str = " and {} more") -> str:
 
 
 def at_least(config: object, least: int, names: str, section: str = "") -> None:
-    """Raise ConfigError where one of these fields is a number below `least`, infinite or NaN; None passes.
+    """Raise ConfigError if a field of `config` is below `least`, infinite or NaN; None is allowed.
 
-    `names` has spaces between; `section` stands before a name in the message: "data." for data.timeout_s.
+    `names` lists the fields, separated by spaces. `section` is a prefix for the message: "data." for data.timeout_s.
     """
     for name in names.split():
         value = getattr(config, name)
@@ -76,7 +75,7 @@ def at_least(config: object, least: int, names: str, section: str = "") -> None:
 
 
 def more_than_0(config: object, names: str, section: str = "") -> None:
-    """Raise ConfigError where one of these fields is 0 or less, infinite or NaN; otherwise as `at_least`."""
+    """Raise ConfigError if a field of `config` is 0 or less, infinite or NaN; arguments as in `at_least`."""
     for name in names.split():
         value = getattr(config, name)
         if value is not None and (isinstance(value, bool) or not 0 < value < math.inf):

@@ -1,29 +1,29 @@
-"""A decoding process: takes tasks from its loader, writes pixels into memory they share, answers what it did.
+"""A decoding process: receives tasks from its loader and writes decoded pixels into memory that both share.
 
-What becomes of a task:
+How a task is processed:
 
-1. The loader sends (task, offset): the slots to decode, and where in the shared memory the result belongs.
-2. The order says which samples sit in these slots. The global batch is computed once for all tasks of its step.
-3. For every slot, the reader gives the sample's bytes. A key made of the seed and the sample's id (epoch, shard,
-   sample) gives its random numbers: crop, flip and distortion are the same whichever process decodes it.
+1. The loader sends (task, offset): the slots to decode, and the offset of the result in shared memory.
+2. The order tells which samples belong to these slots. A global batch is computed once for all tasks of its step.
+3. For every slot, the reader returns the bytes of the sample. The random numbers for crop, flip and distortion come
+   from a key of the seed and the sample's id (epoch, shard, sample), so they do not depend on the process.
 4. The pixels, labels and ids are written into the row of the slot.
-5. A bad sample is replaced by the next ones of its lane until one is good; each bad one is named in the answer.
-6. The answer, `Done`, goes back through the pipe: the bad samples, and where the time went.
+5. A bad sample is replaced by the next good one of its lane. The result names every bad sample.
+6. The result, `Done`, goes back through the pipe: the bad samples, and the time spent reading and decoding.
 
-    DecodeTask(step=7, first=12, stop=16) with two labels a sample at most and images of 224 pixels fills
+    DecodeTask(step=7, first=12, stop=16), with up to two labels per sample and images of 224 pixels, fills
     images (4, 224, 224, 3), labels [[3, −1], [17, 4], …] and ids [[0, 21, 508], [0, 21, 77], …],
-    and is answered by Done(bad=(BadSample("train-000021.tar", "n0144", "truncated"),), storage_s=0.002, decode_s=0.05)
+    and returns Done(bad=(BadSample("train-000021.tar", "n0144", "truncated"),), storage_s=0.002, decode_s=0.05)
 
-The process is `python -m data.decoder CONNECTION MEMORY`, two inherited file descriptors. It imports no torch, holds
-nothing that needs cleaning up, and ends when its loader does. The loader has a `DecoderProcess` for it:
+The process runs `python -m data.decoder CONNECTION MEMORY` with two inherited file descriptors. It does not import
+torch, holds nothing that needs cleaning up, and ends when its loader ends. The loader controls it by `DecoderProcess`:
 
-1. `start` runs it, with one end of a socket pair and a piece of anonymous memory.
-2. `brief` sends it the decoder: index, order, sizes, seed.
-3. `give` sends it a task and one of the places of its memory that are free.
-4. `answer` waits for the oldest task. Where the process dies, or says nothing for `timeout_s`, a new one is started, is
-   given all pending tasks and writes them into the same places; after four processes it gives up with DataError.
-5. `lend` gives the arrays of that task, without copying them. Their place is free again when nobody holds them.
-6. `end` kills it. The kernel frees the memory with the last user of it.
+1. `start` starts the process with one end of a socket pair and a piece of anonymous memory.
+2. `send_decoder` sends the decoder: index, order, sizes, seed.
+3. `submit` sends a task and a free place in the shared memory.
+4. `result` waits for the oldest task. If the process dies or is silent for `timeout_s`, a new process takes over all
+   pending tasks and writes them to the same places. After four processes, `result` raises DataError.
+5. `arrays_at` returns the arrays of that task without a copy. Their place is free again once nobody references them.
+6. `close` kills the process. The kernel frees the memory after its last user.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ from data.index.index import Index
 from data.order import Mixture, Order
 from data.shards.reader import ShardReader, read_labels
 
-# b samples of a micro-batch, L labels of a sample at most, S image side
+# b samples per micro-batch, L labels per sample at most, S image side
 
-MAX_REPLACEMENTS = 100  # bad samples in a row before the set is taken for unusable
-MOST_PIXELS = 1 << 22  # of an image that is left encoded: 12 MB each once decoded
-SEED_DOMAIN = 1  # keeps augmentation's draws apart from the order's
-RESTARTS = 3  # times that one micro-batch may cost a process its life
-MEASURED = 128  # images that are decoded to tell how fast it goes
-PAGE = 4096  # bytes; every micro-batch begins on a page of its own
+MAX_REPLACEMENTS = 100  # consecutive bad samples after which the set counts as unusable
+MOST_PIXELS = 1 << 22  # of an image left encoded for the GPU: 12 MB after decoding
+SEED_DOMAIN = 1  # keeps augmentation's random numbers separate from the order's
+RESTARTS = 3  # of the process for a single micro-batch
+MEASURED = 128  # images decoded to measure the speed
+PAGE = 4096  # bytes; every micro-batch begins on a new page
 
 
 class DecodeTask(NamedTuple):
@@ -78,7 +78,7 @@ class DecodeTask(NamedTuple):
 
 @dataclass(frozen=True)
 class BadSample:
-    """A sample that was replaced, and why."""
+    """A sample that was replaced, and the reason."""
 
     shard: str
     key: str
@@ -86,7 +86,7 @@ class BadSample:
 
 
 class Arrays(NamedTuple):
-    """The arrays of one micro-batch, somewhere in memory."""
+    """The arrays of one micro-batch; views of the memory that holds it."""
 
     images: np.ndarray  # (b, S, S, 3) uint8
     labels: np.ndarray  # (b, L) int64, padded with −1
@@ -95,7 +95,7 @@ class Arrays(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """How the arrays of one micro-batch of b samples lie in memory: ids, labels, images, end to end."""
+    """The memory layout of a micro-batch of b samples: ids, labels and images, one after the other."""
 
     b: int
     image_size: int
@@ -103,15 +103,15 @@ class BatchLayout:
 
     @property
     def bytes(self) -> int:
-        """The memory that one micro-batch takes, in whole pages."""
+        """The size of one micro-batch, rounded up to whole pages."""
         image_bytes = self.image_size**2 * 3
         size = self.b * (image_bytes + 8 * self.max_labels + 8 * 3)
         return -(-size // PAGE) * PAGE
 
     def arrays(self, memory: mmap | bytearray | np.ndarray, offset: int = 0) -> Arrays:
-        """Return the arrays of the micro-batch that begins at `offset` of some memory."""
+        """Return the arrays of the micro-batch at `offset` in the given memory."""
         side = self.image_size
-        # The int64 arrays come first: they begin at multiples of 8 there, and bytes may begin anywhere.
+        # The int64 arrays come first, so that they are aligned to 8 bytes; images need no alignment.
         ids = np.ndarray((self.b, 3), np.int64, memory, offset)
         offset += ids.nbytes
         labels = np.ndarray((self.b, self.max_labels), np.int64, memory, offset)
@@ -122,17 +122,17 @@ class BatchLayout:
 
 @dataclass(frozen=True)
 class Done:
-    """The answer to a task: the bad samples, and where this process spent its time; the pixels are in the arrays."""
+    """The result of a task: the bad samples, and the seconds spent on storage and decoding."""
 
     bad: tuple[BadSample, ...]
     storage_s: float
     decode_s: float
-    encoded: tuple[Encoded, ...] = ()  # rows that hold a JPEG, with `decode: gpu`
-    given_up: str = ""  # why samples are no longer read by range, if so (data.remote.ranges)
+    encoded: tuple[Encoded, ...] = ()  # rows that hold a JPEG instead of pixels, with `decode: gpu`
+    given_up: str = ""  # why samples are no longer read by range; "" if they are (data.remote.ranges)
 
 
 class Decoder:
-    """Turns a task into a micro-batch: a pure function, whichever process runs it."""
+    """Decodes the micro-batch of a task; the result depends only on the constructor's arguments and the task."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class Decoder:
         cfg: AugmentConfig,
         seed: int,
         reader: ShardReader,
-        leave_encoded: bool = False,  # JPEGs stay as they are, for the GPU
+        leave_encoded: bool = False,  # leave JPEGs encoded, for decoding on the GPU
     ):
         self.index = index
         self.order = order
@@ -151,16 +151,16 @@ class Decoder:
         self.seed = seed
         self.reader = reader
         self.leave_encoded = leave_encoded
-        # The last global batch asked for, which the other micro-batches of its step will ask for too.
+        # The most recent global batch; the other micro-batches of its step need it too.
         self.step = -1
         self.ids = np.empty((0, 3), np.int64)
-        # Of the task at hand.
+        # State of the current task.
         self.storage_s = 0.0
         self.encoded: list[Encoded] = []
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the decoder for another process, where the order takes the shards' sizes from the index."""
-        # Those of a large set are mapped memory that processes share; pickled, each process would have a copy.
+        """Return the state for another process, without the shard sizes, which the index contains."""
+        # Shard sizes of a large set are mapped memory that all processes share; pickling would copy them.
         return self.__dict__ | {"order": self.order.without_sizes()}
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -168,31 +168,31 @@ class Decoder:
         self.order.with_sizes(self.index.shard_samples)
 
     def run(self, task: DecodeTask, arrays: Arrays) -> Done:
-        """Fill the arrays' first rows; bad samples are replaced by the next good ones of their lanes.
+        """Fill the first rows of the arrays; replace each bad sample by the next good one of its lane.
 
-        Raises DataError where a hundred in a row are bad, and what the reader raises.
+        Raises DataError after 100 consecutive bad samples, and all errors of the reader.
         """
         start = perf_counter()
         self.storage_s = 0.0
         self.encoded = []
-        # The global batch is computed whole (0.6 ms for 4,096 slots, docs/design/order.md) and kept for the other tasks
-        # of its step.
+        # Compute the whole global batch (0.6 ms for 4,096 slots, docs/design/order.md) and keep it for the other tasks
+        # of this step.
         if task.step != self.step:
             self.step = task.step
             self.ids = np.stack(self.order.batch(task.step), 1)
         rows = task.stop - task.first
         arrays.ids[:rows] = self.ids[task.first : task.stop]
 
-        # All of the task at once, because each takes the time of a request.
+        # Request all samples at once, because each request waits for the store.
         self.reader.expect(arrays.ids[:rows, 1:])
-        keys = key_of(SEED_DOMAIN, self.seed, *arrays.ids[:rows].T)  # (rows,) what augmentation is drawn from
+        keys = key_of(SEED_DOMAIN, self.seed, *arrays.ids[:rows].T)  # (rows,) keys of augmentation's random numbers
         bad: list[BadSample] = []
         for row in range(rows):
-            # The slot's own sample, or the first good one of those that replace it.
+            # Try the slot's own sample, then its replacements.
             for attempt in range(MAX_REPLACEMENTS):
                 if attempt > 0:
-                    # The id says which sample the row really holds. Crop and flip are drawn from that sample's own
-                    # key: they do not depend on the slot that it fills.
+                    # Record the id of the replacement. Crop and flip use the replacement's own key, so they do not
+                    # depend on the slot.
                     arrays.ids[row] = self.order.replacement(task.step, task.first + row, attempt)
                     keys[row : row + 1] = key_of(SEED_DOMAIN, self.seed, *arrays.ids[row])
                 problem = self.fill(row, int(keys[row]), arrays)
@@ -203,16 +203,16 @@ class Decoder:
                 raise DataError(
                     f"{MAX_REPLACEMENTS} bad samples in a row, the last {printable(bad[-1].key)} of "
                     f"{bad[-1].shard}: {bad[-1].reason}\n"
-                    f"  python -m jobs data check {shlex.quote(str(self.index.tables))} lists them"
+                    f"  to list them, type python -m jobs data check {shlex.quote(str(self.index.tables))}"
                 )
         decode_s = perf_counter() - start - self.storage_s
         return Done(tuple(bad), self.storage_s, decode_s, tuple(self.encoded), self.reader.given_up)
 
     def fill(self, row: int, key: int, arrays: Arrays) -> BadSample | None:
-        """Read and decode the sample that a row's id names; returns what is wrong with it, if anything is."""
+        """Read and decode the sample of a row; return the reason if the sample is bad, else None."""
         _, shard, sample = arrays.ids[row].tolist()
-        # Reading is timed apart from decoding, so that a slow step can be put down to the one or the other. What the
-        # reader raises is not caught: a shard that is missing or not the one that was indexed ends the run.
+        # Time reading separately from decoding, to attribute slow steps. Errors of the reader propagate: a missing or
+        # changed shard ends the run.
         start = perf_counter()
         name, encoded, raw_labels = self.reader.read(shard, sample)
         self.storage_s += perf_counter() - start
@@ -224,43 +224,43 @@ class Decoder:
                 labels = read_labels(raw_labels, self.index, self.layout.max_labels)
             is_left_encoded = False
             if self.leave_encoded:
-                # The row of shared memory bounds what may be left encoded; grey and CMYK are decoded here, as are
-                # images that would take much of the GPU's memory.
+                # The encoded bytes must fit into the row of shared memory. Grey, CMYK and large images are decoded
+                # here; large ones would take too much GPU memory.
                 header = read_header(encoded)
                 is_usual = header.kind == "jpeg" and header.channels == 3
                 is_small = header.height * header.width <= MOST_PIXELS and len(encoded) <= image.nbytes
                 is_left_encoded = is_usual and is_small
             if is_left_encoded:
                 image.reshape(-1)[: len(encoded)] = np.frombuffer(encoded, np.uint8)
-                # The same draws as in `augment`: the crop does not depend on who decodes.
+                # The same random numbers as in `augment`, so CPU and GPU decoding crop identically.
                 box, flip = draw(header, Draws(key), self.cfg)
                 self.encoded.append(Encoded(row, len(encoded), (header.height, header.width), box, flip))
             else:
                 augment(encoded, self.layout.image_size, Draws(key), self.cfg, image)
         except BadImage as error:
             return BadSample(self.index.shards[shard].name, name, str(error))
-        # The memory still has the labels of the sample that was here some batches ago.
+        # Clear the labels of an earlier micro-batch in this memory.
         arrays.labels[row] = -1
         arrays.labels[row, : len(labels)] = labels
         return None
 
 
 def images_per_cpu_s(index: Index, image_size: int, cfg: AugmentConfig) -> float | None:
-    """Measure how many images of the set's first shard one core decodes in a second; None if it cannot."""
+    """Measure how many images of the first non-empty shard one core decodes per second; None if reading fails."""
     filled_shards = np.flatnonzero(index.shard_samples)
     if len(filled_shards) == 0:
         return None
     shard = int(filled_shards[0])
     images = min(MEASURED, index.shards[shard].samples)
-    # `plan` asks this: it must not wait until a whole shard has been hashed.
+    # Used by `plan`, which must not wait for a whole shard to be hashed.
     reader = ShardReader(index, verify=False)
     out = np.empty((image_size, image_size, 3), np.uint8)
     try:
-        # The first image comes twice: before the clock starts, it loads what decoding needs.
+        # Round 1 decodes the first image as a warm-up; the clock restarts for round 2.
         for images_of_round in (1, images):
             start = process_time()
             for sample in range(images_of_round):
-                # A bad image costs time in training too, so it counts.
+                # Bad images cost time in training too, so they count.
                 with suppress(BadImage):
                     _, encoded, _ = reader.read(shard, sample)
                     augment(encoded, image_size, Draws(sample), cfg, out)
@@ -273,27 +273,27 @@ def images_per_cpu_s(index: Index, image_size: int, cfg: AugmentConfig) -> float
 
 
 def send_sign_of_life(connection: Connection) -> None:
-    """Send the loader a sign of life, unless the pipe is full: sending would block, with a lock on a shard held."""
+    """Tell the loader that this process is alive, unless the pipe is full: a blocked send would hold a shard's lock."""
     _, writable, _ = select.select([], [connection], [], 0)
     if writable:
         connection.send(None)
 
 
 def main(connection: Connection, memory: mmap) -> None:
-    """Answer (task, offset) until the loader is gone, which EOFError or OSError says; first comes the decoder."""
-    # A mapped shard holds a file, and many shards are open at once: ask for as many files as we may have.
+    """Serve tasks until the loader ends (EOFError or OSError); the first message is the decoder."""
+    # Raise the limit of open files to the maximum: every mapped shard holds one, and many are open.
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
-    # The loader chose how many processes there are; each of them is to use one core.
+    # One core per process; the loader chose the number of processes.
     cv2.setNumThreads(1)
 
     try:
         decoder: Decoder = connection.recv()
-    except DataError as error:  # the index's columns have gone: the loader, which waits for its first task, says so
+    except DataError as error:  # the index's columns are gone; report it as the result of the first task
         connection.recv()
         connection.send(error)
         return
-    # A fetch may take longer than `timeout_s`: without these signs the loader would take it for a hang.
+    # A download may take longer than `timeout_s`. These signs keep the loader from restarting this process.
     if decoder.index.remote:
         decoder.reader.cache.progress = partial(send_sign_of_life, connection)
     try:
@@ -302,30 +302,30 @@ def main(connection: Connection, memory: mmap) -> None:
             answer: Done | Exception
             try:
                 answer = decoder.run(task, decoder.layout.arrays(memory, offset))
-            # An exception is an answer too: the loader raises it. If it ended this process, the loader would start
-            # others on the same task, in vain.
+            # Send exceptions to the loader, which raises them. If they ended this process, the loader would retry the
+            # task in other processes, in vain.
             except Exception as error:
                 answer = error
             connection.send(answer)
     finally:
-        # Python ends when its threads have: they would first read every sample that was asked for.
+        # Python waits for its threads at exit; without this they would first read every requested sample.
         decoder.reader.stop()
 
 
-# ----------------------------------------------------------------------------- the process, for its loader
+# ----------------------------------------------------------------------------- the loader's side
 
 
 class DecoderProcess:
-    """One decoding process, its pipe, and the memory that it shares with us.
+    """One decoding process, its pipe, and the memory shared with the loader.
 
-    `prefetch` tasks may be pending at most. The memory has a place for one micro-batch more, which may be lent.
+    Up to `prefetch` tasks may be pending. The memory has one place more, for the micro-batch in use by the caller.
     """
 
     def __init__(self, decoder: Decoder, prefetch: int):
         self.decoder = decoder
         batch_bytes = decoder.layout.bytes
         all_bytes = (prefetch + 1) * batch_bytes
-        # Memory without a name: nothing can be left behind in /dev/shm, whoever is killed.
+        # Anonymous memory: if processes are killed, nothing is left in /dev/shm.
         self.file = os.memfd_create("patchline-batches")
         os.ftruncate(self.file, all_bytes)
         self.memory = mmap(self.file, 0)
@@ -335,13 +335,11 @@ class DecoderProcess:
 
     def start(self) -> None:
         """Start the process, which then waits for its decoder."""
-        # The command may have been typed in any folder, so the module path leads to the repository; -P keeps the
-        # current folder off it. OMP_NUM_THREADS: the loader chose how many processes there are, each of them is to
-        # use one core.
+        # PYTHONPATH leads to the repository from any current folder, and -P excludes the current folder.
+        # OMP_NUM_THREADS: one core per process; the loader chose the number of processes.
         ours, theirs = socketpair()
-        # Our copy of the child's end is closed after the start, or its death would not end the stream on our side.
-        # The child inherits these two files alone: it has no copy of our end, and so its stream ends when we are
-        # gone.
+        # Close our copy of the child's end after the start: otherwise we would not notice the child's death. The child
+        # inherits only these two files; without a copy of our end, it notices when we end.
         with theirs:
             self.child = subprocess.Popen(
                 [sys.executable, "-P", "-m", "data.decoder", str(theirs.fileno()), str(self.file)],
@@ -351,31 +349,31 @@ class DecoderProcess:
             )
         self.connection = Connection(ours.detach())
 
-    def brief(self) -> None:
-        """Send the decoder; a step of its own, so that all processes are started before the first one is waited for."""
-        # The index may be larger than what a socket holds: sending then lasts until the process has started and
-        # reads. A process that is dead already is found by `answer`.
+    def send_decoder(self) -> None:
+        """Send the decoder; separate from `start`, so that all processes start before the first send blocks."""
+        # An index may exceed the socket buffer, so the send blocks until the process reads. If the process is already
+        # dead, `result` notices.
         with suppress(OSError):
             self.connection.send(self.decoder)
 
-    def give(self, task: DecodeTask) -> None:
-        """Queue a task; one that a dead process cannot take is given to the next."""
-        # The last one that became free: the spare place takes no memory as long as nothing is held.
+    def submit(self, task: DecodeTask) -> None:
+        """Queue a task; if the process is dead, its successor gets the task."""
+        # Reuse the place freed last: the spare place then takes no memory until it is needed.
         offset = self.free_offsets.pop()
         self.pending.append((task, offset))
-        # A process that is dead is found by `answer`, which gives all pending tasks to the next one.
+        # `result` notices a dead process and sends all pending tasks to the next one.
         with suppress(OSError):
             self.connection.send((task, offset))
 
-    def answer(self, timeout_s: float) -> tuple[DecodeTask, int, Done]:
-        """Return the oldest task, the offset of its arrays, which `lend` must be given, and what became of it.
+    def result(self, timeout_s: float) -> tuple[DecodeTask, int, Done]:
+        """Wait for the oldest task; return it, the offset of its arrays for `arrays_at`, and its result.
 
-        Raises what the process met, and DataError where the task costs one process after another its life.
+        Raises exceptions of the process, and DataError if the task kills one process after another.
         """
         task, offset = self.pending[0]
         for _ in range(RESTARTS + 1):
             answer: Done | Exception | None = None
-            # It may die, or be silent for `timeout_s`. None is a sign of life, as while a shard is arriving.
+            # None is a sign of life, sent while a shard downloads. Death or silence for `timeout_s` ends the wait.
             with suppress(EOFError, OSError):
                 while answer is None and self.connection.poll(timeout_s):
                     answer = self.connection.recv()
@@ -387,24 +385,24 @@ class DecoderProcess:
             self.restart()
         raise DataError(
             f"step {task.step}, slots {task.first} … {task.stop - 1}: {RESTARTS + 1} processes died or were "
-            f"silent for {timeout_s:g} s over them; `python -m jobs data check` finds bad samples"
+            f"silent for {timeout_s:g} s while decoding them; `python -m jobs data check` finds bad samples"
         )
 
-    def lend(self, offset: int) -> Arrays:
-        """Return the arrays of an answered task; no other task overwrites them while one of them is held."""
+    def arrays_at(self, offset: int) -> Arrays:
+        """Return the arrays of a finished task; their memory is not reused while any of them is referenced."""
         place = np.ndarray(self.decoder.layout.bytes, np.uint8, self.memory, offset)
         if self.free_offsets:
-            # Every array and every tensor on the place holds it: it ends with the last of them.
+            # Every view of this place keeps it alive; the place becomes free with the last view.
             finalize(place, self.free_offsets.append, offset).atexit = False
         else:
-            # Others are held so long that this is the last place, and the next task needs it.
+            # The caller still holds all other places, and the next task needs this one: return a copy.
             place = place.copy()
             self.free_offsets.append(offset)
         return self.decoder.layout.arrays(place)
 
     def restart(self) -> None:
-        """Replace the process by a new one, which gets all pending tasks."""
-        # What the old process had written is written again: a task gives the same bytes whoever runs it.
+        """Replace the process by a new one and resend all pending tasks."""
+        # The new process rewrites partial results: a task gives the same bytes in any process.
         self.stop()
         self.start()
         self.brief()
@@ -413,18 +411,18 @@ class DecoderProcess:
                 self.connection.send(task_and_offset)
 
     def stop(self) -> None:
-        """Kill the process, and wait until it is gone."""
+        """Kill the process and wait for its end."""
         self.connection.close()
         self.child.kill()
         self.child.wait()
 
-    def end(self) -> None:
-        """Stop the process and give the memory back."""
+    def close(self) -> None:
+        """Stop the process and release the memory."""
         self.stop()
-        os.close(self.file)  # the mapping goes with the last array on it
+        os.close(self.file)  # the mapping ends with the last array that uses it
 
 
 if __name__ == "__main__":
-    # When the loader has ended, its end of the pipe is closed; Ctrl-C reaches this process as well as the loader.
+    # The pipe is closed once the loader has ended; Ctrl-C reaches this process as well as the loader.
     with suppress(EOFError, OSError, KeyboardInterrupt):
         main(Connection(int(sys.argv[1])), mmap(int(sys.argv[2]), 0))

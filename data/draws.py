@@ -1,19 +1,19 @@
-"""Random numbers and permutations by key: the same on every machine, in every process, whoever asks.
+"""Random numbers and permutations derived from integer keys, identical on every machine and in every process.
 
-All arithmetic of an order is on 64-bit integers and written out here, so that no library's random generator can change
-it. The few samples of a class are drawn as the original code drew them, by NumPy's generator.
+The functions use explicit 64-bit integer arithmetic, so no change in a library's random generator can alter them.
+The exception is `few_shot_rows`, which uses NumPy's generator as the original code did.
 
     permute(np.arange(5), …, key_of(seed, epoch))    the numbers 0 … 4 in another order
-    Draws(7).uniform()                               the first number of the key 7
-    stratified(rows, labels, seed=0)                 the rows in an order whose first tenth has a tenth of every class
-    few_shot_rows(labels, shots=10, seed=0)          ten rows of every class, as NumPy's generator draws them
+    Draws(7).uniform()                               the first random number of key 7
+    stratified(rows, labels, seed=0)                 rows permuted; the first tenth contains a tenth of every class
+    few_shot_rows(labels, shots=10, seed=0)          ten rows of every class, drawn by NumPy's generator
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-ROUNDS = 6  # Feistel rounds; 4 suffice in theory for large domains (Luby & Rackoff 1988), small ones need more
+ROUNDS = 6  # Feistel rounds; 4 suffice in theory for large domains (Luby & Rackoff 1988), small domains need more
 
 
 def mix(x: np.ndarray) -> np.ndarray:
@@ -24,9 +24,8 @@ def mix(x: np.ndarray) -> np.ndarray:
 
 
 def key_of(*parts: np.ndarray | int) -> np.ndarray:
-    """Fold integers (or arrays of them) into one uint64 key each."""
-    # An array of one number, not a scalar: the hash needs products to wrap around at 2⁶⁴, and NumPy warns of it in
-    # scalars.
+    """Hash integers, or arrays of integers, into one uint64 key per element."""
+    # An array of one number instead of a scalar: products must wrap around at 2⁶⁴, and NumPy warns if a scalar does.
     key = np.zeros(1, np.uint64)
     for part in parts:
         number = np.asarray(part, np.int64).astype(np.uint64)
@@ -35,20 +34,20 @@ def key_of(*parts: np.ndarray | int) -> np.ndarray:
 
 
 def permute(x: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """Send each x where the permutation of 0 … size−1 named by its key sends it; all are arrays of one length.
+    """Map each x through the pseudorandom permutation of 0 … size−1 given by its key; all arrays have equal length.
 
-    A Feistel network permutes the a·b numbers of Z_a × Z_b, a little more than `size` (Black & Rogaway 2002).
+    Uses a Feistel network over Z_a × Z_b, where a·b is slightly larger than `size` (Black & Rogaway 2002).
     """
     size = size.astype(np.uint64)
-    # `a` need not be the exact root: `b` is made so that a·b is at least `size`, whatever floating point gave.
+    # `a` need not be the exact root: `b` is chosen so that a·b ≥ size for any rounding of the floating-point root.
     a = np.ceil(np.sqrt(size.astype(np.float64))).astype(np.uint64)
     b = (size + a - np.uint64(1)) // a
 
-    # What falls outside 0 … size−1 walks on along its cycle of the network until it is inside again.
+    # Cycle walking: a result outside 0 … size−1 goes through the network again until it falls inside.
     sent = x.astype(np.uint64)
     outside = np.arange(len(x))
     while len(outside):
-        # Once through the network: each half in turn is shifted by a hash of the other half; all are uint64.
+        # One pass through the network: each half in turn is shifted by a hash of the other half. All are uint64.
         keys = key[outside]
         modulus_a = a[outside]
         modulus_b = b[outside]
@@ -65,41 +64,41 @@ def permute(x: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
     return sent.astype(np.int64)
 
 
-# ------------------------------------------------------------------------------------------------ one by one
+# ------------------------------------------------------------------------------------------------ single numbers
 
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15  # 2⁶⁴ / φ, the counter's step
 
 
 class Draws:
-    """SplitMix64 (Steele et al. 2014) from a key below 2⁶⁴: `Draws(7)` gives the same numbers everywhere."""
+    """Draw numbers by SplitMix64 (Steele et al. 2014) from a key below 2⁶⁴; equal keys give equal numbers."""
 
     def __init__(self, key: int):
         self.state = key
 
     def uniform(self) -> float:
         """Return a number in [0, 1)."""
-        # Python's integers do not wrap around as the uint64 of the original do: MASK keeps the lower 64 bits.
+        # Python integers do not wrap around like the uint64 of the original; MASK keeps the lower 64 bits.
         self.state = (self.state + GOLDEN) & MASK
         x = self.state
         x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
         x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
         x = x ^ (x >> 31)
-        return (x >> 11) * 2.0**-53  # the 53 bits that a float holds
+        return (x >> 11) * 2.0**-53  # 53 bits, the precision of a float
 
     def below(self, n: int) -> int:
-        """Return a whole number in 0 … n−1 (0 where n is 0)."""
+        """Return an integer in 0 … n−1; 0 if n is 0."""
         return int(self.uniform() * n)
 
 
-# ------------------------------------------------------------------------------------------- some of every class
+# ------------------------------------------------------------------------------------------- samples of every class
 
 
 def stratified(rows: np.ndarray, labels: np.ndarray, seed: int) -> np.ndarray:
-    """Permute rows, of one label each, so that every stretch of them has about its share of each class.
+    """Permute rows so that every prefix and every interval contains about its share of each class.
 
-    A class of n rows has one in each n-th of the permutation, at an offset of its own: classes of a single row would
-    otherwise all lie in its middle.
+    `labels` has one label per row. A class of n rows has one row in each n-th of the permutation, at an offset drawn
+    per class. Without the offsets, all classes of a single row would lie in the middle.
     """
     hashes = key_of(seed, 0, rows)
     by_class = np.lexsort((hashes, labels))
@@ -111,12 +110,12 @@ def stratified(rows: np.ndarray, labels: np.ndarray, seed: int) -> np.ndarray:
 
 
 def few_shot_rows(labels: np.ndarray, shots: int, seed: int) -> np.ndarray:
-    """Pick rows for training: the first `shots` of a permutation of every class, classes in order, one generator.
+    """Return the training rows of a few-shot split: the first `shots` rows of a permutation of each class.
 
-    A class with fewer rows gives all it has; larger shots contain smaller ones. As big_vision's
-    evaluators/fewshot_lsr.py draws them; rows with a negative label are never picked.
+    Classes follow in order. A class with fewer rows contributes all of them; larger `shots` include the rows of
+    smaller ones. The rows equal those of big_vision's evaluators/fewshot_lsr.py. Negative labels are never picked.
     """
-    # One generator for all classes, as in the original: another order of classes would pick other rows.
+    # One generator for all classes, as in the original; visiting the classes in another order would pick other rows.
     rng = np.random.default_rng(seed)
     picked = [np.empty(0, np.int64)]
     for label in range(int(labels.max()) + 1):

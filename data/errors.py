@@ -1,69 +1,69 @@
-"""Every way a command can end: the exit codes, and the exceptions that carry them.
+"""Exit codes of all commands, and the exceptions that carry them.
 
-This is the lowest floor of the project: it imports nothing, and every package but `models` raises what stands here.
-`models` knows nothing of processes; it raises ValueError, and its callers say what that means for a run.
+This module imports nothing from the project, so every package can use it. The package `models` does not: it raises
+ValueError, and its callers decide which exit code applies.
 """
 
 from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """What a process ends with; the values are those of sysexits.h where one fits."""
+    """Exit codes of a process; the values follow sysexits.h if it has a matching code."""
 
     DONE = 0
     USAGE = 64  # the command line is wrong
     DATA = 65  # missing, short, corrupt or mislabelled data
-    UNAVAILABLE = 69  # storage, cluster or a needed program does not answer
+    UNAVAILABLE = 69  # storage, cluster or a required program does not respond
     INTERNAL = 70  # the run diverged, or a bug
     OWNED = 73  # another live process owns the run directory
-    IO = 74  # the disk refuses, or has not kept a checkpoint as it was written
-    PREEMPTED = 75  # stopped after committing: run the same command again
+    IO = 74  # the disk rejects a write, or a checkpoint cannot be read back as written
+    PREEMPTED = 75  # stopped after a commit; run the same command again to resume
     CONFIG = 78  # the recipe is wrong
-    INTERRUPTED = 130  # Ctrl-C; of a run the second one: ended without a commit
+    INTERRUPTED = 130  # Ctrl-C; for a run only the second Ctrl-C, which ends it without a commit
 
 
 class PatchlineError(Exception):
-    """An error whose text says what was found, what was expected and what to type next, one line each."""
+    """An error for the user; its text says what was found, what was expected and what to type, one line each."""
 
     exit_code: int | None = ExitCode.INTERNAL
 
 
 class UsageError(PatchlineError):
-    """The command line asks for something that does not exist."""
+    """The command line refers to something that does not exist."""
 
     exit_code = ExitCode.USAGE
 
 
 class ConfigError(PatchlineError):
-    """A recipe, an override or a DeepSpeed file says something that cannot run."""
+    """A recipe, an override or a DeepSpeed file contains an invalid setting."""
 
     exit_code = ExitCode.CONFIG
 
 
 class DataError(PatchlineError):
-    """The data itself is wrong: missing, short, corrupt, mislabelled."""
+    """The data is wrong: missing, truncated, corrupt or mislabelled."""
 
     exit_code = ExitCode.DATA
 
 
 class StorageError(PatchlineError):
-    """The storage does not answer however often it is asked, or lacks something that a run needs of it."""
+    """The storage does not respond after all retries, or lacks a feature that a run needs."""
 
     exit_code = ExitCode.UNAVAILABLE
 
 
 class ClusterError(PatchlineError):
-    """The cluster is missing, refuses us or is too small."""
+    """The cluster is missing, rejects the connection, or is too small."""
 
     exit_code = ExitCode.UNAVAILABLE
 
 
 class MismatchedNodes(ClusterError):
-    """Workers have other code or other packages than the others: without their nodes the rest may go on."""
+    """Some nodes have different code or packages from the majority; the run can restart without them."""
 
 
 class CheckpointError(PatchlineError):
-    """A checkpoint cannot be written, cannot be read, or no longer belongs to this attempt."""
+    """A checkpoint cannot be written or read, or a newer attempt has taken over."""
 
     exit_code = ExitCode.IO
 
@@ -75,7 +75,7 @@ class RunOwned(PatchlineError):
 
 
 class Preempted(PatchlineError):
-    """The run was asked to stop, has committed, and wants to be run again."""
+    """The run was asked to stop and has committed; run the same command again to resume."""
 
     exit_code = ExitCode.PREEMPTED
 
@@ -87,13 +87,13 @@ class Diverged(PatchlineError):
 
 
 class RolledBack(PatchlineError):
-    """Non-finite steps in a row: the next attempt starts from the last checkpoint and leaves them out."""
+    """Too many consecutive non-finite steps: the next attempt resumes from the last checkpoint and skips them."""
 
-    exit_code = None  # the attempt ends, the stage does not
+    exit_code = None  # ends the attempt, but not the stage
 
 
 def exit_code(error: BaseException) -> int:
-    """Return the code that a process ends with because of this exception; never None, which would end it with 0."""
+    """Return the process exit code for an exception; never None, because `sys.exit(None)` would report success."""
     own_code = getattr(error, "exit_code", None)
     if own_code is not None:
         return int(own_code)

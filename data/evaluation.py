@@ -1,13 +1,13 @@
-"""A deterministic pass over every sample exactly once, shared by all workers, in reference preprocessing.
+"""Iterate over every sample of a set exactly once, deterministically, split between all workers.
 
-1. The samples of the set are numbered shard after shard and cut into batches, whatever the number of workers is: so a
-   sample has the same neighbours in its batch, and its outputs the same bits, at any world size. Each worker owns
-   whole batches that follow each other, at most as many as the batches of the set / n rounded up.
-2. Threads read, decode and preprocess one batch while the caller is busy with the one before.
-3. What is missing in the last batches is padding, and so is a bad sample: `mask` is False there. All workers therefore
-   give equally many batches, of the same size.
+1. Number the samples shard after shard and cut them into batches, independently of the number of workers. A sample
+   therefore has the same neighbours in its batch, and bitwise equal outputs, at any world size. Each worker owns
+   consecutive whole batches, at most the number of batches divided by the number of workers, rounded up.
+2. Threads read, decode and preprocess one batch while the caller works on the previous one.
+3. The last batches are padded. `mask` is False for padding and for bad samples. All workers therefore yield the same
+   number of batches, of the same size.
 
-    10 samples, 2 workers, batches of 3: worker 0 gives the samples 0 1 2, 3 4 5; worker 1 gives 6 7 8, 9 − −
+    10 samples, 2 workers, batches of 3: worker 0 yields the samples 0 1 2, 3 4 5; worker 1 yields 6 7 8, 9 − −
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from data.index.index import Index
 from data.remote.config import CacheConfig
 from data.shards.reader import ShardReader, read_labels
 
-# b samples of a batch, L labels of a sample at most, h w sides of a preprocessed image
+# b samples per batch, L labels per sample at most, h w sides of a preprocessed image
 
 
 @dataclass(frozen=True)
 class EvaluationBatch:
-    """One batch; rows that are padding or a bad sample have pixels 0, labels −1 and `mask` False."""
+    """One batch; padding and bad samples have pixels 0, labels −1 and `mask` False."""
 
     images: Tensor  # (b, 3, h, w) uint8; float32 in 0 … 255 after `resize_float`
     labels: Tensor  # (b, L) int64, padded with −1
-    ids: Tensor  # (b, 2) int64: shard, sample; −1 on padding
+    ids: Tensor  # (b, 2) int64: shard, sample; −1 for padding
     mask: Tensor  # (b,) bool
     bad: tuple[BadSample, ...]
 
 
 @dataclass(frozen=True)
 class LoadedSample:
-    """One sample on its way into a batch: its image and labels, or what is wrong with it."""
+    """One preprocessed sample: its image and labels, or the reason it is bad."""
 
     place: tuple[int, int]  # shard, sample
     image: np.ndarray | None
@@ -53,9 +53,9 @@ class LoadedSample:
 
 
 class EvaluationSet:
-    """Iterates this worker's part of a set: every sample once at any world size, batches equally many.
+    """Iterate over this worker's part of a set; every worker yields the same number of batches.
 
-    Raises ValueError where `ops` give images of several sizes, and what the reader raises.
+    Raises ValueError if `ops` produce images of different sizes, and all errors of `ShardReader.read`.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class EvaluationSet:
         rank: int = 0,
         world: int = 1,
         max_labels: int = 1,
-        threads: int | None = None,  # that decode; None: as many as torch computes with
+        threads: int | None = None,  # decoding threads; default: torch's number of threads
         cache: CacheConfig | None = None,
     ):
         self.index = index
@@ -82,8 +82,8 @@ class EvaluationSet:
         samples_of_worker = self.batches * batch_size
         self.rows = range(index.samples)[rank * samples_of_worker : (rank + 1) * samples_of_worker]
 
-        # The ops alone decide the shape of the images. The example is large, because central_crop refuses an image
-        # that is smaller than the crop.
+        # The shape of the output depends only on the ops. The example is large, because central_crop rejects images
+        # smaller than the crop.
         example = preprocess(np.zeros((1024, 1024, 3), np.uint8), ops)
         self.shape = example.shape
         self.dtype = example.dtype
@@ -92,15 +92,15 @@ class EvaluationSet:
         return self.batches
 
     def __iter__(self) -> Iterator[EvaluationBatch]:
-        running: deque[list[Future[LoadedSample]]] = deque()  # the batch in hand and the next one
+        running: deque[list[Future[LoadedSample]]] = deque()  # the current batch and the next one
         with ThreadPoolExecutor(self.threads) as pool:
-            # A worker whose samples have run out goes on with batches of padding: all workers give equally many.
+            # A worker without further samples yields padded batches until all workers have yielded equally many.
             for first in range(0, self.batches * self.batch_size, self.batch_size):
                 futures = []
                 for row in self.rows[first : first + self.batch_size]:
                     place = self.place(row)
-                    # Read here and not in the threads: the reader closes the longest unused shard, which another
-                    # thread might be reading from.
+                    # Read in this thread: the reader may close the least recently used shard, from which another
+                    # thread might be reading.
                     futures.append(pool.submit(self.load, place, self.reader.read(*place)))
                 running.append(futures)
                 if len(running) > 1:
@@ -109,12 +109,12 @@ class EvaluationSet:
                 yield self.collate(futures)
 
     def place(self, row: int) -> tuple[int, int]:
-        """Return shard and sample of the row-th sample of the set."""
+        """Return (shard, sample) of sample number `row` of the set."""
         shard = int(np.searchsorted(self.index.starts, row, side="right")) - 1
         return shard, row - int(self.index.starts[shard])
 
     def load(self, place: tuple[int, int], stored: tuple[str, bytes, bytes]) -> LoadedSample:
-        """Preprocess a sample of (key, image bytes, label bytes), or say what is wrong with it."""
+        """Preprocess one sample, given as (key, image bytes, label bytes), or return why it is bad."""
         key, encoded, raw_labels = stored
         try:
             labels = read_labels(raw_labels, self.index, self.max_labels)
@@ -124,11 +124,11 @@ class EvaluationSet:
             problem = BadSample(self.index.shards[shard].name, key, str(error))
             return LoadedSample(place, None, (), problem)
         if image.shape != self.shape:
-            raise ValueError(f"ops {self.ops!r} give images of several sizes; end them with a crop or a resize")
+            raise ValueError(f"ops {self.ops!r} produce images of different sizes; end them with a crop or a resize")
         return LoadedSample(place, image, labels, None)
 
     def collate(self, futures: list[Future[LoadedSample]]) -> EvaluationBatch:
-        """Stack a batch's rows, once they are decoded, and pad them to `batch_size`."""
+        """Wait for the rows of a batch, stack them, and pad them to `batch_size`."""
         images = np.zeros((self.batch_size, *self.shape), self.dtype)
         labels = np.full((self.batch_size, self.max_labels), -1)
         ids = np.full((self.batch_size, 2), -1)
@@ -137,7 +137,7 @@ class EvaluationSet:
         for number, future in enumerate(futures):
             row = future.result()
             ids[number] = row.place
-            # A bad sample keeps its id, but its pixels stay 0 and its mask False, so that it does not count.
+            # A bad sample keeps its id, but its mask stays False, so it does not count.
             if row.image is not None:
                 images[number] = row.image
                 labels[number, : len(row.labels)] = row.labels

@@ -1,16 +1,16 @@
-"""Files that appear whole, and locks that end with their process: the only code that promises either.
+"""Atomic file writes, and locks that end with their process; all other code relies on this module for both.
 
-How a file is written whole, in order:
-1. its bytes go to a temporary name beside it, `.tmp-<pid>-<thread and process>-<name>`;
-2. they are flushed to the disk (fsync);
-3. the temporary name is renamed to the final one, which is atomic;
-4. the folder is flushed, so that a power cut cannot take the name away again.
-A reader therefore finds the old file, the new file or none, and never a part of one.
+A file is written atomically in four steps:
+1. write its bytes under a temporary name in the same folder, `.tmp-<pid>-<thread and process>-<name>`;
+2. flush them to the disk (fsync);
+3. rename the temporary name to the final one, which is atomic;
+4. flush the folder, so that a power failure cannot undo the rename.
+A reader therefore finds the old file, the new file or no file, but never a partial one.
 
-Every file gets the mode that the umask gives, by whatever code its bytes are written. An error of the disk names the
-file; `explain` says it in words, with the room that there is.
+Every file gets the mode given by the umask, whichever library writes it. Disk errors name the file; `explain` turns an
+error into a message with the free space and a remedy.
 
-A network file system may show some seconds late what another node has written: `look_for` waits for it.
+A network file system may show files of other nodes some seconds late: `look_for` waits for them.
 """
 
 import errno
@@ -29,52 +29,52 @@ from threading import get_native_id
 from data.errors import StorageError
 
 ROOT = Path(__file__).parents[1]
-# A set of files, such as a checkpoint, is whole when this file is there, the last of them (data/storage.py).
+# The last file written of a set of files such as a checkpoint; its presence makes the set valid (data/storage.py).
 MANIFEST = "MANIFEST.json"
 SET_NAME = re.compile(r"step-\d{10}(-\d{6})?")
-# What a file system answers when it has no such operation at all; any other error is about this one file.
+# Error codes of file systems that lack an operation; any other code is about the individual file.
 NOT_SUPPORTED = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 NOT_OURS_TO_WRITE = {errno.EROFS, errno.EACCES, errno.EPERM}
-# From so many bytes on a file is written past the kernel's copy in memory, whose making costs a core's time and room.
+# Files of this size or more bypass the page cache, because the kernel's copy costs CPU time and memory.
 LARGE = 8 << 20
-DIRECT = getattr(os, "O_DIRECT", 0)  # which not every system has
-DISK_BLOCK = 4096  # what goes to the disk directly must begin and end at a multiple of it, in memory and in the file
+DIRECT = getattr(os, "O_DIRECT", 0)  # not available on every system
+DISK_BLOCK = 4096  # direct writes must start and end at multiples of this, in memory and in the file
 AT_ONCE = 32 << 20  # bytes of one direct write
-# What write and fcntl answer where a file system, or a kind of memory, cannot be written directly.
+# Error codes of write and fcntl if a file system, or a kind of memory, does not support direct writes.
 NOT_DIRECT = {errno.EINVAL, errno.EFAULT, errno.ENOTTY, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
-# What write and fsync answer. An error of the network, say, is not about the file that was being written.
+# Error codes of write and fsync. Other errors, such as network errors, are not about the file being written.
 OF_THE_DISK = {errno.EIO, errno.EFBIG, errno.ESTALE, *NO_ROOM, *NOT_OURS_TO_WRITE}
-SEEN_WITHIN_S = 30.0  # NFS keeps what it knows of a folder for up to 30 s (acdirmin of its mount) unless it asks anew
+SEEN_WITHIN_S = 30.0  # NFS may cache a folder's contents this long (mount option acdirmin)
 POLL_S = 0.1
-# Of this process, or of the one that it is a fork of: on shared storage the pids of two hosts or pods may be equal.
+# Identifies this process and its forks: on shared storage, processes of two hosts or pods may have equal pids.
 OWN = secrets.token_hex(4)
 SAME_STORAGE = "expected: a run directory on storage that every node mounts at the same path\n  type run=/shared/NAME"
 
 
 def import_path() -> str:
-    """Return PYTHONPATH for a process that this one starts: the repository first, then this process's own folders."""
+    """Return PYTHONPATH for a child process: the repository first, then this process's own PYTHONPATH."""
     return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 
 def state_folder() -> Path:
-    """Return where a node keeps what it knows about data: `PATCHLINE_CACHE`, or the user's cache folder."""
+    """Return the folder for cached data of this node: `PATCHLINE_CACHE`, or the user's cache folder."""
     base = os.environ.get("PATCHLINE_CACHE") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "patchline"
 
 
 def write_durably(path: Path, content: bytes | memoryview) -> None:
-    """Write and fsync under the final name; for files in a folder that is itself renamed when it is whole.
+    """Write and fsync a file under its final name, for folders that are renamed once they are complete.
 
-    A large file goes to the disk directly, where the file system can do that and the content lies in memory at a
-    multiple of 4,096 bytes (`DISK_BLOCK`): past the page cache, in which it would only take the place of what is read.
+    A large file is written directly to the disk, past the page cache, if the file system supports it and the content is
+    aligned in memory to 4,096 bytes (`DISK_BLOCK`). It would otherwise evict data that will be read again.
     """
     left = memoryview(content)
     with path_in_errors(path, len(content)), open(path, "wb", buffering=0) as file:
         if len(left) >= LARGE:
             handle = file.fileno()
             flags = fcntl.fcntl(handle, fcntl.F_GETFL)
-            end = len(left) // DISK_BLOCK * DISK_BLOCK  # of the whole blocks
+            end = len(left) // DISK_BLOCK * DISK_BLOCK  # whole blocks only
             written = 0
             try:
                 fcntl.fcntl(handle, fcntl.F_SETFL, flags | DIRECT)
@@ -86,19 +86,19 @@ def write_durably(path: Path, content: bytes | memoryview) -> None:
             finally:
                 fcntl.fcntl(handle, fcntl.F_SETFL, flags)
             left = left[written:]
-        # A small content, the rest of a large one, or all of it where the file system cannot write directly.
+        # A small file, the end of a large one, or all of it if direct writes are not supported.
         while left:
             left = left[file.write(left) :]
         os.fsync(file.fileno())
 
 
 def sync(path: Path) -> None:
-    """Flush a file's bytes, or the names in a folder, to the disk."""
+    """Flush a file's content, or a folder's entries, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     except OSError as error:
-        # Some network file systems cannot fsync a folder, and keep names durable by themselves.
+        # Some network file systems cannot fsync a folder and make its entries durable anyway.
         if error.errno not in {errno.EINVAL, *NOT_SUPPORTED} or not path.is_dir():
             raise
     finally:
@@ -106,9 +106,9 @@ def sync(path: Path) -> None:
 
 
 def make_folder(path: Path, top: Path) -> None:
-    """Create a folder below `top` and make its name durable, and that of every folder up to `top`.
+    """Create a folder below `top`, and flush the entries of all its parents up to `top`.
 
-    A folder that exists may have been made a moment ago by a process that did not flush it.
+    Existing folders are flushed too: another process may have just created them without a flush.
     """
     path.mkdir(parents=True, exist_ok=True)
     for parent in path.parents:
@@ -118,12 +118,12 @@ def make_folder(path: Path, top: Path) -> None:
 
 
 def temporary_name(path: Path) -> Path:
-    """Return where this thread of this process writes what will be called `path`."""
+    """Return the temporary name under which this thread writes the file `path`."""
     return path.with_name(f".tmp-{os.getpid()}-{get_native_id()}{OWN}-{path.name}")
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename; NFS, whose first answer was lost, may find no source when it is asked again (docs/storage.md)."""
+    """Rename a file or folder; tolerates NFS repeating a rename whose first response was lost (docs/storage.md)."""
     renamed = source.stat()
     try:
         os.rename(source, target)
@@ -134,15 +134,15 @@ def rename(source: Path, target: Path) -> None:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """Give the block a temporary name to write; when it ends well, the file appears at `path`, whole and durable.
+    """Context manager that yields a temporary path to write; on success the file appears at `path`, flushed.
 
-    When it raises, or the disk refuses, the temporary file is removed and `path` is as it was.
+    If the block raises or the disk fails, the temporary file is removed and `path` is unchanged.
     """
     temporary = temporary_name(path)
     try:
         with path_in_errors(path, instead_of=temporary):
-            # We create the file, so that we know the mode that the umask gives: safetensors puts a file of its own
-            # in its place, which only its owner may read.
+            # Create the file here to learn the mode given by the umask: safetensors replaces it by a file that only its
+            # owner may read.
             temporary.touch()
             mode = stat.S_IMODE(temporary.stat().st_mode)
             yield temporary
@@ -150,7 +150,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
                 temporary.chmod(mode)
             sync(temporary)
             rename(temporary, path)
-    # Ctrl-C too must not leave the temporary file behind.
+    # BaseException: remove the temporary file after Ctrl-C too.
     except BaseException:
         with suppress(OSError):
             temporary.unlink()
@@ -159,17 +159,17 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replace the file at `path` by `content`; no reader ever finds a part of it."""
+    """Replace the file at `path` by `content`; readers see the old or the new file, never a mixture."""
     encoded = content.encode() if isinstance(content, str) else content
     with path_in_errors(path, len(encoded)), atomic_file(path) as temporary:
         temporary.write_bytes(encoded)
 
 
 def write_with_reserve(path: Path, text: str, reserve_bytes: int) -> None:
-    """Replace a small text file as `write_atomically` does, and keep room in it, as blanks, for what is written later.
+    """Replace a small text file atomically, padded with blanks that reserve space for a later write.
 
-    Where the disk is full the text goes into the file that is there, in place, which needs no room: so a run can say
-    on a full disk how it ended. Who reads at that very moment may find a part of each.
+    If the disk is full, the text overwrites the existing file in place, which needs no space. A run can thus record how
+    it ended on a full disk; a simultaneous reader may see parts of both texts.
     """
     encoded = text.encode()
     try:
@@ -185,23 +185,23 @@ def write_with_reserve(path: Path, text: str, reserve_bytes: int) -> None:
 
 
 def create_exclusively(path: Path, content: str | bytes) -> bool:
-    """Create a file that must not exist yet, whole from its first moment; False where another process was first.
+    """Create a file atomically; return False if the name exists, so that only one of several processes succeeds.
 
-    Raises StorageError where the file system has no hard links, which make this possible.
+    Raises StorageError if the file system has no hard links, which this requires.
     """
     temporary = temporary_name(path)
     try:
         with path_in_errors(path, instead_of=temporary):
             write_durably(temporary, content.encode() if isinstance(content, str) else content)
-        # A rename would replace the other's file in silence, and O_EXCL would show a file that is still empty. A link
-        # fails where the name exists, and the file is whole when it appears.
+        # A rename would silently replace an existing file, and O_EXCL would show an empty file first. A link fails if
+        # the name exists, and the file is complete when it appears.
         os.link(temporary, path)
     except FileExistsError:
-        # The name is ours where NFS made the link, its answer was lost, and the kernel has asked again (man 2 open).
+        # Two links: NFS created the link, lost the response and repeated the request (man 2 open). The name is ours.
         if temporary.stat().st_nlink != 2:
             return False
     except OSError as error:
-        # Linux answers EPERM where a file system has no hard links (man 2 link), EMLINK where one name is the limit.
+        # Linux returns EPERM if a file system has no hard links (man 2 link), EMLINK if it allows one name per file.
         if error.errno in {errno.EPERM, errno.EMLINK, *NOT_SUPPORTED}:
             raise lacking(path, "hard links", error, "run=/elsewhere") from None
         raise
@@ -213,9 +213,9 @@ def create_exclusively(path: Path, content: str | bytes) -> bool:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock file at `path` among all processes; the kernel frees it when its process ends, however it ends.
+    """Hold an exclusive lock on the file at `path`; the kernel releases it when the process ends for any reason.
 
-    Raises StorageError where the file system has no locks.
+    Raises StorageError if the file system has no locks.
     """
     with open(path, "a") as file:
         take_lock(file.fileno(), path, wait=True)
@@ -223,8 +223,8 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def take_lock(handle: int, path: Path, *, wait: bool) -> bool:
-    """Lock an open file until it is closed; False where another process has it and we do not wait."""
-    # flock, because a POSIX lock would go as soon as this process closes any other handle of the same file.
+    """Lock an open file until it is closed; return False if another process holds it and `wait` is False."""
+    # flock, because a POSIX lock is lost as soon as this process closes any other handle of the same file.
     operation = fcntl.LOCK_EX
     if not wait:
         operation |= fcntl.LOCK_NB
@@ -240,21 +240,21 @@ def take_lock(handle: int, path: Path, *, wait: bool) -> bool:
 
 
 def lacking(path: Path, feature: str, error: OSError, elsewhere: str) -> StorageError:
-    """Return the error about a file system that cannot do what is needed of it, and how another one is named."""
+    """Return the error about a file system without a required feature; `elsewhere` tells how to choose another."""
     return StorageError(
         f"the file system of {path.parent} has no {feature} ({error.strerror})\n"
-        "expected: a local disk, NFS or Lustre (docs/storage.md says what each must do)\n"
+        "expected: a local disk, NFS or Lustre (docs/storage.md lists the requirements)\n"
         f"choose another folder: {elsewhere}"
     )
 
 
-# ------------------------------------------------------------------------ files that other nodes have written
+# ------------------------------------------------------------------------ files written by other nodes
 
 
 def look_for(folder: Path, names: Iterable[str]) -> tuple[dict[str, int | None], float]:
-    """Look for names in a folder until all are seen, or 30 s are over.
+    """Wait up to 30 s until all names are visible in a folder.
 
-    Returns those that are not seen, and the seconds it took.
+    Returns the names still missing, and the seconds waited.
     """
     return wait_until_seen(lambda: dict.fromkeys(names_in(folder)), dict.fromkeys(names))
 
@@ -262,10 +262,10 @@ def look_for(folder: Path, names: Iterable[str]) -> tuple[dict[str, int | None],
 def wait_until_seen(
     sizes: Callable[[], Mapping[str, int | None]], expected: Mapping[str, int | None], *, is_patient: bool = True
 ) -> tuple[dict[str, int | None], float]:
-    """Ask for the sizes of files until they are as expected, None for any size, or 30 s are over.
+    """Call `sizes` until all files have the expected size (None: any size), for up to 30 s.
 
-    Without patience they are asked for once. Returns the files that are not seen so, each with the size that was seen,
-    None for no file; and the seconds it took.
+    Calls it only once if `is_patient` is False. Returns the files that are missing or of another size, with the size
+    seen (None: missing), and the seconds waited.
     """
     patience_s = SEEN_WITHIN_S if is_patient else 0.0
     began = time.monotonic()
@@ -282,23 +282,23 @@ def wait_until_seen(
 
 
 def names_in(folder: Path) -> set[str]:
-    """Return the names in a folder, listed anew; none where there is no such folder."""
-    # To open a folder makes a network file system ask its server what is new there; to ask for a name may not.
+    """Return the names in a folder, freshly listed; an empty set if the folder does not exist."""
+    # Listing a folder makes a network file system ask its server for new entries; looking up a name may not.
     try:
         return set(os.listdir(folder))
     except FileNotFoundError:
         return set()
 
 
-# ------------------------------------------------------------------------ what the disk refuses, in words
+# ------------------------------------------------------------------------ messages about disk errors
 
 
 @contextmanager
 def path_in_errors(path: Path, content_bytes: int | None = None, *, instead_of: Path | None = None) -> Iterator[None]:
-    """Name the file, and how much was to be written, in an error of the disk.
+    """Context manager that adds the path, and the number of bytes to be written, to a disk error.
 
-    write and fsync know no name, so their errors come without one. `instead_of` is a temporary name of the same file;
-    an error that names any other file is left alone.
+    Errors of write and fsync contain no path. `instead_of` is a temporary name to replace by `path`. Errors that name
+    any other file are left unchanged.
     """
     try:
         yield
@@ -312,13 +312,13 @@ def path_in_errors(path: Path, content_bytes: int | None = None, *, instead_of: 
 
 
 def error_text(error: OSError) -> str:
-    """Say an error of the operating system in one line: why, which file, and of a full disk how much is free."""
+    """Describe an OSError in one line: the reason, the file, and the free space if the disk is full."""
     if error.errno is None or error.filename is None:
         return str(error)
     line = f"{error.strerror}: {error.filename}"
     if error.errno in NO_ROOM:
         parts = list(getattr(error, "__notes__", ()))
-        # The disk may be gone by now; then the reason alone has to do.
+        # The disk may be gone by now; then omit the free space.
         with suppress(OSError):
             parts.append(f"{size_text(free_bytes(Path(error.filename)))} free")
         line += f" ({', '.join(parts)})"
@@ -326,31 +326,31 @@ def error_text(error: OSError) -> str:
 
 
 def explain(error: OSError) -> str:
-    """Say an error of the operating system as all our errors are said: found, expected, what to type next."""
+    """Describe an OSError like all our errors: what was found, what was expected, and what to type."""
     line = error_text(error)
     if error.errno in NO_ROOM:
         return (
             f"{line}\n"
-            "  expected: room on that disk, and in the quota, for what a run writes\n"
-            "  make room there, or give the run another disk: run=/elsewhere; then run the same command again"
+            "  expected: free space on that disk, and in the quota, for the files of a run\n"
+            "  free some space, or use another disk: run=/elsewhere; then run the same command again"
         )
     if error.errno in NOT_OURS_TO_WRITE and error.filename is not None:
         return (
             f"{line}\n"
-            "  expected: a disk that is not mounted read-only, and a folder that this user may write\n"
-            "  see to the mount or the folder's mode, or name another folder: run=/elsewhere"
+            "  expected: a disk mounted read-write, and a folder that this user may write to\n"
+            "  check the mount and the folder's mode, or use another folder: run=/elsewhere"
         )
     if error.errno in (errno.ENOENT, errno.ENOTDIR) and error.filename is not None:
-        return f"{line}\n  expected a file or folder there, or one that can be made there; see to the path"
+        return f"{line}\n  expected an existing file or folder, or a path that can be created; check the path"
     if error.errno == errno.EISDIR and error.filename is not None:
-        return f"{line}\n  expected a file of this name\n  bring the file back from a copy, or move the folder away"
+        return f"{line}\n  expected a file of this name\n  restore the file from a copy, or move the folder away"
     return line
 
 
 def free_bytes(path: Path) -> int:
-    """Return how many bytes a user may still write on the disk of a path, which need not exist yet.
+    """Return the free bytes for this user on the disk of a path, which need not exist yet.
 
-    Raises OSError where the disk does not say.
+    Raises OSError if the disk cannot be queried.
     """
     folder = path
     while not folder.is_dir() and folder != folder.parent:
@@ -359,9 +359,9 @@ def free_bytes(path: Path) -> int:
 
 
 def size_text(size_bytes: float, base: int = 1000, units: Sequence[str] = ("kB", "MB", "GB")) -> str:
-    """Return a number of bytes as people say it of disks and links: 23.4 MB.
+    """Format a number of bytes in decimal units, as for disks and networks: 23.4 MB.
 
-    It is in the largest of the units, each `base` of the one before, that it has at least one of.
+    Uses the largest unit in which the number is at least 1; each unit is `base` times the previous one.
     """
     size = size_bytes / base
     for unit in units[:-1]:
@@ -372,5 +372,5 @@ def size_text(size_bytes: float, base: int = 1000, units: Sequence[str] = ("kB",
 
 
 def memory_text(size_bytes: float) -> str:
-    """Return a number of bytes as people say it of memory: 22.3 MiB."""
+    """Format a number of bytes in binary units, as for memory: 22.3 MiB."""
     return size_text(size_bytes, 1024, ("KiB", "MiB", "GiB"))

@@ -1,29 +1,31 @@
-"""Which sample sits in which slot of which global batch: a pure function of a few integers.
+"""Compute which sample fills each slot of a global batch: a pure function of the seed and the step.
 
-How `Order.batch(step)` finds the samples of a step:
+`Order.batch(step)` works in five steps:
 
-1. The slots of the step are numbers on one long line, epoch after epoch; a batch is cut where an epoch ends.
-2. The shards of an epoch are permuted, and their samples laid end to end as positions 0 … N−1.
-3. The positions are cut into lanes, and a batch takes the next samples of every lane, lane after lane.
-4. Inside a lane, the samples of a block change places.
-5. The position is looked up: it lies in this shard, and is that sample of it.
+1. Number the slots of all steps consecutively. Slot k of step s is number s·B + k, and each epoch covers N of these
+   numbers. If an epoch ends inside a batch, split the batch there.
+2. Permute the shards of the epoch. Their samples, laid end to end, form the positions 0 … N−1.
+3. Cut the positions into L lanes of equal length (to within one). A batch takes the next samples of every lane.
+4. Divide each lane into blocks, and shuffle the samples inside each block.
+5. Look up the shard that contains the position, and the sample's number in that shard.
 
-Any step is computed alone, without replay and without anything of size N (reasons: `docs/design/order.md`).
+Any step can be computed on its own: nothing is replayed, and no array has one entry per sample. docs/design/order.md
+gives the reasons.
 
-Shards of 3, 4 and 2 samples, seed 0, batches of 4, 2 lanes (positions 0 … 4 and 5 … 8), blocks of 3:
+Example: shards of 3, 4 and 2 samples, seed 0, batch size 4, two lanes (positions 0 … 4 and 5 … 8), blocks of 3:
 
-    epoch 0 permutes the shards to 2, 1, 0, which start at the positions 0, 2, 6
+    epoch 0 visits the shards in the order 2, 1, 0; they start at the positions 0, 2, 6
     step 0 takes the positions 0 1 | 5 6, which hold (shard, sample) (2, 0) (2, 1) | (1, 3) (0, 0)
     step 1 takes the positions 2 3 | 7 8, which hold (shard, sample) (1, 0) (1, 1) | (0, 1) (0, 2)
-    step 2 takes the position 4, which holds (1, 2): all 9 are used, so epoch 1 gives the other three slots
+    step 2 takes the position 4, which holds (1, 2); all 9 samples are used, so epoch 1 fills the other three slots
 
-A `Mixture` is trained on several sets at once, by weight. A batch is cut into shares, one a set, whose slots are spread
-evenly over the batch; each set fills its slots in an order of its own, epoch after epoch of that set.
+A `Mixture` trains on several sets by weight. Each set owns a fixed number of slots in every batch, spread evenly over
+the batch, and fills them in its own order. Epochs are counted separately for each set.
 
-Sets of 7 and 3 shards with weights 0.75 and 0.25, batches of 4:
+Example: sets of 7 and 3 shards, weights 0.75 and 0.25, batch size 4:
 
-    the first set has 3 slots of every batch, spread to 1/6, 3/6 and 5/6 of it, the second one slot, at 1/2
-    so the slots are, in order, of the sets 0 0 1 0
+    set 0 owns three slots, centred at 1/6, 3/6 and 5/6 of the batch; set 1 owns one slot, centred at 1/2
+    sorted by these centres, the slots belong to the sets 0 0 1 0
 """
 
 from __future__ import annotations
@@ -42,15 +44,15 @@ from data.draws import key_of, permute
 
 # S shards, N samples, B batch size, L lanes
 
-DEFAULT_LANES = 64  # docs/design/order.md measures it
-DEFAULT_BLOCK = 16_384
-MANY_SHARDS = 50_000  # whose permutation leaves megabytes behind that were needed for a moment
+DEFAULT_LANES = 64  # measured in docs/design/order.md
+DEFAULT_BLOCK = 16_384  # samples
+TRIM_FROM_SHARDS = 50_000  # permuting this many shards needs megabytes of temporary memory
 
 Tail = Literal["carry", "drop"]
 
 
 class Ids(NamedTuple):
-    """The samples of a batch: three int64 arrays of one length."""
+    """The samples of a batch: three int64 arrays of equal length."""
 
     epoch: np.ndarray
     shard: np.ndarray
@@ -58,7 +60,7 @@ class Ids(NamedTuple):
 
 
 class SampleId(NamedTuple):
-    """One sample: the pass over its set, its shard, and its number in there."""
+    """One sample: its epoch, its shard, and its number within the shard."""
 
     epoch: int
     shard: int
@@ -66,11 +68,11 @@ class SampleId(NamedTuple):
 
 
 class Order:
-    """The order of samples of one set of shards; `Order(...).batch(step)` is all that training needs.
+    """The sample order of one set of shards; training calls only `Order(...).batch(step)`.
 
-    `tail` says what becomes of the samples that do not fill an epoch's last batch: "carry" opens the next
-    epoch's first batch with them, so that every sample is used exactly once an epoch; "drop" leaves them out.
-    Raises ValueError where the numbers do not fit one another.
+    `tail` decides what happens to the last samples of an epoch if they do not fill a batch. "carry" completes that
+    batch with samples of the next epoch, so every sample is used exactly once per epoch. "drop" skips the samples.
+    Raises ValueError if a number is below 1, the shards are empty, or "drop" leaves no complete batch.
     """
 
     def __init__(
@@ -90,80 +92,83 @@ class Order:
         self.shuffle_block = shuffle_block
         self.tail = tail
         self.lanes = min(DEFAULT_LANES, batch_size) if lanes is None else lanes
-        self._starts: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # the last epochs' permuted shards
+        self._shard_orders: dict[
+            int, tuple[np.ndarray, np.ndarray]
+        ] = {}  # epoch: permuted shards, their first positions
         if batch_size < 1 or shuffle_block < 1 or self.lanes < 1:
             raise ValueError(
                 f"batch_size {batch_size}, lanes {self.lanes}, shuffle_block {shuffle_block}: each must be 1 or more"
             )
         if self.samples == 0:
-            raise ValueError("the shards hold no samples; pack some first")
+            raise ValueError("the shards contain no samples; pack a data set first")
         if tail == "drop" and self.samples < batch_size:
             raise ValueError(f'{self.samples} samples do not fill one batch of {batch_size}; use tail="carry"')
 
         self.samples_per_epoch = self.samples
         if tail == "drop":
-            # With whole batches in every epoch none is left to be carried: `_places` needs no other rule.
+            # A multiple of the batch size: no batch crosses an epoch boundary, and `_positions` needs no special case.
             self.samples_per_epoch = self.samples // batch_size * batch_size
 
     def batch(self, step: int) -> Ids:
-        """Return the sample of every slot of the global batch `step`: arrays of `batch_size`."""
-        return self._samples_at(*self._places(step))
+        """Return the samples of the global batch `step`, one per slot: arrays of length `batch_size`."""
+        return self._samples_at(*self._positions(step))
 
     def without_sizes(self) -> Order:
-        """Return a copy that lacks the shards' sizes, for another process that has them already (`with_sizes`)."""
+        """Return a copy without the shard sizes, to pickle; the receiver restores the sizes by `with_sizes`."""
         order = copy(self)
         order.with_sizes(np.empty(0, np.int64))
         return order
 
     def with_sizes(self, shard_samples: np.ndarray) -> None:
-        """Take the shards' sizes, the same numbers as before, from this array."""
+        """Set the shard sizes after `without_sizes`; they must equal the original ones."""
         self.shard_samples = shard_samples
-        self._starts = {}
+        self._shard_orders = {}
 
     def replacement(self, step: int, slot: int, attempt: int) -> SampleId:
-        """Return the sample to use where the one in `slot` is bad: the attempt-th after it, lane after lane."""
-        # The replacement keeps its own place in the order as well: without it, all later steps would change.
-        epochs, positions = self._places(step)
+        """Return the sample that replaces a bad one in `slot`: the sample `attempt` positions after it, cyclically."""
+        # The replacement is also used at its own position. Skipping it there would change all later steps.
+        epochs, positions = self._positions(step)
         epoch = epochs[slot : slot + 1]
         position = (positions[slot : slot + 1] + attempt) % self.samples
         ids = self._samples_at(epoch, position)
         return SampleId(int(ids.epoch[0]), int(ids.shard[0]), int(ids.sample[0]))
 
-    def _places(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (epoch, position before the shuffle) of every slot."""
-        at = step * self.batch_size  # counted over all epochs
-        end = at + self.batch_size
+    def _positions(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the epoch and the position, before the block shuffle, of every slot: two arrays (B,)."""
+        number = step * self.batch_size  # slot numbers count from the first slot of step 0
+        end = number + self.batch_size
         lanes = np.arange(self.lanes)
         epochs = []
         positions = []
-        # Usually this runs once; it runs again for each epoch that ends inside the batch.
-        while at < end:
-            epoch, first = divmod(at, self.samples_per_epoch)
-            stop = min(first + end - at, self.samples_per_epoch)
+        # Runs once, and once more for each epoch that ends inside the batch.
+        while number < end:
+            epoch, first = divmod(number, self.samples_per_epoch)
+            stop = min(first + end - number, self.samples_per_epoch)
             epochs.append(np.full(stop - first, epoch))
 
-            # The epoch gives its samples number `first` to `stop` − 1, lane after lane. When it has given n samples,
-            # each lane has given n / L of them, equal to within one.
-            given_before = first // self.lanes + (lanes < first % self.lanes)  # (L,)
-            given_after = stop // self.lanes + (lanes < stop % self.lanes)
-            counts = given_after - given_before
-            first_slots = np.cumsum(counts) - counts  # (L,) where each lane's part of these slots begins
-            # A lane's slots and its positions both rise by one: they differ by a shift, the same in all of its slots.
-            shifts = self._lane_starts(lanes) + given_before - first_slots  # (L,)
+            # These slots use the samples first … stop−1 of the epoch. After n samples of an epoch, each lane has
+            # supplied n / L of them, to within one.
+            used_before = first // self.lanes + (lanes < first % self.lanes)  # (L,)
+            used_after = stop // self.lanes + (lanes < stop % self.lanes)  # (L,)
+            counts = used_after - used_before
+            first_slots = np.cumsum(counts) - counts  # (L,) the first slot that each lane fills
+            # Inside a lane, slots and positions both increase by one, so their difference is constant.
+            shifts = self._lane_starts(lanes) + used_before - first_slots  # (L,)
             positions.append(np.repeat(shifts, counts) + np.arange(stop - first))
-            at += stop - first
+            number += stop - first
         return np.concatenate(epochs), np.concatenate(positions)
 
     def _lane_starts(self, lane: np.ndarray) -> np.ndarray:
-        """Return the first position of each lane; the first N mod L lanes hold one sample more than the others."""
+        """Return the first position of each lane; the first N mod L lanes are longer by one sample."""
         return lane * (self.samples // self.lanes) + np.minimum(lane, self.samples % self.lanes)
 
     def _samples_at(self, epoch: np.ndarray, position: np.ndarray) -> Ids:
-        """Return the samples that the positions of these epochs hold, once those of each block have changed places."""
+        """Shuffle the positions inside their blocks, and return the samples at the new positions."""
         length = self.samples // self.lanes
-        longer_lanes = self.samples % self.lanes  # the first ones, of length + 1
+        longer_lanes = self.samples % self.lanes  # these come first and have length + 1 samples
         end_of_longer = longer_lanes * (length + 1)
-        # With more lanes than samples the length is 0: no position is past the longer lanes, and 1 only avoids 0 / 0.
+        # If there are more lanes than samples, `length` is 0 and every position lies in a longer lane. max(length, 1)
+        # only avoids a division by zero.
         lane = np.where(
             position < end_of_longer,
             position // (length + 1),
@@ -172,57 +177,56 @@ class Order:
         lane_start = self._lane_starts(lane)
         lane_length = length + (lane < longer_lanes)
 
-        # Inside its lane's block, each position is sent to another. A lane's last block is shorter than the others
-        # where the lengths do not divide.
+        # Permute each position inside its block. The last block of a lane may be shorter than the others.
         block = (position - lane_start) // self.shuffle_block
         block_start = lane_start + block * self.shuffle_block
         block_size = np.minimum(self.shuffle_block, lane_length - block * self.shuffle_block)
         key = key_of(self.seed, epoch, lane, block)
         position = block_start + permute(position - block_start, block_size, key)
 
-        # The shard in which a position lies is looked up, epoch by epoch, and the number of the sample in there.
+        # Look up shards epoch by epoch, because each epoch permutes the shards differently.
         shard = np.empty_like(position)
         sample = np.empty_like(position)
         for number in np.unique(epoch):
-            of_this_epoch = epoch == number
+            is_in_epoch = epoch == number
             shards, starts = self._epoch_shards(int(number))
-            row = np.searchsorted(starts, position[of_this_epoch], side="right") - 1
-            shard[of_this_epoch] = shards[row]
-            sample[of_this_epoch] = position[of_this_epoch] - starts[row]
+            row = np.searchsorted(starts, position[is_in_epoch], side="right") - 1
+            shard[is_in_epoch] = shards[row]
+            sample[is_in_epoch] = position[is_in_epoch] - starts[row]
         return Ids(epoch, shard, sample)
 
     def _epoch_shards(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the epoch's order of shards and the position at which each starts; empty shards are left out."""
-        known = self._starts.get(epoch)
-        if known is not None:
-            return known
-        # int32, and few arrays on the way: with 300,000 shards this takes 3.6 MB of every process for each epoch.
+        """Return the permuted non-empty shards of an epoch, and the first position of each."""
+        cached = self._shard_orders.get(epoch)
+        if cached is not None:
+            return cached
+        # int32 saves memory: 300,000 shards take 3.6 MB per epoch in every process.
         shards = np.flatnonzero(self.shard_samples).astype(np.int32)
-        # Sorted by our own hash, because the streams of NumPy's permutations may change between versions.
+        # Sort by our own hash, because NumPy's random permutations may change between versions.
         shards = shards[np.argsort(key_of(self.seed, epoch, shards), kind="stable")]
         starts = np.zeros(len(shards), np.int64)
         np.cumsum(self.shard_samples[shards[:-1]], out=starts[1:])
-        if len(shards) >= MANY_SHARDS:
-            # Freed memory goes back to the system; glibc keeps some for the process, of which a node has 64 and more.
-            with suppress(AttributeError, OSError):  # of another C library
+        if len(shards) >= TRIM_FROM_SHARDS:
+            # Return freed memory to the system: glibc would keep it in each of the 64 or more processes of a node.
+            with suppress(AttributeError, OSError):  # C libraries other than glibc have no malloc_trim
                 ctypes.CDLL(None).malloc_trim(0)
-        # The epoch before is kept: a batch may lie across both. The dict is a new one, because the thread that fetches
-        # shards ahead reads the old one at the same time.
-        newest = list(self._starts.items())[-1:]
-        self._starts = {**dict(newest), epoch: (shards, starts)}
+        # Keep the previous epoch, because a batch may span both. Replace the dict instead of changing it: the thread
+        # that prefetches shards may be reading it.
+        previous = list(self._shard_orders.items())[-1:]
+        self._shard_orders = {**dict(previous), epoch: (shards, starts)}
         return shards, starts
 
 
-# ----------------------------------------------------------------------------- several sets by weight
+# ----------------------------------------------------------------------------- mixtures of sets
 
 
 class Mixture:
-    """Several sets by weight: every global batch takes as many samples of each, in the order of each.
+    """The sample order of several weighted sets; every global batch has the same number of samples from each set.
 
-    The sets are groups of consecutive shards of one index, `groups[g]` shards each. `shares` tells how much of a
-    batch each has: the weights', by largest remainder; its slots are spread evenly over the batch, so that every
-    worker has its part of every set. `lanes`, `shuffle_block` and `tail` are `Order`'s, the same for each.
-    Raises ValueError where the numbers do not fit one another.
+    Set g consists of the next `groups[g]` shards of the index. `shares[g]` slots of every batch belong to it: its
+    weight's part of the batch, rounded by largest remainder. The slots of a set are spread evenly over the batch, so
+    every worker gets samples from every set. Each set is ordered by an `Order` with these `lanes`, `shuffle_block` and
+    `tail`. Raises ValueError if the groups do not cover the shards, a weight is not positive, or a set gets no slot.
     """
 
     def __init__(
@@ -238,23 +242,23 @@ class Mixture:
         tail: Tail = "carry",
     ):
         if sum(groups) != len(shard_samples) or len(groups) != len(weights) or min(weights) <= 0:
-            raise ValueError(f"groups {groups} must cover {len(shard_samples)} shards, with a weight > 0 each")
+            raise ValueError(f"groups {groups} must cover {len(shard_samples)} shards and have one weight > 0 each")
         self.batch_size = batch_size
         self.shares = shares(batch_size, weights)
-        self.starts = np.cumsum([0, *groups])  # the first shard of each set, and the end of the last
+        self.starts = np.cumsum([0, *groups])  # the first shard of each set, then the number of shards
 
-        # Each set spreads its samples evenly over the batch; all of them, sorted, give the slots. `order_of_slots[s]`
-        # is the place of slot s when the sets' parts of the batch are laid end to end.
-        spread = [(np.arange(share) + 0.5) / share for share in self.shares]  # in 0 … 1
-        self.order_of_slots = np.argsort(np.concatenate(spread), kind="stable")  # (B,)
+        # Centre the samples of each set in equal parts of the batch, and sort all samples by their centres. Slot s
+        # takes row `rows_of_slots[s]` of the sets' batches, concatenated.
+        centres = [(np.arange(share) + 0.5) / share for share in self.shares]  # fractions of the batch
+        self.rows_of_slots = np.argsort(np.concatenate(centres), kind="stable")  # (B,)
 
         sizes = np.asarray(shard_samples, np.int64)
         self.orders = []
         for group, share in enumerate(self.shares):
             first = self.starts[group]
             stop = self.starts[group + 1]
-            # Each set has a seed of its own, or sets of equal sizes would be shuffled alike. Its 62 bits fit the
-            # int64 that `key_of` takes.
+            # A separate seed per set: sets of equal sizes would otherwise be shuffled identically. 62 bits fit into the
+            # int64 that `key_of` expects.
             set_seed = int(key_of(seed, first)[0] >> np.uint64(2))
             order = Order(
                 sizes[first:stop],
@@ -268,11 +272,11 @@ class Mixture:
 
     @property
     def shard_samples(self) -> np.ndarray:
-        """The samples of each shard of all sets."""
+        """The number of samples in each shard, over all sets."""
         return np.concatenate([order.shard_samples for order in self.orders])
 
     def batch(self, step: int) -> Ids:
-        """Return what `Order.batch` does; epochs are each set's own."""
+        """Return the samples of the global batch `step`, as `Order.batch`; each set counts its own epochs."""
         epochs = []
         shards = []
         samples = []
@@ -281,51 +285,51 @@ class Mixture:
             epochs.append(ids.epoch)
             shards.append(ids.shard + self.starts[group])
             samples.append(ids.sample)
-        slots = self.order_of_slots
+        slots = self.rows_of_slots
         return Ids(np.concatenate(epochs)[slots], np.concatenate(shards)[slots], np.concatenate(samples)[slots])
 
     def without_sizes(self) -> Mixture:
-        """Do as `Order.without_sizes`."""
+        """Return a copy without the shard sizes, as `Order.without_sizes`."""
         mixture = copy(self)
         mixture.orders = [order.without_sizes() for order in self.orders]
         return mixture
 
     def with_sizes(self, shard_samples: np.ndarray) -> None:
-        """Do as `Order.with_sizes`; the sizes are of all sets."""
+        """Set the shard sizes of all sets, as `Order.with_sizes`."""
         for group, order in enumerate(self.orders):
             order.with_sizes(shard_samples[self.starts[group] : self.starts[group + 1]])
 
     def replacement(self, step: int, slot: int, attempt: int) -> SampleId:
-        """Return what `Order.replacement` does, from the same set."""
-        # From the slot back to the set that fills it, and to the slot of that set's own batch.
-        place = int(self.order_of_slots[slot])
+        """Return the sample that replaces a bad one in `slot`, from the same set, as `Order.replacement`."""
+        # Find the set that fills this slot, and the slot of that set's own batch.
+        row = int(self.rows_of_slots[slot])
         ends = np.cumsum(self.shares)
-        group = int(np.searchsorted(ends, place, side="right"))
-        first_place = int(ends[group]) - self.shares[group]
-        sample_id = self.orders[group].replacement(step, place - first_place, attempt)
+        group = int(np.searchsorted(ends, row, side="right"))
+        first_row = int(ends[group]) - self.shares[group]
+        sample_id = self.orders[group].replacement(step, row - first_row, attempt)
         return sample_id._replace(shard=sample_id.shard + int(self.starts[group]))
 
 
 def shares(batch_size: int, weights: Sequence[float]) -> list[int]:
-    """Cut a batch by weight, largest remainders first; raises ValueError where a set would get none."""
+    """Return the number of slots for each weight, by largest remainder; raises ValueError if a set gets none."""
     exact = [batch_size * weight / sum(weights) for weight in weights]
     counts = list(map(int, exact))
     remainders = np.subtract(exact, counts)
-    largest_first = np.argsort(-remainders, kind="stable")  # of equal ones, the set that is named first
-    # What rounding down left goes out one by one, so that the shares add up to the batch.
+    largest_first = np.argsort(-remainders, kind="stable")  # ties: the earlier set first
+    # Rounding down leaves some slots over: one each goes to the largest remainders.
     for group in largest_first[: batch_size - sum(counts)]:
         counts[group] += 1
     if min(counts) == 0:
-        raise ValueError(f"weights {list(weights)} leave a set without a sample in a batch of {batch_size}")
+        raise ValueError(f"weights {list(weights)} leave one set without a slot in a batch of {batch_size}")
     return counts
 
 
-# ----------------------------------------------------------------------------- the proof of what was consumed
+# ----------------------------------------------------------------------------- record of consumed samples
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """The rolling digest of every sample id consumed so far; equal ledgers mean equal data."""
+    """A rolling digest of all sample ids consumed so far; equal ledgers mean that two runs saw the same data."""
 
     hex: str
 
@@ -336,7 +340,7 @@ class Ledger:
 
     def update(self, step: int, epoch: np.ndarray, shard: np.ndarray, sample: np.ndarray) -> Ledger:
         """Return the ledger after the global batch `step`."""
-        # Little-endian on every machine, so that all of them give the same ledger.
+        # Little-endian, so the ledger is the same on every machine.
         step_bytes = int(step).to_bytes(8, "little", signed=True)
         ids = np.stack([epoch, shard, sample]).astype("<i8")
         digest = sha256(bytes.fromhex(self.hex) + step_bytes + ids.tobytes())

@@ -1,22 +1,20 @@
-"""Records that carry their own digest: JSON whose last entry is the sha256 of all before it.
+"""Records that carry their own digest: JSON whose last entry is the sha256 of everything before it.
 
 In:  {"key": "1a2b…", "seconds": 3.2}
-Out: {"key": "1a2b…", "seconds": 3.2, "sha256": "9f3c…"}, an entry a line
+Out: {"key": "1a2b…", "seconds": 3.2, "sha256": "9f3c…"}, one entry per line
 
-The digest is of the text, not of the values: a changed bit is found wherever it lies, also in the blanks, and a torn
-file lacks its end. Its reader says what to do about a bad one.
+The digest covers the text, not the values: any changed bit is detected, even in whitespace, and a truncated file lacks
+its end. The reader of a record decides what to do about a bad one.
 
-A `Journal` is the record of long work, a sealed line for each piece that is finished: a killed command goes on where it
-stopped.
-1. `with Journal(path, setting)` reads what an earlier command of the same setting has left (`records`, by key);
-2. `add` appends a line when a piece is finished, which a kill then cannot take away:
+A `Journal` records long work, one sealed line per finished piece, so that a killed command resumes where it stopped:
+1. `with Journal(path, setting)` reads the records of an earlier command with the same setting (`records`, by key);
+2. `add` appends a line after each finished piece; a later kill cannot remove the line:
        {"key": "train-000000.tar", "record": [1250, 6543360, "d41d…"], "sha256": "e5f0…"}
    The first line holds the setting in the same way.
-A line that a kill has cut, or in which a bit has changed, ends what is taken over: its piece and those behind it are
-made once more.
+If a line is truncated or altered, its piece and all later pieces are made again.
 
-An entry of a cache is any bytes with their sha256 behind them (`write_entry`); what differs is not given back
-(`read_entry`), so that whoever asks makes it anew.
+A cache entry is any bytes followed by their sha256 (`write_entry`). `read_entry` returns None for an altered entry, so
+that the caller makes it again.
 """
 
 from __future__ import annotations
@@ -31,29 +29,29 @@ from typing import Any
 
 from data.files import write_atomically
 
-# The end of a record of several lines, and of one line, behind its last entry.
+# The end of a record after its last entry: of a record with several lines, and of a record with one line.
 ENDS = (re.compile(rb',\n "sha256": "([0-9a-f]{64})"(\n\})\Z'), re.compile(rb', "sha256": "([0-9a-f]{64})"(\})\Z'))
-LONGEST_END = 100  # bytes of such an end, and some more
+LONGEST_END = 100  # bytes; a little more than the longest end
 DIGEST_BYTES = 32  # of a sha256
 
 
 class Unsealed(ValueError):
-    """A text is not a record as `seal` makes it; the message says how."""
+    """The text is not a record written by `seal`; the message says why."""
 
 
 def seal(entries: Mapping[str, object], *, lines: bool = True) -> str:
-    """Return the text of a record: the entries, an entry a line or all in one, then the sha256 of their text."""
-    assert entries, "a record says something"
+    """Return the text of a record, ending with its sha256; `lines` puts each entry on a separate line."""
+    assert entries, "a record needs at least one entry"
     body = json.dumps(entries, indent=1 if lines else None, default=str)
     digest = hashlib.sha256(body.encode()).hexdigest()
-    # Put together by hand: the manifest of a thousand workers is 65 MB, which to print once more takes a second.
+    # Append the digest by hand: a manifest of a thousand workers has 65 MB, and a second `json.dumps` takes a second.
     if lines:
         return f'{body[:-2]},\n "sha256": "{digest}"\n}}'
     return f'{body[:-1]}, "sha256": "{digest}"}}'
 
 
 def unseal(text: bytes) -> dict[str, Any]:
-    """Return the entries of a record. Raises Unsealed where the text is not what `seal` has written."""
+    """Return the entries of a record. Raises Unsealed if `seal` did not write this text."""
     for end in ENDS:
         match = end.search(text, max(len(text) - LONGEST_END, 0))
         if match is None:
@@ -65,16 +63,16 @@ def unseal(text: bytes) -> dict[str, Any]:
             entries.pop("sha256")
             return entries
         raise Unsealed("it does not match its own sha256")
-    raise Unsealed("it is torn or altered: no record that ends with its sha256")
+    raise Unsealed("it is truncated or altered: it does not end with its sha256")
 
 
 def write_entry(path: Path, content: bytes) -> None:
-    """Keep bytes in a cache, whole, with their sha256 behind them."""
+    """Write a cache entry atomically: the bytes, then their sha256."""
     write_atomically(path, content + hashlib.sha256(content).digest())
 
 
 def read_entry(path: Path) -> bytes | None:
-    """Return the bytes of an entry; None where it is not kept, or is not what was written, which is logged."""
+    """Return the bytes of a cache entry; None if it is missing, or altered, which is logged."""
     try:
         text = path.read_bytes()
     except FileNotFoundError:
@@ -82,17 +80,17 @@ def read_entry(path: Path) -> bytes | None:
     content = text[:-DIGEST_BYTES]
     if hashlib.sha256(content).digest() == text[-DIGEST_BYTES:]:
         return content
-    logging.getLogger(__name__).warning("%s: torn or altered, it is made anew", path)
+    logging.getLogger(__name__).warning("%s: truncated or altered; it will be made again", path)
     return None
 
 
 class Journal:
-    """What is finished so far; a context manager. `setting` must be equal for earlier lines to be of use; JSON."""
+    """A context manager that records finished pieces of work; `setting` (JSON) must match to reuse earlier records."""
 
     def __init__(self, path: Path, setting: object) -> None:
         self.path = path
         self.header = seal({"setting": setting}, lines=False)
-        self.records: dict[str, Any] = {}  # JSON: the caller of `add` knows what it is
+        self.records: dict[str, Any] = {}  # JSON values, as passed to `add`
 
     def __enter__(self) -> Journal:
         lines = self.path.read_bytes().splitlines() if self.path.exists() else []
@@ -103,12 +101,12 @@ class Journal:
                 except Unsealed:
                     break
                 self.records[values["key"]] = values["record"]
-        # Written anew instead of appended to: the next line would be glued to one that was cut. All at once: a kill
-        # between two of them would lose the rest.
-        kept = [self.header]
+        # Rewrite the file instead of appending, because its last line may be truncated. Write it atomically, because a
+        # kill between two lines would lose the rest.
+        lines_to_keep = [self.header]
         for key, record in self.records.items():
-            kept.append(seal({"key": key, "record": record}, lines=False))
-        write_atomically(self.path, "".join(f"{line}\n" for line in kept))
+            lines_to_keep.append(seal({"key": key, "record": record}, lines=False))
+        write_atomically(self.path, "".join(f"{line}\n" for line in lines_to_keep))
         self.file = open(self.path, "a")
         return self
 
@@ -116,8 +114,8 @@ class Journal:
         self.file.close()
 
     def add(self, key: str, record: Any) -> None:
-        """Record a finished piece, by JSON values."""
+        """Append the record of a finished piece; `record` must be JSON-serialisable."""
         line = seal({"key": key, "record": record}, lines=False)
         self.records[key] = json.loads(line)["record"]  # as the next command will read it
-        # Flushed line by line, so that a kill costs the pieces at work and no finished one.
+        # Flush every line, so that a kill loses only unfinished pieces.
         print(line, file=self.file, flush=True)

@@ -1,8 +1,8 @@
-"""The networks of the paper and the weights that go in and out of them.
+"""The models of the paper, and loading, saving and transferring their weights.
 
-models.build("B/16", image_size=224, classes=1000)    a freshly initialised module
-models.load(path), models.save(model, path, format)   a module from and to files of ours and of others
-models.transfer(weights, source, target)              the same weights for another size or head
+models.build("B/16", image_size=224, classes=1000)    a freshly initialised model
+models.load(path), models.save(model, path, format)   read and write our own and other libraries' weight files
+models.transfer(weights, source, target)              adapt weights to another image size or head
 """
 
 from importlib import import_module
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from models.weight_transfer import TransferReport, transfer
     from models.weights.files import load, load_weights, save, save_weights
 
-# What stands above for mypy alone imports torch, which takes a second: it is imported when it is first used. No module
-# is called as one of these names: once imported, it would stand in its place.
+# These names import torch, which takes a second, so they are imported on first use. The block above is for mypy only.
+# No module may have one of these names: after its import, the module would replace the function.
 LATER = {
     "models.catalog": (
         "Model blocks build compile_blocks decayed_parameters from_config macs_of parameters_of training_flops"

@@ -1,4 +1,4 @@
-"""Checks that the configs of all families share; each error names what was found, what was expected, what would do."""
+"""Checks shared by the configs of all families; errors say what was found, what was expected, and a valid value."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, TypeGuard
 
 
 def pair(name: str, value: object) -> tuple[int, int]:
-    """Return one number as a pair of equal ones, and two as they are; NumPy's integers become Python's.
+    """Return a single number as an equal pair, and a pair as Python integers.
 
-    Raises ValueError unless there are one or two positive whole numbers.
+    Raises ValueError unless the value is one positive integer or two.
     """
-    # JSON and YAML give lists, a command line one number; integers of NumPy would later stop `json.dumps`.
+    # JSON and YAML give lists, a command line a single number; `json.dumps` later fails on NumPy integers.
     values: tuple[Any, ...] = (value, value)
     if isinstance(value, list | tuple):
         values = tuple(value)
@@ -23,13 +23,13 @@ def pair(name: str, value: object) -> tuple[int, int]:
 
 
 def is_integer(value: Any, least: int = 1) -> TypeGuard[int]:
-    """Tell whether a value is a whole number of at least `least`, one of NumPy's too."""
-    # True and False count as integers in Python; as a size or a number of layers they are a slip.
+    """Return whether a value is an integer of at least `least`; NumPy integers count."""
+    # Python treats True and False as integers; as a size or a number of layers they are mistakes.
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
 
 def choices(config: object, table: dict[str, tuple[str, ...]]) -> None:
-    """Raise ValueError where a field named in `table` has none of the values allowed there."""
+    """Raise ValueError if a field's value is not among the values that `table` allows for it."""
     for name, allowed in table.items():
         value = getattr(config, name)
         if value not in allowed:
@@ -37,7 +37,7 @@ def choices(config: object, table: dict[str, tuple[str, ...]]) -> None:
 
 
 def at_least(config: object, least: int, names: tuple[str, ...]) -> None:
-    """Raise ValueError where one of these fields is no whole number, or a smaller one."""
+    """Raise ValueError if one of these fields is not an integer of at least `least`."""
     for name in names:
         value = getattr(config, name)
         if not is_integer(value, least):
@@ -45,25 +45,25 @@ def at_least(config: object, least: int, names: tuple[str, ...]) -> None:
 
 
 def multiple(name: str, value: int, step: int, divisor: str, nearest: str = "nearest") -> None:
-    """Raise ValueError where `value` is not a multiple of `step`, which the message calls `divisor`: "12 heads" say."""
+    """Raise ValueError if `value` is not a multiple of `step`; the message calls `step` by `divisor`: "12 heads"."""
     if value % step == 0:
         return
     below = value // step * step
-    way_out = f"{below} or {below + step}"
-    # Zero is a multiple too, but no size.
+    alternatives = f"{below} or {below + step}"
+    # Zero is a multiple, but not a valid size.
     if below == 0:
-        way_out = str(step)
-    raise ValueError(f"{name} {value} is not a multiple of {divisor}; {nearest}: {way_out}")
+        alternatives = str(step)
+    raise ValueError(f"{name} {value} is not a multiple of {divisor}; {nearest}: {alternatives}")
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
-    """Return "; did you mean 'x'?" with the closest known name, or "; known: …" with all where none is close."""
+    """Return "; did you mean 'x'?" with the closest known name; if none is close, list all known names."""
     names = sorted(known)
-    # Capitals count as one slip each to difflib: without this, "b" would not be close to "B".
-    by_lower_case: dict[str, list[str]] = {}  # names that differ in capitals alone share an entry: the sizes G and g
+    # difflib counts a difference in capitals as an error: without lower case, "b" would not be close to "B".
+    by_lower_case: dict[str, list[str]] = {}  # names that differ only in capitals share an entry: the sizes G and g
     for name in names:
         by_lower_case.setdefault(name.lower(), []).append(name)
-    # difflib compares letter by letter; half of them in common finds a slip and leaves out other words.
+    # difflib compares letters; a cutoff of one half finds typing errors and excludes other words.
     close = difflib.get_close_matches(wrong.lower(), by_lower_case, n=1, cutoff=0.5)
     if close:
         return f"; did you mean {' or '.join(map(repr, by_lower_case[close[0]]))}?"

@@ -1,15 +1,15 @@
-"""What a model is, before any tensor: names to configs, configs checked, to plain values and back.
+"""Configs of all models: from names to checked configs, and to plain values and back; needs no torch.
 
 How a name becomes a config:
-1. NAME splits it:           "R50+B/16" -> stem R50, size B, patch 16
-2. the tables of the family turn the parts into fields: B -> width 768, depth 12; (R50, 16) -> stem (3, 4, 9), patch 1
-3. the caller's fields win over these, and the config's own checks look at the whole
+1. NAME splits the name:     "R50+B/16" -> stem R50, size B, patch 16
+2. the family's tables give the fields: B -> width 768, depth 12; (R50, 16) -> stem (3, 4, 9), patch 1
+3. the caller's fields override these, and the config checks all of them together
 
     config_of("mu/8", image_size=16, classes=5)   ViTConfig(image_size=(16, 16), patch=(8, 8), classes=5, width=32, ...)
     to_dict(config)                               {"family": "vit", "image_size": (16, 16), "patch": (8, 8), ...}
 
-The modules stand in vit.py, resnet.py and masked.py. Nothing here imports torch, which takes a second: a recipe with a
-wrong key is refused before that.
+The modules are in vit.py, resnet.py and masked.py. This file does not import torch, which takes a second, so that a
+recipe with a wrong key fails before that.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ SIZES = {  # width, depth, mlp, heads
     "G-opt": (1536, 48, 8192, 16),
     "e": (1792, 56, 15360, 16),
 }
-ACTIVATIONS = {"gelu_tanh": "tanh", "gelu": "none"}  # the paper's code, and the erf of timm and Hugging Face
-POSITIONS = ("learned", "learned2d", "sincos2d", "relative")  # models/positions.py has their modules
+ACTIVATIONS = {"gelu_tanh": "tanh", "gelu": "none"}  # the paper's code uses tanh; timm and Hugging Face use erf
+POSITIONS = ("learned", "learned2d", "sincos2d", "relative")  # implemented in models/positions.py
 CHOICES = {
     "pool": ("token", "gap", "map"),
     "positions": ("none", *POSITIONS),
@@ -56,28 +56,28 @@ STEMS = {  # (name, total stride): (units of the stages, patch on the map); vit_
     ("R50", 16): ((3, 4, 9), 1),
     ("R50", 32): ((3, 4, 6, 3), 1),
     ("R26", 32): ((2, 2, 2, 2), 1),
-    # The original says that its stem makes this /16. The code halves twice, so that it is /32: 49 tokens at 224 pixels
+    # The original calls this stem /16. Its code halves the map twice more, which makes it /32: 49 tokens at 224 pixels
     # (SPEC 1.6).
     ("R", 16): ((), 8),
 }
 GROUPS = 32  # of GroupNorm: Wu and He 2018, and BiT
-CELLS = {"mean_color": 1, "downsized": 4}  # a patch is predicted as cells x cells mean colours
+CELLS = {"mean_color": 1, "downsized": 4}  # the target of a patch is a grid of cells x cells mean colours
 
-# Fields that may differ between source and target; any other difference would silently change the function.
+# Fields that may differ between source and target; any other difference would silently change the computation.
 FREE = (
     *("image_size", "patch", "classes", "representation", "pool"),
-    *("dropout", "drop_path", "head_bias", "position_std"),  # of training and of first values
+    *("dropout", "drop_path", "head_bias", "position_std"),  # used only for training and initialisation
 )
 
-ImageSize = int | tuple[int, int]  # pixels; (height, width) where not square
-ConfigFields = dict[str, Any]  # values of a config's fields by name, as a user or a file gives them: not yet checked
+ImageSize = int | tuple[int, int]  # pixels; (height, width) if not square
+ConfigFields = dict[str, Any]  # unchecked field values by name, as given by a user or a file
 
 # ------------------------------------------------------------------------------------------------ the families
 
 
 def stem_stride(units: tuple[int, ...] | None) -> int:
-    """Return the pixels between neighbours on the stem's map; 1 without a stem."""
-    # The root halves twice, and each stage behind the first once.
+    """Return the number of image pixels per pixel of the stem's output map, along each axis; 1 without a stem."""
+    # The root halves the map twice, and each stage after the first halves it once.
     if units is None:
         return 1
     return 4 * 2 ** max(len(units) - 1, 0)
@@ -85,37 +85,37 @@ def stem_stride(units: tuple[int, ...] | None) -> int:
 
 @dataclass(frozen=True)
 class ViTConfig:
-    """The architecture of one ViT; the defaults are the paper's B/16."""
+    """The architecture of a ViT; the defaults are the paper's B/16."""
 
-    image_size: tuple[int, int] = (224, 224)  # height, width in pixels; one number means a square
-    patch: tuple[int, int] = (16, 16)  # height, width of a patch in pixels; after a stem, in its output's
-    classes: int = 1000  # 0: no head, the logits are the features
-    width: int = 768  # of a token
+    image_size: tuple[int, int] = (224, 224)  # height, width in pixels; a single number means a square
+    patch: tuple[int, int] = (16, 16)  # height, width of a patch; in pixels, or after a stem in pixels of its map
+    classes: int = 1000  # 0: no head, so the logits equal the features
+    width: int = 768  # channels of a token
     depth: int = 12  # transformer blocks
     mlp: int = 3072  # hidden width of a block's MLP
     heads: int = 12  # attention heads of a block
     pool: str = "token"  # token: a class token; gap: mean of the patches; map: attention from a probe
-    representation: int | None = None  # size of the tanh layer before the head, used at pre-training
+    representation: int | None = None  # width of the tanh layer before the head, used in pretraining
     positions: str = "learned"  # kind of position embedding (paper, D.4)
-    positions_at: str | None = None  # None: the stem; relative, which acts inside attention: every layer
-    class_slot: bool = True  # prefix tokens have position entries (vit_jax) or none (big_vision)
+    positions_at: str | None = None  # None: the stem, but every layer for relative, which acts inside attention
+    class_slot: bool = True  # whether prefix tokens have position entries (vit_jax: yes, big_vision: no)
     position_std: float | None = None  # None: 0.02, or width**-0.5 in big_vision's layouts (slotless, MAP)
-    registers: int = 0  # extra learned tokens, ignored by pooling
+    registers: int = 0  # extra learned tokens that pooling ignores
     dropout: float = 0.0  # SPEC 1.3: after positions, attention, GELU and the second MLP layer
     drop_path: float = 0.0  # stochastic depth of the last block, rising linearly from 0
     head_bias: float = 0.0  # initial; -10 for sigmoid losses on ImageNet-21k and JFT (SPEC 1.5)
-    activation: str = "gelu_tanh"  # gelu_tanh: the paper's code; gelu: by erf, as timm and Hugging Face
+    activation: str = "gelu_tanh"  # gelu_tanh: the paper's code; gelu: with erf, as in timm and Hugging Face
     norm_eps: float = 1e-6  # added to the variance in LayerNorm
-    stem: tuple[int, ...] | None = None  # units of the stages of a ResNet before the patches; None: plain ViT
-    stem_width: int = 64  # channels of its root
+    stem: tuple[int, ...] | None = None  # units per stage of a ResNet before the patches; None: plain ViT
+    stem_width: int = 64  # channels of the stem's root
 
     family = "vit"
-    head_fields = ("classes", "pool", "representation")  # weights that differ in one of these cannot share a head
-    absent: ClassVar[Mapping[str, object]] = {}  # fields that the family does without, and the values that say so
+    head_fields = ("classes", "pool", "representation")  # if one of these differs, the head is not transferred
+    absent: ClassVar[Mapping[str, object]] = {}  # fields that this family lacks, with the value that a recipe may give
 
     def __post_init__(self) -> None:
-        # First of all what may be written shorter is filled in: the checks below calculate with pairs. A frozen
-        # dataclass can be set in no other way.
+        # Complete abbreviated values first, because the checks below compute with pairs. A frozen dataclass can only be
+        # set this way.
         object.__setattr__(self, "image_size", checks.pair("image_size", self.image_size))
         object.__setattr__(self, "patch", checks.pair("patch", self.patch))
         if self.positions_at is None and self.positions == "relative":
@@ -129,7 +129,7 @@ class ViTConfig:
         if self.stem is not None and not all(map(checks.is_integer, self.stem)):
             raise ValueError(f"stem must name at least one unit for each stage, found {self.stem}")
         checks.multiple("stem_width", self.stem_width, GROUPS, f"{GROUPS} groups")
-        # A rate of 1 would drop everything.
+        # A rate of 1 would drop everything, so 1 is excluded.
         for name in ("dropout", "drop_path"):
             rate = getattr(self, name)
             if not 0.0 <= rate < 1.0:
@@ -139,43 +139,43 @@ class ViTConfig:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             is_default = name == "position_std" and value is None
             if not is_default and not (is_number and 0 <= value < math.inf):
-                raise ValueError(f"{name} must be a number from 0 on, found {value!r}")
+                raise ValueError(f"{name} must be a number of 0 or more, found {value!r}")
         if self.representation is not None:
             checks.at_least(self, 1, ("representation",))
         checks.multiple("width", self.width, self.heads, f"{self.heads} heads")
-        # sincos2d has four parts, sin and cos of x and of y; learned2d has two, a table of x and one of y.
+        # sincos2d has four parts: sin and cos of x and of y. learned2d has two: tables of x and of y.
         if self.positions == "sincos2d":
             checks.multiple("width", self.width, 4, "4 position parts")
         elif self.positions == "learned2d":
             checks.multiple("width", self.width, 2, "2 position parts")
-        # The patches cover the image exactly.
+        # Patches must cover the image exactly.
         for side, pixels, step in zip(("height", "width"), self.image_size, self.stride, strict=True):
             checks.multiple(f"image {side}", pixels, step, f"the patch stride {step}", "nearest image_size")
 
     def with_new_head(self) -> ViTConfig:
-        """Return the config of the same model with a new head: without the tanh layer of pretraining (paper, 3.1)."""
+        """Return the config with a new head, without the tanh layer of pretraining (paper, 3.1)."""
         return replace(self, representation=None)
 
     @property
     def stride(self) -> tuple[int, int]:
-        """Return the pixels between neighbouring patches, (rows, columns)."""
+        """Return the image pixels between neighbouring patches, (rows, columns)."""
         stem = stem_stride(self.stem)
         return self.patch[0] * stem, self.patch[1] * stem
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Return the rows and columns of patches."""
+        """Return the rows and columns of the patch grid."""
         return self.image_size[0] // self.stride[0], self.image_size[1] // self.stride[1]
 
     @property
     def prefix_tokens(self) -> int:
-        """Return how many tokens stand before the patches: the class token, where it is pooled, and the registers."""
+        """Return the number of tokens before the patches: the class token, if it is pooled, and the registers."""
         class_tokens = 1 if self.pool == "token" else 0
         return class_tokens + self.registers
 
     @property
     def position_slots(self) -> int:
-        """Return how many prefix tokens have an entry in the position table; a sincos table has none."""
+        """Return the number of prefix tokens with an entry in the position table; 0 for a sincos table."""
         if self.class_slot and self.positions != "sincos2d":
             return self.prefix_tokens
         return 0
@@ -183,9 +183,9 @@ class ViTConfig:
 
 @dataclass(frozen=True)
 class AxialConfig(ViTConfig):
-    """The architecture of one Axial ViT (paper D.6); its tokens form a 2-D grid.
+    """The architecture of an Axial ViT (paper D.6), whose tokens form a 2-D grid.
 
-    A class token or a register has no place on the grid, so that pooling is by mean or MAP.
+    A class token or a register would have no place on the grid, so pooling is by mean or MAP.
     """
 
     pool: str = "gap"
@@ -197,32 +197,32 @@ class AxialConfig(ViTConfig):
         if self.prefix_tokens:
             raise ValueError(f"an Axial ViT has no prefix tokens; set pool=gap or map, registers=0: found {self}")
         if self.positions == "relative":
-            raise ValueError("relative positions run over the whole sequence; an Axial ViT takes added tables")
+            raise ValueError("relative positions need a sequence; an Axial ViT supports the added tables")
 
 
 @dataclass(frozen=True)
 class MaskedConfig(ViTConfig):
-    classes: int = 0  # always: whatever classes the data has, the prediction is the only head
-    target: str = "mean_color"  # mean_color, the reported one; downsized: 4 x 4 colours; pixels: the whole patch
-    corrupted: float = 0.5  # share of the patches
-    masked: float = 0.8  # share of those replaced by the mask embedding
-    swapped: float = 0.1  # share replaced by another patch of the image; the rest stays
+    classes: int = 0  # always 0: the prediction is the only head, whatever classes the data has
+    target: str = "mean_color"  # mean_color: as reported; downsized: 4 x 4 colours; pixels: the whole patch
+    corrupted: float = 0.5  # fraction of the patches
+    masked: float = 0.8  # fraction of the corrupted patches replaced by the mask embedding
+    swapped: float = 0.1  # fraction of them replaced by another patch of the image; the rest stays unchanged
 
     family = "masked"
 
     def __post_init__(self) -> None:
-        # `config_of` passes a number of classes to every model: here it is ignored, not refused.
+        # `config_of` passes a number of classes to every model; ignore it here instead of rejecting it.
         object.__setattr__(self, "classes", 0)
         super().__post_init__()
-        # The loss reads tokens before pooling, so that a MAP head or a tanh layer would never get a gradient.
+        # The loss reads tokens before pooling, so a MAP head or a tanh layer would never get a gradient.
         checks.choices(self, {"target": (*CELLS, "pixels"), "pool": ("token", "gap")})
         if self.representation:
-            raise ValueError(f"a masked model has no classifier: leave out representation={self.representation}")
+            raise ValueError(f"a masked model has no classifier: remove representation={self.representation}")
         if not 0 < self.corrupted <= 1 or not 0 <= self.masked + self.swapped <= 1:
             raise ValueError(f"corrupted must be in (0, 1] and masked + swapped at most 1, found {self}")
-        # With a single patch there is no other one to swap with.
+        # A single patch has no other patch to swap with.
         if math.prod(self.grid) < 2:
-            raise ValueError(f"masked prediction needs 2 patches or more, found a grid of {self.grid}")
+            raise ValueError(f"masked prediction needs at least 2 patches, found a grid of {self.grid}")
 
     @property
     def vit(self) -> ViTConfig:
@@ -233,9 +233,9 @@ class MaskedConfig(ViTConfig):
 
 @dataclass(frozen=True)
 class BiTConfig:
-    """The architecture of one BiT; the defaults are BiT-R50x1."""
+    """The architecture of a BiT ResNet; the defaults are BiT-R50x1."""
 
-    image_size: tuple[int, int] = (224, 224)  # height, width in pixels; one number means a square
+    image_size: tuple[int, int] = (224, 224)  # height, width in pixels; a single number means a square
     classes: int = 1000  # 0: no head
     units: tuple[int, ...] = UNITS[50]  # bottleneck units of each stage
     width: int = 64  # channels of the root: 64 times the width factor
@@ -243,8 +243,8 @@ class BiTConfig:
     head_bias: float = 0.0  # initial
 
     family = "bit"
-    head_fields = ("classes",)  # weights that differ in one of these cannot share a head
-    # Fields that a ResNet does without. These values say so, and a recipe for weights of any family may give them.
+    head_fields = ("classes",)  # if one of these differs, the head is not transferred
+    # Fields that a ResNet lacks. A recipe for weights of any family may set them to these values.
     absent: ClassVar[Mapping[str, object]] = {"representation": None, "dropout": 0.0, "drop_path": 0.0}
 
     def __post_init__(self) -> None:
@@ -257,13 +257,13 @@ class BiTConfig:
             raise ValueError(f"units must name at least one unit for each stage, found {self.units}")
 
     def with_new_head(self) -> BiTConfig:
-        """Return the config of the same model with a new head: a ResNet's is one layer, of the same shape."""
+        """Return the config with a new head; the head of a ResNet is a single layer, so nothing changes."""
         return self
 
 
 ModelConfig = ViTConfig | BiTConfig  # AxialConfig and MaskedConfig are ViTConfigs
 Config = TypeVar("Config", bound=ModelConfig)
-# The family's name stands in every model.json: a name that changes here makes saved weights unreadable.
+# model.json contains the family's name: renaming a family makes saved weights unreadable.
 CONFIGS: dict[str, type[ModelConfig]] = {
     "vit": ViTConfig,
     "bit": BiTConfig,
@@ -274,8 +274,8 @@ CONFIGS: dict[str, type[ModelConfig]] = {
 # ------------------------------------------------------------------------------------------------ names, plain values
 
 
-# The paper writes "ViT-B/16", so that "ViT-" may stand before a size. In the name of a hybrid the number after the
-# slash is the total stride, not a patch size (SPEC 1.6).
+# The paper writes "ViT-B/16", so a size may begin with "ViT-". In the name of a hybrid, the number after the slash is
+# the total stride, not a patch size (SPEC 1.6).
 NAME = re.compile(
     r"BiT-R(?P<resnet>\d+)x(?P<factor>\d+)"
     r"|(?:(?P<kind>Axial|Masked)-|(?P<stem>R\d*)\+)?(?:ViT-)?(?P<size>[A-Za-z0-9-]+)/(?P<patch>\d+)"
@@ -284,7 +284,7 @@ NEARLY_A_SIZE = re.compile(
     r"(?:^|[-_ ])(tiny|small|base|large|huge|Ti|[SMBLHG])(?:_?patch|[-_ /])?(\d+)?(?:[-_ ]|$)", re.IGNORECASE
 )
 SPELT_SIZES = {"tiny": "Ti", "small": "S", "base": "B", "large": "L", "huge": "H"}
-VIT_KINDS: dict[str | None, type[ViTConfig]] = {  # what stands before the size in a name
+VIT_KINDS: dict[str | None, type[ViTConfig]] = {  # by the prefix of the size in a name
     "Axial": AxialConfig,
     "Masked": MaskedConfig,
     None: ViTConfig,
@@ -292,38 +292,38 @@ VIT_KINDS: dict[str | None, type[ViTConfig]] = {  # what stands before the size 
 
 
 def config_of(name: str, image_size: ImageSize = 224, classes: int = 1000, **config: object) -> ModelConfig:
-    """Return the config a name stands for, fields overridden by `config`; ValueError on a wrong name or value."""
+    """Return the config of a model name, with fields overridden by `config`; ValueError for a wrong name or value."""
     parts = NAME.fullmatch(name)
     if parts is None:
-        # S16, ViT-S, and vit_small_patch16_224 of timm.
+        # Handles names such as S16, ViT-S, and timm's vit_small_patch16_224.
         close = NEARLY_A_SIZE.search(name)
         nearest = ""
         if close is not None:
             word = close[1].lower()
             nearest = f"; did you mean {SPELT_SIZES.get(word, word.title())}/{close[2] or 16}?"
         raise ValueError(
-            f"{name} is not a model's name{nearest}\n"
+            f"{name} is not a model name{nearest}\n"
             "  expected a size and a patch, as B/16; or R50+B/16, BiT-R50x1, Axial-B/32, Masked-B/16"
         )
-    # The caller's fields come last in each merge, so that they win over what the name stands for.
+    # The caller's fields come last in each merge, so that they override those of the name.
     caller_fields = {"image_size": image_size, "classes": classes, **config}
     if parts["resnet"]:
-        # "BiT-R50x2" is a ResNet of 50 layers, all channels times 2.
+        # "BiT-R50x2" is a ResNet of 50 layers with doubled channels.
         layers = int(parts["resnet"])
         if layers not in UNITS:
             known = ", ".join(f"BiT-R{depth}" for depth in UNITS)
-            raise ValueError(f"{parts[0]!r}: no ResNet of {parts['resnet']} layers; known: {known}")
+            raise ValueError(f"{parts[0]!r}: no ResNet has {parts['resnet']} layers; known: {known}")
         named: ConfigFields = {"units": UNITS[layers], "width": 64 * int(parts["factor"])}
         return checked(BiTConfig, {**named, **caller_fields})
 
-    # "B/16", "Axial-B/32" or, where /16 is the total stride, "R50+B/16".
+    # "B/16", "Axial-B/32" or "R50+B/16", in which 16 is the total stride.
     size = parts["size"]
     if size not in SIZES:
         raise ValueError(f"{parts[0]!r}: no size {size!r}{did_you_mean(size, SIZES)}")
     width, depth, mlp, heads = SIZES[size]
     named = {"width": width, "depth": depth, "mlp": mlp, "heads": heads, "patch": int(parts["patch"])}
     if parts["stem"]:
-        # STEMS tells which patch on the stem's map makes this total stride; most often it is 1.
+        # STEMS gives the patch size on the stem's map for this total stride; usually it is 1.
         stem = (parts["stem"], int(parts["patch"]))
         if stem not in STEMS:
             known = ", ".join(f"{prefix}+{size}/{stride}" for prefix, stride in STEMS)
@@ -333,7 +333,7 @@ def config_of(name: str, image_size: ImageSize = 224, classes: int = 1000, **con
 
 
 def checked(kind: type[Config], values: Mapping[str, object]) -> Config:
-    """Make a config from plain values; unknown names are a ValueError with the nearest one."""
+    """Make a config from plain values; for an unknown field, raise ValueError suggesting the nearest name."""
     types = {field.name: field.type for field in fields(kind)}
     known = list(types)
     hashable: ConfigFields = {}
@@ -344,31 +344,31 @@ def checked(kind: type[Config], values: Mapping[str, object]) -> Config:
             raise ValueError(f"a {kind.family} model has no field {name!r}{did_you_mean(name, known)}")
         if types[name] == "float" and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise ValueError(f"{name} must be a number, found {value}")
-        # JSON knows no tuples; a config is a key of caches, so that its lists must not stay lists.
+        # JSON has no tuples. Configs are cache keys and must be hashable, so lists become tuples.
         hashable[name] = tuple(value) if isinstance(value, list) else value
     return kind(**hashable)
 
 
 def to_dict(config: ModelConfig) -> ConfigFields:
-    """Return plain values with the family's name: what stands in model.json."""
+    """Return the plain values of a config with its family's name, as stored in model.json."""
     return {"family": config.family, **asdict(config)}
 
 
 def from_dict(values: Mapping[str, object]) -> ModelConfig:
-    """Return the config `to_dict` was given, also after a trip through JSON."""
+    """Return the config of `to_dict`'s values, also after conversion to JSON and back."""
     config_fields = dict(values)
     family = config_fields.pop("family", None)
     if not isinstance(family, str) or family not in CONFIGS:
-        raise ValueError(f"no model family {family!r}; known: {', '.join(CONFIGS)}")
+        raise ValueError(f"unknown model family {family!r}; known: {', '.join(CONFIGS)}")
     return checked(CONFIGS[family], config_fields)
 
 
 def check_architecture(source: ModelConfig, target: ModelConfig) -> None:
-    """Raise ValueError where weights of one model cannot become those of another."""
+    """Raise ValueError if weights of `source` cannot be transferred to `target`."""
     if isinstance(source, MaskedConfig) and not isinstance(target, MaskedConfig):
         source = source.vit
-    # A difference that leaves shapes alone, of heads or epsilons say, would load without an error and compute another
-    # function: that is why everything is refused that is not in FREE.
+    # A difference without an effect on shapes, such as heads or epsilons, would load without an error and change the
+    # computation. Therefore reject all differences outside FREE.
     if source.family != target.family:
         raise ValueError(f"weights of a {source.family} cannot become a {target.family}")
     differences = []
@@ -379,11 +379,11 @@ def check_architecture(source: ModelConfig, target: ModelConfig) -> None:
             differences.append(f"{field.name}: {old_value!r} -> {new_value!r}")
     if differences:
         shown = "; ".join(differences)
-        raise ValueError(f"weights cannot be carried over where the architecture differs: {shown}")
+        raise ValueError(f"weights cannot be transferred to a different architecture: {shown}")
 
 
 def keeps_head(source: ModelConfig, target: ModelConfig, new_head: bool) -> bool:
-    """Return whether the head of the source is carried over, and with it what its outputs mean."""
+    """Return whether a transfer keeps the source's head, and so the meaning of its outputs."""
     if new_head or source.family != target.family:
         return False
     return all(getattr(source, name) == getattr(target, name) for name in source.head_fields)

@@ -1,14 +1,14 @@
-"""Masked patch prediction (paper B.1.2, SPEC 2.7): corrupt half the patch embeddings, predict the patches.
+"""Masked patch prediction (paper B.1.2, SPEC 2.7): corrupt half of the patch embeddings and predict the patches.
 
-1. the ordinary ViT embeds the images;
-2. `Corruption` picks half of the embeddings: most become the mask embedding, some another patch's, some stay;
-3. the ViT's blocks run over all tokens, and a linear layer predicts each corrupted patch from its own token;
-4. `objective` compares the predictions with what the patches were, their mean colours or their pixels.
+1. The ordinary ViT embeds the images.
+2. `Corruption` selects half of the embeddings: most become the mask embedding, some another patch, some stay.
+3. The ViT's blocks process all tokens, and a linear layer predicts each corrupted patch from its token.
+4. `objective` compares the predictions with the original patches: their mean colours or their pixels.
 
     model = models.build("Masked-B/16", target="mean_color")
     loss_sum, count = masked.objective(model, images, generator)    # images (B, 3, height, width) in [-1, 1]
 
-The ordinary ViT inside is `model.vit`; `models.transfer` to a ViT config drops everything around it.
+`model.vit` is the ordinary ViT; `models.transfer` to a ViT config drops everything else.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from torch import Generator, Tensor, nn
 from models.configs import CELLS, MaskedConfig
 from models.vit import ViT
 
-# B batch, N patches, K corrupted patches of an image, D width, S colours predicted for a patch
+# B batch, N patches, K corrupted patches per image, D width, S colours predicted per patch
 Predict = Callable[[Tensor, Generator | None], tuple[Tensor, Tensor]]  # a MaskedViT, or an engine around it
 
-COLORS = 512  # 3 bits a channel
+COLORS = 512  # 3 bits per channel
 
 
 class Corruption(nn.Module):
-    """Replaces a random, equally large share of every image's patch embeddings."""
+    """Replaces a random subset of patch embeddings, of equal size for every image."""
 
     def __init__(self, config: MaskedConfig) -> None:
         super().__init__()
         self.token = nn.Parameter(torch.empty(1, 1, config.width))
-        # A fixed count keeps shapes static. At least one, because the loss of no patch is 0 / 0.
+        # A fixed count keeps shapes static. At least one, because the mean loss over no patches would be 0 / 0.
         self.count = max(round(config.corrupted * math.prod(config.grid)), 1)
         self.masked = config.masked
         self.swapped = config.swapped
 
     def forward(self, patches: Tensor, generator: Generator | None) -> tuple[Tensor, Tensor]:
-        """Turn patches (B, N, D) into corrupted ones; return them and the places (B, K) of the corruption."""
+        """Corrupt patches (B, N, D); return them and the positions (B, K) of the corrupted ones."""
         batch, patch_count, width = patches.shape
         device = patches.device
-        # The order of the three draws is part of what a seed means.
+        # A seed determines the result only if the order of these three draws stays the same.
         order = torch.rand(batch, patch_count, generator=generator, device=device).argsort(dim=1)
         places = order[:, : self.count]
-        # A walk of 1 to N - 1 patches around the sequence ends at each other patch equally often.
+        # Moving 1 to N - 1 patches ahead, cyclically, reaches every other patch with equal probability.
         distance = torch.randint(1, patch_count, places.shape, generator=generator, device=device)
         others = (places + distance) % patch_count  # any other patch of the image
         fate = torch.rand(places.shape, generator=generator, device=device)[..., None]
-        # fate below 0.8: the mask embedding; below 0.9: another patch; else the patch itself.
+        # fate below 0.8: the mask embedding; below 0.9: another patch; otherwise the patch itself.
         swapped = torch.where(fate < self.masked + self.swapped, pick(patches, others), pick(patches, places))
         replaced = torch.where(fate < self.masked, self.token, swapped)  # (B, K, D)
         index = places[..., None].expand(-1, -1, width)
@@ -59,27 +59,27 @@ class Corruption(nn.Module):
 
 
 def pick(values: Tensor, places: Tensor) -> Tensor:
-    """Return the entries (B, K, ...) of (B, N, ...) at places (B, K)."""
+    """Select the entries (B, K, ...) of (B, N, ...) at positions (B, K)."""
     images = torch.arange(len(values), device=values.device)
     return values[images[:, None], places]
 
 
 class MaskedViT(nn.Module):
-    """Turns images into predictions and targets for their corrupted patches."""
+    """Maps images to predictions and targets for their corrupted patches."""
 
     def __init__(self, config: MaskedConfig) -> None:
         super().__init__()
         self.config = config
         self.vit = ViT(config.vit)
         self.corruption = Corruption(config)
-        outputs = 3 * math.prod(config.stride)  # numbers predicted for one patch: its pixels, or logits of colours
+        outputs = 3 * math.prod(config.stride)  # per patch: its pixels, or below, logits of its colours
         if config.target != "pixels":
             outputs = CELLS[config.target] ** 2 * COLORS
         self.prediction = nn.Linear(config.width, outputs)
 
     @property
     def recomputed_blocks(self) -> int:
-        """Return how many blocks of the ViT, from the first, recompute their activations in training."""
+        """The number of first blocks of the ViT that recompute their activations in training."""
         return self.vit.recomputed_blocks
 
     @recomputed_blocks.setter
@@ -87,16 +87,16 @@ class MaskedViT(nn.Module):
         self.vit.recomputed_blocks = blocks
 
     def features(self, images: Tensor) -> Tensor:
-        """Return what a classifier would see of the image, nothing corrupted."""
+        """Return the features of uncorrupted images, as for a classifier."""
         return self.vit.features(images)
 
     def forward(self, images: Tensor, generator: Generator | None = None) -> tuple[Tensor, Tensor]:
-        """Turn images (B, 3, height, width) in [-1, 1] into predictions and targets.
+        """Map images (B, 3, height, width) in [-1, 1] to predictions and targets.
 
         Colours: logits (B, K, S, 512) and classes (B, K, S). Pixels: both (B, K, 3 x patch height x width).
         """
         patches, places = self.corruption(self.vit.embed(images), generator)
-        # Prefix tokens take part in attention but stand for no patch: they are cut off before places are looked up.
+        # Prefix tokens take part in attention but correspond to no patch: remove them before indexing.
         tokens = self.vit.encode(patches)[:, self.config.prefix_tokens :]  # (B, N, D)
         predictions = self.prediction(pick(tokens, places))
         if self.config.target != "pixels":
@@ -105,36 +105,36 @@ class MaskedViT(nn.Module):
 
 
 def targets(images: Tensor, config: MaskedConfig) -> Tensor:
-    """Return what to predict for each patch: pixels (B, N, 3hw) in [-1, 1], or classes 64 r + 8 g + b (B, N, S)."""
+    """Return the target of each patch: pixels (B, N, 3hw) in [-1, 1], or colour classes 64 r + 8 g + b (B, N, S)."""
     if config.target == "pixels":
         return F.unfold(images, config.stride, stride=config.stride).transpose(1, 2)
     cells = CELLS[config.target]
     rows, columns = config.grid
     mean = F.adaptive_avg_pool2d(images.float(), (rows * cells, columns * cells))
-    # [-1, 1] back to 0..255, in eight bins of 32: the paper names no bin edges, and these are our choice (SPEC 2.7).
+    # Map [-1, 1] to 0..255 and eight bins of 32. The paper does not give bin edges; these are our choice (SPEC 2.7).
     bits = ((mean + 1) * (127.5 / 32)).floor().clamp(0, 7).long()
     color = 64 * bits[:, 0] + 8 * bits[:, 1] + bits[:, 2]  # (B, rows x cells, columns x cells)
     by_patch = color.unflatten(2, (columns, cells)).unflatten(1, (rows, cells)).transpose(2, 3)
-    return by_patch.flatten(3).flatten(1, 2)  # each patch's cells in reading order
+    return by_patch.flatten(3).flatten(1, 2)  # the cells of a patch row by row
 
 
 def objective(
     predict: Predict, images: Tensor, generator: Generator | None = None, left_out: Tensor | None = None
 ) -> tuple[Tensor, int]:
-    """Return the sum over the images of the mean loss of their corrupted patches, and the number of images.
+    """Return the sum over images of the mean loss of their corrupted patches, and the number of images.
 
-    `predict` is a MaskedViT or an engine around it; `generator` lies on the images' device. `left_out` (B,) are images
-    whose patches are corrupted as those of all are, and whose loss is not in the sum.
+    `predict` is a MaskedViT or an engine around it; `generator` is on the images' device. Images marked in `left_out`
+    (B,) are corrupted like all others, but their loss is excluded from the sum.
     """
     predictions, answers = predict(images, generator)
     if left_out is not None:
         predictions = predictions[~left_out]
         answers = answers[~left_out]
-    # Pixels are regressed, colours are classes: the type of the answers tells which.
+    # Floating-point targets are pixels for regression; integer targets are colour classes.
     if answers.is_floating_point():
         total = F.mse_loss(predictions.float(), answers.float(), reduction="sum")
     else:
         total = F.cross_entropy(predictions.float().flatten(0, 2), answers.flatten(), reduction="sum")
-    # The mean over what one image predicts, the sum over the images: a micro-batch may hold none, and a mean over
-    # no images would be 0 / 0.
+    # Average over the predictions of an image, and sum over the images: a micro-batch may be empty, and a mean over no
+    # images would be 0 / 0.
     return total / math.prod(answers.shape[1:]), len(images)

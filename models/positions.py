@@ -1,6 +1,6 @@
-"""Position embeddings (SPEC 1.1, 1.4, 2.7): tables that are added, relative attention, and their resizing.
+"""Position embeddings (SPEC 1.1, 1.4, 2.7): added tables, relative attention, and resizing of both.
 
-No module here keeps a buffer, so a model built on the meta device is whole once its parameters are drawn.
+No module here has a buffer, so a model on the meta device is complete once its parameters are initialised.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from models import checks
 
 # B batch, T tokens (prefix first, then the grid row by row), N = rows x columns, D width, H heads, d = D/H
-# S = slots + N entries of a table; slots counts the prefix tokens that have one
+# S = slots + N entries of a table; slots is the number of prefix tokens that have an entry
 Grid = tuple[int, int]  # (rows, columns)
 
 
 class Added(nn.Module):
-    """A table added to the last `slots + N` tokens; `slots` counts the prefix tokens with an entry."""
+    """Adds a table to the last `slots + N` tokens; `slots` is the number of prefix tokens with an entry."""
 
     def __init__(self, grid: Grid, width: int, slots: int) -> None:
         super().__init__()
@@ -29,15 +29,15 @@ class Added(nn.Module):
         self.slots = slots
 
     def entries(self, grid: Grid, like: Tensor) -> Tensor:
-        """Return the table (1, S, D) for its own grid or a smaller one.
+        """Return the table (1, S, D) for the module's grid or a smaller one.
 
-        A table that is computed, not learned, has the device and the dtype of `like`.
+        Computed tables use the device and dtype of `like`; learned tables use their own.
         """
         raise NotImplementedError
 
     def forward(self, tokens: Tensor, grid: Grid | None = None) -> Tensor:
         table = self.entries(grid or self.grid, tokens)
-        # Prefix tokens come first, so that those without an entry are the first ones: they get zeros.
+        # Tokens without an entry are the first prefix tokens; add zeros to them.
         without_entry = tokens.shape[1] - table.shape[1]
         return tokens + F.pad(table, (0, 0, without_entry, 0))
 
@@ -54,7 +54,7 @@ class Learned(Added):
 
 
 class Learned2d(Added):
-    """Two tables of width D/2, of the column (x) then of the row (y), as in the paper's D.4."""
+    """Two learned tables of width D/2, for the column (x), then the row (y) of a patch, as in the paper's D.4."""
 
     def __init__(self, grid: Grid, width: int, slots: int) -> None:
         super().__init__(grid, width, slots)
@@ -66,7 +66,7 @@ class Learned2d(Added):
     def entries(self, grid: Grid, like: Tensor) -> Tensor:
         rows, columns = self.grid
         x = self.x[:, None].expand(-1, rows, -1, -1)  # (1, rows, columns, D/2)
-        y = self.y[:, :, None].expand(-1, -1, columns, -1)  # the same
+        y = self.y[:, :, None].expand(-1, -1, columns, -1)  # (1, rows, columns, D/2)
         table = torch.cat([x, y], dim=-1).flatten(1, 2)  # (1, N, D)
         if self.slot is not None:
             table = torch.cat([self.slot, table], dim=1)
@@ -74,21 +74,21 @@ class Learned2d(Added):
 
 
 class Sincos2d(Added):
-    """The fixed table of big_vision; it has no entries for prefix tokens, and no parameters."""
+    """The fixed table of big_vision, without entries for prefix tokens and without parameters."""
 
     def entries(self, grid: Grid, like: Tensor) -> Tensor:
         return sincos2d(grid, self.width, like.device).to(like.dtype)
 
 
-# Cached, because every forward pass asks for the table and no module keeps it.
+# Cached, because every forward pass needs the table and no module stores it.
 @functools.lru_cache(maxsize=32)
 def sincos2d(grid: Grid, width: int, device: torch.device | None = None) -> Tensor:
-    """(1, N, D) with channels sin x, cos x, sin y, cos y and the denominator D/4 - 1 (SPEC 1.4)."""
+    """Return the table (1, N, D) with channels sin x, cos x, sin y, cos y and the denominator D/4 - 1 (SPEC 1.4)."""
     rows, columns = grid
     row = torch.arange(rows, dtype=torch.float64, device=device)
     column = torch.arange(columns, dtype=torch.float64, device=device)
-    # A quarter of the width each for sin x, cos x, sin y and cos y. The denominator is D/4 - 1, not D/4, as in
-    # big_vision; `max` is for a width of 4, which has a single frequency.
+    # sin x, cos x, sin y and cos y each take a quarter of the width. The denominator is D/4 - 1, not D/4, as in
+    # big_vision; `max` avoids 0 / 0 for a width of 4, which has a single frequency.
     frequencies = width // 4
     exponent = torch.arange(frequencies, dtype=torch.float64, device=device) / max(frequencies - 1, 1)
     omega = 10_000.0**-exponent
@@ -98,9 +98,9 @@ def sincos2d(grid: Grid, width: int, device: torch.device | None = None) -> Tens
 
 
 class Relative(nn.Module):
-    """Biases attention logits by each query's product with a key embedding of the offset p_q - p_k (paper D.4).
+    """Relative attention biases: the product of each query with a key embedding of the offset p_q - p_k (paper D.4).
 
-    `table` (1, 2S - 1, D); offsets run from -(S - 1) to S - 1 over row-major positions.
+    `table` is (1, 2S - 1, D); offsets are differences of row-major positions, from -(S - 1) to S - 1.
     """
 
     def __init__(self, grid: Grid, width: int, slots: int) -> None:
@@ -111,11 +111,11 @@ class Relative(nn.Module):
         self.table = nn.Parameter(torch.empty(1, 2 * self.length - 1, width))
 
     def forward(self, q: Tensor) -> Tensor:
-        """Queries (B, H, T, d) to biases (B, H, T, T), scaled like the logits of the content."""
+        """Map queries (B, H, T, d) to biases (B, H, T, T), scaled like the content logits."""
         batch, heads, tokens, dim = q.shape
         length = self.length
         without_entry = tokens - length  # prefix tokens, whose bias is 0 as query and as key
-        # Every query against every offset first, then for each key the one offset it is at.
+        # Multiply every query with every offset, then select the offset of each key.
         keys = self.table.view(2 * length - 1, heads, dim).permute(1, 2, 0)  # (H, d, 2S - 1)
         logits = (q[:, :, without_entry:] * dim**-0.5) @ keys  # (B, H, S, 2S - 1)
         position = torch.arange(length, device=q.device)
@@ -129,10 +129,10 @@ KINDS: dict[str, type[nn.Module]] = {**ADDED, "relative": Relative}
 
 
 def resize_positions(table: Tensor, old_grid: Grid, new_grid: Grid, prefix_tokens: int) -> Tensor:
-    """Resize a (P + N, D) or (1, P + N, D) table to another grid (rows, columns); the P prefix entries stay.
+    """Resize a (P + N, D) or (1, P + N, D) table to another grid (rows, columns); the P prefix entries do not change.
 
-    Bilinear with aligned corners in float64, as `scipy.ndimage.zoom(order=1)` in the original (SPEC 3).
-    Raises ValueError where the table has another shape than the old grid and the prefix ask for.
+    Bilinear with aligned corners in float64, like `scipy.ndimage.zoom(order=1)` in the original (SPEC 3).
+    Raises ValueError if the table's shape does not match the old grid and the prefix.
     """
     old_grid = checks.pair("old_grid", old_grid)
     new_grid = checks.pair("new_grid", new_grid)
@@ -144,13 +144,13 @@ def resize_positions(table: Tensor, old_grid: Grid, new_grid: Grid, prefix_token
             f"position table has {table.shape[-2]} entries; grid {old_grid[0]}x{old_grid[1]} with "
             f"{prefix_tokens} prefix tokens needs {expected}; check old_grid and prefix_tokens"
         )
-    # The same grid keeps its table to the last bit.
+    # An unchanged grid must return a bitwise equal table.
     if old_grid == new_grid:
         return table.clone()
     prefix = table[..., :prefix_tokens, :]
     grid = table[..., prefix_tokens:, :]
-    # SciPy's zoom to 4e-6 in float32 and 1e-7 in float64. Without aligned corners, as in timm and transformers, entries
-    # of unit variance are off by 0.3 to 1.6 (SPEC 3).
+    # Equals SciPy's zoom to 4e-6 in float32 and 1e-7 in float64. Without aligned corners, as in timm and transformers,
+    # entries of unit variance differ by 0.3 to 1.6 (SPEC 3).
     image = grid.reshape(*old_grid, -1).permute(2, 0, 1)[None].double()  # (1, D, rows, columns)
     resized = F.interpolate(image, size=new_grid, mode="bilinear", align_corners=True)
     resized = resized[0].permute(1, 2, 0).reshape(*table.shape[:-2], -1, table.shape[-1])
@@ -158,7 +158,7 @@ def resize_positions(table: Tensor, old_grid: Grid, new_grid: Grid, prefix_token
 
 
 def shrink(table: Tensor, grid: Grid, smaller: Grid, slots: int) -> Tensor:
-    """Shrink a table (1, slots + N, D) to a smaller grid, for training on smaller images first; the slots stay."""
+    """Shrink a table (1, slots + N, D) to a smaller grid, for training on smaller images; the slots do not change."""
     if smaller == grid:
         return table
     weights = shrinking(grid, smaller, table.device)
@@ -166,41 +166,41 @@ def shrink(table: Tensor, grid: Grid, smaller: Grid, slots: int) -> Tensor:
     return torch.cat([table[:, :slots], on_grid[None]], dim=1)
 
 
-# Cached, because every forward pass asks for it and no module keeps it.
+# Cached, because every forward pass needs the weights and no module stores them.
 @functools.lru_cache(maxsize=32)
 def shrinking(grid: Grid, smaller: Grid, device: torch.device | None = None) -> Tensor:
-    """Return weights (n, N) that make a table of the smaller grid from one of the grid; each row adds up to 1.
+    """Return weights (n, N) that shrink a table from `grid` to `smaller`; each row sums to 1.
 
-    They are those of `resize_positions`, which enlarges a table of the smaller grid, the other way round: an entry
-    counts as much as enlarging would take from the smaller one for it. So a step on small images changes the table as
-    it would change the smaller one, enlarged, and every entry has its share. Interpolation downwards reads but four
-    entries for each of its own: from 8 rows to 4 it leaves out two, which would keep their first values.
+    They are the normalised transpose of `resize_positions`, which enlarges from `smaller` to `grid`. A step on small
+    images therefore changes the table as it would change the smaller table before enlarging, and every entry takes
+    part. Interpolating downwards would read only four entries per result: from 8 rows to 4, two rows are never read and
+    would keep their initial values.
     """
-    # Enlarging is linear: what it makes of each entry alone is its whole matrix. A product of matrices is also the same
-    # every time on a GPU, where the gradient of an interpolation is not.
+    # Enlarging is linear: its results for single entries form its matrix. Unlike the gradient of an interpolation, a
+    # matrix product is also deterministic on a GPU.
     with torch.inference_mode(False):
-        alone = torch.eye(math.prod(smaller), dtype=torch.float64)
-        enlarging = resize_positions(alone, smaller, grid, 0)  # (N, n)
+        identity = torch.eye(math.prod(smaller), dtype=torch.float64)
+        enlarging = resize_positions(identity, smaller, grid, 0)  # (N, n)
         weights = enlarging.T / enlarging.sum(0)[:, None]
         return weights.float().to(device)
 
 
 def resize_relative(table: Tensor, old_grid: Grid, new_grid: Grid, slots: int, new_slots: int) -> Tensor:
-    """Resize the offsets of `Relative`: each new one is read where its (rows, columns) lie on the old grid.
+    """Resize the table of `Relative`: read each new offset at its (rows, columns) position on the old grid.
 
-    A row-major offset stands for dy = round(offset / columns), dx = the rest; corners stay aligned.
+    A row-major offset means dy = round(offset / columns) rows and dx columns for the rest; corners stay aligned.
     """
-    # Stretched as a flat list, the offset for "one row down" would come to mean something else (docs/models.md).
+    # Resizing the table as a flat list would change the meaning of offsets such as "one row down" (docs/models.md).
     old_reach = slots + math.prod(old_grid) - 1
     new_reach = new_slots + math.prod(new_grid) - 1
-    # 1. Each new offset as a step (dy, dx) on the new grid ...
+    # 1. Express each new offset as a step (dy, dx) on the new grid.
     offsets = torch.arange(-new_reach, new_reach + 1, dtype=torch.float64)
     dy = (offsets / new_grid[1]).round()
     dx = offsets - dy * new_grid[1]
-    # 2. ... and as the step on the old grid that reaches as far, the first and the last position aligned.
+    # 2. Scale it to a step on the old grid, with the first and last positions aligned.
     dy = dy * ((old_grid[0] - 1) / max(new_grid[0] - 1, 1))
     dx = dx * ((old_grid[1] - 1) / max(new_grid[1] - 1, 1))
-    # 3. The value there, bilinear between the four whole steps around it.
+    # 3. Interpolate bilinearly between the four surrounding integer steps.
     result = torch.zeros(offsets.numel(), table.shape[-1], dtype=torch.float64)
     for y in (dy.floor(), dy.floor() + 1):
         for x in (dx.floor(), dx.floor() + 1):

@@ -1,7 +1,7 @@
 """ResNets with GroupNorm and weight standardisation: the stem of the hybrids (SPEC 1.6) and BiT (SPEC 1.8).
 
-The stem is post-activation (v1) with TF's SAME padding, BiT is pre-activation (v2) with the same padding on all
-sides. Each has its own epsilons, and each adds them in another place.
+The stem is post-activation (v1) with TensorFlow's SAME padding; BiT is pre-activation (v2) with symmetric padding. The
+two use different epsilons and add them in different places.
 """
 
 from __future__ import annotations
@@ -15,44 +15,44 @@ from models.configs import GROUPS, BiTConfig
 
 # B batch, C channels; images and maps are (B, C, rows, columns)
 
-EXPANSION = 4  # a bottleneck gives out 4 times its inner channels: He et al. 2016
-# Each code base has its own: vit_jax models_resnet.py for the stem, bit_pytorch for BiT.
+EXPANSION = 4  # a bottleneck outputs 4 times its inner channels: He et al. 2016
+# From vit_jax models_resnet.py for the stem, and from bit_pytorch for BiT.
 STEM_NORM_EPS = 1e-6
 BIT_NORM_EPS = 1e-5
 
 
 def same_padding(x: Tensor, kernel: int, stride: int, value: float = 0.0) -> Tensor:
-    """Pad as TF's SAME: just enough for ceil(size / stride) outputs, the odd pixel below and to the right."""
-    # Torch's padding is the same on both sides; that alone changes a hybrid's logits by 0.2 to 1.7 (SPEC 1.1).
-    borders: list[int] = []  # F.pad takes the last axis first: left, right, above, below
+    """Pad like TensorFlow's SAME: ceil(size / stride) outputs; an odd pixel goes below and to the right."""
+    # Torch pads both sides equally, which would change a hybrid's logits by 0.2 to 1.7 (SPEC 1.1).
+    borders: list[int] = []  # in F.pad's order, last axis first: left, right, above, below
     for size in (x.shape[3], x.shape[2]):
         outputs = -(-size // stride)  # rounded up
-        # A stride longer than the kernel would leave a negative number, which F.pad would take as an order to crop.
+        # If the stride exceeds the kernel, the difference may be negative, and F.pad would crop.
         missing = max((outputs - 1) * stride + kernel - size, 0)
         borders += [missing // 2, missing - missing // 2]
     return F.pad(x, borders, value=value)
 
 
 class StdConv(nn.Conv2d):
-    """Convolution whose filters are standardised, over (in, kh, kw), at every use: mean 0 and deviation 1 each."""
+    """A convolution with filters standardised over (in, kh, kw) in every forward pass: mean 0 and deviation 1."""
 
     def __init__(self, inside: int, outside: int, kernel: int, stride: int = 1) -> None:
         super().__init__(inside, outside, kernel, stride, bias=False)
 
 
 class StemConv(StdConv):
-    """The stem's convolution: its epsilon is added to the deviation, and it pads as TF does."""
+    """The stem's convolution: adds epsilon to the deviation, and pads like TensorFlow."""
 
     def forward(self, x: Tensor) -> Tensor:
         padded = same_padding(x.to(self.weight.dtype), self.kernel_size[0], self.stride[0])
-        # correction=0: JAX divides by the number of entries, torch by one less unless told.
+        # correction=0: JAX divides by the number of entries; torch by default divides by one less.
         deviation, mean = torch.std_mean(self.weight.float(), dim=(1, 2, 3), correction=0, keepdim=True)
         filters = (self.weight - mean) / (deviation + 1e-5)  # in float32
         return F.conv2d(padded, filters.to(padded.dtype), stride=self.stride)
 
 
 class BiTConv(StdConv):
-    """BiT's convolution: its epsilon is added to the variance, and it pads all sides alike."""
+    """BiT's convolution: adds epsilon to the variance, and pads all sides equally."""
 
     def forward(self, x: Tensor) -> Tensor:
         padded = F.pad(x.to(self.weight.dtype), [self.kernel_size[0] // 2] * 4)
@@ -65,7 +65,9 @@ class BiTConv(StdConv):
 class StemUnit(nn.Module):
     """Post-activation bottleneck; the stride is on the 3x3."""
 
+    """Post-activation bottleneck with the stride on its 3x3 convolution."""
     is_repeated = True  # models.blocks finds it by that
+    is_repeated = True  # for models.blocks
 
     def __init__(self, inside: int, width: int, stride: int) -> None:
         super().__init__()
@@ -76,7 +78,7 @@ class StemUnit(nn.Module):
         self.gn2 = nn.GroupNorm(GROUPS, width, eps=STEM_NORM_EPS)
         self.conv3 = StemConv(width, outside, 1)
         self.gn3 = nn.GroupNorm(GROUPS, outside, eps=STEM_NORM_EPS)
-        # The shortcut is projected where its shape is not that of the output.
+        # Project the shortcut if its shape differs from the output's.
         self.conv_proj = None
         self.gn_proj = None
         if stride != 1 or inside != outside:
@@ -86,7 +88,7 @@ class StemUnit(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         shortcut = x
         if self.conv_proj is not None and self.gn_proj is not None:
-            # There is no ReLU on the shortcut: it comes after the sum.
+            # No ReLU on the shortcut: it follows the sum.
             shortcut = self.gn_proj(self.conv_proj(x))
         y = F.relu(self.gn1(self.conv1(x)))
         y = F.relu(self.gn2(self.conv2(y)))
@@ -94,9 +96,9 @@ class StemUnit(nn.Module):
 
 
 class BiTUnit(nn.Module):
-    """Pre-activation bottleneck; the projection sees the activated input."""
+    """Pre-activation bottleneck, whose projection reads the activated input."""
 
-    is_repeated = True  # models.blocks finds it by that
+    is_repeated = True  # for models.blocks
 
     def __init__(self, inside: int, width: int, stride: int) -> None:
         super().__init__()
@@ -107,13 +109,13 @@ class BiTUnit(nn.Module):
         self.conv2 = BiTConv(width, width, 3, stride)
         self.gn3 = nn.GroupNorm(GROUPS, width, eps=BIT_NORM_EPS)
         self.conv3 = BiTConv(width, outside, 1)
-        # The shortcut is projected where its shape is not that of the output.
+        # Project the shortcut if its shape differs from the output's.
         self.conv_proj = None
         if stride != 1 or inside != outside:
             self.conv_proj = BiTConv(inside, outside, 1, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        # The projection reads the activated input, the plain shortcut the input as it came (bit_pytorch models.py).
+        # The projection reads the activated input, the identity shortcut the unchanged input (bit_pytorch models.py).
         y = F.relu(self.gn1(x))
         shortcut = x
         if self.conv_proj is not None:
@@ -124,18 +126,18 @@ class BiTUnit(nn.Module):
 
 
 def make_stages(units: tuple[int, ...], width: int, unit: type[nn.Module], name: str) -> nn.Sequential:
-    """Return a ResNet's stages, `block1.unit1` and so on; each has twice the channels and half the map before it."""
+    """Build a ResNet's stages, `block1.unit1` and so on; each doubles the channels and halves the map of the last."""
     stages = nn.Sequential()
     inside = width
     for stage, count in enumerate(units):
         block = nn.Sequential()
         stage_width = width * 2**stage
         for number in range(count):
-            # The first stage keeps the size of the map; each other halves it in its first unit.
+            # The first stage keeps the size of the map; every other stage halves it in its first unit.
             stride = 1
             if stage > 0 and number == 0:
                 stride = 2
-            # The names are those of the published files: unit1 in a hybrid, unit01 in a BiT (SPEC 6.1).
+            # Names follow the published files: unit1 in a hybrid, unit01 in a BiT (SPEC 6.1).
             block.add_module(name.format(number + 1), unit(inside, stage_width, stride))
             inside = stage_width * EXPANSION
         stages.add_module(f"block{stage + 1}", block)
@@ -143,32 +145,32 @@ def make_stages(units: tuple[int, ...], width: int, unit: type[nn.Module], name:
 
 
 class Stem(nn.Module):
-    """Turns images into the map (B, C, rows, columns) that a hybrid cuts into patches."""
+    """Maps images to the feature map (B, C, rows, columns) that a hybrid cuts into patches."""
 
     def __init__(self, units: tuple[int, ...], width: int) -> None:
         super().__init__()
         self.conv_root = StemConv(3, width, 7, 2)
         self.gn_root = nn.GroupNorm(GROUPS, width, eps=STEM_NORM_EPS)
         self.stages = make_stages(units, width, StemUnit, "unit{}")
-        # Of the map; without stages it is the root's.
+        # Channels of the map; without stages, those of the root.
         self.channels = width
         if units:
             self.channels = width * EXPANSION * 2 ** (len(units) - 1)
 
     def forward(self, images: Tensor) -> Tensor:
         x = F.relu(self.gn_root(self.conv_root(images)))
-        # TF's SAME is uneven at even sizes, which `max_pool2d` cannot pad by itself: 0 before and 1 behind.
+        # TensorFlow's SAME padding is asymmetric at even sizes (0 before, 1 after), which `max_pool2d` cannot do.
         x = F.max_pool2d(same_padding(x, 3, 2, value=float("-inf")), 3, 2)
         return self.stages(x)
 
 
 class BiT(nn.Module):
-    """The paper's ResNet baseline: images (B, 3, height, width) to logits."""
+    """The paper's ResNet baseline; maps images (B, 3, height, width) to logits."""
 
     def __init__(self, config: BiTConfig) -> None:
         super().__init__()
         self.config = config
-        self.recomputed_blocks = 0  # how many units, from the first, recompute their activations in training
+        self.recomputed_blocks = 0  # number of first units that recompute their activations in training
         self.conv_root = BiTConv(3, config.width, 7, 2)
         self.stages = make_stages(config.units, config.width, BiTUnit, "unit{:02}")
         channels = config.width * EXPANSION * 2 ** (len(config.units) - 1)  # of the last map
@@ -176,18 +178,18 @@ class BiT(nn.Module):
         self.head = nn.Linear(channels, config.classes) if config.classes else nn.Identity()
 
     def features(self, images: Tensor) -> Tensor:
-        """Return the vector (B, C) that enters the head: the mean over the last map."""
-        # Without a backward pass there is nothing to recompute for.
+        """Return the vectors (B, C) that enter the head: the mean over the last map."""
+        # Recomputing only helps a backward pass.
         recompute = self.training and torch.is_grad_enabled()
         border = 0.0 if self.config.pool_padding == "zero" else float("-inf")
-        # No norm and no ReLU stand before this pool, so that values may be negative and the border shows: zero and -inf
-        # differ by 3e-3 to 5e-3 in the golden logits (SPEC 1.8). `max_pool2d` itself pads with -inf alone.
+        # No norm or ReLU precedes this pool, so values may be negative and the border matters: zero and -inf differ by
+        # 3e-3 to 5e-3 in the golden logits (SPEC 1.8). `max_pool2d` only pads with -inf.
         x = F.max_pool2d(F.pad(self.conv_root(images), (1, 1, 1, 1), value=border), 3, 2)
         units_done = 0
         for block in self.stages:
             for unit in block.children():
                 if recompute and units_done < self.recomputed_blocks:
-                    # The reentrant form gives no gradients at all where no input requires one.
+                    # The reentrant variant gives no gradients if no input requires one.
                     x = checkpoint(unit, x, use_reentrant=False)
                 else:
                     x = unit(x)

@@ -1,14 +1,14 @@
-"""The Vision Transformer of Dosovitskiy et al. 2021, exact to the original code (SPEC 1.1 to 1.7), and the Axial ViT.
+"""The Vision Transformer of Dosovitskiy et al. 2021, equal to the original code (SPEC 1.1 to 1.7), and the Axial ViT.
 
     model = models.build("B/16", image_size=224, classes=1000)
     logits = model(images)             # images (B, 3, height, width) in [-1, 1]
 
-1. `PatchEmbedding`, `Prefix`, `Attention`, `Mlp`, …    the layers; none of them knows the config
+1. `PatchEmbedding`, `Prefix`, `Attention`, `Mlp`, …    layers, which do not depend on the config
 2. `Block`, `MapHead`, `ViT`                            the model: embed, encode, features, head
-3. `AxialViT`                                           the same model with blocks that attend along rows and columns
+3. `AxialViT`                                           a ViT whose blocks attend along rows and columns
 
-Every parameter sits in a submodule that is called, never on the model itself: ZeRO-3 gathers parameters
-when the module that owns them runs, so `features` and `encode` work there too.
+Every parameter belongs to a submodule that is called, never to the model itself: ZeRO-3 gathers parameters when their
+module runs, so `features` and `encode` work under ZeRO-3 too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from models.configs import ACTIVATIONS, AxialConfig, ViTConfig
 
 
 class PatchEmbedding(nn.Module):
-    """The strided patch convolution, written as one matrix product: (B, C, height, width) to (B, N, D), row by row."""
+    """The strided patch convolution as one matrix product: (B, C, height, width) to (B, N, D), patches row by row."""
 
     def __init__(self, channels: int, width: int, patch: tuple[int, int]) -> None:
         super().__init__()
@@ -42,13 +42,13 @@ class PatchEmbedding(nn.Module):
         columns = width // patch_width
         patches = images.to(self.weight.dtype).view(batch, channels, rows, patch_height, columns, patch_width)
         patches = patches.permute(0, 2, 4, 1, 3, 5)  # (B, rows, columns, C, P, P)
-        # Two steps: with no image in the batch, one reshape could not tell the sizes from each other.
+        # Flatten in two steps: for an empty batch, a single reshape could not infer the sizes.
         patches = patches.flatten(3).flatten(1, 2)  # (B, N, C P P)
         return F.linear(patches, self.weight.flatten(1), self.bias)
 
 
 class Prefix(nn.Module):
-    """Puts the class token, then the registers, before the patches: (B, N, D) to (B, T, D)."""
+    """Prepends the class token, then the registers, to the patches: (B, N, D) to (B, T, D)."""
 
     def __init__(self, width: int, class_token: bool, registers: int) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Prefix(nn.Module):
 
     def forward(self, patches: Tensor) -> Tensor:
         tokens = []
-        # The class token is the first: pooling reads token 0, and the last block may compute that one alone.
+        # The class token comes first: pooling reads token 0, and the last block may compute only that token.
         for token in (self.cls, self.registers):
             if token is not None:
                 tokens.append(token.expand(patches.shape[0], -1, -1))
@@ -67,26 +67,26 @@ class Prefix(nn.Module):
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
-    """Give each head its channels: (B, T, D) to (B, H, T, D/H)."""
+    """Split the channels between heads: (B, T, D) to (B, H, T, D/H)."""
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute softmax attention of (B, H, T, d) with logits scaled by d**-0.5 and an optional bias added to them."""
+    """Compute softmax attention of (B, H, T, d) with logits scaled by d**-0.5, plus an optional bias on the logits."""
     if q.device.type == "cpu" and q.dtype == torch.bfloat16:
-        # Two plain products: with the fused kernel a whole step of S/16 takes 1.22 times as long in bfloat16 on a CPU,
-        # in float32 0.99 times (benchmarks/README.md).
+        # Two plain products: on a CPU in bfloat16, the fused kernel makes a step of S/16 take 1.22 times as long; in
+        # float32 0.99 times (benchmarks/README.md).
         logits = torch.bmm(q.flatten(0, 1) * q.shape[-1] ** -0.5, k.flatten(0, 1).mT)  # (B H, T, T)
         if bias is not None:
             logits = logits + bias.flatten(0, 1)
         mixed = torch.bmm(logits.softmax(-1), v.flatten(0, 1))
         return mixed.unflatten(0, q.shape[:2])
-    # It scales by d**-0.5 itself and adds the mask to the logits, so that a bias is passed as one.
+    # Scales by d**-0.5 and adds the mask to the logits, so a bias can be passed as the mask.
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
 
 
 class Attention(nn.Module):
-    """Self-attention with one packed projection, initialised as three (models/initial.py)."""
+    """Self-attention with one packed projection for q, k and v, initialised separately (models/initial.py)."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -95,10 +95,10 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor, relative: positions.Relative | None = None, queries: int | None = None) -> Tensor:
-        """Return a mixed vector for each of the tokens (B, T, D), or with `queries` only for that many first ones."""
-        # By `chunk` and not by a permuted view: so the backward pass copies once, not twice (benchmarks/README.md).
+        """Return the attention output of all tokens (B, T, D), or only of the first `queries` tokens."""
+        # `chunk` instead of a permuted view: the backward pass then copies once, not twice (benchmarks/README.md).
         q, k, v = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, dim=-1))  # each (B, H, T, D/H)
-        # Fewer queries still attend to all tokens: only q is cut, never k and v. `[:None]` keeps everything.
+        # Fewer queries still attend to all tokens: cut only q, never k and v. `[:None]` keeps everything.
         bias = None
         if relative is not None:
             bias = relative(q)[:, :, :queries]
@@ -107,7 +107,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Two layers with GELU between them, on each token alone."""
+    """Two linear layers with GELU in between, applied to each token separately."""
 
     def __init__(self, width: int, hidden: int, activation: str, dropout: float) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class Mlp(nn.Module):
 
 
 class DropPath(nn.Module):
-    """Stochastic depth: in training, zeroes the residual branch of a sample with probability `rate`."""
+    """Stochastic depth: in training, zeroes a sample's residual branch with probability `rate`."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
@@ -131,10 +131,10 @@ class DropPath(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.rate == 0.0:
             return x
-        # One draw for a sample, whatever the axes behind: an Axial block passes (B, rows, columns, D).
+        # One draw per sample, whatever the other axes: an Axial block passes (B, rows, columns, D).
         one_per_sample = (x.shape[0], *[1] * (x.ndim - 1))
         keep = x.new_empty(one_per_sample).bernoulli_(1 - self.rate)
-        # Divided by the share that is kept, so that the mean is that of evaluation, where nothing is dropped.
+        # Divide by the keep probability, so that the mean equals that of evaluation, where nothing is dropped.
         return x * keep / (1 - self.rate)
 
 
@@ -142,9 +142,9 @@ class DropPath(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm: x + attention(norm(x)), then x + mlp(norm(x)); with `queries`, only for that many first tokens."""
+    """Pre-norm block: x + attention(norm(x)), then x + mlp(norm(x)); `queries` limits it to that many first tokens."""
 
-    is_repeated = True  # models.blocks finds it by that
+    is_repeated = True  # for models.blocks
 
     def __init__(self, config: ViTConfig, drop_path: float) -> None:
         super().__init__()
@@ -157,13 +157,13 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, relative: positions.Relative | None = None, queries: int | None = None) -> Tensor:
         mixed = self.attention(self.norm1(x), relative, queries)
-        # The residual is cut to the queries too; `[:None]` keeps all tokens.
+        # Cut the residual to the queries too; `[:None]` keeps all tokens.
         x = x[:, :queries] + self.drop_path(self.dropout(mixed))
         return x + self.drop_path(self.mlp(self.norm2(x)))
 
 
 class MapHead(nn.Module):
-    """big_vision's attention pooling (SPEC 1.4): a probe attends to the tokens, then y + mlp(norm(y))."""
+    """big_vision's attention pooling (SPEC 1.4): a probe attends to the tokens, followed by y + mlp(norm(y))."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -176,27 +176,27 @@ class MapHead(nn.Module):
         self.mlp = Mlp(config.width, config.mlp, config.activation, dropout=0.0)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Pool tokens (B, T, D) to a vector (B, D) for each image."""
+        """Pool tokens (B, T, D) to one vector per image (B, D)."""
         probe = self.probe.expand(tokens.shape[0], -1, -1)
         q = split_heads(self.q(probe), self.heads)  # (B, H, 1, D/H)
         k, v = (split_heads(part, self.heads) for part in self.kv(tokens).chunk(2, dim=-1))  # each (B, H, T, D/H)
-        # No residual around the attention and no norm before it, as in big_vision: the ViT's last norm has run.
+        # Without a residual around the attention and a norm before it, as in big_vision: the ViT's last norm has run.
         mixed = attend(q, k, v)  # (B, H, 1, D/H)
         y = self.out(mixed.transpose(1, 2).flatten(2))  # (B, 1, D)
         return (y + self.mlp(self.norm(y)))[:, 0]
 
 
 class ViT(nn.Module):
-    """Turns images into logits, in the steps `embed`, `encode`, `features` and the head."""
+    """Maps images to logits, in the steps `embed`, `encode`, `features` and head."""
 
-    block: type[nn.Module] = Block  # made from (config, rate of stochastic depth)
+    block: type[nn.Module] = Block  # constructed from (config, rate of stochastic depth)
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         self.config = config
-        self.recomputed_blocks = 0  # how many blocks, from the first, recompute their activations in training
-        self.smaller_sizes: tuple[tuple[int, int], ...] = ()  # of images that are taken too, while training begins
-        self.skip_unread = True  # the last block computes the class token alone where that alone is pooled
+        self.recomputed_blocks = 0  # number of first blocks that recompute their activations in training
+        self.smaller_sizes: tuple[tuple[int, int], ...] = ()  # additional image sizes accepted early in training
+        self.skip_unread = True  # if only the class token is pooled, the last block computes only that token
         # From images to patch embeddings.
         self.stem = None
         channels = 3  # RGB
@@ -208,7 +208,7 @@ class ViT(nn.Module):
         self.embedding = PatchEmbedding(channels, config.width, config.patch)
         # From patch embeddings to tokens. The rate of stochastic depth rises linearly with the layer.
         self.prefix = Prefix(config.width, config.pool == "token", config.registers)
-        # One table for each layer where each has its own, else one for all of them.
+        # A separate table for each layer, or one table for all.
         self.positions = nn.ModuleList()
         tables = 1
         if config.positions_at == "every":
@@ -220,7 +220,7 @@ class ViT(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList()
         for layer in range(config.depth):
-            # `max` is for a ViT of one block, such as mu.
+            # `max` avoids 0 / 0 in a ViT with one block, such as mu.
             rate = config.drop_path * layer / max(config.depth - 1, 1)
             self.blocks.append(self.block(config, rate))
         self.norm = nn.LayerNorm(config.width, eps=config.norm_eps)
@@ -231,14 +231,14 @@ class ViT(nn.Module):
         self.head = nn.Linear(feature_width, config.classes) if config.classes else nn.Identity()
 
     def embed(self, images: Tensor) -> Tensor:
-        """Turn images into patch embeddings (B, N, D), before positions and prefix tokens."""
-        # Without positions, another size would be computed without a word; with them, torch would only name shapes.
+        """Map images to patch embeddings (B, N, D), before positions and prefix tokens."""
+        # Check sizes here: without positions, another size would compute silently; with them, torch's error is obscure.
         channels, *size = images.shape[1:]
         if channels != 3 or tuple(size) not in (self.config.image_size, *self.smaller_sizes):
             expected = ", ".join(map(str, self.config.image_size))
             raise ValueError(
                 f"images are {tuple(images.shape)}, this model takes (batch, 3, {expected}); resize them, or "
-                "carry the weights to another size with models.transfer"
+                "transfer the weights to another size with models.transfer"
             )
         if self.stem is not None:
             images = self.stem(images)
@@ -251,20 +251,20 @@ class ViT(nn.Module):
         grid: positions.Grid | None = None,
         kept: Tensor | None = None,
     ) -> Tensor:
-        """Turn patch embeddings into tokens (B, T, D) after the last norm, prefix tokens first.
+        """Map patch embeddings to tokens (B, T, D) after the last norm, prefix tokens first.
 
-        With `queries`, only that many first tokens come out: the last block does not compute the others. `grid` is that
-        of the patches where the images are smaller than the config's. `kept` (B, K) are the patches that go on after
-        positions are added; none is left out without it.
+        With `queries`, return only that many first tokens; the last block does not compute the others. `grid` is the
+        patch grid if the images are smaller than the config's. `kept` (B, K) are the patches to keep after positions
+        are added; None keeps all.
         """
-        # Without a backward pass there is nothing to recompute for.
+        # Recomputing only helps a backward pass.
         recompute = self.training and torch.is_grad_enabled()
         config = self.config
         last = config.depth - 1
         x = self.prefix(patches)
         for layer, block in enumerate(self.blocks):
-            # The layer's table biases its attention, or is added to its input. A single table, of "stem" or "shared",
-            # lies in a list too, so that a first table is always called positions.0.
+            # The layer's table biases its attention or is added to its input. Even a single table ("stem", "shared") is
+            # in a list, so the first table is always called positions.0.
             relative = None
             has_table = config.positions != "none" and (config.positions_at != "stem" or layer == 0)
             if has_table:
@@ -276,35 +276,36 @@ class ViT(nn.Module):
                 else:
                     x = table(x, grid)
             if layer == 0 and kept is not None:
-                # The prefix stays, and of each image the patches of its row of `kept`.
+                # Keep the prefix, and of each image the patches in its row of `kept`.
                 prefix = config.prefix_tokens
                 places = kept[:, :, None].expand(-1, -1, x.shape[-1])  # (B, K, D)
                 x = torch.cat([x[:, :prefix], x[:, prefix:].gather(1, places)], dim=1)
-            # Once, after the first addition, also where every layer adds positions (docs/models.md).
+            # Only once, after the first addition, even if every layer adds positions (docs/models.md).
             if layer == 0:
                 x = self.dropout(x)
-            # Earlier blocks need all tokens: their outputs are the keys and values of the next one.
+            # Earlier blocks must compute all tokens, which are the keys and values of the next block.
             block_queries = queries if layer == last else None
             if recompute and layer < self.recomputed_blocks:
                 x = checkpoint(block, x, relative, block_queries, use_reentrant=False)
             else:
                 x = block(x, relative, block_queries)
-        # Over all tokens and before pooling, as in the original: timm's fc_norm, after pooling, is another function.
+        # Over all tokens and before pooling, as in the original; timm's fc_norm after pooling computes something else.
         return self.norm(x)
 
     def features(self, images: Tensor, kept: Tensor | None = None) -> Tensor:
-        """Return the vectors (B, D) that enter the head: pooled tokens, through the tanh layer where the config has it.
+        """Return the vectors (B, D) that enter the head: pooled tokens, after the tanh layer if the config has one.
 
-        `kept` (B, K) are the patches that are not left out, as `encode` takes them.
+        `kept` (B, K) are the patches to keep, as in `encode`.
         """
         config = self.config
         queries = None
-        # Nothing reads the last block's other tokens: logits and gradients stay the same (test_models/test_vit.py).
+        # Pooling does not read the other tokens of the last block, so logits and gradients do not change
+        # (test_models/test_vit.py).
         if config.pool == "token" and self.skip_unread:
             queries = 1  # the class token is the first
         grid = (images.shape[2] // config.stride[0], images.shape[3] // config.stride[1])
         tokens = self.encode(self.embed(images), queries, grid, kept)  # (B, T, D); T is 1 with one query
-        # Registers are there to be attended to, and pooling leaves them out.
+        # Pooling excludes registers, which only take part in attention.
         if config.pool == "token":
             pooled = tokens[:, 0]
         elif self.map_head is not None:
@@ -320,12 +321,12 @@ class ViT(nn.Module):
 
 
 def position_table(state: dict[str, Tensor], config: ViTConfig) -> Tensor:
-    """Return the first added table of a state dict as one tensor (1, S, D), whatever parameters its kind has."""
-    # Built from the config and not taken from a model: weights in a file can be looked at without making one.
+    """Return the first added table of a state dict as one tensor (1, S, D), whatever the kind of positions."""
+    # Built from the config, so that weights of a file can be inspected without building a model.
     module = positions.ADDED[config.positions](config.grid, config.width, config.position_slots)
     parameters = {}
     for name, tensor in state.items():
-        # "in", because the ViT inside a masked model has "vit." before all its names.
+        # "in", because names of the ViT inside a masked model begin with "vit.".
         if "positions.0." in name:
             parameters[name.rpartition(".")[2]] = tensor
     module.load_state_dict(parameters)
@@ -336,29 +337,29 @@ def position_table(state: dict[str, Tensor], config: ViTConfig) -> Tensor:
 
 
 class AxisAttention(Attention):
-    """Self-attention of (B, rows, columns, D) within each row."""
+    """Self-attention within each row of (B, rows, columns, D)."""
 
     def forward(self, x: Tensor, relative: positions.Relative | None = None, queries: int | None = None) -> Tensor:
         batch, rows = x.shape[:2]
-        # The config refuses relative positions and the class token, so that neither argument is ever given here.
-        mixed = super().forward(x.flatten(0, 1))  # each row is a sequence of its own: (B rows, columns, D)
+        # The config rejects relative positions and the class token, so both arguments are always None here.
+        mixed = super().forward(x.flatten(0, 1))  # each row is a separate sequence: (B rows, columns, D)
         return mixed.unflatten(0, (batch, rows))
 
 
 class AxialBlock(nn.Module):
-    """Two ordinary blocks, one along the rows and one along the columns; it takes and gives tokens (B, N, D)."""
+    """Two ordinary blocks, one along rows and one along columns; tokens (B, N, D) in and out."""
 
     def __init__(self, config: AxialConfig, drop_path: float) -> None:
         super().__init__()
         self.grid = config.grid
         self.row = Block(config, drop_path)
         self.column = Block(config, drop_path)
-        # Block makes an ordinary Attention. This one has the same parameters under the same names, and attends by row.
+        # Block creates an ordinary Attention. AxisAttention has the same parameters and names, but attends within rows.
         for block in (self.row, self.column):
             block.attention = AxisAttention(config.width, config.heads)
 
     def forward(self, x: Tensor, relative: None = None, queries: None = None) -> Tensor:
-        # The norms and the MLP work on each token alone: they take the grid as they take a sequence.
+        # Norms and MLP work on each token separately, so they accept a grid like a sequence.
         by_row = self.row(x.unflatten(1, self.grid))  # (B, rows, columns, D)
         by_column = self.column(by_row.transpose(1, 2))  # (B, columns, rows, D)
         return by_column.transpose(1, 2).flatten(1, 2)

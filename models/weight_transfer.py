@@ -1,9 +1,9 @@
-"""Carry weights to another image size, patch size, pooling or classes; every parameter is accounted for.
+"""Transfer weights to another image size, patch size, pooling or number of classes; report every parameter.
 
-1. the weights are held against the source's config: a key that is missing, unknown or mis-shaped ends it here;
-2. source and target may differ in FREE fields alone; from a masked model the ordinary ViT inside is taken first;
-3. each parameter of the target is kept, resized (patch filters, position tables), or drawn anew (a new head);
-4. the report names what became of every parameter, and how much the positions changed.
+1. Check the weights against the source's config: missing, unknown or mis-shaped keys raise an error.
+2. Source and target may differ only in FREE fields. For a masked model, extract the ordinary ViT first.
+3. Keep each parameter of the target, resize it (patch filters, position tables), or initialise it (a new head).
+4. Report what happened to every parameter, and how much the positions changed.
 
     weights, source = load_weights("pretrained")                       # ViTConfig(image_size=(224, 224), classes=21843)
     state, report = transfer(weights, source, models.config_of("B/16", 384, classes=1000))
@@ -33,13 +33,13 @@ HEAD = ("pre_logits.", "head.")
 
 @dataclass(frozen=True)
 class TransferReport:
-    """Tells of every parameter what became of it, and how similar neighbouring positions were and are."""
+    """What happened to every parameter, and the similarity of neighbouring positions before and after."""
 
     kept: tuple[Change, ...] = ()
     resized: tuple[Change, ...] = ()
     new: tuple[Change, ...] = ()
     dropped: tuple[Change, ...] = ()
-    drift: tuple[float, float] | None = None  # mean cosine similarity; None: no table on the grid
+    drift: tuple[float, float] | None = None  # mean cosine similarity; None if no position table is on the grid
 
     def __str__(self) -> str:
         lines = [f"kept {len(self.kept)} parameters unchanged"]
@@ -59,14 +59,14 @@ def transfer(
     new_head: bool = False,
     generator: Generator | None = None,
 ) -> tuple[dict[str, Tensor], TransferReport]:
-    """Return the target's whole state dict made from the source's weights, and the report of how.
+    """Return the complete state dict of the target, made from the source's weights, and a report.
 
-    The head (with its tanh layer) is replaced by a zero-initialised one if `new_head`, or if one of the family's
-    `head_fields` differs (SPEC 1.5). Raises ValueError naming every key that does not fit.
+    The head (with its tanh layer) is replaced by a zero-initialised one if `new_head` is set or one of the family's
+    `head_fields` differs (SPEC 1.5). Raises ValueError listing every key that does not fit.
     """
     check_weights(weights, source)
     if isinstance(source, MaskedConfig) and not isinstance(target, MaskedConfig):
-        # The ordinary ViT inside the masked model is carried over, and everything around it is dropped.
+        # Transfer the ordinary ViT inside the masked model; drop everything around it.
         inside: dict[str, Tensor] = {}
         around: list[Change] = []
         for name, weight in weights.items():
@@ -74,37 +74,37 @@ def transfer(
                 inside[name.removeprefix("vit.")] = weight
             else:
                 around.append((name, tuple(weight.shape), None))
-        # `new_head` need not be passed on: a masked model has no classes, so that the target's head is new in any case.
+        # `new_head` is not needed: a masked model has no classes, so the target's head is always new.
         state, report = transfer(inside, source.vit, target, generator=generator)
         return state, replace(report, dropped=report.dropped + tuple(around))
 
     check_architecture(source, target)
 
-    # `startswith` of an empty tuple is False: then nothing but what the source lacks is new.
-    not_carried: tuple[str, ...] = ()
+    # `startswith` of an empty tuple is False: then only parameters that the source lacks are new.
+    replaced_prefixes: tuple[str, ...] = ()
     if not keeps_head(source, target, new_head):
-        not_carried = HEAD
+        replaced_prefixes = HEAD
     state = {}
     kept: list[Change] = []
     resized: list[Change] = []
     new: list[Change] = []
     carried: set[str] = set()
-    # In the order of the target's parameters: a draw from the generator depends on those before it.
+    # In the order of the target's parameters, because each draw from the generator affects the next.
     for name, shape in tensor_shapes(catalog.empty(target).named_parameters()).items():
         old = weights.get(name)
-        # A class token's entry in a position table begins at zero, as in a table that has it already (`fit_slots`).
+        # A new class token's position entry starts at zero, as in tables that already have entries (`fit_slots`).
         if old is None and name.endswith(".slot"):
             state[name] = torch.zeros(shape)
             new.append((name, None, shape))
             continue
-        if old is None or name.startswith(not_carried):
+        if old is None or name.startswith(replaced_prefixes):
             state[name] = initial.fill(name, torch.empty(shape), target, generator)
             new.append((name, None, shape))
             continue
         state[name] = resize(name, old, source, target)
         carried.add(name)
         change = (name, tuple(old.shape), shape)
-        # By value, not by identity: a table that stays on its grid comes back as a copy.
+        # Compare values, not identity: a table whose grid is unchanged is returned as a copy.
         if torch.equal(state[name], old):
             kept.append(change)
         else:
@@ -114,9 +114,9 @@ def transfer(
     for name, weight in weights.items():
         if name not in carried:
             dropped.append((name, tuple(weight.shape), None))
-    # The rules above know which fields may differ; this finds a parameter that none of them made fit.
+    # The rules above know which fields may differ; this check finds parameters that they failed to adapt.
     check_weights(state, target)
-    # How similar neighbouring positions are in both, where a table on the grid is added to tokens.
+    # The similarity of neighbouring positions before and after, for tables that are added to tokens on the grid.
     drift = None
     if isinstance(source, ViTConfig) and isinstance(target, ViTConfig) and source.positions in positions.ADDED:
         drift = (neighbour_similarity(weights, source), neighbour_similarity(state, target))
@@ -131,17 +131,17 @@ def transfer(
 
 
 def resize(name: str, old: Tensor, source: ModelConfig, target: ModelConfig) -> Tensor:
-    """Return one parameter of the source as the target needs it, most often the tensor itself."""
+    """Adapt one parameter of the source to the target; most are returned unchanged."""
     if isinstance(source, BiTConfig) or isinstance(target, BiTConfig):
-        return old  # nothing in a ResNet depends on the size of the image
-    # From one masked model to another, the ViT's names have this before them.
+        return old  # no parameter of a ResNet depends on the image size
+    # Between two masked models, the ViT's names have this prefix.
     name = name.removeprefix("vit.")
     if name == "embedding.weight" and source.patch != target.patch:
         return resize_patches(old, target.patch)
     if not name.startswith("positions."):
         return old
 
-    # The rest is a parameter of a position table; its last name is that inside models.positions.
+    # Only position tables remain; the last part of the name is that of the parameter inside models.positions.
     parameter = name.rpartition(".")[2]
     rows, columns = source.grid
     new_rows, new_columns = target.grid
@@ -149,7 +149,7 @@ def resize(name: str, old: Tensor, source: ModelConfig, target: ModelConfig) -> 
     new_slots = target.position_slots
     if parameter == "slot":
         return fit_slots(old, slots, new_slots)
-    # The two axes of learned2d are resized apart, each as a grid of one row or one column.
+    # Resize the two axes of learned2d separately, each as a grid of one row or one column.
     if parameter == "x":
         return positions.resize_positions(old, (1, columns), (1, new_columns), 0)
     if parameter == "y":
@@ -160,21 +160,21 @@ def resize(name: str, old: Tensor, source: ModelConfig, target: ModelConfig) -> 
 
 
 def fit_slots(table: Tensor, slots: int, new_slots: int) -> Tensor:
-    """Return a table (1, S, D), the entries of `slots` prefix tokens first, for another number of prefix tokens."""
-    # Registers are not in FREE, so that only the class token can come or go. It stands first: its entry is cut off, or
-    # starts at zero.
+    """Adapt a table (1, S, D), whose first `slots` entries belong to prefix tokens, to another number of these."""
+    # Registers are not in FREE, so only the class token can be added or removed. Its entry is the first one: remove it,
+    # or add zeros.
     without_slots = table[:, max(slots - new_slots, 0) :]
     return F.pad(without_slots, (0, 0, max(new_slots - slots, 0), 0))
 
 
 def resize_patches(weight: Tensor, patch: tuple[int, int]) -> Tensor:
-    """Resize patch filters (D, C, h, w): the pseudo-inverse resize of FlexiViT (Beyer et al. 2023).
+    """Resize patch filters (D, C, h, w) by the pseudo-inverse resize of FlexiViT (Beyer et al. 2023).
 
-    The new filter answers to a bilinearly enlarged patch as the old filter answered to the patch itself.
+    The new filter responds to a bilinearly enlarged patch as the old filter responded to the original patch.
     """
     old = tuple(weight.shape[2:])
-    # Enlarging is linear: what it makes of each single pixel is its whole matrix.
-    basis = torch.eye(math.prod(old), dtype=torch.float64).view(-1, 1, *old)  # one patch for each old pixel
+    # Enlarging is linear: its results for single pixels form its matrix.
+    basis = torch.eye(math.prod(old), dtype=torch.float64).view(-1, 1, *old)  # one patch per old pixel
     enlarge = F.interpolate(basis, size=patch, mode="bilinear", align_corners=False).flatten(1)  # (old, new)
     filters = weight.flatten(2).double() @ torch.linalg.pinv(enlarge).T
     return filters.unflatten(-1, patch).to(weight.dtype)
@@ -187,7 +187,7 @@ def neighbour_similarity(state: dict[str, Tensor], config: ViTConfig) -> float:
     down = (image[1:] * image[:-1]).sum(-1)
     across = (image[:, 1:] * image[:, :-1]).sum(-1)
     pairs = torch.cat([down.flatten(), across.flatten()])
-    # A grid of a single patch has no neighbours, and the mean over nothing is not a number.
+    # A grid of a single patch has no neighbours, and the mean of no values would be NaN.
     if pairs.numel() == 0:
         return 1.0
     return pairs.mean().item()

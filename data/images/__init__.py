@@ -1,1 +1,1 @@
-"""Image bytes to pixels: decoding, training augmentation, exact evaluation preprocessing."""
+"""Decode images, augment them for training, and preprocess them exactly for evaluation."""

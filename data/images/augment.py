@@ -1,18 +1,18 @@
-"""Random crop and flip for training, drawn from a sample's identity: the same pixels whoever decodes it.
+"""Random crop and flip for training, drawn from a sample's id, so that the pixels do not depend on the process.
 
-From the bytes of an image to its row of the batch:
+How an image becomes a row of the batch:
 
-1. The header gives format and size; nothing is decoded yet.
-2. The box of the crop is drawn, then whether it is flipped. All numbers come from `draws`, whose key the decoder makes
-   of the seed and the sample's id.
-3. Only the box is decoded; of a JPEG at 1/2, 1/4 or 1/8 of the size where that still covers the image size.
-4. The pixels are resized to the image size (bilinear, without antialiasing, as the reference does) and flipped.
-5. RandAugment distorts them, where it is on.
+1. Read format and size from the header; nothing is decoded yet.
+2. Draw the crop box, then whether to flip. All numbers come from `draws`, whose key the decoder derives from the seed
+   and the sample's id.
+3. Decode only the box; JPEGs at 1/2, 1/4 or 1/8 scale if that still covers the image size.
+4. Resize the pixels to the image size (bilinear, without antialiasing, as the reference does) and flip them.
+5. Apply RandAugment, if enabled.
 
     A JPEG of height 300 and width 400, with Draws(8) and image_size 64:
         the box has y 60, x 88, height 212, width 235, and will be flipped
-        it is decoded at 1/2 scale, to 106 × 118 pixels; at 1/4 its 53 rows would be fewer than 64
-        these are resized to 64 × 64, and mirrored
+        it is decoded at 1/2 scale, to 106 × 118 pixels; at 1/4, its 53 rows would be fewer than 64
+        the pixels are resized to 64 × 64, and mirrored
 """
 
 from __future__ import annotations
@@ -30,38 +30,38 @@ from data.errors import ConfigError
 from data.images.decode import Box, Header, decode_crop, decode_whole, read_header
 from data.images.preprocess import resize, resize_small
 
-ATTEMPTS = 100  # to draw a box, as in TensorFlow
-RESIZE_BEFORE_RANDOM_CROP = "resize_small(256)"  # as an op, with the size for crops of 224 pixels
+ATTEMPTS = 100  # at drawing a box, as in TensorFlow
+RESIZE_BEFORE_RANDOM_CROP = "resize_small(256)"  # as an op string, for crops of 224 pixels
 
 
 @dataclass(frozen=True)
 class AugmentConfig:
-    """What happens to a training image between its bytes and the batch."""
+    """Augmentation of training images."""
 
-    # inception: of random area and aspect; random: resize_small(size · 8/7), then crop; none: the whole image
+    # inception: random area and aspect; random: resize_small(size · 8/7), then crop; none: the whole image
     crop: Literal["inception", "random", "none"] = "inception"
-    squash: int | None = None  # random: pixels of the square that is cropped instead (BiT-HyperRule: 512 for 480)
-    reduced: bool = True  # decode JPEGs at 1/2, 1/4, 1/8 scale where the crop still covers the image size
+    squash: int | None = None  # random: first resize to a square of this side (BiT-HyperRule: 512 for 480)
+    reduced: bool = True  # decode JPEGs at 1/2, 1/4, 1/8 scale if the crop still covers the image size
     flip: bool = True  # mirror left to right with probability 1/2
-    min_area: float = 0.05  # least share of the image that a crop covers (Szegedy et al. 2015 and big_vision)
-    min_aspect: float = 0.75  # least width / height of a crop (TensorFlow's default)
+    min_area: float = 0.05  # smallest crop, as a fraction of the image (Szegedy et al. 2015 and big_vision)
+    min_aspect: float = 0.75  # smallest width / height of a crop (TensorFlow's default)
     max_aspect: float = 1.33  # largest width / height of a crop (TensorFlow's default)
-    randaug_layers: int = 0  # operations of RandAugment an image; 0 is off (AugReg and the better baselines: 2)
-    randaug_magnitude: float = 10.0  # strength of every one of them, 0 to 30; 0 is not a no-op
+    randaug_layers: int = 0  # RandAugment operations per image; 0 disables it (AugReg and the better baselines: 2)
+    randaug_magnitude: float = 10.0  # strength of each operation, 0 to 30; 0 is not a no-op
 
-    LATER: ClassVar[tuple[str, ...]] = ("squash",)  # as `pipeline.config.tagged` means it
+    LATER: ClassVar[tuple[str, ...]] = ("squash",)  # see `pipeline.config.tagged`
 
     def __post_init__(self) -> None:
         more_than_0(self, "min_area min_aspect max_aspect", "augment.")
         at_least(self, 0, "randaug_layers randaug_magnitude", "augment.")
         if self.squash is not None and self.crop != "random":
-            raise ConfigError(f"augment.squash is {self.squash}, expected with crop: random; crop is {self.crop}")
+            raise ConfigError(f"augment.squash is {self.squash}, which needs crop: random; crop is {self.crop}")
         if self.min_area > 1:
             raise ConfigError(f"augment.min_area is {self.min_area}, expected 1 (the whole image) or less")
         if self.min_aspect > self.max_aspect:
             raise ConfigError(
-                f"augment.min_aspect is {self.min_aspect}, expected augment.max_aspect, which is {self.max_aspect}, "
-                "or less"
+                f"augment.min_aspect is {self.min_aspect}, expected at most augment.max_aspect, "
+                f"which is {self.max_aspect}"
             )
         if self.randaug_magnitude > 30:
             raise ConfigError(f"augment.randaug_magnitude is {self.randaug_magnitude}, expected 0 to 30")
@@ -69,7 +69,7 @@ class AugmentConfig:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A row that begins with the `bytes` of a JPEG, left to the loader to decode and crop."""
+    """A row that begins with a JPEG of `bytes` bytes, which the loader decodes and crops."""
 
     row: int
     bytes: int
@@ -78,19 +78,19 @@ class Encoded:
     flip: bool
 
 
-# ----------------------------------------------------------------------------- what is drawn
+# ----------------------------------------------------------------------------- random choices
 
 
 def inception_box(height: int, width: int, draws: Draws, cfg: AugmentConfig) -> Box:
-    """Return a box as tf.image.sample_distorted_bounding_box draws it: its height is uniform, not its area.
+    """Draw a box like tf.image.sample_distorted_bounding_box: its height is uniform, not its area.
 
-    The last offset is never drawn, as in the original; after 100 attempts it is the whole image.
+    As in the original, the last offset is never drawn, and after 100 attempts the box is the whole image.
     """
     min_pixels = cfg.min_area * height * width
     for _ in range(ATTEMPTS):
         aspect = cfg.min_aspect + draws.uniform() * (cfg.max_aspect - cfg.min_aspect)
-        # The heights that boxes of this aspect may have: from the smallest area up to that of the image, and no taller
-        # than the width allows.
+        # Possible heights of boxes with this aspect: the area must lie between the minimum and that of the image, and
+        # the width must not exceed the image's.
         low = round(sqrt(min_pixels / aspect))
         high = round(sqrt(height * width / aspect))
         if round(high * aspect) > width:
@@ -102,7 +102,7 @@ def inception_box(height: int, width: int, draws: Draws, cfg: AugmentConfig) -> 
         w = round(h * aspect)
         inside = 0 < h <= height and 0 < w <= width
         if inside and h * w >= min_pixels:
-            # `height - h` and not one more: the original never draws the last offset, and neither do we.
+            # `height - h`, not one more: like the original, never draw the last offset.
             y = draws.below(height - h)
             x = draws.below(width - w)
             return Box(y, x, h, w)
@@ -110,26 +110,26 @@ def inception_box(height: int, width: int, draws: Draws, cfg: AugmentConfig) -> 
 
 
 def draw(header: Header, draws: Draws, cfg: AugmentConfig) -> tuple[Box, bool]:
-    """Return the box of a training crop (all of the image for `crop: none`), and whether to flip it.
+    """Draw the box of a training crop (the whole image for `crop: none`) and whether to flip it.
 
-    Without `flip` no number is drawn for it.
+    If `flip` is False, no number is drawn for it.
     """
-    # First the box, then the flip, on every path: in another order the same key would give other pixels.
+    # Always draw the box first, then the flip: another order would give different pixels for the same key.
     box = Box(0, 0, header.height, header.width)
     if cfg.crop == "inception":
         box = inception_box(header.height, header.width, draws, cfg)
     return box, cfg.flip and draws.uniform() < 0.5
 
 
-# ----------------------------------------------------------------------------- what becomes of the pixels
+# ----------------------------------------------------------------------------- pixels
 
 
 def augment(data: bytes, image_size: int, draws: Draws, cfg: AugmentConfig, out: np.ndarray) -> None:
     """Decode, crop, resize, flip and distort into `out` (image_size, image_size, 3) uint8; raises BadImage."""
     header = read_header(data)
     if cfg.crop == "random":
-        # A square from anywhere in the image, whose shorter side is made 8/7 of the square's: 256 for 224. It is cut
-        # from the resized image, so that its offsets can only be drawn when all of it is decoded.
+        # Crop a square from an image whose shorter side is 8/7 of the square's: 256 for 224. The offsets depend on the
+        # resized image, so the whole image must be decoded.
         if cfg.squash is None:
             resized = resize_small(decode_whole(data, header), image_size * 8 // 7)
         else:
@@ -146,15 +146,15 @@ def augment(data: bytes, image_size: int, draws: Draws, cfg: AugmentConfig, out:
     fit(image, flip, out)
 
     if cfg.randaug_layers:
-        # It imports Pillow, which nothing else here needs.
+        # Imported here, because it needs Pillow, and nothing else does.
         from data.images.randaug import randaug
 
         out[:] = randaug(out, cfg.randaug_layers, cfg.randaug_magnitude, draws)
 
 
 def fit(image: np.ndarray, flip: bool, out: np.ndarray) -> None:
-    """Resize `image` (h, w, 3) to the size of `out` and write it there, mirrored if `flip`."""
-    # Wherever it can, OpenCV writes straight into the row of the batch, which saves a copy of the image.
+    """Resize `image` (h, w, 3) to the size of `out` and write it to `out`, mirrored if `flip`."""
+    # Let OpenCV write directly into the row of the batch if possible, which saves a copy.
     height, width = out.shape[:2]
     if image.shape[:2] == (height, width):
         out[:] = image[:, ::-1] if flip else image

@@ -1,14 +1,14 @@
-"""Encoded bytes to RGB pixels, whole or only the crop that training wants; a bad image is refused with a reason.
+"""Decode images to RGB pixels, completely or only a crop; bad images are rejected with a reason.
 
-1. `read_header` gives format and sides, and refuses what is odd, too large, or without an end.
-2. `decode_whole` decodes all of an image with OpenCV, `decode_crop` only a box of it, JPEGs at a reduced scale.
-3. Of JPEGs libjpeg-turbo decodes just the box, through a thin binding: `jpeg.cpp`, which is compiled on first use
-   (under a second, kept in the user's cache folder) against the libjpeg-turbo inside Pillow's wheel. Where that cannot
-   be, OpenCV decodes the whole image at the same scale and the box is cut from it: the same pixels, more slowly.
-   `docs/design/decoding.md` has the measurements.
+1. `read_header` returns format and size, and rejects unsupported, too large and truncated files.
+2. `decode_whole` decodes a whole image with OpenCV; `decode_crop` decodes only a box, for JPEGs at a reduced scale.
+3. For JPEGs, libjpeg-turbo decodes only the box, through a thin binding, `jpeg.cpp`. It is compiled at first use (in
+   less than a second, cached in the user's cache folder) against the libjpeg-turbo inside Pillow's wheel. If that is
+   impossible, OpenCV decodes the whole image at the same scale and the box is cropped: equal pixels, but slower.
+   docs/design/decoding.md has the measurements.
 
-Orientation tags are ignored, as TensorFlow's decoders do; 16-bit images lose their low byte, alpha is
-dropped, grey becomes three equal channels, CMYK is converted.
+Orientation tags are ignored, as in TensorFlow's decoders; 16-bit images lose their low byte, alpha is dropped, grey
+becomes three equal channels, and CMYK is converted.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ from data.files import state_folder
 from data.seal import read_entry, write_entry
 
 MAX_BYTES = 100_000_000  # of one encoded image
-MAX_PIXELS = 100_000_000  # what a header may claim: 300 MB decoded
+MAX_PIXELS = 100_000_000  # according to the header: 300 MB decoded
 
-# Scans of one JPEG. libjpeg writes 10 into a progressive photograph and 18 into a CMYK one. A scan without content is
-# 20 bytes that make libjpeg walk over all blocks again: 500 of them in 68 kB cost 4 times the image, 2,000 cost 13.
+# Scans of a JPEG. libjpeg writes 10 for a progressive photograph and 18 for CMYK. An empty scan takes 20 bytes but
+# makes libjpeg process all blocks again: 500 of them in 68 kB cost 4 times as much as the image, 2,000 cost 13 times.
 MAX_SCANS = 32
 
 # Bytes that follow 0xFF in a JPEG (ITU-T T.81, table B.1).
 START_OF_SCAN = 0xDA
-SEQUENTIAL = {0xC0, 0xC1, 0xC9}  # frames whose scans hold whole blocks: baseline, extended, arithmetic
-FRAMES = set(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # what holds the image's sides
+SEQUENTIAL = {0xC0, 0xC1, 0xC9}  # frames whose scans contain whole blocks: baseline, extended, arithmetic
+FRAMES = set(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # markers of frame headers, which contain the image size
 JPEG_START = b"\xff\xd8"
 END_OF_IMAGE = b"\xff\xd9"
-WITHOUT_LENGTH = {0x00, 0x01} | set(range(0xD0, 0xD8))  # a byte after 0xFF that is no marker, TEM and restart markers
+WITHOUT_LENGTH = {0x00, 0x01, *range(0xD0, 0xD8)}  # not a marker after 0xFF; TEM; restart markers
 APP14 = 0xEE
-ADOBE_BYTES = 2 + 12  # length field of the marker: libjpeg ignores shorter ones
+ADOBE_BYTES = 2 + 12  # length field of the Adobe marker; libjpeg ignores shorter ones
 
-SOURCE = Path(__file__).with_name("jpeg.cpp")
 PNG_START = b"\x89PNG\r\n\x1a\n"
 ANIMATION = b"acTL"  # the chunk that makes a PNG an animation (APNG)
 
+SOURCE = Path(__file__).with_name("jpeg.cpp")
 COMPILE_TIMEOUT_S = 120  # it takes 0.3 to 1.5 s
 
-# How OpenCV is asked for a JPEG at 1/2, 1/4 or 1/8 scale; it gives RGB at full scale alone, BGR else.
+# OpenCV's flags for JPEGs at 1/2, 1/4 or 1/8 scale; the reduced ones return BGR.
 REDUCED = {
     1: cv2.IMREAD_COLOR_RGB,
     2: cv2.IMREAD_REDUCED_COLOR_2,
@@ -66,7 +66,7 @@ REDUCED = {
 
 
 class Box(NamedTuple):
-    """A rectangle in pixels of the whole image."""
+    """A rectangle in pixels of the full-size image."""
 
     y: int
     x: int
@@ -75,25 +75,25 @@ class Box(NamedTuple):
 
 
 class BadImage(Exception):
-    """This image cannot be used; the message is a short reason that groups well."""
+    """The image cannot be used; the message is a short reason, suitable for grouping."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """What an image says of itself before any of it is decoded."""
+    """Format and size of an image, according to its header."""
 
     kind: str
     height: int
     width: int
     channels: int = 3
-    has_adobe_marker: bool = False  # a JPEG's; it decides how four channels become RGB
+    has_adobe_marker: bool = False  # of a JPEG: decides how four channels become RGB
 
 
 # ----------------------------------------------------------------------------- headers
 
 
 def read_header(data: bytes) -> Header:
-    """Read format and size from the first bytes; raises BadImage where odd, too large, or without an end."""
+    """Read format and size of an encoded image; raises BadImage if it is unsupported, too large or truncated."""
     if not data:
         raise BadImage("no image")
     if len(data) > MAX_BYTES:
@@ -102,7 +102,7 @@ def read_header(data: bytes) -> Header:
         if data[:2] == JPEG_START:
             header = read_jpeg(data)
         elif data[:8] == PNG_START:
-            # The sides stand in the first chunk.
+            # The first chunk contains the size.
             width, height = struct.unpack_from(">II", data, 16)
             if data.rfind(b"IEND") < 0:
                 raise BadImage("truncated")
@@ -111,11 +111,11 @@ def read_header(data: bytes) -> Header:
             header = read_webp(data)
         else:
             raise BadImage("not a JPEG, PNG or WebP")
-    # The parsers read past the end where a header is cut; one place here instead of a check at every field.
+    # The parsers read past the end of a truncated header; catch that here instead of checking every field.
     except (struct.error, IndexError):
         raise BadImage("truncated") from None
 
-    # Refused before decoding: a few bytes may claim an image that fills the memory.
+    # Reject before decoding: a few bytes may claim an image that exhausts the memory.
     pixels = header.height * header.width
     if pixels == 0:
         raise BadImage("image without pixels")
@@ -125,22 +125,22 @@ def read_header(data: bytes) -> Header:
 
 
 def read_jpeg(data: bytes) -> Header:
-    """Return the sides from the last frame header before the scan; raises BadImage, struct.error and IndexError.
+    """Read the size from the last frame header before the first scan; raises BadImage, struct.error and IndexError.
 
     Markers are found as libjpeg finds them (jdmarker.c), so that this header and the decoder never disagree: bytes
-    between segments that are no marker are skipped, any number of 0xFF may fill up before a marker, and restart
-    markers have no length.
+    between segments that are not a marker are skipped, any number of 0xFF may precede a marker, and restart markers
+    have no length.
     """
     header = None
     frame = 0
     has_adobe_marker = False
-    at = 2  # after the marker that every JPEG begins with
+    at = 2  # after the marker that starts every JPEG
     while True:
         at = data.find(b"\xff", at)
         if at < 0:
             raise BadImage("broken JPEG header")
         marker = data[at + 1]
-        if marker == 0xFF:
+        if marker == 0xFF:  # fill byte, allowed before a marker
             at += 1
             continue
         if marker == START_OF_SCAN:
@@ -148,7 +148,7 @@ def read_jpeg(data: bytes) -> Header:
         if marker in WITHOUT_LENGTH:
             at += 2
             continue
-        # A second start, an end without a scan, and markers that are reserved: libjpeg refuses these.
+        # libjpeg refuses a second start, an end without a scan, and reserved markers.
         if marker < 0xC0 or marker in (0xD8, 0xD9) or 0xF0 <= marker <= 0xFD:
             raise BadImage("broken JPEG header")
         (length,) = struct.unpack_from(">H", data, at + 2)
@@ -162,16 +162,16 @@ def read_jpeg(data: bytes) -> Header:
     if header is None or header.channels not in (1, 3, 4):
         raise BadImage("broken JPEG header")
     header = replace(header, has_adobe_marker=has_adobe_marker)
-    # libjpeg decodes a file that was cut short and fills up with grey, with no more than a warning.
+    # libjpeg decodes a truncated file with only a warning, and fills the missing part with grey.
     if data.rfind(END_OF_IMAGE) < at:
         raise BadImage("truncated")
-    # A sequential image whose first scan has all components has no other: libjpeg reads none after it.
+    # A sequential image whose first scan contains all components has no further scans: libjpeg reads none.
     channels_in_scan = data[at + 4]
     if frame in SEQUENTIAL and channels_in_scan == header.channels:
         return header
-    # Inside a scan's data 0xFF is followed by 0x00 or a restart marker, so the two bytes of a marker mean a scan, but
-    # for the rare table that contains them: never fewer are counted than a decoder would see. NumPy takes 13 µs for
-    # 50 kB; `bytes.count` takes four times as long.
+    # Inside a scan, 0xFF is followed by 0x00 or a restart marker, so these two bytes indicate a scan, except in the
+    # rare table that contains them. The count is therefore never too low. NumPy takes 13 µs for 50 kB, `bytes.count`
+    # four times as long.
     bytes_from_scan = np.frombuffer(data, np.uint8, offset=at)
     places = np.flatnonzero(bytes_from_scan[1:] == START_OF_SCAN)
     if np.count_nonzero(bytes_from_scan[places] == 0xFF) > MAX_SCANS:
@@ -180,19 +180,19 @@ def read_jpeg(data: bytes) -> Header:
 
 
 def read_webp(data: bytes) -> Header:
-    """Read the sides from the first chunk (RFC 9649: extended, lossless or lossy); raises BadImage and struct.error."""
+    """Read the size from the first chunk (RFC 9649: extended, lossless or lossy); raises BadImage and struct.error."""
     (riff_bytes,) = struct.unpack_from("<I", data, 4)
     if len(data) < 8 + riff_bytes:
         raise BadImage("truncated")
     chunk = data[12:16]
-    if chunk == b"VP8X":  # 24 bits each, less one
+    if chunk == b"VP8X":  # 24 bits each, minus one
         width = 1 + int.from_bytes(data[24:27], "little")
         height = 1 + int.from_bytes(data[27:30], "little")
-    elif chunk == b"VP8L":  # 14 bits each, less one
+    elif chunk == b"VP8L":  # 14 bits each, minus one
         (bits,) = struct.unpack_from("<I", data, 21)
         width = 1 + (bits & 0x3FFF)
         height = 1 + (bits >> 14 & 0x3FFF)
-    else:  # 14 bits each, below two of a scale
+    else:  # 14 bits each, below 2 bits of scaling
         width_field, height_field = struct.unpack_from("<HH", data, 26)
         width = width_field & 0x3FFF
         height = height_field & 0x3FFF
@@ -208,16 +208,36 @@ def decode(data: bytes) -> np.ndarray:
 
 
 def decode_whole(data: bytes, header: Header) -> np.ndarray:
-    """Decode an image whose header has been read; otherwise like `decode`."""
+    """Decode a whole image whose header is already checked; as `decode` otherwise."""
     if header.channels == 4:
         return decode_cmyk(data, header)
-    return decoded(data, cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION)
+    return opencv_decode(data, cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION)
+
+
+def decode_cmyk(data: bytes, header: Header) -> np.ndarray:
+    """Decode a JPEG of four channels to RGB, as TensorFlow's decode_jpeg does; raises BadImage.
+
+    With an Adobe marker the stored values are inverted: r = k · c / 255. Without one r = (255 - k)(255 - c) / 255
+    (tensorflow/core/lib/jpeg/jpeg_mem.cc).
+    """
+    from PIL import Image  # rarely needed, and 50 ms to import
+
+    try:
+        with Image.open(io.BytesIO(data), formats=["JPEG"]) as image:
+            # Pillow always inverts: these are 255 minus the stored values.
+            inverted = np.asarray(image, np.uint16)
+    except (OSError, SyntaxError, ValueError, struct.error, Image.DecompressionBombError):
+        raise BadImage("not decodable") from None
+    if inverted.shape != (header.height, header.width, 4):
+        raise BadImage("sides other than in its header")
+    values = 255 - inverted if header.has_adobe_marker else inverted
+    return (values[..., :3] * values[..., 3:] // 255).astype(np.uint8)
 
 
 def without_animation(png: bytes) -> bytes:
-    """Return a PNG without the chunks of its animation (APNG), so that every decoder gives the still image of IDAT.
+    """Return a PNG without the chunks of its animation (APNG), so that its still image is decoded.
 
-    OpenCV would give the first frame of the animation, and pixels of uninitialised memory if that frame is damaged.
+    OpenCV would decode the first frame of the animation, and return uninitialized memory if that frame is damaged.
     """
     kept = [png[:8]]
     at = 8
@@ -230,28 +250,8 @@ def without_animation(png: bytes) -> bytes:
     return b"".join(kept)
 
 
-def decode_cmyk(data: bytes, header: Header) -> np.ndarray:
-    """Return a JPEG of four channels as RGB, as TensorFlow's decode_jpeg does; raises BadImage.
-
-    With an Adobe marker the stored values are inverted: r = k · c / 255. Without one r = (255 - k)(255 - c) / 255
-    (tensorflow/core/lib/jpeg/jpeg_mem.cc).
-    """
-    from PIL import Image  # rarely needed, and 50 ms to import
-
-    try:
-        with Image.open(io.BytesIO(data), formats=["JPEG"]) as image:
-            # Pillow always inverts: these are 255 minus what is stored.
-            inverted = np.asarray(image, np.uint16)
-    except (OSError, SyntaxError, ValueError, struct.error, Image.DecompressionBombError):
-        raise BadImage("not decodable") from None
-    if inverted.shape != (header.height, header.width, 4):
-        raise BadImage("sides other than in its header")
-    values = 255 - inverted if header.has_adobe_marker else inverted
-    return (values[..., :3] * values[..., 3:] // 255).astype(np.uint8)
-
-
-def decoded(data: bytes, flags: int) -> np.ndarray:
-    """Return what OpenCV makes of an image with these flags; raises BadImage."""
+def opencv_decode(data: bytes, flags: int) -> np.ndarray:
+    """Decode an image by OpenCV with these flags; raises BadImage."""
     if ANIMATION in data and data.startswith(PNG_START):
         data = without_animation(data)
     # libjpeg skips stray bytes after the first marker; OpenCV would not recognize the file.
@@ -267,16 +267,16 @@ def decoded(data: bytes, flags: int) -> np.ndarray:
 
 
 def decode_crop(data: bytes, header: Header, box: Box, covering: int) -> np.ndarray:
-    """Return the pixels inside `box`; of JPEGs at 1/2, 1/4 or 1/8 scale where `covering` pixels remain a side.
+    """Return the pixels inside `box`; JPEGs at 1/2, 1/4 or 1/8 scale if `covering` pixels per side remain.
 
-    Only the box is decoded; at a reduced scale its edges move by at most half a reduced pixel. `covering` 0
-    keeps full scale. Raises BadImage.
+    Only the box is decoded; at a reduced scale, its edges move by at most half a reduced pixel. `covering` 0 keeps full
+    scale. Raises BadImage.
     """
     y, x, h, w = box
-    # The binding knows JPEGs of one or three channels; any other image is decoded whole and cut.
+    # The binding supports JPEGs of one or three channels; other images are decoded completely and cropped.
     if header.kind != "jpeg" or header.channels == 4:
         image = decode_whole(data, header)
-        # The box was drawn from the header; in an image of other sides it would lie elsewhere or outside.
+        # The box was drawn for the size in the header; it does not apply to an image of another size.
         if image.shape[:2] != (header.height, header.width):
             raise BadImage("sides other than in its header")
         return image[y : y + h, x : x + w]
@@ -286,7 +286,7 @@ def decode_crop(data: bytes, header: Header, box: Box, covering: int) -> np.ndar
 
 
 def reduction(side: int, covering: int) -> int:
-    """Return the largest denominator that leaves `side` at `covering` pixels or more; 1 where `covering` is 0."""
+    """Return the largest denominator that keeps `side` at `covering` pixels or more; 1 if `covering` is 0."""
     if covering:
         for denominator in (8, 4, 2):
             if side >= denominator * covering:
@@ -295,7 +295,7 @@ def reduction(side: int, covering: int) -> int:
 
 
 def reduced_box(box: Box, header: Header, denominator: int) -> Box:
-    """Round the box to pixels of the image at 1/denominator scale, moved so that it lies inside."""
+    """Round a box to pixels of the image at 1/denominator scale, and move it inside the image."""
     half = denominator // 2
     height = (box.height + half) // denominator
     width = (box.width + half) // denominator
@@ -312,7 +312,7 @@ def reduced_box(box: Box, header: Header, denominator: int) -> Box:
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """Return the binding, compiled if need be; None where there is no compiler or Pillow is not the wheel."""
+    """Return the binding, compiled if needed; None without a compiler or Pillow's wheel, which is logged."""
     if os.environ.get("PATCHLINE_JPEG") == "opencv":
         return None
     try:
@@ -322,7 +322,7 @@ def library() -> ctypes.CDLL | None:
         reason = f"{type(error).__name__} {error}".strip()
         logging.getLogger(__name__).warning("decoding whole images with OpenCV, which is slower: %s", reason)
         return None
-    # The types of the C functions' arguments, as jpeg.cpp declares them; the first two return 0 for success.
+    # Argument types of the C functions in jpeg.cpp; the first two functions return 0 on success.
     size = ctypes.c_size_t
     pointer = ctypes.c_void_p
     number = ctypes.c_uint
@@ -333,29 +333,29 @@ def library() -> ctypes.CDLL | None:
 
 
 def compile_binding() -> Path:
-    """Compile unless the cache folder has it, whole; the name holds everything that the result depends on.
+    """Return the path of the binding; compile it if the cache folder lacks it. Its name covers all build inputs.
 
-    Raises OSError and subprocess.SubprocessError where it cannot be compiled, PackageNotFoundError without Pillow.
+    Raises OSError and subprocess.SubprocessError if compiling fails, PackageNotFoundError without Pillow.
     """
-    # The libjpeg-turbo of Pillow's wheel.
+    # Find the libjpeg-turbo in Pillow's wheel.
     libjpeg = None
     for file in files("pillow") or ():
         if file.name.startswith("libjpeg-"):
             libjpeg = Path(str(file.locate())).resolve()
             break
     if libjpeg is None:
-        raise FileNotFoundError("this Pillow brings no libjpeg along; install its wheel")
+        raise FileNotFoundError("this Pillow contains no libjpeg; install its wheel")
     digest = sha256(SOURCE.read_bytes() + str(libjpeg).encode() + os.uname().machine.encode()).hexdigest()
     path = state_folder() / f"jpeg-{digest[:16]}.so"
-    # The sha256 behind the library is no part of what the loader reads.
+    # The sha256 at the end of the file does not affect loading the library.
     if read_entry(path) is not None:
         return path
 
     path.parent.mkdir(parents=True, exist_ok=True)
     compiler = os.environ.get("CXX", "c++")
-    # rpath, because libjpeg-turbo lies inside Pillow's wheel, where the linker does not look by itself.
+    # rpath, because the linker does not search Pillow's wheel, which contains libjpeg-turbo.
     flags = ["-O2", "-std=c++17", "-shared", "-fPIC", f"-Wl,-rpath,{libjpeg.parent}"]
-    # Other processes compile it at the same moment: each writes a file of its own, and the last one stays.
+    # Other processes may compile it at the same time: each writes a separate file, and the last one remains.
     with tempfile.TemporaryDirectory() as folder:
         compiled = Path(folder) / path.name
         command = [compiler, *flags, str(SOURCE), "-o", str(compiled), str(libjpeg)]
@@ -365,9 +365,9 @@ def compile_binding() -> Path:
 
 
 def decode_region(data: bytes, denominator: int, region: tuple[int, int, int, int]) -> np.ndarray:
-    """Return the region at 1/denominator scale (1, 2, 4 or 8) as RGB (h, w, 3); raises BadImage.
+    """Decode a region at 1/denominator scale (1, 2, 4 or 8) as RGB (h, w, 3); raises BadImage.
 
-    The region is y, x, h, w in pixels of the reduced image.
+    The region is (y, x, h, w) in pixels of the reduced image.
     """
     y, x, h, w = region
     binding = library()
@@ -378,17 +378,17 @@ def decode_region(data: bytes, denominator: int, region: tuple[int, int, int, in
             raise BadImage("not decodable")
         return out
 
-    # Without the binding OpenCV decodes all of the image. Nothing is lost but time: the pixels are the same, bit for
-    # bit (docs/design/decoding.md).
-    image = decoded(data, REDUCED[denominator] | cv2.IMREAD_IGNORE_ORIENTATION)
-    # There is no flag that gives both RGB and a reduced scale.
+    # Without the binding, OpenCV decodes the whole image. The pixels are bitwise equal, but it takes longer
+    # (docs/design/decoding.md).
+    image = opencv_decode(data, REDUCED[denominator] | cv2.IMREAD_IGNORE_ORIENTATION)
+    # OpenCV has no flag for RGB at a reduced scale.
     if denominator > 1:
         image = cv2.cvtColor(image, cv2.COLOR_BGR2RGB)
     return image[y : y + h, x : x + w]
 
 
 def require_binding() -> ctypes.CDLL:
-    """Return the binding; raises OSError where it cannot be compiled or loaded."""
+    """Return the binding; raises OSError if it cannot be compiled or loaded."""
     binding = library()
     if binding is None:
         raise OSError("restart markers need the compiled binding: install a C++ compiler and Pillow's wheel")
@@ -396,9 +396,9 @@ def require_binding() -> ctypes.CDLL:
 
 
 def add_restarts(data: bytes) -> bytes | None:
-    """Return the same JPEG, to the pixel, with restart markers inside its rows of blocks; None where libjpeg warns.
+    """Add restart markers inside the rows of blocks of a JPEG, with equal pixels; return None if libjpeg warns.
 
-    Progressive files become sequential, metadata goes; a crop then need not even read what it leaves out.
+    A crop then need not even read the data outside it. Progressive files become sequential, and metadata is removed.
     Raises OSError without the binding.
     """
     binding = require_binding()
@@ -406,11 +406,11 @@ def add_restarts(data: bytes) -> bytes | None:
     size = ctypes.c_ulong()
     failed = binding.add_restarts(data, len(data), ctypes.byref(out), ctypes.byref(size))
     jpeg = None if failed else ctypes.string_at(out, size.value)
-    # The bytes were allocated by C++, which must free them itself.
+    # C++ allocated the bytes and must free them.
     binding.release(out)
     return jpeg
 
 
 def is_damaged(data: bytes) -> bool:
-    """Return whether libjpeg warns of this JPEG, which it decodes all the same; False without the binding."""
+    """Return whether libjpeg decodes this JPEG only with warnings; False without the binding."""
     return library() is not None and add_restarts(data) is None

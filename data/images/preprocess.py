@@ -1,14 +1,14 @@
 """Exact reference preprocessing for evaluation and few-shot: `decode|resize_small(256)|central_crop(224)`.
 
-1. `parse_ops` turns the op string, which is big_vision's, into functions and their arguments.
-2. `preprocess` applies them to the image one after the other.
-3. Each op restates its TensorFlow original in NumPy, bit for bit: the same float32 products and sums in the same order.
-   Of TensorFlow's three resizes, `bilinear` takes two old rows for each new one; `area_taps` and `triangle_taps` say
-   which old rows a new one is made of, with which weights, and `weighted_sum` adds them up in the kernel's order.
+1. `parse_ops` converts an op string in big_vision's syntax to functions and arguments.
+2. `preprocess` applies them to an image one after the other.
+3. Each op reimplements its TensorFlow original in NumPy bit for bit, with the same float32 operations in the same
+   order. TensorFlow has three kinds of resizing: `bilinear` combines two source rows into each new row; `area_taps` and
+   `triangle_taps` give the source rows and weights of each new row, which `weighted_sum` adds in the kernel's order.
 
-Ops that return to uint8 truncate, as the original's cast does; `resize_float` is vit_jax's, which does not. They are
-held to golden arrays of TensorFlow 2.21 on x86-64; a build that fuses products and sums (Arm, `-mfma`) rounds
-otherwise.
+Ops that return uint8 truncate, like the original's cast; `resize_float` is vit_jax's and stays in float32. The ops are
+tested against arrays of TensorFlow 2.21 on x86-64; builds that fuse multiplication and addition (Arm, `-mfma`) round
+differently.
 
     an image (500, 375, 3) becomes (341, 256, 3) by resize_small(256), and (224, 224, 3) by central_crop(224)
 """
@@ -25,22 +25,22 @@ import numpy as np
 from data.images.decode import BadImage
 
 MOST_PIXELS = 1 << 24  # of a resized image: 200 MB in float32
-EXAMPLE_SIDE = 1024  # large, because central_crop refuses an image that is smaller than the crop
+EXAMPLE_SIDE = 1024  # large, because central_crop rejects images smaller than the crop
 WHITE = 255
-MOST_ROUNDING = 2  # that resizing may change white by: truncated sums of float32
+MOST_ROUNDING = 2  # by which resizing may change white: truncated sums of float32
 
-# Ops that once gave other pixels than the original's, and how often each was corrected. 2026-11: sides and sums in
+# Ops whose pixels once differed from the original's, and how often each was corrected. 2026-11: sides and sums in
 # float32, in TensorFlow's order.
 CORRECTIONS = {"resize_small": 1, "antialiased resize": 1}
 
-Op = Callable[..., np.ndarray]  # an image (H, W, 3) and numbers to an image (h, w, 3)
-Taps = tuple[np.ndarray, np.ndarray]  # rows (K, new) of the source and their weights (K, new): see `weighted_sum`
+Op = Callable[..., np.ndarray]  # maps an image (H, W, 3) and numbers to an image (h, w, 3)
+Taps = tuple[np.ndarray, np.ndarray]  # source rows (K, new) and their weights (K, new): see `weighted_sum`
 
 # H, W image sides · every image is (H, W, 3) · h, w new sides
 
 
 def preprocess(image: np.ndarray, ops: str) -> np.ndarray:
-    """Apply an op string to an RGB image (H, W, 3) uint8; raises ValueError on an op it does not know."""
+    """Apply an op string to an RGB image (H, W, 3) uint8; raises ValueError for an unknown op."""
     for op, arguments in parse_ops(ops):
         image = op(image, *arguments)
     return image
@@ -48,7 +48,7 @@ def preprocess(image: np.ndarray, ops: str) -> np.ndarray:
 
 @lru_cache(maxsize=32)
 def parse_ops(ops: str) -> tuple[tuple[Op, tuple[object, ...]], ...]:
-    """Return the functions and arguments that an op string names; raises ValueError where an op is unknown."""
+    """Return the functions and arguments of an op string; raises ValueError if an op is unknown or malformed."""
     parsed = []
     for part in ops.split("|"):
         text = part.strip()
@@ -60,12 +60,12 @@ def parse_ops(ops: str) -> tuple[tuple[Op, tuple[object, ...]], ...]:
         name, _, arguments = text.removesuffix(")").partition("(")
         if name not in OPS:
             raise ValueError(
-                f"preprocessing op {name!r} in {ops!r} is unknown; there are {', '.join(OPS)}\n"
-                "  expected some of these joined by |, for example resize_small(256)|central_crop(224)"
+                f"preprocessing op {name!r} in {ops!r} is unknown; expected one of {', '.join(OPS)}\n"
+                "  join ops by |, for example resize_small(256)|central_crop(224)"
             )
         values: tuple[object, ...] = ()
         if arguments:
-            # The one argument that the original's strings name.
+            # The only argument with a name in the original's strings.
             positional = arguments.replace("antialias=True", "True").replace("antialias=False", "False")
             try:
                 values = tuple(ast.literal_eval(f"({positional},)"))
@@ -76,9 +76,9 @@ def parse_ops(ops: str) -> tuple[tuple[Op, tuple[object, ...]], ...]:
 
 
 def corrections(ops: str) -> dict[str, int]:
-    """Return the corrections that changed what these ops give; keys of stages and protocols name them beside the ops.
+    """Return {op: number of corrections} for these ops, to be part of the keys of stages and protocols.
 
-    Without them, one key would stand for the pixels from before a correction and for those from after it.
+    Without the number, results from before and after a correction would have the same key.
     """
     corrected = {}
     for op, arguments in parse_ops(ops):
@@ -92,15 +92,15 @@ def corrections(ops: str) -> dict[str, int]:
 
 @lru_cache(maxsize=32)
 def shape_of(ops: str) -> tuple[int, ...]:
-    """Return the shape (h, w, 3) that the ops make of a white image of 1024 × 1024.
+    """Return the shape (h, w, 3) of the ops' result for an image of 1024 × 1024 pixels.
 
-    Raises ValueError where an op cannot do with its arguments, or where black and white do not stay 0 and 255, as
-    which evaluation takes them.
+    Raises ValueError if an op rejects its arguments, or if the ops do not keep white at 255, because evaluation expects
+    pixels of 0 … 255.
     """
     image = np.full((EXAMPLE_SIDE, EXAMPLE_SIDE, 3), WHITE, np.uint8)
     for op, arguments in parse_ops(ops):
         text = f"preprocessing op {op.__name__}({', '.join(map(str, arguments))})"
-        # A size that no image can have would end in an error of NumPy's, or fill the memory.
+        # Check sizes here: an impossible size would raise an obscure NumPy error, or exhaust the memory.
         if arguments and "size" in signature(op).parameters:
             size = arguments[0]
             sides = size if isinstance(size, tuple) else (size, size)
@@ -110,21 +110,21 @@ def shape_of(ops: str) -> tuple[int, ...]:
             for side in sides:
                 is_number = isinstance(side, int | float) and not isinstance(side, bool)
                 if not is_number or side < 1 or side != side // 1:
-                    raise ValueError(f"{text}: a side of {side} pixels, expected a whole number from 1 on")
+                    raise ValueError(f"{text}: a side of {side} pixels, expected a whole number of 1 or more")
                 pixels *= int(side)
             if pixels > MOST_PIXELS:
-                raise ValueError(f"{text}: {pixels:,} pixels, expected {MOST_PIXELS:,} at most")
+                raise ValueError(f"{text}: {pixels:,} pixels, expected at most {MOST_PIXELS:,}")
         try:
             image = op(image, *arguments)
-        except TypeError as error:  # too few arguments, too many, or none that it can compute with
+        except TypeError as error:  # wrong number or type of arguments
             raise ValueError(f"{text}: {error}; expected for example resize(224)") from None
         except BadImage as error:
             raise ValueError(f"{text} of a {EXAMPLE_SIDE}×{EXAMPLE_SIDE} image: {error}") from None
-    # Evaluation brings 0 … 255 to −1 … 1 itself: what has been scaled before would nearly all become −1.
+    # Evaluation maps 0 … 255 to −1 … 1 itself: pixels that are already scaled would nearly all become −1.
     first_row = image[0].astype(np.float32)  # all rows are alike
     stays_white = bool(np.all(abs(first_row - WHITE) <= MOST_ROUNDING))
     if not stays_white:
-        raise ValueError(f"{ops!r} scales the pixels, which evaluation does itself; leave that op out")
+        raise ValueError(f"{ops!r} scales the pixels, which evaluation does itself; remove that op")
     return image.shape
 
 
@@ -132,55 +132,55 @@ def shape_of(ops: str) -> tuple[int, ...]:
 
 
 def unchanged(image: np.ndarray) -> np.ndarray:
-    """Return the image itself: it is decoded before the ops are applied."""
+    """Return the image unchanged: images are decoded before the ops are applied."""
     return image
 
 
 def resize(image: np.ndarray, size: int | tuple[int, int], antialias: bool = False) -> np.ndarray:
-    """Squash to a square of `size` (or to (h, w)): bilinear, half-pixel centres, truncated to uint8."""
+    """Resize to a square of `size` or to (h, w): bilinear, half-pixel centres, truncated to uint8."""
     h, w = both_sides(size)
     if antialias:
         rows_resized = weighted_sum(triangle_taps(image.shape[0], h), image, axis=0)
         resized = weighted_sum(triangle_taps(image.shape[1], w), rows_resized, axis=1)
     else:
         resized = bilinear(image, h, w)
-    # astype truncates, as the original's tf.cast to uint8 does (SPEC 2.5).
+    # astype truncates like the original's tf.cast to uint8 (SPEC 2.5).
     return resized.astype(image.dtype)
 
 
 def resize_float(image: np.ndarray, size: int) -> np.ndarray:
-    """vit_jax's evaluation squash: bilinear to a square, staying float32 in 0 … 255."""
+    """Resize to a square like vit_jax's evaluation: bilinear, float32 in 0 … 255."""
     return bilinear(image, size, size)
 
 
 def resize_tf1(image: np.ndarray, size: int) -> np.ndarray:
-    """task_adaptation's squash (VTAB): as `resize_float`, but sampled as in TensorFlow 1, at whole pixels."""
+    """Resize like VTAB's task_adaptation: as `resize_float`, but sampled at whole pixels, as in TensorFlow 1."""
     return bilinear(image, size, size, centre=0.0)
 
 
 def resize_small(image: np.ndarray, size: int) -> np.ndarray:
-    """Shrink or grow the shorter side to `size` by box averages, back to uint8 by truncation.
+    """Resize the shorter side to `size` by area averages, and truncate to uint8.
 
-    Raises BadImage where the other side would be out of all proportion.
+    Raises BadImage if the image is so narrow that the longer side would become too long.
     """
     H, W = image.shape[:2]
-    # In float32, as the original computes it: 387 · (448 / 384) is 451.5, but 451.49997 there, one pixel less.
+    # In float32, as in the original: 387 · (448 / 384) is 451.5, but 451.49997 in float32, which gives one pixel less.
     factor = np.float32(size) / np.float32(min(H, W))
     h = round(np.float32(H) * factor)
     w = round(np.float32(W) * factor)
     if h * w > MOST_PIXELS:
         raise BadImage("image too narrow")
-    # As tf.image.resize does "area" (resize_area_op.cc): a pixel is the mean of a fractional box of old pixels, which
-    # is summed row by row, and divided by its area at the end.
+    # Like "area" of tf.image.resize (resize_area_op.cc): a pixel is the mean of a fractional box of source pixels. The
+    # box is summed row by row, and divided by its area at the end.
     rows_summed = weighted_sum(area_taps(W, w), image, axis=1)
     boxes_summed = weighted_sum(area_taps(H, h), rows_summed, axis=0)
     box_area = np.float32(H) / np.float32(h) * (np.float32(W) / np.float32(w))
-    # Sums of float32 may exceed 255 by a rounding, which the original clips.
+    # Sums of float32 may exceed 255 by rounding; the original clips them.
     return np.minimum(boxes_summed * np.float32(1 / np.float64(box_area)), WHITE).astype(np.uint8)
 
 
 def central_crop(image: np.ndarray, size: int | tuple[int, int]) -> np.ndarray:
-    """Cut the middle h×w pixels; the odd pixel goes to bottom and right. Raises ValueError where there are fewer."""
+    """Crop the central h×w pixels; an odd pixel remains at bottom and right. Raises ValueError for smaller images."""
     h, w = both_sides(size)
     H, W = image.shape[:2]
     if h > H or w > W:
@@ -191,25 +191,25 @@ def central_crop(image: np.ndarray, size: int | tuple[int, int]) -> np.ndarray:
 
 
 def both_sides(size: int | tuple[int, int]) -> tuple[int, int]:
-    """Return (h, w) as they are, and 224 as (224, 224)."""
+    """Return a pair unchanged, and a single number n as (n, n)."""
     return size if isinstance(size, tuple) else (size, size)
 
 
 def value_range(image: np.ndarray, low: float, high: float) -> np.ndarray:
-    """Map 0 … 255 to low … high as float32."""
-    # First divided, then scaled, as in the original: float32 would round otherwise.
+    """Map 0 … 255 linearly to low … high, as float32."""
+    # Divide first, then scale, as in the original: another order would round differently.
     return image.astype(np.float32) / np.float32(255) * np.float32(high - low) + np.float32(low)
 
 
 def vgg_value_range(image: np.ndarray) -> np.ndarray:
-    """Subtract the ImageNet channel means and divide by the deviations, in units of 0 … 255."""
+    """Subtract ImageNet's channel means and divide by its standard deviations, in units of 0 … 255."""
     mean = np.asarray([0.485 * 255, 0.456 * 255, 0.406 * 255], np.float32)
     deviation = np.asarray([0.229 * 255, 0.224 * 255, 0.225 * 255], np.float32)
     return (image.astype(np.float32) - mean) / deviation
 
 
 def vit_jax_eval(image: np.ndarray, size: int) -> np.ndarray:
-    """Return all that vit_jax does to an evaluation image: squash to a square, then −1 … 1."""
+    """Apply vit_jax's whole evaluation preprocessing: resize to a square, then map to −1 … 1."""
     centre = np.float32(127.5)
     return (resize_float(image, size) - centre) / centre
 
@@ -227,19 +227,19 @@ OPS: dict[str, Op] = {
 }
 
 
-# ----------------------------------------------------------------------------- TensorFlow's resizes
+# ----------------------------------------------------------------------------- TensorFlow's resizing
 
 
 def bilinear(image: np.ndarray, h: int, w: int, centre: float = 0.5) -> np.ndarray:
-    """Resize as tf.image.resize does bilinear without antialiasing, in float32 and in TensorFlow's order of operations.
+    """Resize like tf.image.resize, bilinear without antialiasing, in float32 and TensorFlow's order of operations.
 
-    `centre` is where in a pixel its value lies: TensorFlow 1 took its corner, 0.
+    `centre` is the position of a pixel's value within the pixel: 0 (its corner) in TensorFlow 1.
     """
     upper, lower, y_weight = two_taps(image.shape[0], h, centre)
     left, right, x_weight = two_taps(image.shape[1], w, centre)
     x_weight = x_weight[None, :, None]
     y_weight = y_weight[:, None, None]
-    # First along the rows, then between them: the other way round, float32 would round otherwise.
+    # Interpolate along the rows first, then between them: another order would round differently.
     top = image[upper].astype(np.float32)
     bottom = image[lower].astype(np.float32)
     top = top[:, left] + (top[:, right] - top[:, left]) * x_weight
@@ -248,7 +248,7 @@ def bilinear(image: np.ndarray, h: int, w: int, centre: float = 0.5) -> np.ndarr
 
 
 def two_taps(size: int, new: int, centre: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (new,) each: the two source rows of each new row, and the weight of the second."""
+    """Return, for each new row, its two source rows and the weight of the second; each array is (new,)."""
     at = (np.arange(new, dtype=np.float32) + np.float32(centre)) * np.float32(size / new) - np.float32(centre)
     first = np.floor(at)
     second = np.ceil(at)
@@ -256,14 +256,14 @@ def two_taps(size: int, new: int, centre: float) -> tuple[np.ndarray, np.ndarray
 
 
 def weighted_sum(taps: Taps, image: np.ndarray, axis: int) -> np.ndarray:
-    """Make each new row (column for axis 1) as a weighted sum of old ones, in float32.
+    """Compute each new row (column for axis 1) as a weighted sum of source rows, in float32.
 
     rows[k] holds the k-th source row of every new row, factors[k] its weight.
     """
     rows, factors = taps
     along_axis = (-1, 1, 1) if axis == 0 else (1, -1, 1)
     factors = factors.reshape(len(factors), *along_axis)  # (K, new, 1, 1) or (K, 1, new, 1)
-    # Added up tap by tap: in another order, float32 would round otherwise.
+    # Add tap by tap: another order would round differently.
     total = np.take(image, rows[0], axis).astype(np.float32) * factors[0]
     for k in range(1, len(rows)):
         total += np.take(image, rows[k], axis).astype(np.float32) * factors[k]
@@ -272,37 +272,37 @@ def weighted_sum(taps: Taps, image: np.ndarray, axis: int) -> np.ndarray:
 
 @lru_cache(maxsize=256)
 def area_taps(size: int, new: int) -> Taps:
-    """Return of each new row the old rows that it overlaps, and how much of each; float32, as in resize_area_op.cc.
+    """Return the source rows that each new row overlaps, and the overlaps as weights; float32, see resize_area_op.cc.
 
-    From 3 rows to 2, the first new row is row 0 and half of row 1, the second the other half and row 2.
+    From 3 rows to 2, the first new row is row 0 and half of row 1; the second is the other half and row 2.
     """
-    scale = np.float32(size) / np.float32(new)  # old pixels to a new one, rounded as TensorFlow takes it
+    scale = np.float32(size) / np.float32(new)  # source rows per new row, rounded as in TensorFlow
     start = np.arange(new, dtype=np.float32) * scale
     end = np.arange(1, new + 1, dtype=np.float32) * scale
     first = np.floor(start)
-    stop = np.ceil(end)  # may be size + 1, where the product was rounded up: the last row then counts twice
-    count = int((stop - first).max())  # K, the most that a new row overlaps
+    stop = np.ceil(end)  # may be size + 1 if the product was rounded up; the last row then counts twice
+    count = int((stop - first).max())  # K, the largest number of source rows per new row
     rows = first + np.arange(count, dtype=np.float32)[:, None]
 
-    # Four cases, in this order for their rounding: a new row that lies inside an old one takes all of itself, at most
-    # its first and its last old row are cut, and what is between them is whole.
+    # Four cases, in this order for their rounding: a new row inside a single source row has weight `scale`; the first
+    # and the last source row may be cut; rows in between have weight 1.
     begins_before = rows < start
     ends_after = rows + 1 > end
     factors = np.ones_like(rows)
     factors = np.where(ends_after, end - rows, factors)
     factors = np.where(begins_before, rows + 1 - start, factors)
     factors = np.where(begins_before & ends_after, scale, factors)
-    # A new row that overlaps fewer than K old ones has the weight 0 for the rest; those may lie outside the image.
+    # Rows beyond the new row's own overlap get weight 0; they may be outside the image.
     factors = np.where(rows < stop, factors, np.float32(0))
     return np.minimum(rows, size - 1).astype(int), factors
 
 
 @lru_cache(maxsize=256)
 def triangle_taps(size: int, new: int) -> Taps:
-    """Return of each new row the old rows under its triangle, and their weights, as in scale_and_translate_op.cc.
+    """Return the source rows under each new row's triangle, and their weights; see scale_and_translate_op.cc.
 
-    This is tf.image.resize's bilinear with antialiasing: a triangle as wide as the shrinking. The weights sum to 1 at
-    the borders too.
+    This is tf.image.resize's bilinear with antialiasing: the triangle widens with the shrinking factor. The weights sum
+    to 1 at the borders too.
     """
     old_per_new = np.float32(1 / np.float64(np.float32(new) / np.float32(size)))
     radius = max(old_per_new, np.float32(1))
@@ -316,7 +316,7 @@ def triangle_taps(size: int, new: int) -> Taps:
     distance = np.abs((rows + half - centre) * (np.float32(1) / radius))
     factors = np.maximum(np.float32(1) - distance, np.float32(0))
     factors = np.where(rows <= last, factors, np.float32(0))
-    # Added up row by row, as `np.sum` would not promise.
+    # Sum row by row; `np.sum` does not guarantee the order.
     total = np.cumsum(factors, axis=0)[-1]
     factors = factors * (np.float32(1) / total)
     return np.minimum(rows, size - 1).astype(int), factors

@@ -1,1 +1,1 @@
-"""What is known about a set of tar shards: its index, as objects and as files, and the tars that it is made of."""
+"""The index of a set of tar shards, as objects and as files, and the tar format that it describes."""

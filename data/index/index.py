@@ -1,24 +1,24 @@
-"""What Patchline knows about a list of shards: one small JSON for the set, one table of offsets a shard.
+"""The index of a set of shards, as objects: a small JSON for the set, and one table of byte offsets per shard.
 
-`data.shards.indexing` makes both for any WebDataset tars, unchanged; packing makes them as it writes. The JSON is read
-and written in `data.index.document`, the tables in `data.index.shard`; here is what they say, as objects.
+`data.shards.indexing` creates both for existing WebDataset tars; packing creates them while it writes.
+`data.index.document` reads and writes the JSON, `data.index.shard` the tables.
 
-What holds a set together, from the sample up:
-1. each row of a table has a digest of its sample's bytes, which every read is compared with (`data.shards.reader`);
-2. each shard in the JSON has the sha256 of the tar, and that of its table, which is compared when it is opened;
+Integrity is checked at three levels:
+1. each table row has a digest of its sample's bytes, which is checked on every read (`data.shards.reader`);
+2. each shard in the JSON has the sha256 of its tar, and that of its table, which is checked when the table is opened;
 3. the seal is the sha256 of everything else in the JSON.
-The digest stands for the samples and the class names alone: see `digest_of`.
+The set's digest covers only its samples and class names: see `digest_of`.
 
-An index of some of another one's samples (`data.shards.subset`) names the same tars and has tables of its own, of fewer
-rows. It says in its origin what it was made of, and its digest also stands for which rows were chosen.
+The index of a subset (`data.shards.subset`) refers to the same tars and has separate tables with fewer rows. Its origin
+records the parent index and the rule; its digest also covers the chosen rows.
 
-A run takes several sets as one, and does without the shards that it excludes (`data.drop`):
+A run can train on several sets as one, and exclude shards (`data.drop`):
 
     join([flowers, pets], [0.3, 0.7])           an index whose shard 12 may be shard 2 of pets
-    exclude([flowers], ["train-000007.tar"])    the same set, whose shard 7 is empty
+    exclude([flowers], ["train-000007.tar"])    the same set, with shard 7 empty
 
-A shard is named by the end of its path, `train-000007.tar` or `other/train/train-000007.tar`: as much of it as no other
-shard's path ends with. It is emptied, not removed, because the order depends on the numbers of all shards.
+A shard is identified by the end of its path, `train-000007.tar` or `other/train/train-000007.tar`; the end must be long
+enough to be unique. Excluded shards are emptied, not removed, because the order depends on the numbers of all shards.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from data.errors import DataError
 from data.index.names import Names, agreed_names, ids_of
 from data.index.shard import FIELDS, MappedShards, Shard, table_path
 
-MOST_TYPES = 12  # types of members that are counted apart; what others have made may hold any number
+MOST_TYPES = 12  # member types counted separately; foreign tars may have any number of types
 OTHER_TYPES = "member of another type"
 MEMBER_TYPE = "member type ."
-MOST_EXTENSION = 16  # letters of an extension that are shown
-MOST_NAME = 160  # letters of a member's name that are kept
-DIGEST_VERSION = 1  # of what a digest stands for; it is in the digest itself
+MOST_EXTENSION = 16  # characters of an extension that are shown
+MOST_NAME = 160  # characters of a member's name that are stored
+DIGEST_VERSION = 1  # of the digest's definition; part of the digest itself
 
 
 @dataclass
 class Refusals:
-    """What was passed over: reasons with how often each came, and the first member or sample that it came with.
+    """Counts of skipped members and samples by reason, each with the name of the first one.
 
     refusals.add_type("tiff", "a/b.tiff")     counts   {"member type .tiff": 1}
                                               first    {"member type .tiff": "a/b.tiff"}
@@ -61,10 +61,10 @@ class Refusals:
     first: dict[str, str] = field(default_factory=dict)
 
     def add(self, reason: str, name: str | bytes, count: int = 1) -> None:
-        """Count something that was passed over; its name is kept where it is the first of its reason."""
+        """Count something that was skipped; store its name if it is the first with this reason."""
         if isinstance(name, bytes):
             name = name.decode("utf-8", "replace")
-        # Each shard of a set may have types of its own: the set as a whole has no more lines than one shard.
+        # Each shard may have different types; limit the set as a whole to as many lines as one shard.
         is_new_type = reason.startswith(MEMBER_TYPE) and reason not in self.counts
         if is_new_type and sum(known.startswith(MEMBER_TYPE) for known in self.counts) >= MOST_TYPES:
             reason = OTHER_TYPES
@@ -72,17 +72,17 @@ class Refusals:
         self.first.setdefault(reason, name[:MOST_NAME])
 
     def add_type(self, extension: str, name: str | bytes) -> None:
-        """Count a member whose extension is none of those that are read."""
+        """Count a member whose extension is not read."""
         self.add(f"{MEMBER_TYPE}{extension[:MOST_EXTENSION]}", name)
 
     def add_all(self, other: Refusals, shard: str) -> None:
-        """Count what was passed over in a shard."""
+        """Add the counts of a shard."""
         for reason, count in other.counts.items():
             first = other.first.get(reason, "")
             self.add(reason, f"{first} of {shard}" if first else shard, count)
 
     def lines(self, label: str = "") -> list[str]:
-        """Return a line a reason, the most frequent first; names are printed so that no terminal acts on them."""
+        """Return one line per reason, most frequent first, safe to print on a terminal."""
         lines = []
         for reason, count in self.counts.most_common():
             line = f"{label}{count:,} × {reason}"
@@ -94,16 +94,16 @@ class Refusals:
 
 @dataclass(frozen=True)
 class Origin:
-    """What a subset was made of, and which of its samples are in it."""
+    """The parent index of a subset, and the rule and rows that define the subset."""
 
-    index: str  # path of the other index's JSON, relative to the folder of this one
-    digest: str  # of the other index
-    rule: dict[str, Any]  # how samples were chosen, as `data.shards.subset.Rule` describes itself
-    rows: str  # the sha256 of where the chosen samples lie in their tars: a part of the subset's digest
+    index: str  # path of the parent's JSON, relative to the folder of the subset's
+    digest: str  # of the parent
+    rule: dict[str, Any]  # see `data.shards.subset.Rule.described`
+    rows: str  # sha256 of the positions of the chosen samples in their tars; part of the subset's digest
 
     @property
     def words(self) -> str:
-        """The rule as people read it: "part :80%, seed 0"."""
+        """The rule in words: "part :80%, seed 0"."""
         words = []
         for option, value in self.rule.items():
             if isinstance(value, Mapping):
@@ -114,39 +114,39 @@ class Origin:
 
 @dataclass(frozen=True)
 class Index:
-    """A set of shards. `class_counts[c]` samples are labelled c; `digest` stands for all of it."""
+    """A set of shards. `class_counts[c]` samples have the label c; `digest` identifies the set."""
 
-    shards: Sequence[Shard]  # a tuple; the columns of a large set; those of several sets
+    shards: Sequence[Shard]  # a tuple; mapped columns for a large set; JoinedShards for several sets
     classes: int
     class_counts: tuple[int, ...]
     digest: str
-    directory: str  # where the tars are: a path, or a URL
-    tables: Path = field(compare=False)  # where their tables are
-    refused: Refusals = field(default_factory=Refusals, compare=False)  # what was passed over, the first with its shard
-    names: Names = ()  # of the classes, in the order of their ids; may be more than `classes`; () where nobody knows
-    name: str = field(default="", compare=False)  # of the JSON, without its suffix
-    origin: Origin | None = field(default=None, compare=False)  # of a subset; None of whole tars
+    directory: str  # path or URL of the folder of the tars
+    tables: Path = field(compare=False)  # folder of the tables
+    refused: Refusals = field(default_factory=Refusals, compare=False)  # what indexing skipped
+    names: Names = ()  # class names in the order of their ids; may exceed `classes`; () if unknown
+    name: str = field(default="", compare=False)  # file name of the JSON, without its suffix
+    origin: Origin | None = field(default=None, compare=False)  # of a subset; None for whole tars
 
     @cached_property
     def numbers(self) -> dict[str, int]:
-        """The number of every shard, by its name."""
+        """{shard name: shard number}."""
         return {shard.name: number for number, shard in enumerate(self.shards)}
 
     @cached_property
     def ids(self) -> dict[str, int]:
-        """The class id of every name that a label may hold instead."""
+        """{class name: class id}, for names that labels may contain."""
         return ids_of(self.names)
 
     def class_name(self, label: int) -> str:
-        """Return what a class is called, or its id where nobody knows."""
+        """Return the name of a class, or its id if the name is unknown."""
         return self.names[label] if label < len(self.names) else f"class {label}"
 
     @property
     def command(self) -> str:
-        """What makes this index again of the tars that it is of."""
+        """The command that creates this index again."""
         if self.origin is not None:
             parent = os.path.normpath(self.tables / self.origin.index)
-            # A list of samples is given by the path that it was read from.
+            # A list of samples is given by its path.
             words = []
             for option, value in self.origin.rule.items():
                 if isinstance(value, Mapping):
@@ -157,45 +157,45 @@ class Index:
             place = ["--output", str(self.tables), "--name", self.name]
             return shlex.join(["python", "-m", "jobs", "subset", parent, *words, *place])
         tars = [self.directory]
-        # A folder stands for the tars that lie in it, and not for those in folders of their own below it.
+        # A folder argument means the tars directly in it, not those in its sub-folders.
         if any("/" in shard.name for shard in self.shards) and not self.remote:
             tars = list(map(self.location, self.shards))
-        # The names need not be given: they are taken over from the index that is made again.
+        # Class names need not be passed: indexing again takes them from the existing index.
         place = ["--output", str(self.tables), "--name", self.name]
         labels = ["--classes", str(self.classes)] if self.classes else ["--unlabelled"]
         return shlex.join(["python", "-m", "jobs", "index", *tars, *place, *labels])
 
     @property
     def samples(self) -> int:
-        """Samples of all shards."""
+        """The number of samples in all shards."""
         return int(self.shard_samples.sum())
 
     @property
     def shard_samples(self) -> np.ndarray:
-        """(shards,) int64, the samples of each shard: what an `Order` is built from."""
+        """(shards,) int64, the number of samples in each shard, for `Order`."""
         if isinstance(self.shards, MappedShards | JoinedShards):
             return self.shards.samples
         return np.array([shard.samples for shard in self.shards], np.int64)
 
     @cached_property
     def starts(self) -> np.ndarray:
-        """(shards + 1,) int64, the number of each shard's first sample in the set; the last is that of all samples."""
+        """(shards + 1,) int64, the number of each shard's first sample in the set, and finally the total."""
         return np.append(0, np.cumsum(self.shard_samples))
 
     def rows(self, shard: int) -> slice:
-        """Return where the samples of a shard stand among all of the set."""
+        """Return the range of a shard's samples within the set."""
         return slice(self.starts[shard], self.starts[shard + 1])
 
     @property
     def bytes(self) -> int:
-        """Bytes of all shards."""
+        """The size of all shards in bytes."""
         if isinstance(self.shards, MappedShards):
             return int(self.shards.bytes.sum())
         return sum(shard.bytes for shard in self.shards)
 
     @cached_property
     def remote(self) -> bool:
-        """Whether shards are fetched before they are read."""
+        """Whether any shard is remote."""
         if "://" in self.directory:
             return True
         if isinstance(self.shards, MappedShards):
@@ -203,25 +203,25 @@ class Index:
         return any("://" in shard.name for shard in self.shards)
 
     def location(self, shard: int | Shard) -> str:
-        """Return the path or URL of a shard of this set, which is given itself or by its number."""
+        """Return the path or URL of a shard, given as an object or by its number."""
         name = self.shards[shard].name if isinstance(shard, int) else shard.name
         is_complete = "://" in name or name.startswith("/")
         if is_complete:
             return name
         return f"{self.directory.rstrip('/')}/{name}"
 
-    def alone(self, shard: int) -> Index:
-        """Return an index of one shard: a job that is sent to another process would carry all shards otherwise."""
+    def single_shard(self, shard: int) -> Index:
+        """Return an index of a single shard, to avoid sending all shards to the process of a job."""
         return replace(self, shards=(self.shards[shard],), class_counts=())
 
     def keys(self, shard: int) -> np.ndarray:
-        """Return the keys of a shard's samples as lists and reports have them: text, with odd bytes replaced."""
+        """Return the keys of a shard's samples as text; undecodable bytes are replaced."""
         return np.char.decode(self.table(shard)["key"], "utf-8", "replace")
 
     def table(self, shard: int) -> np.ndarray:
-        """Return a shard's table: (samples,) of `data.index.shard.FIELDS` and `key`, mapped from disk.
+        """Return a shard's table, mapped from disk: (samples,) with `data.index.shard.FIELDS` and `key`.
 
-        Raises DataError where the table is missing, was altered, or belongs to another shard.
+        Raises DataError if the table is missing, altered, or belongs to another shard.
         """
         if isinstance(self.shards, JoinedShards):
             index, number = self.shards.place(shard)
@@ -240,8 +240,8 @@ class Index:
             has_all_columns = {"key", *dict(FIELDS)} <= set(columns)
             if not has_all_columns or len(table) != entry.samples:
                 problem = f"{len(table)} rows of {table.dtype.names}, the index says {entry.samples}"
-        except Exception as error:  # over what is no table, numpy raises many kinds: ValueError, EOFError, TokenError
-            problem = f"no table of {entry.name}: {error}"
+        except Exception as error:  # numpy raises many kinds for invalid tables: ValueError, EOFError, TokenError
+            problem = f"not a valid table of {entry.name}: {error}"
         if problem:
             raise DataError(
                 f"{path}: {problem}\n  expected the table that was made with this index\n  type: {self.command}"
@@ -252,19 +252,19 @@ class Index:
 def digest_of(
     shards: Iterable[Shard], class_counts: Iterable[int], names: Names = (), origin: Origin | None = None
 ) -> str:
-    """Return the sha256 that stands for a set: of its shards' names, samples, sizes and digests, and its class counts.
+    """Return the sha256 that identifies a set: of its shards' names, samples, sizes and digests, and its class counts.
 
-    The tables are not in it: they follow from the shards. A set that is indexed again by a newer version therefore
-    keeps its digest, and with it the keys of finished stages, its order and its ledger. Class names are in it where
-    there are any.
+    Tables are not included, because they follow from the shards. A set indexed again by a newer version therefore keeps
+    its digest, its order, its ledger, and the keys of finished stages. Class names and the rows of a subset are
+    included if they exist.
     """
     rest: list[object] = [list(class_counts)]
     if names:
         rest.append(list(names))
     if origin is not None:
         rest.append({"rows": origin.rows})
-    # The text of [1, [[name, samples, bytes, sha256], …], class counts, …], a piece at a time, because that of a large
-    # set is as large as its JSON.
+    # Hash the JSON text of [1, [[name, samples, bytes, sha256], …], class counts, …] piece by piece, because for a
+    # large set the whole text would be as large as its index.
     digest = sha256(f"[{DIGEST_VERSION}, [".encode())
     separator = ""
     for shard in shards:
@@ -275,11 +275,11 @@ def digest_of(
     return digest.hexdigest()
 
 
-# ----------------------------------------------------------------------------------- several sets as one
+# ----------------------------------------------------------------------------------- joined sets
 
 
 class JoinedShards(Sequence[Shard]):
-    """The shards of several sets, one set after the other, each named by where it is; made when they are asked for."""
+    """The shards of several sets, one set after the other, named by their full location; created on access."""
 
     def __init__(self, sets: Sequence[Index]):
         self.sets = sets
@@ -301,7 +301,7 @@ class JoinedShards(Sequence[Shard]):
                 yield replace(shard, name=index.location(shard))
 
     def place(self, number: int) -> tuple[Index, int]:
-        """Return (the set that a shard comes from, its number in there)."""
+        """Return (the set of a shard, the shard's number in that set)."""
         for index in self.sets:
             if number < len(index.shards):
                 return index, number
@@ -310,7 +310,7 @@ class JoinedShards(Sequence[Shard]):
 
 
 def join(sets: Sequence[Index], weights: Sequence[float]) -> Index:
-    """Join sets that are trained on together; the digest is of theirs and of the weights, wherever they lie."""
+    """Join sets to train on them together; the digest depends on their digests and weights, not on their folders."""
     samples_of_class: Counter[int] = Counter()
     digests = []
     named_sets = []
@@ -323,28 +323,28 @@ def join(sets: Sequence[Index], weights: Sequence[float]) -> Index:
         named_sets.append((str(index.tables), index.names))
     class_counts = tuple(samples_of_class[label] for label in range(classes))
     digest = sha256(json.dumps([digests, list(weights)]).encode()).hexdigest()
-    # Neither the tars nor the tables lie in one folder: each shard is named whole, each table found by its own set.
+    # Tars and tables are in several folders: each shard has its full name, and each set finds its own tables.
     names = agreed_names(named_sets, "data.mixture")
     return Index(JoinedShards(tuple(sets)), classes, class_counts, digest, "", Path(), names=names)
 
 
-# ------------------------------------------------------------------------------------- shards that are excluded
+# ------------------------------------------------------------------------------------- excluded shards
 
 
 def exclude(sets: Sequence[Index], names: Sequence[str]) -> list[Index]:
-    """Return the sets with the shards of these names emptied, so that the others keep their numbers.
+    """Return the sets with the named shards emptied; the others keep their numbers.
 
-    A name may have folders in front, as far as it takes to tell shards apart. A shard that several sets have, subsets
-    of one set, is emptied in each. Raises DataError unless each name is of one shard.
+    A name may include parent folders, as needed to be unique. If several sets, such as subsets of one set, contain a
+    shard, it is emptied in each of them. Raises DataError unless each name matches exactly one shard.
     """
-    # As nearly always: there is nothing to look through, nor a digest to compute anew.
+    # The usual case: skip the search and keep the digest.
     if not names:
         return list(sets)
-    dropped: list[set[int]] = [set() for _ in sets]  # numbers of shards, for each set
+    dropped: list[set[int]] = [set() for _ in sets]  # shard numbers per set
     for name in names:
         named = shards_called(name, sets)
         if len(named) != 1:
-            which = ", ".join(list(named)[:3]) or f"as {sets[0].location(0)} is called"
+            which = ", ".join(list(named)[:3]) or f"a name such as {sets[0].location(0)}"
             raise DataError(
                 f"data.drop: {len(named)} shards are called {name}, expected one: {which}; type more of its path"
             )
@@ -352,28 +352,28 @@ def exclude(sets: Sequence[Index], names: Sequence[str]) -> list[Index]:
         for set_number, shard_number in numbers:
             dropped[set_number].add(shard_number)
 
-    # Emptied instead of removed: the order depends on the numbers of all shards, which must stay as they were.
+    # Empty them instead of removing them: the order depends on the numbers of all shards.
     remaining = []
     for index, dropped_numbers in zip(sets, dropped, strict=True):
         shards = index.shards
         if isinstance(shards, MappedShards):
             shards = MappedShards(shards.path, shards.memory, shards.columns, shards.excluded.union(dropped_numbers))
         else:
-            kept = list(shards)
+            shard_list = list(shards)
             for number in dropped_numbers:
-                kept[number] = replace(kept[number], samples=0, bytes=0)
-            shards = tuple(kept)
+                shard_list[number] = replace(shard_list[number], samples=0, bytes=0)
+            shards = tuple(shard_list)
         digest = digest_of(shards, index.class_counts, index.names, index.origin)
         remaining.append(replace(index, shards=shards, digest=digest))
     return remaining
 
 
 def shards_called(name: str, sets: Sequence[Index]) -> dict[str, list[tuple[int, int]]]:
-    """Find the shards whose path ends with a name: path → (number of the set, number in it) in each set with it."""
+    """Find shards whose path ends with `name`; return {path: (set number, shard number) of each occurrence}."""
     shards: dict[str, list[tuple[int, int]]] = {}
     for set_number, index in enumerate(sets):
         for number, shard in enumerate(index.shards):
-            # With a slash before both, so that `1.tar` does not name `train-1.tar`.
+            # Compare with leading slashes, so that `1.tar` does not match `train-1.tar`.
             place = index.location(shard)
             if f"/{place}".endswith(f"/{name}"):
                 shards.setdefault(place, []).append((set_number, number))

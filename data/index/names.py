@@ -1,11 +1,11 @@
-"""Class names, and the labels that hold them: which class an id stands for, the same in every set used together.
+"""Class names, and the labels of samples: every class id must mean the same class in all sets used together.
 
-1. A source's names are numbered when it is packed or indexed (`data.sources.numbering`).
-2. The index keeps the names; `agreed` compares those of several sets, or of a set and of weights.
-3. A label holds ids, or a name instead where the set has names (`parse_labels`).
+1. The names of a source are numbered when it is packed or indexed (`data.sources.numbering`).
+2. The index stores the names; `agreed_names` compares those of several sets, or of a set and of weights.
+3. A label contains class ids, or a name if the set has names (`parse_labels`).
 
-    b"7", b"3 17", b"[3, 17]", b'{"label": 3}'     labels of class ids
-    b"tench", b'{"label": "tench"}'                labels of a name
+    b"7", b"3 17", b"[3, 17]", b'{"label": 3}'     labels with class ids
+    b"tench", b'{"label": "tench"}'                labels with a name
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from data.errors import DataError
 
 Names = tuple[str, ...]
 NO_NAMES: Mapping[str, int] = {}
-MOST_SHOWN = 5  # names that an error shows of many
-MOST_DIGITS = 4300  # of a number that int() takes
-NO_NAME = "label is a text that no class list has"  # a reason to pass over a sample
-MAX_CLASSES = 1_000_000  # an id beyond it is taken for a mistake (JFT-300M has 18,291)
+MOST_SHOWN = 5  # names that a message lists before it abbreviates
+MOST_DIGITS = 4300  # of a number that int() accepts
+NO_NAME = "label is a text that no class list has"  # the reason for which such samples are skipped
+MAX_CLASSES = 1_000_000  # larger ids count as mistakes (JFT-300M has 18,291 classes)
 
 
 # ------------------------------------------------------------------------------------------- class lists
 
 
 def ids_of(names: Iterable[str]) -> dict[str, int]:
-    """Return the ids of names that stand for a single class and are no numbers, which a label means as ids."""
+    """Return {name: id}, without names of several classes and without numbers, which labels use as ids."""
     ids: dict[str, int] = {}
     repeated = set()
     for label, name in enumerate(names):
@@ -41,14 +41,11 @@ def ids_of(names: Iterable[str]) -> dict[str, int]:
     return ids
 
 
-# ------------------------------------------------------------------------------------- another numbering
-
-
-# ------------------------------------------------------------------------------------------- comparing
+# ------------------------------------------------------------------------------------------- comparison
 
 
 def agreed_names(named: Iterable[tuple[str, Sequence[str]]], stage: str) -> Names:
-    """Return the longest of several lists of names, each with its source; raises DataError where two disagree."""
+    """Return the longest of several lists of class names; raises DataError if two lists contradict each other."""
     longest: Sequence[str] = ()
     place = ""
     for other_place, names in named:
@@ -63,9 +60,9 @@ def agreed_names(named: Iterable[tuple[str, Sequence[str]]], stage: str) -> Name
             raise DataError(
                 f"{stage}: {place} and {other_place} number their classes differently: {problem}\n"
                 "  expected one name for each class id\n"
-                "  pack or index one again, numbered as the other: --classes-of INDEX (in a recipe classes_of)\n"
-                "  or --names FILE (in a recipe names), as the classes.json of weights; weights with other words for\n"
-                "  the same classes are imported again with the set's: --names SET.index.json"
+                "  pack or index one of them again, numbered as the other: --classes-of INDEX (in recipes classes_of)\n"
+                "  or --names FILE (in a recipe names), such as the classes.json of weights; if weights use other\n"
+                "  words for the same classes, import them again with the set's: --names SET.index.json"
             )
         if len(names) > len(longest):
             longest = names
@@ -74,7 +71,7 @@ def agreed_names(named: Iterable[tuple[str, Sequence[str]]], stage: str) -> Name
 
 
 def preview(names: Sequence[str]) -> str:
-    """Return a few names in quotes, without anything that a terminal would act on, and how many there are."""
+    """Return a few names in quotes, safe to print on a terminal, and the total number if there are more."""
     text = ", ".join(f"'{printable(name[:80])}'" for name in names[:MOST_SHOWN])
     if len(names) > MOST_SHOWN:
         text += f", … ({len(names):,} in all)"
@@ -85,9 +82,9 @@ def preview(names: Sequence[str]) -> str:
 
 
 class NoLabel(ValueError):
-    """A label holds no class ids. `texts` are the class names that it may be meant to hold; `reason` groups well.
+    """A label without class ids. `texts` are its possible class names; `reason` groups such labels in reports.
 
-    `are_names` says that the label holds nothing else, so that with these names it would be a label.
+    `are_names` tells that the label consists only of such texts: with a class list of these names it would be valid.
     """
 
     def __init__(self, message: str, texts: list[str], are_names: bool = False):
@@ -98,10 +95,10 @@ class NoLabel(ValueError):
 
 
 def parse_labels(raw: bytes, ids: Mapping[str, int] = NO_NAMES) -> tuple[int, ...]:
-    """Return class ids of a `.cls` (`7`, `3 17`, `3,17`, `[3, 17]`) or `.json` (`{"labels": [3]}`, `{"label": 3}`).
+    """Return the class ids of a `.cls` (`7`, `3 17`, `3,17`, `[3, 17]`) or `.json` (`{"labels": [3]}`, `{"label": 3}`).
 
-    `ids` are those of class names: with them a `.cls` may also hold one name (`tench`), and a `.json` any (`["cat"]`).
-    Raises NoLabel where there is none, or where one is no whole number ≥ 0 and no such name.
+    `ids` maps class names to ids: with it, a `.cls` may also contain one name (`tench`), a `.json` several (`["cat"]`).
+    Raises NoLabel if there is no label, or if a value is neither an integer ≥ 0 nor a known name.
     """
     text = raw.decode("utf-8", "replace").strip()
     is_json = text[:1] in ("[", "{")
@@ -110,7 +107,7 @@ def parse_labels(raw: bytes, ids: Mapping[str, int] = NO_NAMES) -> tuple[int, ..
             values = json.loads(text)
         except ValueError as error:
             raise NoLabel(str(error), []) from None
-        # A few thousand brackets are enough for Python's parser to give up with this, which is no ValueError.
+        # A few thousand nested brackets raise RecursionError, which is not a ValueError.
         except RecursionError:
             raise NoLabel("nested too deeply", []) from None
         if isinstance(values, dict):
@@ -118,12 +115,12 @@ def parse_labels(raw: bytes, ids: Mapping[str, int] = NO_NAMES) -> tuple[int, ..
         if not isinstance(values, list):
             values = [values]
     else:
-        # A name may have spaces and commas in it, as ImageNet's have, so that a text is one name.
+        # A name may contain spaces and commas, as in ImageNet, so the whole text is compared first.
         values = [text] if text in ids else text.replace(",", " ").split()
 
     labels = []
     for value in values:
-        # int() would take `1_000` and `+3`, and digits of other scripts; isinstance would take true for a number.
+        # int() would accept `1_000`, `+3` and digits of other scripts; isinstance would accept true as a number.
         is_digits = isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= MOST_DIGITS
         if is_digits or (type(value) is int and value >= 0):
             labels.append(int(value))

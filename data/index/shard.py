@@ -1,16 +1,16 @@
-"""The tars of a set as its index knows them: one, its table of samples, and those of a large set as mapped columns.
+"""Shards of an index: a single shard, its table of samples, and the shards of a large set as memory-mapped columns.
 
     Shard("train-000000.tar", 1250, 6543360, "d41d…", "77ab…")
-    train-000000.npy      a row a sample: image, image_size, label, label_size, digest, label_digest, key
-    5d41….columns         a row a shard: samples, bytes, sha256, table, name
+    train-000000.npy      one row per sample: image, image_size, label, label_size, digest, label_digest, key
+    5d41….columns         one row per shard: samples, bytes, sha256, table, name
 
-A table lies beside the index's JSON, which has its sha256. It is mapped, and stays so while its shard is open.
+A table is stored next to the index's JSON, which contains its sha256. It stays mapped while its shard is open.
 
-As Python objects, 300,000 shards are 139 MiB in every worker and in each of its decoding processes. The columns are
-arrays, as np.save writes them, one after the other in one file, and at its end the sha256 of all before:
-1. `write_columns` makes the file of what the JSON says, once a node (`data.index.document` says where and when);
-2. `open_columns` compares the digest and maps the file; `MappedShards` makes a `Shard` when it is asked for it;
-3. another process is sent the path and the digest of the file, and maps it too.
+As Python objects, 300,000 shards take 139 MiB in every worker and every decoding process. A file of columns consists of
+arrays in the format of np.save, one after the other, followed by the sha256 of all of them:
+1. `write_columns` converts the JSON to columns, once per node (see `data.index.document`);
+2. `open_columns` checks the digest and maps the file; `MappedShards` creates `Shard` objects on access;
+3. another process receives only the path and digest of the file, and maps it too.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from data.seal import DIGEST_BYTES
 
 # n shards
 
-# Extensions of images that are read.
+# Extensions of supported images.
 IMAGES = ("jpg", "jpeg", "png", "webp")
-# What tars are called when they have been compressed; they are read from the middle, which no compression allows.
+# Extensions of compressed tars; they are rejected, because samples could not be read at an offset.
 COMPRESSED = (".tar.gz", ".tgz", ".tar.zst", ".tar.xz", ".tar.bz2", ".tar.lz4")
 
-# The columns of a table but for the key: where the bytes of a sample lie in its tar, their digest, and that of the
-# label, which may be read without its image. A size of 0 says that the sample has no such member.
+# Columns of a table besides the key: offset and size of image and label in the tar, the sample's digest, and the
+# label's digest, for labels read without images. A size of 0 means that the sample has no such member.
 FIELDS = [
     ("image", "<u8"),
     ("image_size", "<u4"),
@@ -50,24 +50,24 @@ FIELDS = [
     ("label_digest", "<u8"),
 ]
 
-COLUMNS = ("samples", "bytes", "sha256", "table", "name", "index")  # numbers first, so that they are aligned
-AT_ONCE = 4096  # shards that are made while all are gone through
-PIECE = 1 << 20  # bytes that are hashed at once
+COLUMNS = ("samples", "bytes", "sha256", "table", "name", "index")  # numbers first, for their alignment
+AT_ONCE = 4096  # shards created at a time during iteration
+PIECE = 1 << 20  # bytes hashed at a time
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One tar as it was when indexed; `name` is its path or URL, relative to the index's directory."""
+    """A tar as indexed; `name` is its path or URL, relative to the index's directory."""
 
     name: str
     samples: int
     bytes: int
     sha256: str
-    table: str = ""  # the sha256 of its table
+    table: str = ""  # sha256 of its table
 
 
 def is_image(path: Path) -> bool:
-    """Return whether a file is called as an image is."""
+    """Return whether a file's extension is that of a supported image."""
     return path.suffix[1:].lower() in IMAGES
 
 
@@ -75,7 +75,7 @@ def is_image(path: Path) -> bool:
 
 
 class SampleRow(NamedTuple):
-    """Where the bytes of one sample lie in its tar: offsets and sizes in bytes, 0 and 0 where there is no member."""
+    """Position of a sample in its tar: offsets and sizes in bytes; 0 and 0 for a missing member."""
 
     key: bytes
     image: int
@@ -84,37 +84,37 @@ class SampleRow(NamedTuple):
     label_size: int
 
     def image_in(self, tar: memoryview) -> memoryview:
-        """Return the bytes of the image in the tar that was walked; they are not copied."""
+        """Return the image's bytes as a view of the tar."""
         return tar[self.image : self.image + self.image_size]
 
     def label_in(self, tar: memoryview) -> memoryview:
-        """Return the bytes of the label in the tar that was walked; they are not copied."""
+        """Return the label's bytes as a view of the tar."""
         return tar[self.label : self.label + self.label_size]
 
 
 def sample_digest(image: memoryview | bytes, label: memoryview | bytes) -> int:
-    """Return the 64 bits that every read of a sample is compared with; of its encoded image and its label file.
+    """Return the 64-bit digest of a sample, of its encoded image and label file; every read is compared with it.
 
-    xxh3, because it is the cheapest of those that were measured (benchmarks/README.md). It finds what rots and what
-    is overwritten; whoever forges a shard is found by the shard's sha256.
+    xxh3 was the cheapest hash measured (benchmarks/README.md). It detects decay and overwriting; deliberate changes are
+    detected by the shard's sha256.
     """
-    # The label is the seed, so that bytes cannot move from one member to the other unseen.
+    # The label's digest is the seed, so that moving bytes between the members changes the result.
     return xxh3_64_intdigest(image, seed=label_digest(label))
 
 
 def label_digest(label: memoryview | bytes) -> int:
-    """Return the 64 bits that every read of a label alone is compared with."""
+    """Return the 64-bit digest of a label, for labels read without their images."""
     return xxh3_64_intdigest(label)
 
 
 def table_path(folder: Path, shard: str) -> Path:
-    """Return where a shard's table lies: its name is flat, so that shards of one name in two folders do not meet."""
+    """Return the path of a shard's table; sub-folders become part of its name, so tables do not collide."""
     flat = shard.removesuffix(".tar").replace("://", "/").strip("/").replace("/", "--")
     return folder / f"{flat}.npy"
 
 
 def write_table(folder: Path, table: np.ndarray, name: str, size: int, digest: str) -> Shard:
-    """Save a table in the folder of its index; returns its shard, of this name, size in bytes and sha256."""
+    """Save a table in the index's folder, and return its shard with the given name, size in bytes and sha256."""
     content = BytesIO()
     np.save(content, table, allow_pickle=False)
     write_atomically(table_path(folder, name), content.getvalue())
@@ -125,7 +125,7 @@ def write_table(folder: Path, table: np.ndarray, name: str, size: int, digest: s
 
 
 class MappedShards(Sequence[Shard]):
-    """The shards of a file of columns; those whose numbers are in `excluded` have no samples and no bytes."""
+    """The shards of a file of columns; shards in `excluded` have no samples and no bytes."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class MappedShards(Sequence[Shard]):
         self.memory = memory
         self.columns = columns
         self.excluded = excluded
-        self.digest = memory[-DIGEST_BYTES:]  # the sha256 that the file ends with
+        self.digest = memory[-DIGEST_BYTES:]  # the sha256 at the end of the file
         self.samples = columns["samples"]  # (n,) int64: the file's own memory, unless shards are excluded
         self.bytes = columns["bytes"]  # (n,) int64
         if excluded:
@@ -152,7 +152,7 @@ class MappedShards(Sequence[Shard]):
         return len(self.samples)
 
     def __getitem__(self, number: Any) -> Any:
-        at = range(len(self))[number]  # raises IndexError, as a tuple does
+        at = range(len(self))[number]  # raises IndexError like a tuple
         if isinstance(at, range):
             return tuple(map(self.__getitem__, at))
         name = self.columns["name"][at].decode()
@@ -169,7 +169,7 @@ class MappedShards(Sequence[Shard]):
                 yield Shard(name.decode(), samples, size, digest.decode(), table.decode())
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        # The path alone is sent to another process. In a run of weeks, somebody may have cleaned the folder meanwhile.
+        # Send only the path to the other process. During a long run, somebody may have deleted the file: restore it.
         if not self.path.exists():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self.path, self.memory[:])
@@ -177,18 +177,18 @@ class MappedShards(Sequence[Shard]):
 
 
 def reopened(path: Path, digest: bytes, excluded: frozenset[int]) -> MappedShards:
-    """Map the shards that another process has mapped; raises DataError where the file is gone or is another by now."""
+    """Map the shards that another process has mapped; raises DataError if the file is missing or has changed."""
     shards = open_columns(path)
     if shards is None or shards.digest != digest:
         raise DataError(
-            f"{path}: gone, or not what the worker has read\n"
-            "  expected the columns of an index, which stay as they were written\n  run again: they are made anew"
+            f"{path}: missing, or changed since the worker read it\n"
+            "  expected the unchanged columns of an index\n  run again, which creates them again"
         )
     return MappedShards(path, shards.memory, shards.columns, excluded)
 
 
 def write_columns(path: Path, content: Mapping[str, Any], shards: Sequence[Shard]) -> None:
-    """Write the columns of shards; `content` is all else that the index's JSON says."""
+    """Write the columns of shards; `content` is the rest of the index's JSON."""
     file = BytesIO()
     for column in ("samples", "bytes"):
         np.save(file, np.array([getattr(shard, column) for shard in shards], "<i8"))
@@ -200,11 +200,11 @@ def write_columns(path: Path, content: Mapping[str, Any], shards: Sequence[Shard
 
 
 def open_columns(path: Path) -> MappedShards | None:
-    """Map the shards of a file of columns; None where it is not there, or does not end with its own sha256."""
+    """Map a file of columns; return None if it is missing or does not end with its own sha256."""
     if not path.exists():
         return None
     with open(path, "rb") as file:
-        # Read, not mapped: what is mapped counts as this process's memory as long as no other has mapped it.
+        # Hash by reading, not by mapping: mapped pages would count as memory of this process.
         bytes_left = os.fstat(file.fileno()).st_size - DIGEST_BYTES
         digest = sha256()
         while bytes_left > 0:

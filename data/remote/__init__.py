@@ -1,1 +1,1 @@
-"""Shards that lie in an object store: asked for by range, fetched whole, kept on the node."""
+"""Shards in an object store: read by byte range, downloaded whole, and cached on the node."""

@@ -1,16 +1,16 @@
-"""Remote shards on local disk: fetched whole, once a node, checked, within a limit, ahead of the step.
+"""A local cache of remote shards: each is downloaded once per node, verified, and evicted by last use.
 
-How a shard gets here, in order (`Cache.path`):
-1. a file named by the shard's sha256 and of its size is the shard: nothing is asked of the storage;
-2. otherwise this process takes the lock of that shard; of all processes on a node, one fetches and the others wait;
-3. `make_room` deletes the longest unused shards until the new one is within the limit;
-4. `fetch` appends pieces of 16 MiB to `<sha256>.part`, and begins where an earlier try broke off;
-5. a piece that does not come is asked for again, after a random part of a time that doubles (`patiently`);
-6. when the sha256 is right, the file gets its final name; otherwise it is fetched once more from the start.
+How a shard gets into the cache (`Cache.path`):
+1. A file named by the shard's sha256, with the shard's size, is the shard; the storage is not contacted.
+2. Otherwise this process takes the lock of the shard. One process of a node downloads it while the others wait.
+3. `make_room` deletes the least recently used shards until the new one fits within the limit.
+4. `fetch` appends pieces of 16 MiB to `<sha256>.part` and resumes an earlier incomplete download.
+5. A failed request is retried after a random part of a delay that doubles (`patiently`).
+6. If the sha256 is correct, the file gets its final name; otherwise it is downloaded once more from the start.
 
-`Ahead` does this in the background for the steps to come, so that a step finds its shards here. The order says which
-shards the slots of a step need (`shards_of`); a thread fetches those of one step after the other, `fetchers` at a time,
-and never more than `CacheConfig.ahead` steps before training, which says where it is (`Ahead.reached`).
+`Prefetcher` does this in the background for upcoming steps. The order tells which shards the slots of a step need
+(`shards_of`). A thread downloads the shards of one step after the other, `fetchers` at a time, up to
+`CacheConfig.ahead` steps ahead of training, whose progress it learns from `Prefetcher.reached`.
 
     cache.path("s3://bucket/train-000007.tar", shard)   →   ~/.cache/patchline/shards/9f3c….tar
 """
@@ -38,19 +38,19 @@ from data.order import Mixture, Order
 from data.remote.config import PIECE, CacheConfig, shards_of
 from data.remote.urls import Answer, Retry, never, read_range
 
-ABANDONED_S = 3600  # a download that has not grown for so long is nobody's, and may go like an unused shard
+ABANDONED_S = 3600  # a download that has not grown for this long has no owner and may be evicted
 
 
 def no_progress() -> None:
-    """Ignore progress: the default of `Cache.progress`."""
+    """Do nothing: the default of `Cache.progress`."""
 
 
 class Cache:
-    """Gives the local path of a remote shard, fetching it if no process of this node has yet.
+    """Returns local paths of remote shards, and downloads shards that no process of this node has fetched yet.
 
-    Files are named by their digest and evicted by last use; one that is mapped stays readable when it goes.
-    `stopped` says that nobody waits any more for what is being fetched. `progress` is called whenever a piece has
-    come, to this process or to the one that we wait for.
+    Files are named by their digest and evicted by last use; a mapped file stays readable after its eviction. Downloads
+    end early once `stopped()` is true. `progress` is called for every piece that arrives, in this process or in the
+    process that we wait for.
     """
 
     def __init__(self, cfg: CacheConfig, stopped: Callable[[], bool] = never):
@@ -62,15 +62,15 @@ class Cache:
             self.directory = Path(cfg.directory).expanduser()
 
     def has(self, shard: Shard) -> bool:
-        """Return whether a remote shard is here."""
-        # A file of another size is what a power cut left of it.
+        """Return whether a remote shard is in the cache."""
+        # After a power failure, a file may have another size.
         return size_or_none(self.directory / f"{shard.sha256}.tar") == shard.bytes
 
     def path(self, url: str, shard: Shard) -> Path:
-        """Return the local file of a remote shard.
+        """Return the local file of a remote shard; download it if needed.
 
-        Raises StorageError where the storage does not answer or the cache takes nothing, DataError where it is
-        another shard that the storage has.
+        Raises StorageError if the storage does not respond or the cache cannot be written, DataError if the downloaded
+        shard differs from the index.
         """
         path = self.directory / f"{shard.sha256}.tar"
         if not self.has(shard):
@@ -78,34 +78,34 @@ class Cache:
                 self.directory.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise StorageError(
-                    f"{self.directory}: cannot be made ({error.strerror}); name another cache.directory"
+                    f"{self.directory}: cannot be created ({error.strerror}); set another cache.directory"
                 ) from None
             with self.turn(path):
-                # Another process may have fetched it while we waited for our turn.
+                # Another process may have fetched it while we waited for the lock.
                 if not self.has(shard):
                     try:
                         self.fetch(url, shard, path)
-                    # Of the local disk: errors of the storage are a StorageError by now.
+                    # An error of the local disk: errors of the storage arrive as StorageError.
                     except OSError as error:
                         raise StorageError(
-                            f"{self.directory}: {error.strerror}; make room, lower cache.limit_bytes "
-                            f"({self.cfg.limit_bytes}), name another cache.directory, or run again"
+                            f"{self.directory}: {error.strerror}; free some space, lower cache.limit_bytes "
+                            f"({self.cfg.limit_bytes}), set another cache.directory, or run again"
                         ) from None
-        # The time of last use, by which shards are evicted: the mtime, because many mounts do not keep the atime.
-        # Another process may have evicted it by now, which `opened` notices.
+        # Record the last use for eviction; the mtime, because many mounts do not update the atime. If another process
+        # has evicted the file by now, `opened` notices.
         with suppress(FileNotFoundError):
             os.utime(path)
         return path
 
     def opened(self, url: str, shard: Shard) -> BufferedReader:
-        """Open a remote shard's local file; one that goes before it is open is fetched again. Raises as `path` does."""
+        """Open a remote shard's local file; if it is evicted first, fetch it again. Raises the errors of `path`."""
         while True:
             path = self.path(url, shard)
             with suppress(FileNotFoundError):
                 return open(path, "rb")
 
     def drop(self, shard: Shard, inode: int) -> None:
-        """Delete the copy of a shard that has this inode; a newer one, which another process fetched, stays."""
+        """Delete the copy of a shard with this inode; keep a newer copy fetched by another process."""
         path = self.directory / f"{shard.sha256}.tar"
         with self.turn(path), suppress(FileNotFoundError):
             if path.stat().st_ino == inode:
@@ -113,15 +113,14 @@ class Cache:
 
     @contextmanager
     def turn(self, path: Path) -> Iterator[None]:
-        """Hold the lock on one shard; while another process fetches it, pass on that its file grows."""
-        # The lock is asked for again and again instead of waited for: a blocked call could neither be stopped nor
-        # tell the loader that the shard is growing.
+        """Hold the lock of one shard; while another process downloads the shard, report that its file grows."""
+        # Poll the lock instead of blocking: a blocked call could neither be stopped nor report progress to the loader.
         part = path.with_suffix(".part")
         known_size = -1
         with open(path.with_suffix(".lock"), "w") as file:
             while not take_lock(file.fileno(), Path(file.name), wait=False):
                 if self.stopped():
-                    raise StorageError(f"{path.name}: another process fetches it")
+                    raise StorageError(f"{path.name}: stopped while another process was downloading it")
                 time.sleep(0.1)
                 size = size_or_none(part)
                 if size is not None and size != known_size:
@@ -132,13 +131,13 @@ class Cache:
     # ------------------------------------------------------------------------------------------ fetching
 
     def fetch(self, url: str, shard: Shard, path: Path) -> None:
-        """Download to `.part`, going on where it broke off; rename when size and digest are right."""
+        """Download a shard to `.part`, resuming an earlier download; rename it once size and digest are correct."""
         part = path.with_suffix(".part")
-        # A digest can be wrong because of the transfer: it is tried once more from the start.
+        # The transfer may have corrupted the first copy: try once more from the start.
         for _ in range(2):
             self.make_room(shard.bytes)
             with open(part, "a+b") as file:
-                # What an earlier try left is read once, for its digest; that leaves the position at its end.
+                # Hash the part that already exists; this also leaves the file position at its end.
                 file.seek(0)
                 digest = file_digest(file, "sha256")
                 while file.tell() < shard.bytes:
@@ -147,20 +146,20 @@ class Cache:
                     file.flush()
                     digest.update(piece)
                     self.progress()
-                # A power cut might otherwise leave the final name with nothing under it.
+                # Flush before the rename: after a power failure, the final name could otherwise have no content.
                 os.fsync(file.fileno())
             if digest.hexdigest() == shard.sha256:
                 os.replace(part, path)
                 return
             part.unlink()
-        raise DataError(f"{redacted(url)}: its sha256 is not the one in the index; index it again")
+        raise DataError(f"{redacted(url)}: its sha256 differs from the index; index the shard again")
 
     @contextmanager
-    def lent(self, url: str, size: int) -> Iterator[BufferedRandom]:
-        """Give the block a local file with a remote shard that is in no index yet; the file goes when it ends."""
+    def temporary_copy(self, url: str, size: int) -> Iterator[BufferedRandom]:
+        """Context manager that yields a temporary local file with a remote shard that has no index yet."""
         self.directory.mkdir(parents=True, exist_ok=True)
         self.make_room(size)
-        # A file without a name: the system removes it with this process, however that ends.
+        # A file without a name: the system deletes it when this process ends for any reason.
         with TemporaryFile(dir=self.directory) as file:
             while file.tell() < size:
                 file.write(self.read(url, file.tell(), min(file.tell() + PIECE, size)))
@@ -168,27 +167,27 @@ class Cache:
             yield file
 
     def read(self, url: str, start: int, stop: int) -> bytes:
-        """Return bytes start … stop−1 of a URL, or the first of them."""
+        """Return bytes start … stop−1 of a URL; possibly only the first of them."""
         return self.patiently(url, partial(read_range, url, start, stop, self.cfg.timeout_s))
 
     def patiently(self, url: str, ask: Callable[[], Answer]) -> Answer:
-        """Return what the storage answers, asked again as `Retry` does.
+        """Return the result of `ask`, with the retries of `Retry`.
 
-        Raises DataError for a missing file, a refused address and a missing client; StorageError when `attempts` were
-        in vain or nobody waits any more.
+        Raises DataError for a missing file, a refused address or a missing client package; StorageError if all attempts
+        fail or `stopped()` is true.
         """
         retry = Retry(self.cfg.attempts, self.cfg.backoff_s, self.stopped)
         try:
             return retry.patiently(redacted(url), ask)
         except FileNotFoundError:
-            raise DataError(f"{redacted(url)}: there is no such shard, or no such bucket") from None
+            raise DataError(f"{redacted(url)}: this shard or its bucket does not exist") from None
 
     # ------------------------------------------------------------------------------------------ eviction
 
     def make_room(self, size: int) -> None:
-        """Delete the longest unused shards until `size` more bytes are within the limit.
+        """Delete the least recently used shards until `size` more bytes fit within the limit.
 
-        Raises DataError where a shard alone is larger than the limit.
+        Raises DataError if the shard is larger than the limit.
         """
         if size > self.cfg.limit_bytes:
             raise DataError(
@@ -196,14 +195,14 @@ class Cache:
                 f"type data.cache.limit_bytes={size} or more, or pack smaller shards"
             )
         with locked(self.directory / "eviction.lock"):
-            # A download at work counts, but is left alone; one that stopped growing goes like a shard.
+            # Downloads in progress count towards the limit, but only abandoned ones may be deleted.
             abandoned_since_ns = time.time_ns() - ABANDONED_S * 10**9
             total = size
             deletable = []  # (time of last use, bytes, path)
             for path in self.directory.iterdir():
                 if path.suffix not in (".tar", ".part"):
                     continue
-                # Another process may delete it meanwhile.
+                # Another process may delete the file meanwhile.
                 with suppress(FileNotFoundError):
                     status = path.stat()
                     total += status.st_size
@@ -217,66 +216,66 @@ class Cache:
 
 
 def size_or_none(path: Path) -> int | None:
-    """Return bytes of a file, or None where there is none."""
+    """Return the size of a file in bytes; None if it does not exist."""
     try:
         return path.stat().st_size
     except FileNotFoundError:
         return None
 
 
-# ------------------------------------------------------------------------------------------ ahead of the step
+# ------------------------------------------------------------------------------------------ prefetching
 
 
-class Ahead:
-    """Fetches, in the background, the shards that coming steps need; `reached(step)` moves the window."""
+class Prefetcher:
+    """Downloads the shards of upcoming steps in the background; `reached(step)` moves the window forward."""
 
     def __init__(self, index: Index, order: Order | Mixture, slots: range, step: int, cfg: CacheConfig):
         self.index = index
         self.order = order
         self.slots = slots
         self.cfg = cfg
-        self.step = step  # that training has reached
-        self.changed = threading.Condition()  # of step or stopped
+        self.step = step  # of training
+        self.changed = threading.Condition()  # guards step and stopped
         self.stopped = False
-        self.failure: StorageError | None = None  # why nothing arrives
-        # The cache is told of our end, else the process would wait for its downloads to end.
+        self.failure: StorageError | None = None  # the latest storage error
+        # Let `stop` end downloads: otherwise the process would wait for them at exit.
         self.cache = Cache(cfg, lambda: self.stopped)
         self.thread = threading.Thread(target=self.run, args=(step,), daemon=True)
         self.thread.start()
 
     def reached(self, step: int) -> None:
-        """Say which step training has reached."""
+        """Report the step that training has reached."""
         with self.changed:
             self.step = step
             self.changed.notify()
 
     def stop(self) -> None:
-        """Fetch nothing more; a piece that is on its way still arrives."""
+        """Stop downloading; pieces already requested still arrive."""
         with self.changed:
             self.stopped = True
             self.changed.notify()
 
     def run(self, first_step: int) -> None:
-        """Fetch the shards of one step after the other, never more than `ahead` steps before training."""
+        """Download the shards of one step after the other, at most `ahead` steps ahead of training."""
         step = first_step
         with ThreadPoolExecutor(self.cfg.fetchers) as pool:
             while True:
-                # One lock for step and stop: a change between the check and the wait would otherwise be missed.
+                # One lock for step and stop: otherwise a change between check and wait would be missed.
                 with self.changed:
                     while not self.stopped and step > self.step + self.cfg.ahead:
                         self.changed.wait()
                     if self.stopped:
                         return
-                # The shards of one step are waited for before the next step's are asked for: they are needed first.
+                # Finish the shards of one step before requesting the next step's: they are needed first.
                 list(pool.map(self.fetch, shards_of(self.order, self.slots, step)))
-                # Training does not wait for shards whose samples it reads by range: it may be ahead of us.
+                # Training may overtake this thread, because it reads samples of missing shards by range.
                 step = max(step + 1, self.step)
 
     def fetch(self, shard: int) -> None:
-        """Fetch one shard; a failure is kept for the loader to raise, as it may be over before the shard is needed."""
+        """Fetch one shard; keep a storage error for the loader, because it may be over before the shard is needed."""
         url = self.index.location(shard)
-        is_here = "://" not in url  # a mixture may have sets here and sets elsewhere
-        if self.stopped or is_here:
+        is_local = "://" not in url  # a mixture may have both local and remote sets
+        if self.stopped or is_local:
             return
         try:
             self.cache.path(url, self.index.shards[shard])
@@ -284,4 +283,4 @@ class Ahead:
         except StorageError as error:
             self.failure = error
         except (DataError, OSError):
-            return  # the reader that needs the shard meets and reports it
+            return  # the reader raises this error when it needs the shard

@@ -1,4 +1,4 @@
-"""What a recipe says about remote shards, and how much of the cache they need: known without any client of a store."""
+"""Settings of the cache for remote shards, and the cache space a run needs; needs no object-store client."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from data.errors import ConfigError
 from data.index.index import Index
 from data.order import Mixture, Order
 
-PIECE = 16 << 20  # bytes of one request: what a broken answer costs at most
-SMALLEST = PIECE  # bytes of a shard: what comes in one piece is not worth ranges
+PIECE = 16 << 20  # bytes per request, which limits what a broken response costs
+SMALLEST = PIECE  # bytes; smaller shards arrive in one piece, so reading them by range saves nothing
 
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """Where remote shards are kept on a node, and how patient fetching is."""
+    """The cache for remote shards on a node, and the retries of downloads."""
 
-    directory: str = ""  # absolute path; empty: in PATCHLINE_CACHE, or else in the user's cache folder
-    limit_bytes: int = 200 << 30  # what a node keeps, besides what is being fetched
-    attempts: int = 8  # to fetch one piece, without any progress between them
-    backoff_s: float = 0.5  # before the next attempt; doubled each time, with full jitter (Brooker 2015), 30 s at most
-    timeout_s: float = 30.0  # of silence, after which a request is given up
-    ahead: int = 64  # steps whose shards are fetched before they are needed
-    fetchers: int = 4  # downloads at once
+    directory: str = ""  # absolute path; default: below PATCHLINE_CACHE, or in the user's cache folder
+    limit_bytes: int = 200 << 30  # size of the cache of a node, without downloads in progress
+    attempts: int = 8  # to fetch one piece, without any progress in between
+    backoff_s: float = 0.5  # before the 2nd attempt; doubled each time, with full jitter (Brooker 2015), at most 30 s
+    timeout_s: float = 30.0  # of silence, after which a request fails
+    ahead: int = 64  # steps for which shards are downloaded in advance
+    fetchers: int = 4  # parallel downloads
 
     def __post_init__(self) -> None:
-        # Workers run in folders of their own, where a relative path would be another one for each.
+        # Each worker runs in a different folder, where a relative path would mean different caches.
         if self.directory and not Path(self.directory).expanduser().is_absolute():
             raise ConfigError(f"cache.directory is {self.directory!r}, expected an absolute path")
         more_than_0(self, "limit_bytes attempts timeout_s fetchers", "cache.")
@@ -39,9 +39,9 @@ class CacheConfig:
 def remote_shards_ahead(
     index: Index, order: Order | Mixture, slots: range, step: int, cfg: CacheConfig
 ) -> tuple[int, int]:
-    """Return (remote shards, their bytes) that some slots read from `step` to the last step that is fetched ahead."""
+    """Return (number, total bytes) of the remote shards that `slots` read from `step` to `step` + `cfg.ahead`."""
     shards: set[int] = set()
-    # The shards of all these steps must fit the cache at once, or it would evict what it has just fetched.
+    # The cache must hold the shards of all these steps at once, or it would evict shards before their use.
     for later in range(step, step + cfg.ahead + 1):
         shards.update(shards_of(order, slots, later))
     remote_shards = 0
@@ -54,6 +54,6 @@ def remote_shards_ahead(
 
 
 def shards_of(order: Order | Mixture, slots: range, step: int) -> list[int]:
-    """Return numbers of the shards that some slots read at a step, each once."""
+    """Return the distinct shard numbers that the given slots read at a step."""
     shard_of_slot = order.batch(step)[1]
     return np.unique(shard_of_slot[slots.start : slots.stop]).tolist()

@@ -1,12 +1,12 @@
-"""Samples of remote shards that are not here yet, read by byte range: a cold start waits for these, not for shards.
+"""Read single samples of remote shards by byte range, so that a cold start need not wait for whole shards.
 
-The first batch of 4,096 has samples of some 160 shards of a gigabyte each, a few dozen of each. What becomes of them:
-1. a decoding process asks for all samples of its task at once, `AT_ONCE` at a time (`Ranges.request`); image and label
-   are one range where they lie together in the tar, as they do in nearly all;
-2. the reader takes them one by one (`Ranges.take`), and compares each with its digest in the shard's table;
-3. the shards come whole in the background (`data.remote.cache`); whichever is here is read instead;
-4. where a range does not come, or is not the sample that was indexed, this process reads no more of them and waits
-   for whole shards, which the worker says once. Whatever is wrong with the store is then met, and said, there.
+The first batch of 4,096 has samples of about 160 shards of a gigabyte each, a few dozen from each shard:
+1. A decoding process requests all samples of its task, `AT_ONCE` in parallel (`Ranges.request`). One range covers image
+   and label if they are adjacent in the tar, which nearly all are.
+2. The reader takes the samples one by one (`Ranges.take`) and compares each with its digest in the shard's table.
+3. Meanwhile the whole shards arrive in the background (`data.remote.cache`); the reader uses them as soon as possible.
+4. If a range fails, or the sample differs from the index, this process stops reading by range and waits for whole
+   shards; the worker logs this once. A persistent error of the store is then raised by the download of the shard.
 
     ranges.take((7, 508), "s3://bucket/train-000007.tar", SampleRow(b"cat-12", 6656, 108211, 115200, 3)) → image, label
 """
@@ -23,17 +23,17 @@ from data.errors import StorageError
 from data.index.shard import SampleRow
 from data.remote.cache import Cache, no_progress
 
-AT_ONCE = 8  # requests of a process
-ATTEMPTS = 3  # at a range, before whole shards are waited for
-LONGEST_S = 120.0  # that a sample is waited for: some more than all attempts of a silent store take
-REPORT_EVERY_S = 0.25  # signs of life to the loader while a sample is waited for
-LARGEST_GAP = 1 << 16  # bytes between image and label that are read along rather than asked for apart
+AT_ONCE = 8  # parallel requests of a process
+ATTEMPTS = 3  # per range, before waiting for whole shards instead
+LONGEST_S = 120.0  # to wait for a sample; slightly more than all attempts of a silent store take
+REPORT_EVERY_S = 0.25  # between signs of life to the loader during the wait
+LARGEST_GAP = 1 << 16  # bytes between image and label up to which one request covers both
 
-Place = tuple[int, int]  # a shard's number, and that of a sample in it
+Place = tuple[int, int]  # (shard number, sample number in the shard)
 
 
 class Ranges:
-    """Reads samples by range, several at once; `given_up` says why it does so no more, "" while it does."""
+    """Reads samples by range in several threads; `given_up` is the reason it has stopped doing so, or ""."""
 
     def __init__(self, cache: Cache):
         self.given_up = ""
@@ -43,21 +43,21 @@ class Ranges:
         self.pool: ThreadPoolExecutor | None = None
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the state without threads and what they have read, for another process."""
+        """Return the state for another process, without threads and pending reads."""
         return self.__dict__ | {"requested": {}, "pool": None}
 
     def is_stopped(self) -> bool:
-        """Return whether nobody waits for samples any more."""
+        """Return whether `stop` was called."""
         return self.stopped
 
     def stop(self) -> None:
-        """Read nothing more, from any thread; what is on its way still arrives."""
+        """Stop reading; callable from any thread. Ranges already requested still arrive."""
         self.stopped = True
         if self.pool is not None:
             self.pool.shutdown(wait=False, cancel_futures=True)
 
     def request(self, place: Place, url: str, row: SampleRow) -> None:
-        """Begin to read a sample, unless nobody waits any more."""
+        """Start reading a sample, unless reading has stopped."""
         if self.pool is None:
             self.pool = ThreadPoolExecutor(AT_ONCE, "ranges")
         if place in self.requested or self.stopped:
@@ -65,43 +65,43 @@ class Ranges:
         try:
             self.requested[place] = self.pool.submit(self.read, url, row)
         except RuntimeError:
-            # The pool takes nothing more where another thread has stopped us since we looked.
+            # Another thread called `stop` after the check, and the pool accepts no more work.
             if not self.stopped:
                 raise
 
     def take(
         self, place: Place, url: str, row: SampleRow, progress: Callable[[], object] = no_progress
     ) -> tuple[bytes, bytes]:
-        """Return the image and label of a sample, asked for before or now; raises DataError and StorageError.
+        """Wait for a sample and return its image and label; request it if needed. Raises DataError and StorageError.
 
-        `progress` is called while it waits: attempts add up to more than the time after which a loader takes this
-        process for one that hangs. What is not here after `LONGEST_S` is given up instead.
+        `progress` is called during the wait: all attempts together take longer than the loader's timeout for a hanging
+        process. Raises StorageError after `LONGEST_S`.
         """
         self.request(place, url, row)
         if place not in self.requested:
-            raise StorageError(f"{redacted(url)}: left where it was")
+            raise StorageError(f"{redacted(url)}: stopped before the sample arrived")
         future = self.requested.pop(place)
         ends_at = time.monotonic() + LONGEST_S
         while True:
             try:
                 return future.result(REPORT_EVERY_S)
             except CancelledError:
-                raise StorageError(f"{redacted(url)}: left where it was") from None
+                raise StorageError(f"{redacted(url)}: stopped before the sample arrived") from None
             except TimeoutError:
                 progress()
             if time.monotonic() > ends_at:
                 future.cancel()
-                raise StorageError(f"{redacted(url)}: a sample did not come in {LONGEST_S:g} s")
+                raise StorageError(f"{redacted(url)}: a sample did not arrive within {LONGEST_S:g} s")
 
     def give_up(self, place: str, reason: str) -> None:
-        """Read nothing by range from here on; of what was asked for, nothing is taken any more."""
+        """Stop reading by range permanently, and cancel pending requests."""
         self.given_up = f"{redacted(place)}: a sample could not be read by range ({reason}); waiting for whole shards"
         for future in self.requested.values():
             future.cancel()
         self.requested = {}
 
     def read(self, url: str, row: SampleRow) -> tuple[bytes, bytes]:
-        """Return the image and label of a sample, in one request where they lie close together."""
+        """Return the image and label of a sample, in one request if they are close together."""
         image_stop = row.image + row.image_size
         label_stop = row.label + row.label_size
         gap = max(row.image, row.label) - min(image_stop, label_stop)
@@ -113,7 +113,7 @@ class Ranges:
         return both[row.image - start : image_stop - start], both[row.label - start : label_stop - start]
 
     def bytes_of(self, url: str, start: int, stop: int) -> bytes:
-        """Return all bytes from `start` to `stop` − 1; where an answer breaks off, the rest is asked for."""
+        """Return all bytes from `start` to `stop` − 1; if a response ends early, request the rest."""
         content = b""
         while start + len(content) < stop:
             content += self.cache.read(url, start + len(content), stop)

@@ -1,17 +1,17 @@
-"""Byte ranges of remote shards: `s3:// gs:// az://` by fsspec's clients, `https://` by the standard library.
+"""Read byte ranges of remote shards: `s3:// gs:// az://` by fsspec's clients, `https://` by the standard library.
 
-Three questions can be asked of an address, whatever its scheme. Each is asked once; `Retry` is the one way in which an
-object store is asked again, after a random part of a time that doubles.
+Three functions work for every scheme. Each sends one request; `Retry` is the only place that repeats requests to an
+object store, after a random part of a delay that doubles.
 
     size_of("s3://bucket/train-000000.tar", 30.0)              →   6543360
     read_range("s3://bucket/train-000000.tar", 0, 512, 30.0)   →   the first 512 bytes
     list_tars("s3://bucket/train", 30.0)                       →   {"s3://bucket/train/train-000000.tar": 6543360, …}
 
-Clients raise many kinds of errors, and any of their texts may hold a secret: of an error only its kind is shown.
-Credentials come from the environment alone, in the names that each client's makers chose; so do other endpoints:
-`AWS_ENDPOINT_URL`, `STORAGE_EMULATOR_HOST`, `AZURE_STORAGE_CONNECTION_STRING`. `pipe:`, `file:`, `http:` and all else
-is refused; so are private and link-local addresses behind `https://`, after resolution and every redirect, unless
-their host stands in `PATCHLINE_PRIVATE_HOSTS` (comma-separated).
+Clients raise many kinds of errors whose texts may contain secrets, so messages show only the kind. Credentials come
+only from the environment, in the variables defined by each client; so do custom endpoints: `AWS_ENDPOINT_URL`,
+`STORAGE_EMULATOR_HOST`, `AZURE_STORAGE_CONNECTION_STRING`. `pipe:`, `file:`, `http:` and all other schemes are
+rejected. So are private and link-local addresses of `https://`, checked after name resolution and every redirect,
+unless `PATCHLINE_PRIVATE_HOSTS` (comma-separated) contains the host.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 Answer = TypeVar("Answer")
-CLIENTS = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}  # scheme → the package that speaks it
-PROTOCOLS = {"s3": "s3", "gs": "gs", "az": "abfs"}  # scheme → fsspec's name for it
+CLIENTS = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}  # scheme: client package
+PROTOCOLS = {"s3": "s3", "gs": "gs", "az": "abfs"}  # scheme: fsspec's name for it
 TESTED = {"s3fs": "2026.9.0", "gcsfs": "2026.10.1", "adlfs": "2026.8.0"}
 SCHEMES = (*CLIENTS, "https")
 LONGEST_PAUSE_S = 30.0  # between two attempts
-WARN_AT_ATTEMPT = 2  # counted from 0: by the third attempt somebody waits
+WARN_AT_ATTEMPT = 2  # counted from 0; two failed attempts may be a short interruption
 
 
 class Refused(DataError):
-    """This address may not be read, now or later."""
+    """A request that will never be allowed, so it is not retried."""
 
 
 def check_url(url: str) -> None:
@@ -60,25 +60,26 @@ def check_url(url: str) -> None:
         raise Refused(f"{redacted(url)}: scheme {scheme!r} is refused; use one of {', '.join(SCHEMES)} or a path")
 
 
-# ------------------------------------------------------------------------------------ the three questions
+# ------------------------------------------------------------------------------------ requests
 
 
 def read_range(url: str, start: int, stop: int, timeout_s: float) -> bytes:
-    """Return bytes start … stop−1, or fewer where the answer breaks off.
+    """Return bytes start … stop−1, or fewer if the response ends early.
 
-    Raises FileNotFoundError, PermissionError, Refused, and many kinds of errors that are worth another try; Refused
-    also where the store ignores ranges: each would bring all of the object, and a run would end in wrong digests.
+    Raises FileNotFoundError, PermissionError, and many kinds of errors that are worth a retry. Raises Refused for a
+    scheme or address that is not allowed, and if the store ignores ranges, because every request would then return the
+    whole object.
     """
     check_url(url)
     if url.startswith("https:"):
         with request_https(url, timeout_s, f"bytes={start}-{stop - 1}") as answer:
-            # A server that ignores the range sends the file from its first byte on, which is only right for start 0.
+            # A server that ignores the range sends the whole file, which is correct only for start 0.
             if answer.status != http.client.PARTIAL_CONTENT and start > 0:
                 raise Refused(f"{redacted(url)}: the server ignores byte ranges; copy the shards to this machine")
             try:
                 content = answer.read(stop - start)
             except http.client.IncompleteRead as error:
-                # What did arrive is kept: the caller asks for the rest.
+                # Keep the bytes that did arrive; the caller requests the rest.
                 content = error.partial
     else:
         with denied_as_such():
@@ -87,35 +88,35 @@ def read_range(url: str, start: int, stop: int, timeout_s: float) -> bytes:
         raise ConnectionError("empty answer")
     if len(content) > stop - start:
         raise Refused(
-            f"{redacted(url)}: the store ignores byte ranges: {len(content)} bytes came, {stop - start} were asked "
-            "for; copy the shards to this machine"
+            f"{redacted(url)}: the store ignores byte ranges: requested {stop - start} bytes, received {len(content)}; "
+            "copy the shards to this machine"
         )
     return content
 
 
 def size_of(url: str, timeout_s: float) -> int:
-    """Return bytes of what a URL names; raises as `read_range`, and Refused where a server does not say."""
+    """Return the size of a URL's object in bytes; raises as `read_range`, and Refused if the server does not tell."""
     if not url.startswith("https:"):
         with denied_as_such():
             return client(urlsplit(url).scheme, timeout_s).info(url)["size"]
 
-    # One byte is asked for, not HEAD, which many servers and all signed URLs refuse.
+    # Request one byte instead of using HEAD, which many servers and all signed URLs reject.
     with request_https(url, timeout_s, "bytes=0-0") as answer:
         content_range = answer.headers.get("Content-Range", "")  # bytes 0-0/6543360
         size = content_range.rpartition("/")[2] or answer.headers.get("Content-Length", "")
     if not size.isdigit():
-        raise Refused(f"{redacted(url)}: the server does not say how long it is; copy the shards to this machine")
+        raise Refused(f"{redacted(url)}: the server does not tell the file size; copy the shards to this machine")
     return int(size)
 
 
 def list_tars(url: str, timeout_s: float) -> dict[str, int]:
-    """Return {URL: bytes} of the *.tar in a folder, or of those that match a pattern; raises as `read_range`.
+    """Return {URL: bytes} of the *.tar files in a folder, or matching a pattern; raises as `read_range`.
 
-    Raises Refused where a folder has compressed tars too, which would be left out.
+    Raises Refused if a folder also contains compressed tars, which would be ignored.
     """
     scheme = urlsplit(url).scheme
     if scheme == "https":
-        raise Refused(f"{redacted(url)}: https cannot list; name the shards, as in …/train-{{000..099}}.tar")
+        raise Refused(f"{redacted(url)}: https cannot list files; type the shards, as in …/train-{{000..099}}.tar")
     pattern = url if "*" in url else f"{url.rstrip('/')}/*.tar*"
     with denied_as_such():
         entries = client(scheme, timeout_s).glob(pattern, detail=True)
@@ -123,30 +124,30 @@ def list_tars(url: str, timeout_s: float) -> dict[str, int]:
     tars = {}
     for path, entry in sorted(entries.items()):
         if path.endswith(COMPRESSED):
-            # Without its folder, as in `data.index.tar`: what is shown of a name is short.
+            # Without the folder, as in `data.index.tar`: messages abbreviate long names.
             compressed.append(path.rpartition("/")[2])
         elif path.endswith(".tar"):
             tars[f"{scheme}://{path}"] = entry["size"]
     if compressed:
         raise Refused(
             f"{redacted(url)}: {preview(compressed)} would be left out: compressed tars; "
-            f"uncompress them, or name those that you mean: {redacted(url).rstrip('/')}/*.tar"
+            f"uncompress them, or type those you mean: {redacted(url).rstrip('/')}/*.tar"
         )
     return tars
 
 
-# --------------------------------------------------------------------------------------------- asking again
+# --------------------------------------------------------------------------------------------- retries
 
 
 def never() -> bool:
-    """Return the default of all `stopped`: somebody always waits for the answer."""
+    """Return False: the default for `stopped`."""
     return False
 
 
 class Retry:
-    """Asks up to `attempts` times, which may be lowered while a request is under way, until `stopped` says so.
+    """Repeats a request up to `attempts` times or until `stopped()`; `attempts` may be lowered during a request.
 
-    The pause before the second attempt is `backoff_s` at most; it doubles with every attempt.
+    The pause before the second attempt is at most `backoff_s`, and the limit doubles with every attempt.
     """
 
     def __init__(self, attempts: int, backoff_s: float, stopped: Callable[[], bool] = never) -> None:
@@ -155,18 +156,17 @@ class Retry:
         self.stopped = stopped
 
     def patiently(self, address: str, ask: Callable[[], Answer]) -> Answer:
-        """Return what `ask` answers in one of the attempts; `address` is what messages name.
+        """Return the result of `ask`, with retries; `address` is the name for messages.
 
-        Raises at once: FileNotFoundError, because to ask again does not bring what is missing; DataError where the
-        store's client is not installed or an address is refused. Raises StorageError when all attempts were in vain, or
-        this was stopped.
+        Raises at once: FileNotFoundError, because retries do not help; DataError if the store's client is not installed
+        or an address is refused. Raises StorageError if all attempts fail or `stopped()` is true.
         """
         reason = ""
         attempt = 0
-        # Looked at anew each time: a command that ends has no more patience for what its threads still ask.
+        # Compare with the current value of `attempts`: a command that is ending lowers it for its threads.
         while attempt < self.attempts:
             if self.stopped():
-                raise StorageError(f"{address}: left where it was")
+                raise StorageError(f"{address}: stopped before an answer arrived")
             try:
                 with denied_as_such():
                     return ask()
@@ -176,14 +176,14 @@ class Retry:
                 raise
             except PermissionError:
                 reason = "PermissionError"
-                # The credentials may have expired: the next attempt reads what the environment says by then.
+                # The credentials may have expired: the next attempt reads them from the environment again.
                 forget_credentials()
             except Exception as error:
                 reason = type(error).__name__
             if attempt == WARN_AT_ATTEMPT:
-                logging.getLogger(__name__).warning("%s: no answer (%s), asking again", address, reason)
+                logging.getLogger(__name__).warning("%s: no answer (%s), retrying", address, reason)
             if attempt + 1 < self.attempts:
-                # A random part, so that many workers and nodes do not all ask again at once.
+                # A random part, so that many workers and nodes do not retry at the same moment.
                 pause_s = random.uniform(0, min(LONGEST_PAUSE_S, self.backoff_s * 2**attempt))
                 ends_at = time.monotonic() + pause_s
                 while not self.stopped() and time.monotonic() < ends_at:
@@ -191,7 +191,7 @@ class Retry:
             attempt += 1
 
         is_denied = reason == "PermissionError" or "Credentials" in reason
-        remedy = "credentials come from the environment" if is_denied else "run again when it answers"
+        remedy = "credentials come from the environment" if is_denied else "run again when the store responds"
         raise StorageError(f"{address}: no answer after {attempt} attempts, last {reason}; {remedy}")
 
 
@@ -200,7 +200,7 @@ class Retry:
 
 @contextmanager
 def denied_as_such() -> Iterator[None]:
-    """Raise PermissionError where the storage answered 401 or 403, which every client words in its own way."""
+    """Context manager that raises PermissionError for responses 401 and 403, which each client reports differently."""
     try:
         yield
     except Exception as error:
@@ -211,26 +211,26 @@ def denied_as_such() -> Iterator[None]:
 
 
 def forget_credentials() -> None:
-    """Make the next read log in again, with what the environment says by then."""
+    """Make the next request log in again, with the current credentials of the environment."""
     client.cache_clear()
 
 
-# Kept from call to call: a client holds its connections and its login.
+# Cached, because a client keeps its connections and its login.
 @lru_cache(maxsize=8)
 def client(scheme: str, timeout_s: float) -> AbstractFileSystem:
-    """Return fsspec's file system for a scheme; our own retries are the only ones.
+    """Return fsspec's file system for a scheme, with its own retries disabled.
 
-    Raises DataError where its package is not installed, or is of a version that keeps its retries elsewhere.
+    Raises DataError if its package is missing, or is a version whose retries cannot be disabled.
     """
-    # Imported here, because only shards behind s3, gs or az need it.
+    # Imported here, because only shards in object stores need it.
     import fsspec
 
-    # fsspec would otherwise hand out the client it made before, with its old credentials, and share with others the
-    # client whose retries are turned off here.
+    # fsspec would otherwise return its cached client, which has old credentials and is shared with other code, whose
+    # retries must stay enabled.
     options: dict[str, object] = {"skip_instance_cache": True, "use_listings_cache": False}
     if scheme == "gs":
         options["requests_timeout"] = timeout_s
-        # Without this gcsfs first asks the store what kind each bucket is.
+        # Without this, gcsfs first requests the kind of each bucket.
         os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     elif scheme == "az":
         options["connection_timeout"] = timeout_s
@@ -251,20 +251,20 @@ def client(scheme: str, timeout_s: float) -> AbstractFileSystem:
     except ImportError:
         raise DataError(f"{scheme}:// needs a client: pip install {package}") from None
 
-    # The client's own retries are turned off. Neither gcsfs nor adlfs has a public setting for it; docs/storage.md says
-    # what else was tried. A client that keeps its retries elsewhere would go on retrying unseen: it is refused by name.
+    # Disable the client's own retries. gcsfs and adlfs have no public setting for this; docs/storage.md lists other
+    # attempts. If a new version keeps its retries elsewhere, the attribute is missing and the version is rejected.
     try:
         if scheme == "s3":
-            filesystem.retries = min(filesystem.retries, 1)  # s3fs' own loop around botocore's
+            filesystem.retries = min(filesystem.retries, 1)  # s3fs's loop around botocore's
         elif scheme == "gs":
-            asked_once = type(filesystem)._request.__wrapped__  # without gcsfs' six tries in 35 s
+            asked_once = type(filesystem)._request.__wrapped__  # without gcsfs's six attempts in 35 s
             filesystem._request = partial(asked_once, filesystem)
         else:
             policy = filesystem.service_client._config.retry_policy
-            policy.total_retries = min(policy.total_retries, 0)  # Azure's take 83 s
+            policy.total_retries = min(policy.total_retries, 0)  # Azure's retries take 83 s
     except AttributeError as error:
         raise DataError(
-            f"{scheme}://: {package} {version(package)} is not known to retry as we do ({error}); "
+            f"{scheme}://: cannot disable the retries of {package} {version(package)} ({error}); "
             f"pip install {package}=={TESTED[package]}, the version that was tested"
         ) from None
     return filesystem
@@ -275,9 +275,9 @@ def client(scheme: str, timeout_s: float) -> AbstractFileSystem:
 
 @contextmanager
 def request_https(url: str, timeout_s: float, byte_range: str) -> Iterator[http.client.HTTPResponse]:
-    """Return the answer to a request for a range, and its errors as those of the other schemes."""
-    # An opener that speaks https alone, also after a redirect, and only with public addresses. Put together by hand,
-    # because `build_opener` would add file:, ftp: and data: to it.
+    """Context manager that yields the response to a range request; errors have the types of the other schemes."""
+    # An opener for https only, also after redirects, and only for public addresses. `build_opener` would add handlers
+    # for file:, ftp: and data:.
     opener = urllib.request.OpenerDirector()
     opener.add_handler(PublicHandler())
     opener.add_handler(urllib.request.HTTPRedirectHandler())
@@ -289,7 +289,7 @@ def request_https(url: str, timeout_s: float, byte_range: str) -> Iterator[http.
         with opener.open(request, timeout=timeout_s) as answer:
             yield answer
     except urllib.error.HTTPError as error:
-        # As the other schemes raise it.
+        # Raise the same types as the other schemes.
         kind: type[OSError] = OSError
         if error.code in (404, 410):
             kind = FileNotFoundError
@@ -297,7 +297,7 @@ def request_https(url: str, timeout_s: float, byte_range: str) -> Iterator[http.
             kind = PermissionError
         raise kind(f"HTTP {error.code}") from None
     except http.client.HTTPException as error:
-        # Without its text, which may hold the URL and a secret in it.
+        # Omit the text, which may contain the URL with a secret.
         raise OSError(type(error).__name__) from None
     except urllib.error.URLError as error:
         if isinstance(error.reason, OSError):
@@ -306,7 +306,7 @@ def request_https(url: str, timeout_s: float, byte_range: str) -> Iterator[http.
 
 
 class PublicConnection(http.client.HTTPSConnection):
-    """Connects to the very address that was checked: a name cannot resolve differently a moment later."""
+    """Connects to the address that was checked, because a second name resolution could return another one."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
@@ -327,10 +327,10 @@ def connect_public(
     host, port = address
     is_allowed = host in os.environ.get("PATCHLINE_PRIVATE_HOSTS", "").split(",")
     resolved = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    # One private address among several is enough to refuse: the name is not what it says.
+    # A single private address among several is refused, because the name cannot be trusted.
     for *_, place in resolved:
         if not is_allowed and not ipaddress.ip_address(place[0]).is_global:
             raise Refused(f"https://{host}: {place[0]} is not public; allow it with PATCHLINE_PRIVATE_HOSTS={host}")
-    # The address itself and not the name: asked again, the name might resolve to another one.
+    # Connect to the checked address: resolving the name again could return another one.
     first_ip, first_port = resolved[0][4][:2]
     return socket.create_connection((str(first_ip), int(first_port)), timeout, source_address)

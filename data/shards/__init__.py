@@ -1,1 +1,1 @@
-"""Tar shards: found, indexed, read, packed and examined."""
+"""Pack, index, read and subset tar shards."""

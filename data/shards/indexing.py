@@ -1,17 +1,17 @@
-"""Make the index of existing WebDataset tars, unchanged: on this machine, or behind URLs, one at a time.
+"""Index existing WebDataset tars without changing them, on this machine or behind URLs.
 
 How tars become an index, in order:
-1. `local_tars` or `remote_tars` lists them, with the size of each and the folder or URL that holds them all;
-2. nothing may be lost: an index of other tars, or a packing that was stopped, in the same place is an error;
-3. `index_shard` walks one tar, writes its table and returns its record; several processes, or threads for URLs,
-   do so in parallel, and a remote tar is deleted as soon as its record is made;
-4. the header and the end of every image are looked at, and a few samples of each tar, evenly spread, are decoded: a tar
-   whose offsets and labels are right may still hold pages of errors instead of photographs;
-5. the journal keeps the records, so that a killed run goes on, and at the end becomes the index.
+1. `local_tars` or `remote_tars` lists them with their sizes, and finds their common folder or URL.
+2. An index of other tars, or an unfinished packing, in the same place is an error, so that nothing is overwritten.
+3. `index_shard` walks a tar, writes its table and returns its record. Several processes (threads for URLs) do this in
+   parallel; a remote tar is deleted as soon as its record exists.
+4. The header and end of every image are checked, and a few evenly spaced samples of each tar are decoded: a tar with
+   valid offsets and labels may still contain error pages instead of photographs.
+5. The journal stores the records, so a killed run can resume; at the end it becomes the index.
 
     build_index("s3://bucket/train", output="indexes/train")
     →   indexes/train/train.index.json            directory: s3://bucket/train
-        indexes/train/train-000000.npy  …         one table a tar
+        indexes/train/train-000000.npy  …         one table per tar
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ from data.remote.cache import Cache
 from data.remote.config import CacheConfig
 from data.remote.urls import check_url, list_tars, size_of
 from data.shards.journal import IndexJournal, Record
-from data.shards.parallel import Progress, in_parallel, setting_at_error
+from data.shards.parallel import Progress, in_parallel, set_on_error
 
-MOST_ERRORS = 20  # shards that are named when they cannot be used
-DECODED = 4  # samples of a shard that are decoded
-NOT_DECODED = "looked at, and "  # how the reason begins for which a decoded sample is no image
-PACKING_SETTING = r"\d+ \d+ (True|False)"  # how the journal of a packing begins, see `packing.pack`
+MOST_ERRORS = 20  # unusable shards that an error lists individually
+DECODED = 4  # samples decoded per shard
+NOT_DECODED = "looked at, and "  # prefix of the reason if a decoded sample is not an image
+PACKING_SETTING = r"\d+ \d+ (True|False)"  # the setting in a packing's journal, see `packing.pack`
 
 
 @dataclass(frozen=True)
 class TarList:
-    """Tars that are to be one set: the folder or URL that holds them, and bytes by name below it."""
+    """Tars that form one set: their common folder or URL, and {name below it: bytes}."""
 
     directory: str
     sizes: dict[str, int]
@@ -74,24 +74,23 @@ def build_index(
     cache: CacheConfig | None = None,
     unlabelled: bool = False,
 ) -> Index:
-    """Index existing tars: a folder of them, or a list of paths; or URLs. Safe to kill and run again.
+    """Index existing tars: a folder, a list of paths, or URLs. Can be killed and run again.
 
-    A URL names a tar, many by `{000..999}` or (but for https) `*`, or a folder; each tar is fetched, looked at and
-    forgotten. The JSON and the tables go to `output` (default: beside the shards, where these are here) as
-    `<name>.index.json` (default: the folder's name); `at` is the URL that the shards will be read from, where that
-    is another one. `names` are those of the classes, in the order of their ids, by which labels that are names are
-    read; without them, those of the index of the same tars that this one replaces, and else the texts themselves, in
-    the order of the alphabet, where no label is an id. Labels of an `unlabelled` set are not looked at. `report` is
-    told how many shards are done, of how many. `cache` says where a tar is kept while it is looked at, and how patient
-    fetching is. Raises DataError naming every tar that cannot be used and every label ≥ `classes`, StorageError where
-    the storage does not answer.
+    A URL names one tar, several with `{000..999}` or (except for https) `*`, or a folder; each tar is downloaded,
+    examined and deleted. The JSON and the tables are written to `output` (default for local tars: their folder) as
+    `<name>.index.json` (default: the folder's name). `at` is the URL from which training will read the shards, if it
+    differs. `names` are class names in the order of their ids, and are used to read labels that are names. By default,
+    they come from an existing index of the same tars; otherwise, if no label is an id, the sorted label texts become
+    the names. Labels of an `unlabelled` set are ignored. `report` gets the number of finished shards and the total.
+    `cache` sets where tars are kept during indexing, and how downloads are retried. Raises DataError listing every
+    unusable tar and every label ≥ `classes`, StorageError if the storage does not respond.
     """
-    # The tars are all here, or all behind URLs.
+    # Tars must be all local or all remote.
     sources = list(map(str, source)) if isinstance(source, list) else [str(source)]
     urls = [path for path in sources if "://" in path]
     is_mixed = 0 < len(urls) < len(sources)
     if is_mixed or (urls and output is None):
-        raise DataError(f"{redacted(urls[0])}: give URLs alone, and the folder here that the index goes to (--output)")
+        raise DataError(f"{redacted(urls[0])}: pass only URLs, and a local folder for the index (--output)")
     if at and "://" in at:
         check_kept(at)
 
@@ -103,8 +102,8 @@ def build_index(
     folder = Path(output or tars.directory)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}{SUFFIX}"
-    # A set that is indexed again stays the set that it was, with its digest; but names say nothing of other tars that
-    # have come to the same place.
+    # Indexing a set again must keep its class names and so its digest. But if other tars have replaced the old ones,
+    # the old names do not apply.
     if not names:
         with suppress(DataError):
             before = load_index(path)
@@ -112,18 +111,18 @@ def build_index(
                 names = before.names
     check_tables(path, at or tars.directory, tars.sizes)
 
-    # Where a packing was stopped, not all of its tars are there.
+    # After an unfinished packing, some of its tars are missing.
     partial_path = path.with_name(path.name + ".partial")
     packing_setting = ""
     with suppress(OSError, ValueError, KeyError), open(partial_path) as file:
         _, packing_setting = json.loads(file.readline())["setting"]
     if re.fullmatch(PACKING_SETTING, packing_setting):
         raise DataError(
-            f"{partial_path}: a packing was stopped here; run the same `jobs pack` again to its end, "
-            "or delete this file to index the tars that there are"
+            f"{partial_path}: an unfinished packing; run the same `jobs pack` again, "
+            "or delete this file to index the existing tars"
         )
 
-    # A shard that was read by other names is read again.
+    # Shards that were read with other class names must be read again.
     setting = tars.directory
     if names:
         setting = f"{tars.directory} {sha256(json.dumps(names).encode()).hexdigest()}"
@@ -134,36 +133,36 @@ def build_index(
         jobs = []
         for tar, size in tars.sizes.items():
             if not journal.has(tar, size):
-                lender = fetcher if urls else None
-                job = IndexJob(lender, tars.directory, tar, folder, classes, names, size, unlabelled)
+                tar_cache = fetcher if urls else None
+                job = IndexJob(tar_cache, tars.directory, tar, folder, classes, names, size, unlabelled)
                 jobs.append(partial(index_shard, job))
-        # A tar that is here keeps a processor busy; one that is fetched mostly waits, for which threads will do.
+        # Local tars keep the processor busy; remote ones mostly wait for the network, for which threads suffice.
         with (
             in_parallel(jobs, workers, report, in_threads=bool(urls)) as results,
-            setting_at_error(stopped),
+            set_on_error(stopped),
         ):
             for result in results:
                 if isinstance(result, Record):
                     journal.add(result)
                 else:
                     errors.append(result)
-            # Raised when all shards have been looked at: otherwise each run of the command would find one more.
+            # Raise after all shards are examined, so that a single run finds all errors.
             if errors:
                 lines = errors[:MOST_ERRORS]
                 if len(errors) > MOST_ERRORS:
-                    lines.append(f"… {len(errors)} shards in all")
+                    lines.append(f"… {len(errors)} shards in total")
                 raise DataError("\n".join(lines))
         return journal.finish(at or tars.directory, names, tars.sizes)
 
 
-# ------------------------------------------------------------------------------------------------ one tar
+# ------------------------------------------------------------------------------------------------ a single tar
 
 
 @dataclass(frozen=True)
 class IndexJob:
-    """One tar to index, for a process of its own."""
+    """The arguments of `index_shard` for one tar; sent to another process."""
 
-    cache: Cache | None  # what fetches it; None where it is here
+    cache: Cache | None  # downloads the tar; None if it is local
     directory: str
     name: str
     output: Path
@@ -174,10 +173,13 @@ class IndexJob:
 
 
 def index_shard(job: IndexJob) -> Record | str:
-    """Write one shard's table; returns its record, or what is wrong with it."""
+    """Write a shard's table; return its record, or an error message."""
     place = f"{job.directory}/{job.name}"
     try:
-        with job.cache.lent(place, job.bytes) if job.cache else open(place, "rb") as file, mapped(file) as tar:
+        with (
+            job.cache.temporary_copy(place, job.bytes) if job.cache else open(place, "rb") as file,
+            mapped(file) as tar,
+        ):
             result = walk(tar, job.name)
             table = result.table(tar)
             texts = Refusals()
@@ -185,7 +187,7 @@ def index_shard(job: IndexJob) -> Record | str:
             if not job.unlabelled:
                 class_counts = count_classes(tar, result.rows, job, result.refused, texts)
             count_unreadable(tar, result)
-            # A few samples, evenly spread, are decoded: whether there are images in the tar at all.
+            # Decode a few evenly spaced samples, to check that the tar contains images at all.
             decoded = min(len(table), DECODED)
             for part in range(decoded):
                 row = result.rows[(2 * part + 1) * len(table) // (2 * decoded)]
@@ -194,11 +196,11 @@ def index_shard(job: IndexJob) -> Record | str:
                     decode(encoded)
                 except BadImage as error:
                     result.refused.add(f"{NOT_DECODED}{error}", row.key)
-            file.seek(0)  # a tar that was fetched has just been written
+            file.seek(0)  # a downloaded file is positioned at its end
             digest = file_digest(file, "sha256").hexdigest()
             shard = write_table(job.output, table, job.name, len(tar), digest)
             return Record(shard, class_counts, result.refused, texts)
-    # Returned instead of raised, so that the other shards are indexed too.
+    # Return the error instead of raising it, so that the other shards are indexed too.
     except (DataError, OSError) as error:
         return str(error)
 
@@ -206,11 +208,10 @@ def index_shard(job: IndexJob) -> Record | str:
 def count_classes(
     tar: memoryview, rows: Sequence[SampleRow], job: IndexJob, refused: Refusals, texts: Refusals
 ) -> Counter[int]:
-    """Return the samples a class; those without a usable label are counted in `refused`.
+    """Return {class: samples}; samples without a usable label are counted in `refused`.
 
-    Where nobody knows the names of the classes, labels that are texts are counted in `texts`.
-
-    Raises DataError on a label that is beyond the classes or, where the classes have names, is a name of none.
+    If class names are unknown, text labels are counted in `texts`. Raises DataError for a label beyond the classes, or
+    for a text that is not a class name if class names are known.
     """
     limit = job.classes or len(job.names) or MAX_CLASSES
     ids = ids_of(job.names)
@@ -225,11 +226,11 @@ def count_classes(
                     f"{job.name}: sample {printable(key)} is labelled {preview(error.texts[:1])}, which is none of the "
                     f"{len(job.names)} class names: {preview(job.names)}"
                 ) from None
-            # Without a class list the texts of all shards tell, in the end, whether they are names.
+            # Without a class list, the texts of all shards together decide whether they are class names.
             if error.are_names:
                 for text in set(error.texts):
                     texts.add(text, key)
-            # It stays a sample: training replaces it, and counts it as bad.
+            # The sample stays in the set: training replaces it and counts it as bad.
             else:
                 refused.add(error.reason, key)
             continue
@@ -238,14 +239,14 @@ def count_classes(
                 f"{job.name}: sample {printable(key)} has label {max(labels)}, "
                 f"but there are {limit} classes (0 … {limit - 1})"
             )
-        counts.update(set(labels))  # a label that is repeated counts once
+        counts.update(set(labels))  # count a repeated label once
     return counts
 
 
 def count_unreadable(tar: memoryview, result: Walk) -> None:
-    """Count as refused the samples whose image has no header or no end, or is too large, by the reader's reasons.
+    """Count images without a valid header or end, or of excessive size, in `result.refused`.
 
-    They stay samples: training replaces them, and counts them as bad.
+    The samples stay in the set: training replaces them and counts them as bad.
     """
     for row in result.rows:
         try:
@@ -255,7 +256,7 @@ def count_unreadable(tar: memoryview, result: Walk) -> None:
 
 
 def decoded_samples(index: Index) -> tuple[int, int]:
-    """Return (samples that were decoded when a set was indexed, those of them that hold no image)."""
+    """Return (number of samples decoded while indexing, number of those that are not images)."""
     tried = 0
     for shard in index.shards:
         tried += min(shard.samples, DECODED)
@@ -266,47 +267,47 @@ def decoded_samples(index: Index) -> tuple[int, int]:
     return tried, failed
 
 
-# ------------------------------------------------------------------------------------- what is refused
+# ------------------------------------------------------------------------------------- checks before indexing
 
 
 def check_tables(path: Path, directory: str, shards: Iterable[str]) -> None:
-    """Raise DataError where two shards would share a table, or one would replace that of other tars."""
-    # Tables have flat names, so two tars of different folders could come to the same one.
+    """Raise DataError if two shards would share a table, or a table would overwrite that of other tars."""
+    # Tables have flat names, so two tars in different folders may map to the same name.
     tables = Counter(table_path(path.parent, shard) for shard in shards)
     for table, count in tables.items():
         if count > 1:
-            raise DataError(f"two shards would share the table {table.name}; rename one, or index their folders apart")
+            raise DataError(f"two shards would share table {table.name}; rename one, or index each folder separately")
     for other_path in path.parent.glob(f"*{SUFFIX}"):
-        # The index that this one replaces.
+        # This index will be replaced.
         if other_path == path:
             continue
         other = load_index(other_path)
-        # These very tars, under another name.
+        # The same tars under another set name.
         if other.directory == directory:
             continue
         for shard in other.shards:
             if table_path(path.parent, shard.name) in tables:
                 raise DataError(
-                    f"{other_path} has a {shard.name} of {other.directory}: its table would go; give another --output"
+                    f"{other_path} has a {shard.name} of {other.directory}: its table would go; use another --output"
                 )
 
 
 def check_kept(url: str) -> None:
-    """Raise DataError unless a URL may be read, and be written into an index."""
+    """Raise DataError unless a URL may be read, and may be stored in an index."""
     check_url(url)
     if not urlsplit(url).hostname:
-        raise DataError(f"{redacted(url)}: names no bucket or host, expected one, as in s3://bucket/train")
+        raise DataError(f"{redacted(url)}: contains no bucket or host, expected one, as in s3://bucket/train")
     if redacted(url) != url:
-        raise DataError(f"{redacted(url)}: a key in the URL would stay in the index; give it by the environment")
+        raise DataError(f"{redacted(url)}: a key in the URL would stay in the index; pass it by the environment")
     if "//" in url.partition("://")[2]:
-        raise DataError(f"{url}: two slashes in a row are one to some clients; keep the shards under another key")
+        raise DataError(f"{url}: some clients treat two consecutive slashes as one; store the shards under another key")
 
 
-# ------------------------------------------------------------------------------------- which tars there are
+# ------------------------------------------------------------------------------------- listing tars
 
 
 def local_tars(source: str | os.PathLike[str] | list[str]) -> TarList:
-    """List the tars of a folder, or those that are named; raises DataError where there are none, or one is missing."""
+    """List the tars of a folder, or the given ones; raises DataError if there are none or one is missing."""
     if not isinstance(source, list):
         check_nothing_excluded(source)
         paths = sorted(Path(source).glob("[!.]*.tar"))
@@ -314,23 +315,23 @@ def local_tars(source: str | os.PathLike[str] | list[str]) -> TarList:
         paths = list(map(Path, source))
     if not paths:
         if isinstance(source, list):
-            reason = "no *.tar is named"
+            reason = "no *.tar is given"
         elif Path(source).is_dir():
             reason = "no *.tar here"
         elif Path(source).exists():
-            reason = "a file that is no *.tar"
+            reason = "not a *.tar file"
         else:
-            reason = "there is no such folder"
-        way_out = "; name the folder that holds the shards"
+            reason = "this folder does not exist"
+        remedy = "; type the folder that contains the shards"
         if not isinstance(source, list) and image_folders(Path(source)):
             shards = quote(f"{source}-shards")
-            way_out = f"\n  images are packed into some: python -m jobs pack folder {quote(str(source))} {shards}"
-        raise DataError(f"{source}: {reason}{way_out}")
+            remedy = f"\n  to pack images into shards, type python -m jobs pack folder {quote(str(source))} {shards}"
+        raise DataError(f"{source}: {reason}{remedy}")
     missing = [str(path) for path in paths if not path.is_file()]
     if missing:
         raise DataError(f"missing, {len(missing)} of {len(paths)} shards: {', '.join(missing[:5])}")
 
-    # Resolved, or a `..` or a link would hide which folder they have in common.
+    # Resolve paths first: with `..` or links, the common folder would be wrong.
     paths = list(map(Path.resolve, paths))
     tars = TarList(os.path.commonpath({path.parent for path in paths}), {})
     for path in paths:
@@ -339,13 +340,13 @@ def local_tars(source: str | os.PathLike[str] | list[str]) -> TarList:
 
 
 def remote_tars(urls: Sequence[str], cache: Cache, workers: int, stopped: threading.Event) -> TarList:
-    """List the tars behind URLs, with the sizes that the storage tells; raises DataError where there are none.
+    """List the tars behind URLs, with the sizes given by the storage; raises DataError if there are none.
 
-    Each URL names one tar, several by a `{000..999}` or a `*`, or a folder. `stopped` ends the cache's patience.
+    Each URL names one tar, several with `{000..999}` or `*`, or a folder. `stopped` is set on errors, to end retries.
     """
     timeout_s = cache.cfg.timeout_s
-    sizes: dict[str, int] = {}  # URL → bytes
-    named: list[str] = []  # tars that the user names one by one
+    sizes: dict[str, int] = {}  # URL: bytes
+    named: list[str] = []  # individual tars
     for pattern in urls:
         for url in braceexpand(pattern):
             check_kept(url)
@@ -353,25 +354,25 @@ def remote_tars(urls: Sequence[str], cache: Cache, workers: int, stopped: thread
                 named.append(url)
             else:
                 sizes.update(cache.patiently(url, partial(list_tars, url, timeout_s)))
-    # Asking for a size is one short request, most of which is waiting.
-    with ThreadPoolExecutor(4 * workers) as pool, setting_at_error(stopped):
+    # Requesting a size is one short request that mostly waits, so use more threads.
+    with ThreadPoolExecutor(4 * workers) as pool, set_on_error(stopped):
         requests = {url: pool.submit(cache.patiently, url, partial(size_of, url, timeout_s)) for url in named}
         for url, request in requests.items():
             sizes[url] = request.result()
     if not sizes:
-        raise DataError(f"{', '.join(urls)}: no *.tar there")
+        raise DataError(f"{', '.join(urls)}: no *.tar found")
 
-    # The longest folder that holds all, by whole folders and not by letters: `…/train-0` is no folder.
-    shared: list[str] = []  # scheme, nothing, bucket or host, folders
+    # Find the longest common folder. Compare whole components: `…/train-0` is not a folder.
+    shared: list[str] = []  # scheme, empty string, bucket or host, folders
     for parts in zip(*(url.split("/")[:-1] for url in sizes), strict=False):
         if len(set(parts)) > 1:
             break
         shared.append(parts[0])
-    # An index needs the bucket or host to find its shards.
+    # An index needs at least the bucket or host in common.
     if len(shared) < 3:
-        raise DataError("shards of several buckets or hosts need an index each; data.mixture trains on them together")
+        raise DataError("shards of several buckets or hosts need one index each; data.mixture trains on them together")
 
     tars = TarList("/".join(shared), {})
-    for url, bytes_there in sizes.items():
-        tars.sizes[url.removeprefix(tars.directory + "/")] = bytes_there
+    for url, tar_bytes in sizes.items():
+        tars.sizes[url.removeprefix(tars.directory + "/")] = tar_bytes
     return tars

@@ -1,18 +1,18 @@
-"""Write samples into tar shards, with the index as it goes; the same samples always give the same bytes.
+"""Pack samples into tar shards and index them; equal samples always give equal bytes.
 
 How samples become a set, in order:
-1. `cut` splits the stream of samples where a shard is full;
-2. `is_done` compares each group with what an earlier, killed run left; a shard that is there already is kept;
-3. `write_shard` checks the keys and labels of the others and writes each tar and its table, in threads;
-4. the journal records every finished shard, in order, and at the end becomes the index.
+1. `group_samples` splits the stream of samples into groups, one per shard;
+2. `is_done` compares each group with the shard of an earlier, killed run; a matching shard is not written again;
+3. `write_shard` checks keys and labels, and writes each tar with its table, in several threads;
+4. the journal records every finished shard in order, and finally becomes the index.
 
-A set that has its index is finished, and stays what it is: `restore` compares it with the samples, and writes again
-what has been lost of it. Other samples are refused.
+A set with an index is finished and does not change: `restore` compares it with the samples, and writes missing or
+damaged shards again. Different samples raise an error.
 
     pack(digits(True), "shards/digits", name="train", shard_samples=500)
     →   train-000000.tar  train-000000.npy     500 samples: digit0000.jpg, digit0000.cls, …
         train-000001.tar  train-000001.npy     500 samples
-        train-000002.tar  train-000002.npy     the rest
+        train-000002.tar  train-000002.npy     the remaining samples
         train.index.json
 """
 
@@ -40,7 +40,7 @@ from data.index.shard import Shard, table_path, write_table
 from data.index.tar import mapped, walk
 from data.shards.indexing import count_unreadable
 from data.shards.journal import IndexJournal, Record
-from data.shards.parallel import Progress, setting_at_error
+from data.shards.parallel import Progress, set_on_error
 from data.sources.samples import Sample
 
 JPEG_START = b"\xff\xd8"
@@ -59,66 +59,66 @@ def pack(
     workers: int = 1,
     report: Progress | None = None,
 ) -> Index:
-    """Write `<name>-000000.tar` … with at most so many samples and image bytes each, and `<name>.index.json`.
+    """Write `<name>-000000.tar` … with at most this many samples and image bytes each, and `<name>.index.json`.
 
-    `names` are those of the classes, in the order of their ids. `restarts` adds restart markers to JPEGs (see
-    `data.images.decode`): the same pixels, cropped faster. `report` is told the shards and samples finished so far.
-    Safe to kill and run again with the same samples: finished shards are kept. Raises DataError on a label ≥ `classes`
-    (None: ≥ a million), a repeated key in a shard, no samples, or where a finished set has others.
+    `names` are class names in the order of their ids. `restarts` adds restart markers to JPEGs (`data.images.decode`):
+    equal pixels, faster crops. `report` gets the number of finished shards and samples. The command can be killed and
+    run again with the same samples; finished shards are kept. Raises DataError for a label ≥ `classes` (None: ≥ a
+    million), a repeated key in a shard, no samples, or a finished set with other samples.
     """
     check_name(name, "a set", "give its name: --name train")
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     setting = f"{shard_samples} {shard_bytes} {restarts}"
     if restarts:
-        # Before the threads start, which would compile it side by side.
+        # Compile it before the threads start, each of which would otherwise compile it.
         require_binding()
     stopped = threading.Event()
     if (directory / f"{name}{SUFFIX}").exists():
         finished = load_index(directory / f"{name}{SUFFIX}")
-        groups = cut(samples, shard_samples, shard_bytes)
+        groups = group_samples(samples, shard_samples, shard_bytes)
         return restore(finished, directory, groups, classes, names, restarts, report)
     with (
         IndexJournal(directory / f"{name}{SUFFIX}", classes, setting) as journal,
         ThreadPoolExecutor(workers) as pool,
-        setting_at_error(stopped),
+        set_on_error(stopped),
     ):
-        # Threads otherwise start one by one with their first work, and Python 3.11 prints a traceback where a stop is
-        # raised just while a thread starts.
+        # Start all threads now: they would otherwise start with their first job, and Python 3.11 prints a traceback if
+        # an exception such as a stop arrives during the start of a thread.
         together = threading.Barrier(workers)
         for _ in range(workers):
             pool.submit(together.wait)
         running: deque[Future[Record]] = deque()
         shard_names: dict[str, None] = {}  # in order
         finished_samples = 0
-        for group in cut(samples, shard_samples, shard_bytes):
+        for group in group_samples(samples, shard_samples, shard_bytes):
             path = directory / f"{name}-{len(shard_names):06d}.tar"
             record = journal.records.get(path.name)
             if record is None or not is_done(record.shard, path, group, restarts):
                 running.append(pool.submit(write_shard, path, group, classes, restarts, stopped))
             shard_names[path.name] = None
             finished_samples += len(group)
-            # At most one group a thread is in memory, and the journal gets its lines in the order of the shards.
+            # Limit memory to one group per thread, and write the journal in the order of the shards.
             while len(running) >= workers:
                 journal.add(running.popleft().result())
             if report:
                 report(len(shard_names) - len(running), finished_samples)
-        # The source has ended, but the last shards are still being written.
+        # All samples are read, but the last shards are still being written.
         while running:
             journal.add(running.popleft().result())
         if not shard_names:
-            raise DataError(f"{directory}: nothing to pack: the source gave no samples")
+            raise DataError(f"{directory}: nothing to pack: the source has no samples")
 
         return journal.finish(directory, names, shard_names)
 
 
-def cut(samples: Iterable[Sample], shard_samples: int, shard_bytes: int) -> Iterator[list[Sample]]:
-    """Cut a stream of samples where a shard is full."""
+def group_samples(samples: Iterable[Sample], shard_samples: int, shard_bytes: int) -> Iterator[list[Sample]]:
+    """Split a stream of samples into groups of one shard each."""
     group: list[Sample] = []
     group_bytes = 0
     for sample in samples:
         is_full = len(group) == shard_samples or group_bytes + sample.size > shard_bytes
-        # A sample that is larger than a shard may be gets a shard of its own.
+        # A sample larger than the limit gets a separate shard.
         if group and is_full:
             yield group
             group = []
@@ -129,11 +129,11 @@ def cut(samples: Iterable[Sample], shard_samples: int, shard_bytes: int) -> Iter
         yield group
 
 
-# ------------------------------------------------------------------------------- what an earlier run left
+# ------------------------------------------------------------------------------- shards of an earlier run
 
 
 def is_done(shard: Shard, path: Path, group: Sequence[Sample], restarts: bool) -> bool:
-    """Return whether a finished shard is there and holds these very samples, byte for byte."""
+    """Return whether a finished shard exists and holds exactly these samples, byte for byte."""
     if not path.exists() or path.stat().st_size != shard.bytes:
         return False
     table_file = table_path(path.parent, path.name)
@@ -149,7 +149,7 @@ def is_done(shard: Shard, path: Path, group: Sequence[Sample], restarts: bool) -
             label = tar[row["label"] :][: row["label_size"]]
             if row["key"].decode() != sample.key or bytes(label) != label_of(sample):
                 return False
-            # Not by the time of its file: other folders have files of the same names, which may be older.
+            # Compare bytes, not file times: files of equal names in other folders may be older.
             if tar[row["image"] :][: row["image_size"]] != packed_image(sample, restarts):
                 return False
     return True
@@ -164,27 +164,27 @@ def restore(
     restarts: bool,
     report: Progress | None,
 ) -> Index:
-    """Compare a finished set with the samples, a group a shard, and write shards again that are gone or damaged.
+    """Compare a finished set with the samples, one group per shard; write missing or damaged shards again.
 
-    Raises DataError, before anything is changed, where the set has other samples, classes or names.
+    Raises DataError, before any change, if the set has other samples, classes or names.
     """
     set_path = directory / f"{finished.name}{SUFFIX}"
-    way_out = (
-        "\n  a finished set stays as it is, for the runs that have read it"
-        f"\n  give another folder or --name; or delete {finished.name}'s tars and index there, if nothing needs them"
+    remedy = (
+        "\n  a finished set does not change, because runs may have read it"
+        f"\n  use another folder or --name; or delete {finished.name}'s tars and index there if nothing needs them"
     )
     if finished.origin is not None or Path(finished.directory) != directory.resolve():
         raise DataError(
-            f"{set_path}: a set over tars of {finished.directory} is here, digest {finished.digest}{way_out}"
+            f"{set_path}: a set over tars of {finished.directory} is here, digest {finished.digest}{remedy}"
         )
-    # As many classes as a packing of these samples would count.
+    # The number of classes that packing these samples would count.
     given = classes or int(np.flatnonzero(finished.class_counts).max(initial=-1)) + 1
     counts = [*finished.class_counts, *[0] * given][:given]
     given_digest = digest_of(finished.shards, counts, names)
     if given_digest != finished.digest:
         raise DataError(
             f"{set_path}: a finished set with the digest {finished.digest}\n"
-            f"  its classes have other names or another number here, by which it would have {given_digest}{way_out}"
+            f"  with the class names or the number of classes of this command, it would be {given_digest}{remedy}"
         )
 
     expected = {shard.name: shard for shard in finished.shards}
@@ -193,7 +193,7 @@ def restore(
         path = directory / f"{finished.name}-{number:06d}.tar"
         shard = expected.pop(path.name, None)
         if shard is None:
-            raise DataError(f"{set_path}: a finished set without {path.name}, digest {finished.digest}{way_out}")
+            raise DataError(f"{set_path}: a finished set without {path.name}, digest {finished.digest}{remedy}")
         if not is_done(shard, path, group, restarts):
             write_shard(path, group, classes, restarts, threading.Event(), shard)
         finished_samples += len(group)
@@ -202,12 +202,12 @@ def restore(
     if expected:
         raise DataError(
             f"{set_path}: a finished set of {finished.samples:,} samples, digest {finished.digest}\n"
-            f"  the source gives {finished_samples:,}, none for {next(iter(expected))}{way_out}"
+            f"  the source has {finished_samples:,}, none for {next(iter(expected))}{remedy}"
         )
     return finished
 
 
-# -------------------------------------------------------------------------------------------- one shard
+# -------------------------------------------------------------------------------------------- a single shard
 
 
 def write_shard(
@@ -218,43 +218,43 @@ def write_shard(
     stopped: threading.Event,
     expected: Shard | None = None,
 ) -> Record:
-    """Write one tar and its table; owner, times and modes are fixed.
+    """Write a tar and its table; the tar's owner, times and modes are constants.
 
-    Raises DataError on keys and labels that cannot be used, and where the tar would not be the `expected` one;
-    Preempted where it is stopped before the tar is whole.
+    Raises DataError for invalid keys and labels, and if the tar differs from the `expected` one; Preempted if `stopped`
+    is set before the tar is complete.
     """
-    # Importing it takes a second, and only writing needs it.
+    # Imported here: the import takes a second, and only writing needs it.
     from webdataset import TarWriter
 
-    # All samples are looked at before the first is written.
+    # Check all samples before writing the first.
     limit = classes or MAX_CLASSES
     keys: set[str] = set()
     class_counts: Counter[int] = Counter()
     for sample in group:
         if sample.key in keys:
-            raise DataError(f"{path.name}: two samples have the key {sample.key!r}; give each image a name of its own")
+            raise DataError(f"{path.name}: two samples have the key {sample.key!r}; give each image a unique name")
         if not sample.key or "." in sample.key.rpartition("/")[2]:
-            raise DataError(f"{path.name}: key {sample.key!r} is empty or has a dot, where the extension would begin")
+            raise DataError(f"{path.name}: key {sample.key!r} is empty or contains a dot, which starts the extension")
         keys.add(sample.key)
         if sample.labels is None:
             continue
-        # The index counts the samples of every class from 0 on: one mistyped id would fill the memory.
+        # The index counts the samples of every class from 0 on; a single mistyped id would exhaust the memory.
         is_usable = bool(sample.labels) and min(sample.labels) >= 0 and max(sample.labels) < limit
         if not is_usable:
             raise DataError(
                 f"{path.name}: sample {printable(sample.key)} has labels {list(sample.labels)}, "
                 f"expected one or more of 0 … {limit - 1}"
             )
-        class_counts.update(set(sample.labels))  # a label that is repeated counts once
+        class_counts.update(set(sample.labels))  # count a repeated label once
 
-    # mtime, user and group are fixed: the same samples must give the same bytes whoever packs them, and when. PAX,
-    # because its extra headers appear only for names over 100 bytes: usual tars stay plain ustar.
+    # Constant mtime, user and group: equal samples must give equal bytes for any user at any time. PAX adds headers
+    # only for names over 100 bytes, so usual tars remain plain ustar.
     fixed = {"encoder": False, "mtime": 0, "user": "patchline", "group": "patchline", "format": "PAX_FORMAT"}
     with atomic_file(path) as temporary:
         with open(temporary, "wb") as new_tar, TarWriter(new_tar, **fixed) as writer:
             for sample in group:
                 if stopped.is_set():
-                    raise Preempted(f"{path}: stopped before it was whole")
+                    raise Preempted(f"{path}: stopped before it was complete")
                 image = packed_image(sample, restarts)
                 members: dict[str, str | bytes] = {"__key__": sample.key, sample.extension: image}
                 if sample.labels is not None:
@@ -266,11 +266,11 @@ def write_shard(
             move = shlex.join(["mv", str(path.parent), f"{path.parent}-old"])
             raise DataError(
                 f"{path}: a shard of a finished set, with the sha256 {expected.sha256}\n"
-                f"  these samples would make it {digest}: they are others, or were cut otherwise\n"
-                "  a finished set stays as it is, for the runs that have read it\n"
-                f"  give another folder or --name; or move this one away: {move}"
+                f"  these samples would make it {digest}: they are different, or split differently\n"
+                "  a finished set does not change, because runs may have read it\n"
+                f"  use another folder or --name; or move this one away: {move}"
             )
-    # The table is read back from the tar itself, as that of a foreign tar would be.
+    # Build the table from the tar, as for tars from other tools.
     with open(path, "rb") as file, mapped(file) as tar:
         result = walk(tar, path.name)
         count_unreadable(tar, result)
@@ -279,7 +279,7 @@ def write_shard(
 
 
 def packed_image(sample: Sample, restarts: bool) -> bytes:
-    """Return the bytes of a sample's image as a shard holds them."""
+    """Return a sample's image as stored in a shard."""
     image = sample.read()
     if restarts and image.startswith(JPEG_START):
         image = add_restarts(image) or image
@@ -287,5 +287,5 @@ def packed_image(sample: Sample, restarts: bool) -> bytes:
 
 
 def label_of(sample: Sample) -> bytes:
-    """Return the content of a sample's .cls; nothing where it has none."""
+    """Return the content of a sample's .cls; empty if it has no labels."""
     return " ".join(map(str, sample.labels or ())).encode()

@@ -1,10 +1,9 @@
-"""Many jobs side by side, in processes or in threads, which end when whoever waits for them does.
+"""Run many jobs in parallel, in processes or threads that end together with the caller.
 
-How the jobs are done, in order:
-1. processes (or threads, for jobs that mostly wait) take one job after the other; one worker alone works right here;
-2. the results come in the order of the jobs; `report` is told how many there are, of how many;
-3. when the block ends, however it does, or this process is killed, the processes end too, in the midst of their jobs.
-
+How jobs run, in order:
+1. Processes (or threads, for jobs that mostly wait) take one job after the other; a single worker runs in the caller.
+2. Results arrive in the order of the jobs; `report` gets the number of finished jobs and the total.
+3. When the block ends for any reason, or this process is killed, the processes end too, even during a job.
     jobs = [partial(index_shard, "train-000000.tar"), partial(index_shard, "train-000001.tar"), …]
     with in_parallel(jobs, workers=4) as results:
         for record in results:
@@ -26,7 +25,7 @@ from operator import call
 from typing import TypeVar
 
 Result = TypeVar("Result")
-Progress = Callable[[int, int], None]  # jobs done, of how many
+Progress = Callable[[int, int], None]  # finished jobs, all jobs
 
 
 @contextmanager
@@ -37,29 +36,29 @@ def in_parallel(
     *,
     in_threads: bool = False,
 ) -> Iterator[Iterator[Result]]:
-    """Give the block an iterator of the jobs' results, in order; for processes, a job is a partial."""
+    """Context manager that yields an iterator of the jobs' results, in order; jobs for processes must be picklable."""
     if workers == 1:
         yield counted(map(call, jobs), len(jobs), report)
     elif in_threads:
         with ThreadPoolExecutor(workers) as threads:
             yield counted(threads.map(call, jobs), len(jobs), report)
     else:
-        # Nothing is ever sent: the processes wait for the end of this pipe, which also comes when we are killed.
+        # Nothing is ever sent: the processes wait for the end of this pipe, which also ends when we are killed.
         reader, writer = Pipe(duplex=False)
         with (
             reader,
             ProcessPoolExecutor(workers, initializer=end_with_pipe, initargs=(reader, writer)) as processes,
             writer,  # closed first, before the executor waits for its processes
         ):
-            # Its own `map` would cancel what is left at an interrupt, which an executor whose processes end trips over.
+            # Submit individually: on an interrupt, `map` cancels pending jobs, which fails if the processes end.
             futures = deque(map(processes.submit, jobs))
-            # Each leaves the queue as its result is given: none is kept.
+            # Remove each future when its result is used, to free its memory.
             yield counted((futures.popleft().result() for _ in jobs), len(jobs), report)
 
 
 @contextmanager
-def setting_at_error(stopped: threading.Event) -> Iterator[None]:
-    """Set an event when the block raises or is interrupted: threads that look at it then end, and can be waited for."""
+def set_on_error(stopped: threading.Event) -> Iterator[None]:
+    """Set `stopped` if the block raises or is interrupted, so that threads which check it end and can be joined."""
     try:
         yield
     except BaseException:
@@ -68,7 +67,7 @@ def setting_at_error(stopped: threading.Event) -> Iterator[None]:
 
 
 def counted(results: Iterable[Result], total: int, report: Progress | None) -> Iterator[Result]:
-    """Give the same results; `report` is told of each one that has been dealt with."""
+    """Yield the results unchanged, and report after the caller has processed each one."""
     for done, result in enumerate(results, start=1):
         yield result
         if report:
@@ -76,15 +75,15 @@ def counted(results: Iterable[Result], total: int, report: Progress | None) -> I
 
 
 def end_with_pipe(reader: Connection, writer: Connection) -> None:
-    """Make this process end when nobody but its likes holds the pipe: an executor's processes outlive it otherwise."""
-    writer.close()  # a forked process has a copy of it
-    # A forked process has its parent's handlers too. Ctrl-C reaches it as well, and is for the parent to hear.
+    """Make this process end when the pipe closes; without this, processes of an executor outlive their parent."""
+    writer.close()  # a forked process inherits a copy
+    # A forked process inherits signal handlers too. Ctrl-C reaches all processes, but the parent handles it.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=end_when_closed, args=(reader,), daemon=True).start()
 
 
 def end_when_closed(reader: Connection) -> None:
-    """End this process at once when the other end of a pipe is closed."""
+    """End this process immediately when the other end of a pipe closes."""
     reader.poll(None)
     os._exit(1)

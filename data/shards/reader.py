@@ -1,14 +1,14 @@
-"""Raw bytes of samples out of shards: memory-mapped, and checked twice.
+"""Read samples from memory-mapped shards, and verify them against the index.
 
 How a sample is read, in order:
-1. the first time that this node reads a shard, its sha256 is compared with the one in the index. A sample of a remote
-   shard that is not here yet is read by range, where the loader wants that (`data.remote.ranges`);
-2. its table is opened, and compared with its own sha256 in the index (`Index.table`);
-3. the sample's bytes are copied out of the mapping, and the digest of this copy is compared with the one in the table:
-   a file can rot or be overwritten later than 1. under an unchanged size and time. A label that is read without its
-   image has a digest of its own;
-4. where it differs, the copy of a remote shard is dropped from the cache and fetched once more; any other shard, and
-   one that still differs, ends the run. Such a sample is not replaced: the shard that it is in cannot be trusted.
+1. When a node first reads a shard, the shard's sha256 is compared with the index. Samples of a remote shard that has
+   not arrived yet are read by byte range, if the loader asks for it (`data.remote.ranges`).
+2. The shard's table is opened and compared with its own sha256 in the index (`Index.table`).
+3. The sample's bytes are copied out of the mapping, and the digest of the copy is compared with the table: after step
+   1, a file can decay or be overwritten without a change of size and time. A label read without its image has a
+   separate digest.
+4. If the digest differs, the cached copy of a remote shard is dropped and downloaded once more. A local shard, or a
+   second difference, ends the run. The sample is not replaced, because its whole shard cannot be trusted.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ if TYPE_CHECKING:
     from data.remote.cache import Cache
     from data.remote.ranges import Ranges
 
-MOST_OPEN = 4096  # shards that a process keeps mapped; a lane has two or three in use, or more if they are small
-MOST_LINES = 10  # unusable shards that an error names with their problems
-MOST_DROPPED = 100  # shards that an error offers to leave out; with more missing, something else is wrong
+MOST_OPEN = 4096  # shards that a process keeps mapped; a lane uses two or three, or more if they are small
+MOST_LINES = 10  # unusable shards that an error lists individually
+MOST_DROPPED = 100  # shards that an error offers to exclude; if more are missing, something else is wrong
 
 
-# --------------------------------------------------------------------------------------- before a run
+# --------------------------------------------------------------------------------------- checks before a run
 
 
 def unusable_shards(index: Index) -> dict[str, str]:
-    """Return what is wrong with the shards of a set as far as their sizes tell, by path; of remote ones nothing."""
+    """Return {path: problem} of local shards that are missing or have another size; remote shards are not checked."""
     problems: dict[str, str] = {}
     for shard in index.shards:
         place = index.location(shard)
@@ -66,38 +66,37 @@ def unusable_shards(index: Index) -> dict[str, str]:
 
 
 def check_sizes(sets: Sequence[Index], dropped: Sequence[str] = (), option: str = "") -> None:
-    """Raise DataError naming every local shard that is missing or not of the size it was indexed with.
+    """Raise DataError listing local shards that are missing or have another size than in the index.
 
-    `option` is the key of the config that leaves shards out, "" where there is none; `dropped` are those that it
-    leaves out already.
+    `option` is the config key that excludes shards, or ""; `dropped` are the shards that it already excludes.
     """
-    problems: dict[str, str] = {}  # path → what is wrong with it
+    problems: dict[str, str] = {}  # path: problem
     for index in sets:
         problems |= unusable_shards(index)
     if not problems:
         return
 
-    places: set[str] = set()  # of all shards; subsets of one set have the same
+    places: set[str] = set()  # of all shards; subsets of a set share them
     for index in sets:
         places.update(map(index.location, index.shards))
-    # A lost disk takes thousands of shards with it: the message names a few and counts the rest.
-    # The first stands in the first line, which is all that `status` shows.
+    # A failed disk may affect thousands of shards: list a few and count the rest. The first one goes into the first
+    # line, because `status` shows only that.
     named = [f"{place}: {problem}" for place, problem in problems.items()]
     lines = [f"{len(problems)} of {len(places)} shards cannot be used: {named[0]}"]
     for problem in named[1:MOST_LINES]:
         lines.append(f"  {problem}")
     if len(problems) > MOST_LINES:
         lines.append(f"  … and {len(problems) - MOST_LINES} more")
-    way_out = "  restore them, or run `python -m jobs index` on what is there, which makes it another set"
+    remedy = "  restore them, or run `python -m jobs index` on the remaining tars, which makes a different set"
     if any(index.origin is not None for index in sets):
-        way_out += ", and `python -m jobs subset` of that; where folders were moved, move the subset's with its set's"
+        remedy += ", and `python -m jobs subset` of it; if you moved folders, move a subset and its parent together"
     if len(problems) == len(places):
-        way_out += "\n  a pack stage packs its shards anew: delete its done.json, and run its recipe again"
-    # The option is given whole, with what it leaves out already, so that it can be typed as it stands.
+        remedy += "\n  a pack stage can pack its shards again: delete its done.json, and run its recipe again"
+    # Print the complete option, including already excluded shards, so that the user can copy it.
     elif option and len(problems) <= MOST_DROPPED:
         names = list(dropped)
         for place in problems:
-            # As much of the end of its path as tells it from all other shards.
+            # The shortest end of its path that identifies it.
             name = place
             parts = place.split("/")
             for count in range(1, len(parts)):
@@ -106,18 +105,18 @@ def check_sizes(sets: Sequence[Index], dropped: Sequence[str] = (), option: str 
                     name = end
                     break
             names.append(name)
-        way_out += f"\n  or train without them: '{option}=[{','.join(names)}]'"
-    raise DataError("\n".join([*lines, way_out]))
+        remedy += f"\n  or train without them: '{option}=[{','.join(names)}]'"
+    raise DataError("\n".join([*lines, remedy]))
 
 
-# --------------------------------------------------------------------------------------- during a run
+# --------------------------------------------------------------------------------------- reading during a run
 
 
 def read_labels(raw: bytes, index: Index, most: int) -> tuple[int, ...]:
-    """Parse the label bytes of a sample into class ids that its index has classes for, `most` of them at most.
+    """Parse the label bytes of a sample into at most `most` class ids that exist in the index.
 
-    Raises BadImage, as a broken image would, with a reason that groups well. Training, evaluation and the doctor
-    accept the same labels.
+    Raises BadImage with a short reason, like a broken image. Training, evaluation and the doctor all use this function,
+    so they accept the same labels.
     """
     try:
         labels = parse_labels(raw, index.ids)
@@ -131,64 +130,65 @@ def read_labels(raw: bytes, index: Index, most: int) -> tuple[int, ...]:
 
 
 class OpenShard(NamedTuple):
-    """A shard in use."""
+    """A memory-mapped shard."""
 
     tar: mmap.mmap
-    inode: int  # tells whether the cache has another copy by now
+    inode: int  # to recognise a newer copy in the cache
 
 
 class ShardReader:
-    """Gives (key, image bytes, label bytes) of any sample; keeps the last shards mapped.
+    """Returns (key, image bytes, label bytes) of any sample, and keeps recently used shards mapped.
 
-    With `by_range`, a sample of a remote shard that is not here yet is read alone; otherwise its shard is waited for.
+    With `by_range`, samples of remote shards that have not arrived are read individually; otherwise reading waits for
+    the shard.
     """
 
     def __init__(self, index: Index, *, verify: bool = True, cache: CacheConfig | None = None, by_range: bool = False):
         self.index = index
         self.verify = verify
         self.cache_config = cache or CacheConfig()
-        # By the number of the shard, the longest unused first.
+        # By shard number, least recently used first.
         self._open: OrderedDict[int, OpenShard] = OrderedDict()
         self._tables: OrderedDict[int, np.ndarray] = OrderedDict()
         self.ranges: Ranges | None = self.new_ranges() if by_range and index.remote else None
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the reader without its open shards, for another process: a mapping cannot be sent to it."""
+        """Return the state for another process, without the open shards, because mappings cannot be sent."""
         return self.__dict__ | {"_open": OrderedDict(), "_tables": OrderedDict()}
 
     @cached_property
     def cache(self) -> Cache:
-        """What fetches remote shards; local ones are read without it and its clients."""
+        """The cache of remote shards; created on first use, because local shards need no object-store client."""
         from data.remote.cache import Cache
 
         return Cache(self.cache_config)
 
     def new_ranges(self) -> Ranges:
-        """Return what reads samples of remote shards by range."""
+        """Return a reader of byte ranges."""
         from data.remote.ranges import Ranges
 
         return Ranges(self.cache)
 
     @property
     def given_up(self) -> str:
-        """Why samples are no longer read by range; "" while they are, or never were."""
+        """Why samples are no longer read by range; "" if they still are, or never were."""
         return "" if self.ranges is None else self.ranges.given_up
 
     def stop(self) -> None:
-        """Read nothing more by range, so that this process may end."""
+        """Stop reading by range, so that this process can end."""
         if self.ranges is not None:
             self.ranges.stop()
 
-    def begin_again(self) -> None:
-        """Read by range again, after a `stop`, what is read from now on; unless that was given up before."""
+    def resume(self) -> None:
+        """Read by range again after `stop`, unless ranges were given up because of an error."""
         if self.ranges is not None:
             given_up = self.ranges.given_up
-            # A new object: the threads of the stopped one still read its `stopped`.
+            # A new object, because threads of the stopped one still check its `stopped`.
             self.ranges = self.new_ranges()
             self.ranges.given_up = given_up
 
     def expect(self, places: np.ndarray) -> None:
-        """Begin to read those of the samples (b, 2: shard, sample) whose shards are not here, for `read` to take."""
+        """Start reading the samples (b, 2: shard, sample) of missing shards by range, for later calls of `read`."""
         if self.ranges is None:
             return
         for shard, sample in places.tolist():
@@ -197,10 +197,9 @@ class ShardReader:
                 self.ranges.request((shard, sample), self.index.location(shard), row)
 
     def read(self, shard: int, sample: int) -> tuple[str, bytes, bytes]:
-        """Return the key, encoded image and label of a sample; empty bytes where the shard has none.
+        """Return the key, encoded image and label of a sample; empty bytes if it lacks an image or label.
 
-        Raises DataError where the shard is missing, short, or not the one that was indexed, and where the sample is
-        not what it was then.
+        Raises DataError if the shard is missing, truncated or replaced, or the sample differs from the index.
         """
         content = self._by_range(shard, sample) or self._copied(shard, sample)
         entry, row = self._row(shard, sample)
@@ -211,29 +210,29 @@ class ShardReader:
         indexed = self.index.shards[shard]
         is_remote = "://" in place
         if is_remote:
-            # The copy in the cache rotted or was overwritten; the storage may still have the shard as it was.
+            # The cached copy has decayed or was overwritten; the storage may still have the correct shard.
             dropped = self._open.pop(shard)
             self.cache.drop(indexed, dropped.inode)
-            # Closed last: as long as it is open no other file can get its inode, by which `drop` knows it.
+            # Close the file last: while it is open, no new file can get its inode, which `drop` compares.
             dropped.tar.close()
             content = self._copied(shard, sample)
         if is_intact(entry, *content):
             return key, *content
 
-        way_out = "fetch it into the store again"
+        remedy = "upload a correct copy to the store"
         if not is_remote:
-            way_out = "restore it or pack it again"
-            # The next process must verify the shard anew. The shard may be gone by now, or the mark.
+            remedy = "restore it or pack it again"
+            # Delete the mark, so that the next process verifies the shard. The shard or the mark may be gone.
             with suppress(OSError):
                 mark_of(os.stat(place), indexed.sha256).unlink()
         raise DataError(
-            f"{redacted(place)}: sample {key!r} is not what was indexed: digest {sample_digest(*content):016x}\n"
-            f"  expected {int(entry['digest']):016x}: the shard rotted or was overwritten after its first reading\n"
-            f"  {way_out}, or train without it: data.drop=[{'/'.join(place.split('/')[-2:])}]"
+            f"{redacted(place)}: sample {key!r} differs from the index: digest {sample_digest(*content):016x}\n"
+            f"  expected {int(entry['digest']):016x}: the shard decayed or was overwritten after it was first read\n"
+            f"  {remedy}, or train without it: data.drop=[{'/'.join(place.split('/')[-2:])}]"
         )
 
     def labels(self, shard: int, samples: Iterable[int] | None = None) -> Iterator[bytes]:
-        """Give the labels of samples of a shard, or of all, without their images; raises DataError as `read` does."""
+        """Yield the labels of some or all samples of a shard, without their images; raises DataError as `read` does."""
         table = self._table(shard)
         for sample in range(len(table)) if samples is None else samples:
             row = table[sample]
@@ -241,12 +240,12 @@ class ShardReader:
             start = int(row["label"])
             label = tar[start : start + int(row["label_size"])]
             if label_digest(label) != int(row["label_digest"]):
-                # Fetches a remote shard once more, and raises what is to be said of any other.
+                # `read` downloads a remote shard once more, and raises an error for a local one.
                 _, _, label = self.read(shard, sample)
             yield label
 
     def _table(self, number: int) -> np.ndarray:
-        """Return the table of a shard, which may be here or not."""
+        """Return the table of a shard; the shard itself need not be on this node."""
         if number in self._tables:
             self._tables.move_to_end(number)
             return self._tables[number]
@@ -256,9 +255,9 @@ class ShardReader:
         return self._tables[number]
 
     def _row(self, shard: int, sample: int) -> tuple[np.void, SampleRow]:
-        """Return the entry of a table, and where its bytes lie: of an image as many as the decoder takes, and one more.
+        """Return a table row, and the byte range to read: at most one byte more of the image than the decoder accepts.
 
-        An image that is larger is refused whatever it holds.
+        Larger images are rejected in any case.
         """
         entry = self._table(shard)[sample]
         image_size = min(int(entry["image_size"]), MAX_BYTES + 1)
@@ -267,14 +266,14 @@ class ShardReader:
         )
 
     def _copied(self, shard: int, sample: int) -> tuple[bytes, bytes]:
-        """Copy the image and the label of a sample out of its shard, which is waited for."""
-        tar = self._shard(shard).tar  # compared with the index before its table is
+        """Copy the image and label of a sample out of its shard; wait for the shard if needed."""
+        tar = self._shard(shard).tar  # verify the shard before its table
         _, row = self._row(shard, sample)
         image = tar[row.image : row.image + row.image_size]
         return image, tar[row.label : row.label + row.label_size]
 
     def _comes_by_range(self, number: int) -> bool:
-        """Return whether samples of this shard are read by range: until it is here."""
+        """Return whether to read samples of this shard by range, because the shard is not on this node yet."""
         if self.ranges is None or self.ranges.given_up or self.ranges.stopped or number in self._open:
             return False
         shard = self.index.shards[number]
@@ -282,7 +281,7 @@ class ShardReader:
         return is_worth_it and not self.cache.has(shard)
 
     def _by_range(self, shard: int, sample: int) -> tuple[bytes, bytes] | None:
-        """Return a sample whose shard is not here; None where the shard is to be used, or to be waited for."""
+        """Return a sample read by range; None if its shard must be used or waited for."""
         if self.ranges is None:
             return None
         is_asked_for = (shard, sample) in self.ranges.requested
@@ -293,7 +292,7 @@ class ShardReader:
         try:
             content = self.ranges.take((shard, sample), url, row, self.cache.progress)
         except PatchlineError as error:
-            if self.ranges.stopped:  # nobody waits for the whole shard either
+            if self.ranges.stopped:  # do not wait for the whole shard either
                 raise
             self.ranges.give_up(url, str(error).splitlines()[0])
             return None
@@ -301,11 +300,11 @@ class ShardReader:
         if is_intact(entry, *content):
             return content
         key = row.key.decode("utf-8", "replace")
-        self.ranges.give_up(url, f"sample {key!r} is not what was indexed")
+        self.ranges.give_up(url, f"sample {key!r} differs from the index")
         return None
 
     def _shard(self, number: int) -> OpenShard:
-        """Return a shard that is mapped, opening it if need be; raises DataError where it is not the one indexed."""
+        """Return a mapped shard; open and verify it if needed. Raises DataError if it differs from the index."""
         if number in self._open:
             self._open.move_to_end(number)
             return self._open[number]
@@ -320,7 +319,7 @@ class ShardReader:
             except OSError as error:
                 raise DataError(f"{place}: cannot open the shard ({error.strerror}); restore it") from None
         with opened as file:
-            # Of the open file, not of its name, which may be another file's by now.
+            # Check the open file: its path may refer to another file by now.
             status = os.fstat(file.fileno())
             if status.st_size != shard.bytes:
                 raise DataError(
@@ -328,46 +327,46 @@ class ShardReader:
                 )
             tar = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
-        # The cache has verified what it fetched. Any other shard is verified once a node: a mark says that it was.
+        # The cache verifies downloads. Other shards are verified once per node, and a mark file records that.
         mark = mark_of(status, shard.sha256)
         if self.verify and not is_remote and not mark.exists():
             if sha256(tar).hexdigest() != shard.sha256:
-                # The end of its path, by which `data.drop` nearly always knows a shard.
+                # The end of the path identifies a shard for `data.drop`, except in rare cases.
                 short_name = "/".join(place.split("/")[-2:])
                 raise DataError(
-                    f"{place}: its sha256 is not the one in the index: corrupt or replaced; "
+                    f"{place}: its sha256 differs from the index: corrupt or replaced; "
                     f"restore it, index it again, or train without it: data.drop=[{short_name}]"
                 )
-            # Without a mark, say on a full disk, the next process looks for itself.
+            # If the mark cannot be written, for example on a full disk, the next process verifies again.
             with suppress(OSError):
                 mark.parent.mkdir(parents=True, exist_ok=True)
                 mark.touch()
 
         self._open[number] = OpenShard(tar, status.st_ino)
         if len(self._open) > most_open():
-            _, longest_unused = self._open.popitem(last=False)
-            longest_unused.tar.close()
+            _, least_recently_used = self._open.popitem(last=False)
+            least_recently_used.tar.close()
         return self._open[number]
 
 
 def is_intact(row: np.void, image: bytes, label: bytes) -> bool:
-    """Return whether these are the bytes that were indexed, by the row of the table."""
-    # An oversize image is refused whatever it holds, and was not read to its end.
+    """Return whether image and label match the digests of a table row."""
+    # An oversize image is rejected in any case, and was not read completely.
     if len(image) > MAX_BYTES:
         return label_digest(label) == int(row["label_digest"])
     return sample_digest(image, label) == int(row["digest"])
 
 
 def most_open() -> int:
-    """Return how many shards to keep open: each holds two files, itself and its table, of those that we may have."""
-    # With two files a shard, a quarter leaves half of the files for everything else.
+    """Return the number of shards to keep open; each needs two open files, the tar and its table."""
+    # With two files per shard, a quarter of the limit leaves half of the files for everything else.
     files_allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return min(MOST_OPEN, max(8, files_allowed // 4))
 
 
 def mark_of(status: os.stat_result, expected: str) -> Path:
-    """Return the file that says that this node has verified a shard.
+    """Return the mark file which records that this node has verified a shard.
 
-    It names the very file: one that is replaced or written again is verified again.
+    It identifies the file by device, inode and mtime, so a replaced or rewritten shard is verified again.
     """
     return state_folder() / "verified" / f"{expected}-{status.st_dev}-{status.st_ino}-{status.st_mtime_ns}"

@@ -1,19 +1,20 @@
-"""Some of the samples of a set, as an index over the same tars: nothing is packed again.
+"""Create an index of some samples of a set, over the same tars; nothing is packed again.
 
-How subsets of one set are made, in one pass for all of them (`make_subsets`):
-1. the labels are taken from the tables, which have a digest of each: that of `17` is known without its tar. Other
-   texts, as of several labels, are read, each once a shard; where no rule needs labels, of chosen samples alone;
-2. each rule chooses samples, each of its parts among those that the one before left:
-   `keep` classes, `only` or all `but` the samples of a list, a `part`, so many `shots` a class;
-3. each shard of which a sample is left gets a table of these rows; the others are not in the subset;
-4. the JSON names the same tars, and says which index it was made of and by which rule (`index.Origin`).
+How subsets of a set are created, in one pass for all of them (`make_subsets`):
+1. Labels come from the tables, which contain a digest of each label: the digest of `17` identifies the text without
+   reading the tar. Other texts, such as several labels, are read once per shard. If no rule needs labels, only those
+   of chosen samples are determined.
+2. Each rule chooses samples. Its parts apply in order, each to the samples that the previous part left:
+   `keep` classes, `only` the samples of a list or all `but` these, a `part`, a number of `shots` per class.
+3. Each shard with chosen samples gets a table of these rows; other shards are not in the subset.
+4. The JSON refers to the same tars, and records the parent index and the rule (`index.Origin`).
 
     make_subsets(load_index("shards/train"), [Part(folder, Rule(shots=10, seed=0), "train-10shot")])
     →   folder/train-10shot.index.json     directory: ../train
-        folder/train-000000.npy  …         the table's rows of the samples that were chosen
+        folder/train-000000.npy  …         the table rows of the chosen samples
 
-Class ids and names stay what they are. Samples keep the order of the set. Sets that are made by one seed of one index
-fit one another: `:98%` and `98%:` share no sample and are together the whole; 5 shots are among the 10.
+Class ids, class names and the order of samples do not change. Subsets of one index with equal seeds are consistent:
+`:98%` and `98%:` are disjoint and together complete; 5 shots are among the 10.
 """
 
 from __future__ import annotations
@@ -42,23 +43,23 @@ from data.shards.parallel import Progress, in_parallel
 from data.shards.reader import ShardReader, check_sizes
 from data.sources.numbering import kept_ids
 
-# N samples of the set
+# N samples in the set
 
 LISTED_ROWS = "data.extras.listed:listed_rows"
-NO_LABEL = -1  # stands for the label of a sample that has none that could be used
-AT_ONCE = 1 << 22  # samples whose labels are looked through at once
-BOUND = r"-?\d+|\d+(?:\.\d+)?%|"  # of a part: a number of samples, a share, or nothing
+NO_LABEL = -1  # replaces a missing or unusable label
+AT_ONCE = 1 << 22  # samples whose labels are processed at a time
+BOUND = r"-?\d+|\d+(?:\.\d+)?%|"  # a bound of a part: a number of samples, a percentage, or nothing
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Which samples a subset has; at least one of its parts is given. Raises ConfigError where they do not fit."""
+    """Which samples a subset contains; at least one part must be set. Raises ConfigError for invalid combinations."""
 
-    keep: Sequence[int | str] = ()  # classes, by id or by name: samples that have one of them
+    keep: Sequence[int | str] = ()  # classes, by id or by name: samples with at least one of them
     only: str | None = None  # path of a list of samples (data.extras.listed)
-    but: str | None = None  # path of a list of samples to leave out, or of a leaks.json
-    part: str | None = None  # first:stop, in samples or percent: ":98%"; with a seed so much of each class
-    shots: int | None = None  # samples of each class
+    but: str | None = None  # path of a list of samples to exclude, or of a leaks.json
+    part: str | None = None  # first:stop, in samples or percent: ":98%"; with a seed, the same fraction of each class
+    shots: int | None = None  # samples per class
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -68,20 +69,20 @@ class Rule:
         if self.shots is not None and self.shots < 1:
             raise ConfigError(f"shots are {self.shots}, expected 1 or more")
         if self.shots is not None and self.seed is None:
-            raise ConfigError("shots are drawn by a seed, and there is none\n  expected a seed, as seed: 0 (--seed 0)")
+            raise ConfigError("shots are drawn by a seed, but none is given\n  expected a seed, as seed: 0 (--seed 0)")
         if self.seed is not None and self.shots is None and self.part is None:
-            raise ConfigError("a seed draws shots or a part, and there is neither\n  leave it out, or add one of them")
+            raise ConfigError("a seed needs shots or a part, but none is given\n  remove the seed, or add one of them")
         has_any = self.keep or self.only or self.but or self.part is not None or self.shots is not None
         if not has_any:
             raise ConfigError("no rule chooses samples\n  expected one or more of keep, only, but, part, shots")
 
     @property
     def needs_labels(self) -> bool:
-        """Return whether the labels of all samples decide which are chosen."""
+        """Whether the choice of samples depends on the labels of all samples."""
         return bool(self.keep) or self.seed is not None
 
     def described(self) -> dict[str, Any]:
-        """Return what is written of the rule: its parts that were given, a list by its path and its content."""
+        """Return the rule as plain values for the index: the parts that are set, lists by their path and digest."""
         parts: dict[str, Any] = {}
         if self.keep:
             parts["keep"] = list(self.keep)
@@ -96,21 +97,21 @@ class Rule:
 
 
 def check_seed(seed: int | None) -> None:
-    """Raise ConfigError where a seed is none that numpy and a recipe's other seeds could be."""
+    """Raise ConfigError if a seed is outside the range of numpy and of the other seeds in a recipe."""
     if seed is not None and not 0 <= seed < 2**63:
         raise ConfigError(f"seed is {seed}, expected 0 to {2**63 - 1}")
 
 
 class Labels(NamedTuple):
-    """The labels of every sample, end to end: sample n has those from `ends[n − 1]` to `ends[n]`."""
+    """The labels of all samples, concatenated: those of sample n are `values[ends[n − 1] : ends[n]]`."""
 
     values: np.ndarray  # int32
     ends: np.ndarray  # (N,) int64
 
     def any_of_sample(self, marked: np.ndarray) -> np.ndarray:
-        """Return (N,) whether a sample has a label that is marked; `marked` is true at some of `values`."""
+        """Return (N,) whether a sample has a marked label; `marked` has one boolean per entry of `values`."""
         has_marked = np.zeros(len(self.ends), bool)
-        # A piece at a time: which sample each label of three billion belongs to would take 24 GB.
+        # Process in pieces: an array with the sample of each of three billion labels would take 24 GB.
         for first in range(0, len(self.ends), AT_ONCE):
             ends = self.ends[first : first + AT_ONCE]
             start = int(self.ends[first - 1]) if first > 0 else 0
@@ -121,19 +122,19 @@ class Labels(NamedTuple):
 
 @dataclass
 class Part:
-    """A subset in the making."""
+    """A subset to be written."""
 
     folder: Path
     rule: Rule
     name: str  # of the set
     chosen: np.ndarray = field(default_factory=lambda: np.empty(0, bool))  # (N,)
     shards: list[Shard] = field(default_factory=list)
-    # Of where each chosen sample lies: what the set is, whatever the rule and the tables' format.
+    # Hash of the positions of all chosen samples; identifies the subset independently of rule and table format.
     places: Any = field(default_factory=sha256)
 
     @property
     def path(self) -> Path:
-        """Return the path of its JSON."""
+        """The path of the subset's JSON."""
         return self.folder / f"{self.name}{SUFFIX}"
 
 
@@ -145,23 +146,24 @@ def make_subsets(
     cache: CacheConfig | None = None,
     report: Progress | None = None,
 ) -> list[Index]:
-    """Write the indexes of samples of `parent`, each of those that its rule chooses, into a folder of its own.
+    """Write an index of the chosen samples of `parent` for each part, each to a separate folder.
 
-    `report` is told how many shards have been looked at, of how many; `cache` is what fetches remote ones. Raises
-    DataError where a rule chooses nothing or names what is not there, and where a tar is missing.
+    `report` gets the number of examined shards and the total; `cache` downloads remote shards. Raises DataError if a
+    rule chooses no samples or refers to missing ones, and if a tar is missing.
     """
+    # 1. A subset must not overwrite a set, the tables of a set, or another subset.
     # 1. A subset must not take the place of a set, of the tables of one, or of another subset.
     tables = {table_path(Path(), shard.name) for shard in parent.shards}
     for part in parts:
         check_name(part.name, "a set", "give its name: --name train-10shot")
         for other in parts:
             if other is not part and other.folder.resolve() == part.folder.resolve():
-                raise DataError(f"{part.folder} is named for two subsets\n  expected a folder for each")
+                raise DataError(f"{part.folder} is used for two subsets\n  expected a separate folder for each")
         for other_path in sorted(part.folder.glob(f"*{SUFFIX}")):
             try:
                 index = load_index(other_path)
             except DataError:
-                # The one to be made is torn or altered, which its error says to mend by making it again.
+                # Ignore a damaged subset of this name: its error tells the user to create it again.
                 if other_path == part.path:
                     continue
                 raise
@@ -172,11 +174,11 @@ def make_subsets(
             if other_path == part.path or shares_table:
                 raise DataError(
                     f"{other_path} would lose its tables to the subset\n"
-                    "  expected a folder for the subset alone\n  give another --output"
+                    "  expected a folder for the subset only\n  use another --output"
                 )
     check_sizes([parent])
 
-    # 2. What is chosen. Where no rule asks for labels, those of chosen samples are counted, and no others are needed.
+    # 2. Choose samples. If no rule needs labels, only the labels of chosen samples are needed, to count classes.
     labels = None
     if any(part.rule.needs_labels for part in parts):
         labels = read_all_labels(parent, workers, cache or CacheConfig(), report)
@@ -202,7 +204,7 @@ def read_all_labels(
     report: Progress | None,
     wanted: np.ndarray | None = None,
 ) -> Labels:
-    """Return the labels of all samples; of samples that are not `wanted` (N,) none."""
+    """Return the labels of all samples, or only of the `wanted` (N,) samples."""
     jobs = []
     counts = np.zeros(index.samples, np.int32)  # labels of each sample
     rows_of_jobs = []
@@ -210,10 +212,10 @@ def read_all_labels(
         rows = index.rows(number)
         of_shard = None if wanted is None else wanted[rows]
         if of_shard is None or of_shard.any():
-            jobs.append(partial(read_shard_labels, index.alone(number), cache, of_shard))
+            jobs.append(partial(read_shard_labels, index.single_shard(number), cache, of_shard))
             rows_of_jobs.append(rows)
     values = [np.empty(0, np.int32)]
-    # A shard that is fetched mostly waits, for which threads will do.
+    # Jobs that download shards mostly wait, for which threads suffice.
     with in_parallel(jobs, workers, report, in_threads=index.remote) as results:
         for rows, (shard_values, shard_counts) in zip(rows_of_jobs, results, strict=True):
             values.append(shard_values)
@@ -224,31 +226,31 @@ def read_all_labels(
 def read_shard_labels(
     index: Index, cache: CacheConfig, wanted: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (labels of one shard's samples end to end, how many each sample has): none where a run could use none.
+    """Return (labels of a shard's samples concatenated, number of labels per sample); unusable labels are omitted.
 
-    `index` is of this shard alone; of samples that are not `wanted` (N,) no label is read. A text whose digest is that
-    of a class's id or name is known; of any other digest one sample is read.
+    `index` contains only this shard; only labels of `wanted` (N,) samples are read. A text is identified by its digest
+    if it is a class id or name; for any other digest, the label of one sample is read.
     """
     rows = np.arange(index.samples) if wanted is None else np.flatnonzero(wanted)
     digests, first, text_of = np.unique(index.table(0)["label_digest"][rows], return_index=True, return_inverse=True)
     known = known_texts(index.classes, index.names)
-    # The sha256 of the tar is left to a run: each label is compared with its own digest.
+    # Skip the sha256 of the tar, because each label is compared with its own digest.
     reader = ShardReader(index, verify=False, cache=cache)
-    values: list[int] = []  # of all texts end to end
-    lengths = []  # of each
+    values: list[int] = []  # of all texts, concatenated
+    lengths = []  # number of labels per text
     for digest, row in zip(digests.tolist(), rows[first].tolist(), strict=True):
         text = known[digest] if digest in known else next(reader.labels(0, [row]))
         try:
             labels = parse_labels(text, index.ids)
         except ValueError:
             labels = ()
-        # One that has no class is counted as bad by a run, and no class here has it.
+        # A run counts labels beyond the classes as bad, so they belong to no class here either.
         if max(labels, default=0) >= index.classes:
             labels = ()
         values += labels
         lengths.append(len(labels))
 
-    # For each sample the place at which the labels of its text begin, as often as there are labels.
+    # For each label of each sample, compute the position of its value: the start of its text, plus its number.
     of_text = np.array(lengths, np.int64)
     counts = np.zeros(index.samples, np.int32)
     counts[rows] = of_text[text_of]
@@ -260,7 +262,7 @@ def read_shard_labels(
 
 @lru_cache(maxsize=1)
 def known_texts(classes: int, names: Names) -> Mapping[int, bytes]:
-    """Return {digest: text} of the labels that most sets have: nothing, the id of a class, its name."""
+    """Return {digest: text} of the most common labels: an empty text, class ids and class names."""
     texts = {}
     for label in ("", *map(str, range(classes)), *names):
         texts[label_digest(label.encode())] = label.encode()
@@ -271,19 +273,19 @@ def known_texts(classes: int, names: Names) -> Mapping[int, bytes]:
 
 
 def choose(index: Index, labels: Labels | None, rule: Rule) -> np.ndarray:
-    """Return (N,) whether each sample is chosen, in the order of the set; `labels` only where the rule needs them."""
+    """Return (N,) whether each sample is chosen by the rule; `labels` may be None if the rule needs none."""
     chosen = np.ones(index.samples, bool)
     first_labels = np.full(len(chosen), NO_LABEL, np.int64)
     if labels is not None:
-        # Parts and shots of a seed go by the first label of a sample.
+        # Parts and shots with a seed use only the first label of a sample.
         starts = np.append(0, labels.ends[:-1]).astype(np.int64)
         has_label = labels.ends > starts
         first_labels[has_label] = labels.values[starts[has_label]]
     if rule.keep:
         assert labels is not None, "a rule that keeps classes needs labels"
-        kept = kept_ids(index.names, rule.keep, str(index.tables), index.classes)
-        assert kept is not None, "there are classes to keep"
-        chosen &= labels.any_of_sample(np.isin(labels.values, kept))
+        wanted_ids = kept_ids(index.names, rule.keep, str(index.tables), index.classes)
+        assert wanted_ids is not None, "there are classes to keep"
+        chosen &= labels.any_of_sample(np.isin(labels.values, wanted_ids))
     for path, is_wanted in ((rule.only, True), (rule.but, False)):
         if path is not None:
             listed = np.zeros(index.samples, bool)
@@ -291,30 +293,30 @@ def choose(index: Index, labels: Labels | None, rule: Rule) -> np.ndarray:
             listed[listed_rows(path, index)] = True
             chosen &= listed == is_wanted
     if rule.part is not None:
-        # As the samples stand, or as much of each class.
+        # In the order of the set; or with a seed, the same fraction of each class.
         rows = np.flatnonzero(chosen)
         first, stop = bounds_of(rule.part, len(rows))
         if rule.seed is not None:
             rows = stratified(rows, first_labels[rows], rule.seed)
         chosen = only_rows(chosen, rows[first:stop])
     if rule.shots is not None:
-        assert rule.seed is not None, "Rule refuses shots without a seed"
+        assert rule.seed is not None, "Rule rejects shots without a seed"
         candidates = np.where(chosen, first_labels, NO_LABEL)
         chosen = only_rows(chosen, few_shot_rows(candidates, rule.shots, rule.seed))
     return chosen
 
 
 def only_rows(chosen: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Return a mask like `chosen` that is true at these rows alone."""
+    """Return a mask like `chosen` that is True only at these rows."""
     mask = np.zeros_like(chosen)
     mask[rows] = True
     return mask
 
 
 def bounds_of(part: str, samples: int) -> tuple[int, int]:
-    """Return (first, stop) of a part such as ":98%" among so many samples, as slices of TensorFlow Datasets.
+    """Return (first, stop) of a part such as ":98%" of this many samples, like slices of TensorFlow Datasets.
 
-    Shares are rounded to the nearest sample; a negative number counts from the end. Raises ConfigError.
+    Percentages are rounded to the nearest sample; negative numbers count from the end. Raises ConfigError.
     """
     match = re.fullmatch(rf"\[?({BOUND}):({BOUND})\]?", part)
     if match is None:
@@ -340,18 +342,18 @@ def bounds_of(part: str, samples: int) -> tuple[int, int]:
 
 
 def write_subsets(parent: Index, parts: Sequence[Part], labels: Labels) -> list[Index]:
-    """Write the tables of the samples that were chosen, of all parts shard by shard, and last the JSONs."""
-    replaced: list[Sequence[Shard]] = []  # of each part, the shards whose tables are there already
+    """Write the tables of all parts shard by shard, then the JSONs."""
+    replaced: list[Sequence[Shard]] = []  # per part, the shards with existing tables
     for part in parts:
         part.folder.mkdir(parents=True, exist_ok=True)
         shards: Sequence[Shard] = ()
         if part.path.exists():
             try:
                 shards = load_index(part.path).shards
-            except DataError:  # torn: which tables it had, nobody knows, but that they were of the set's shards
+            except DataError:  # damaged: any shard of the set may have a table
                 shards = parent.shards
         replaced.append(shards)
-        # Without its JSON nobody reads a subset whose tables are half those of another rule.
+        # Delete the JSON first: nobody can then read a subset with tables of two different rules.
         part.path.unlink(missing_ok=True)
 
     for number, shard in enumerate(parent.shards):
@@ -381,7 +383,7 @@ def write_subsets(parent: Index, parts: Sequence[Part], labels: Labels) -> list[
 
 
 def count_classes(labels: Labels, chosen: np.ndarray, classes: int) -> list[int]:
-    """Return how many of the chosen samples each class has; a label that a sample repeats counts once."""
+    """Return the number of chosen samples per class; a repeated label of a sample counts once."""
     labels_of_sample = np.diff(labels.ends, prepend=0).astype(np.int32)
     has_several = labels_of_sample > 1
     alone = labels.values[np.repeat(chosen & ~has_several, labels_of_sample)]
@@ -395,24 +397,24 @@ def count_classes(labels: Labels, chosen: np.ndarray, classes: int) -> list[int]
 
 
 def summary(index: Index, parent: Index) -> list[str]:
-    """Return what a subset has, a fact a line: also which classes have fewer samples than the rule asked for."""
-    assert index.origin is not None, "a subset was made of something"
+    """Describe a subset, one fact per line, including classes with fewer samples than requested."""
+    assert index.origin is not None, "a subset has an origin"
     share = index.samples / parent.samples
     lines = [
         f"{index.samples:,} of {parent.samples:,} samples ({share:.3%}) in {len(index.shards)} of "
         f"{len(parent.shards)} shards, {index.classes} classes; digest {index.digest[:12]}",
-        f"of {parent.tables} (digest {parent.digest[:12]}), by {index.origin.words}",
+        f"subset of {parent.tables} (digest {parent.digest[:12]}), by {index.origin.words}",
     ]
     shots = index.origin.rule.get("shots", 0)
-    lost = []  # classes that have samples in the parent alone
-    short = []  # classes with fewer samples than the rule asked for
+    lost = []  # classes with samples only in the parent
+    short = []  # classes with fewer samples than requested
     for label, count in enumerate(index.class_counts):
         if count == 0 and parent.class_counts[label]:
             lost.append(label)
         elif 0 < count < shots:
             short.append(label)
     if lost and "keep" not in index.origin.rule:
-        lines.append(f"{len(lost)} of its classes have no sample here, the first {index.class_name(lost[0])}")
+        lines.append(f"{len(lost)} of its classes have no sample here, the first is {index.class_name(lost[0])}")
     if short:
-        lines.append(f"{len(short)} classes have fewer than {shots} samples, the first {index.class_name(short[0])}")
+        lines.append(f"{len(short)} classes have fewer than {shots} samples, the first is {index.class_name(short[0])}")
     return lines

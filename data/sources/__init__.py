@@ -1,1 +1,1 @@
-"""Where samples come from: folders of classes, how their classes are numbered, and the digits."""
+"""Sources of samples to pack: folders of classes, the numbering of their classes, and the digits data set."""

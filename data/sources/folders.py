@@ -1,4 +1,4 @@
-"""Samples of files: a folder of one folder a class, images without classes, or listed files.
+"""Samples from files: a folder with one sub-folder per class, images without classes, or listed files.
 
 photos/train/cat/1.jpg       Sample("cat/1", Path("photos/train/cat/1.jpg"), (0,), "jpg")
 photos/train/dog/7.png  →    Sample("dog/7", Path("photos/train/dog/7.png"), (1,), "png")
@@ -20,24 +20,24 @@ from data.index.names import Names
 from data.index.shard import IMAGES, is_image
 from data.sources.samples import Sample
 
-MOST_KINDS = 10  # of files that were passed over, that a warning names
-HIDDEN = "hidden file"  # or a file in a hidden folder, as .ipynb_checkpoints: a kind of files that are passed over
+MOST_KINDS = 10  # kinds of skipped files that a warning lists
+HIDDEN = "hidden file"  # kind of skipped files; includes files in hidden folders such as .ipynb_checkpoints
 
 
 class ListedFile(NamedTuple):
-    """An image in a list of files: its path below some root, and its class ids."""
+    """An image in a list of files: its path below a root folder, and its class ids."""
 
     name: str
-    labels: tuple[int, ...] | None  # None: there are none, on purpose
+    labels: tuple[int, ...] | None  # None: intentionally without labels
 
 
 # ----------------------------------------------------------------------------------------------- folders
 
 
 def class_folders(root: str | os.PathLike[str]) -> Iterator[Sample]:
-    """Give samples of a folder with one sub-folder a class; ids follow the sorted names (`folder_classes`).
+    """Yield the samples of a folder with one sub-folder per class; ids follow the sorted names (`folder_classes`).
 
-    Raises DataError where a class has no images; files that are no images are named in a warning.
+    Raises DataError if a class has no images; logs a warning about files that are not images.
     """
     entries: list[ListedFile] = []
     skipped: Counter[str] = Counter()
@@ -53,22 +53,22 @@ def class_folders(root: str | os.PathLike[str]) -> Iterator[Sample]:
 
 
 def unlabelled_folder(root: str | os.PathLike[str]) -> Iterator[Sample]:
-    """Give samples without labels of all images below a folder; raises DataError where there are none."""
+    """Yield all images below a folder as samples without labels; raises DataError if there are none."""
     skipped: Counter[str] = Counter()
     paths = images_below(Path(root), skipped)
     if not paths:
-        raise DataError(f"{root}: no images here or below; expected {', '.join(IMAGES)}")
+        raise DataError(f"{root}: no images in this folder or below; expected {', '.join(IMAGES)}")
     warn_of_others(root, skipped)
     yield from read_files(root, [ListedFile(str(path.relative_to(root)), None) for path in paths])
 
 
 def images_below(folder: Path, skipped: Counter[str]) -> list[Path]:
-    """Return the images of a folder and of those below, sorted; count what is none or hidden, by kind."""
+    """Return all images below a folder, sorted; count hidden files and other files in `skipped`, by kind."""
     paths = []
     for path in sorted(folder.rglob("*")):
         if path.is_dir():
             continue
-        # macOS leaves a `._1.jpg` beside a 1.jpg, which is no image; a notebook copies of images in .ipynb_checkpoints.
+        # macOS creates files such as `._1.jpg`, which are not images; notebooks copy images to .ipynb_checkpoints.
         if "/." in f"/{path.relative_to(folder)}":
             skipped[HIDDEN] += 1
         elif not path.is_file():
@@ -81,15 +81,15 @@ def images_below(folder: Path, skipped: Counter[str]) -> list[Path]:
 
 
 def warn_of_others(root: str | os.PathLike[str], skipped: Counter[str]) -> None:
-    """Log a warning of what `images_below` has passed over, if anything."""
+    """Log a warning about files that `images_below` has skipped, if any."""
     if skipped:
         kinds = ", ".join(f"{count} × {printable(kind)}" for kind, count in skipped.most_common(MOST_KINDS))
-        message = "%s: not packed, being hidden or no %s: %s"
+        message = "%s: not packed, because hidden or not %s: %s"
         logging.getLogger(__name__).warning(message, root, ", ".join(IMAGES), kinds)
 
 
 def folder_classes(root: str | os.PathLike[str]) -> Names:
-    """Return the class names of a folder of class folders, in the order of ids; raises DataError where it has none."""
+    """Return the class names of a folder of class folders, in the order of ids; raises DataError if it has none."""
     names = []
     if Path(root).is_dir():
         names = sorted(path.name for path in Path(root).glob("[!.]*") if path.is_dir())
@@ -99,44 +99,44 @@ def folder_classes(root: str | os.PathLike[str]) -> Names:
         files = list(Path(root).glob("[!.]*.*"))
         images = sum(map(is_image, files))
         tars = sum(path.suffix == ".tar" for path in files)
-        what_is_there = f"; found {images} images, {tars} tars" if images or tars else ""
-        way_out = f"sort the images into folders of their classes, as {root}/cat/1.jpg; --unlabelled packs them without"
+        contents = f"; found {images} images, {tars} tars" if images or tars else ""
+        remedy = f"sort the images into class folders, as {root}/cat/1.jpg; --unlabelled packs them without labels"
         if tars:
-            way_out = f"tars are used as they are: python -m jobs index {root}"
-        raise DataError(f"{root}: expected one sub-folder a class, found none{what_is_there}\n  {way_out}")
+            remedy = f"tars need no packing: python -m jobs index {root}"
+        raise DataError(f"{root}: expected one sub-folder per class, found none{contents}\n  {remedy}")
     return tuple(names)
 
 
 def refuse_loop(folder: Path) -> None:
-    """Raise DataError where the folder of a class is a link to a folder that it lies in: all images would be in it."""
+    """Raise DataError if a class folder is a link to one of its parents: the class would contain all images."""
     if folder.absolute().parent.resolve().is_relative_to(folder.resolve()):
         raise DataError(
-            f"{folder} is a link to a folder above it, and would be a class of all images\n  remove the link"
+            f"{folder} links to a folder above it, so this class would contain all images\n  remove the link"
         )
 
 
 def read_files(root: str | os.PathLike[str], entries: Iterable[ListedFile]) -> Iterator[Sample]:
-    """Give samples of listed files, in the order of the hash of their names; raises DataError where one is no image."""
+    """Yield samples of listed files, ordered by the hash of their names; raises DataError for an invalid file."""
     for name, labels in sorted(entries, key=lambda entry: sha256(os.fsencode(entry.name)).digest()):
         path = Path(root, name)
-        # A file name is bytes to Linux; a key has to be text.
+        # On Linux, file names are bytes; keys must be text.
         is_utf8 = os.fsencode(name).decode("utf-8", "replace") == name
         if not is_utf8:
-            raise DataError(f"{os.fsencode(path)!r}: its name is not UTF-8, and would be a sample's key; rename it")
+            raise DataError(f"{os.fsencode(path)!r}: its name must be UTF-8, because it becomes the key; rename it")
         extension = path.suffix[1:].lower()
         if not path.exists():
-            raise DataError(f"there is no file {path}\n  expected paths relative to {root}, or whole ones")
+            raise DataError(f"the file {path} does not exist\n  expected paths relative to {root}, or absolute ones")
         if extension not in IMAGES or not path.is_file():
             raise DataError(f"{path}: expected an image file, one of {', '.join(IMAGES)}")
-        # A dot in the key would be taken for the beginning of the extension, but only in its last part.
+        # In the last component of a key, a dot would start the extension.
         folder, slash, base = name.removesuffix(path.suffix).lstrip("/").rpartition("/")
         yield Sample(folder + slash + base.replace(".", "_"), path, labels, extension)
 
 
 def files_of(source: str | os.PathLike[str], pattern: str) -> list[Path]:
-    """Return the files of a folder, those that a path like a/train-*.tar stands for, or the file itself.
+    """Return the files of a folder, those matching a pattern such as a/train-*.tar, or the file itself.
 
-    Raises DataError where there are none.
+    Raises DataError if there are none.
     """
     path = Path(source)
     if path.is_dir():

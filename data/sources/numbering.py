@@ -1,9 +1,9 @@
-"""Class lists, and how a source's class ids become those that are written.
+"""Class lists, and the conversion of a source's class ids to those of another numbering.
 
-1. A source knows its names (`data.sources`), or a class list gives them (`read_class_list`), in the order of
+1. A source provides its class names (`data.sources`), or a class list does (`read_class_list`), in the order of
    their ids.
-2. `number` compares them with the names that are to be followed, those of another set, and says which id of the source
-   becomes which; what these names lack is refused, renamed by a table, or left out (`keep`).
+2. `number` compares them with the names of the target numbering, usually of another set, and maps each id of the source
+   to an id of the target. Names that the target lacks are an error, unless they are renamed or excluded (`keep`).
 
     number(("bird", "kitty"), ("airplane", "bird", "cat"), rename={"kitty": "cat"}).ids    {0: 1, 1: 2}
 """
@@ -22,15 +22,15 @@ from data.checks import printable
 from data.errors import DataError
 from data.index.names import Names, preview
 
-LIST_KEYS = ("names", "id2label", "label_names")  # what holds the class names in JSON that holds other things too
+LIST_KEYS = ("names", "id2label", "label_names")  # keys of the class names in larger JSON documents
 
 
 def read_class_list(path: str | os.PathLike[str]) -> Names:
-    """Return the class names of a file, in the order of their ids; raises DataError where it holds none.
+    """Return the class names of a file, in the order of their ids; raises DataError if the file is invalid.
 
-    One name a line; or a `.jsonl` of a JSON text, or an object with `name`, a line; or a `.json`: a list of names,
-    {"0": name, …} as Hugging Face's `id2label`, or an object that has such as `names` (our indexes), `id2label` or
-    `label_names` (config.json of Hugging Face and of timm).
+    Formats: one name per line; `.jsonl` with a JSON string, or an object with `name`, per line; `.json` with a list of
+    names, {"0": name, …} as in Hugging Face's `id2label`, or an object with either as `names` (our indexes), `id2label`
+    or `label_names` (config.json of Hugging Face and timm).
     """
     path = Path(path)
     try:
@@ -56,44 +56,44 @@ def read_class_list(path: str | os.PathLike[str]) -> Names:
                 raise ValueError(f"class {label} has no name")
             names.append(name)
     except FileNotFoundError:
-        raise DataError(f"{path}: there is no such class list; expected a file of one class name a line") from None
+        raise DataError(f"{path}: no such class list; expected a file with one class name per line") from None
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
     except ValueError as error:
-        raise DataError(f"{path}: {error}; expected one class name a line, in the order of their ids") from None
+        raise DataError(f"{path}: {error}; expected one class name per line, in the order of their ids") from None
     return tuple(names)
 
 
 def check_unambiguous(names: Sequence[str], path: str) -> None:
-    """Raise DataError where a name is a number, and not its own id: as a label it would be taken for another class."""
+    """Raise DataError if a name is a number other than its own id, because a label would mean another class."""
     for label, name in enumerate(names):
         if name.isascii() and name.isdigit() and int(name) != label:
             raise DataError(
                 f"{path}: class {label} is called {name}, which as a label is the id of class {int(name)}\n"
-                "  expected names that are no numbers, or ids in the labels: leave the class list out"
+                "  expected names that are not numbers; if the labels are ids, remove the class list"
             )
 
 
 @dataclass(frozen=True)
 class Numbering:
-    """How a source's class ids become those that are written."""
+    """A mapping of a source's class ids to those that are written."""
 
-    names: Names = ()  # of the ids that are written; none where nobody knows them
-    ids: Mapping[int, int] | None = None  # of the source → written; others are left out; None: all, as they are
-    known: int | None = None  # ids of the source are below; None: unknown
+    names: Names = ()  # of the written ids; () if unknown
+    ids: Mapping[int, int] | None = None  # {source id: written id}, without excluded classes; None: no change
+    known: int | None = None  # number of the source's classes; None: unknown
 
     def labels(self, labels: Sequence[int], key: str) -> tuple[int, ...]:
-        """Return what is written for the labels of a sample; raises DataError on an id that has no name."""
+        """Return the written labels of a sample; raises DataError for an id without a name."""
         if self.known is not None and max(labels, default=0) >= self.known:
             raise DataError(
-                f"sample {printable(key)} has label {max(labels)}, and there are {self.known} class names\n"
-                f"  expected labels from 0 to {self.known - 1}: are these the class names of this set?"
+                f"sample {printable(key)} has label {max(labels)}, but there are {self.known} class names\n"
+                f"  expected labels from 0 to {self.known - 1}: do these class names belong to this set?"
             )
         if self.ids is None:
             return tuple(labels)
         written: list[int] = []
         for label in labels:
-            # Two classes that are now one give one label, not two.
+            # Two classes merged into one give a single label.
             if label in self.ids and self.ids[label] not in written:
                 written.append(self.ids[label])
         return tuple(written)
@@ -108,10 +108,10 @@ def number(
     name: str = "the set",
     giver: str = "the class list",
 ) -> Numbering:
-    """Say how a source with its `own` names is numbered as `target` says; without `target`, as it numbers itself.
+    """Return the numbering that maps a source's `own` names to the ids of `target`; without `target`, to their own.
 
-    Ids of a source without names are taken for those of `target`. `rename` and `keep` speak of the source's classes;
-    `name` and `giver` say which sets are meant. Raises DataError naming the classes that `target` lacks.
+    If the source has no names, its ids are taken as those of `target`. `rename` and `keep` refer to the source's
+    classes. `name` and `giver` are the names of both sets for messages. Raises DataError if `target` lacks names.
     """
     rename = rename or {}
     check_known(rename, own, f"{name}: rename")
@@ -125,7 +125,7 @@ def number(
     if kept is None:
         kept = list(range(len(own)))
     if not target:
-        # A class that was given another's name has become that class; all others keep their order.
+        # A class renamed to an existing name joins that class; all others keep their order.
         merged: list[str] = []
         for class_name in renamed:
             if class_name not in rename.values() or class_name not in merged:
@@ -138,7 +138,7 @@ def number(
     lacking = []
     for label in kept:
         name_in_target = renamed[label]
-        # Of two classes with one name (ImageNet has two cranes) the class at the same place is meant.
+        # If two classes share a name (ImageNet has two cranes), use the one with the same id.
         if label < len(target) and target[label] == name_in_target:
             ids[label] = label
         elif times_in_target[name_in_target] == 1:
@@ -159,7 +159,7 @@ def number(
 def kept_ids(
     names: Sequence[str], keep: Sequence[int | str] | None, name: str, classes: int | None = None
 ) -> list[int] | None:
-    """Return the ids of classes to keep, by id or name; None for all. Raises DataError on an unknown class."""
+    """Return the ids of the classes to keep, given by id or name; None for all. Raises DataError for unknown ones."""
     if keep is None:
         return None
     check_known([entry for entry in keep if isinstance(entry, str)], names, f"{name}: keep")
@@ -169,9 +169,9 @@ def kept_ids(
         if not isinstance(entry, int):
             continue
         if classes and not 0 <= entry < classes:
-            raise DataError(f"{name}: keep has class {entry}, and there are {classes} classes (0 … {classes - 1})")
+            raise DataError(f"{name}: keep has class {entry}, but there are {classes} classes (0 … {classes - 1})")
         ids.add(entry)
-    # Of two classes with one name (ImageNet has two cranes) both are meant.
+    # If two classes share a name (ImageNet has two cranes), keep both.
     for label, class_name in enumerate(names):
         if class_name in keep:
             ids.add(label)
@@ -179,11 +179,11 @@ def kept_ids(
 
 
 def check_known(wanted: Iterable[str], names: Sequence[str], what: str) -> None:
-    """Raise DataError unless all of these are names of the source."""
+    """Raise DataError unless all wanted names are class names of the source."""
     unknown = [name for name in wanted if name not in names]
     if not unknown:
         return
-    there_are = f"expected some of its {len(names)} classes: {preview(names)}"
+    expected = f"expected some of its {len(names)} classes: {preview(names)}"
     if not names:
-        there_are = "nobody knows its class names: give class ids, or the names in a file (names: FILE)"
-    raise DataError(f"{what} has {preview(unknown)}, no class of this source\n  {there_are}")
+        expected = "its class names are unknown: type class ids, or the names in a file (names: FILE)"
+    raise DataError(f"{what} has {preview(unknown)}, no class of this source\n  {expected}")

@@ -1,8 +1,8 @@
-"""Samples on their way into shards: an encoded image with its class ids; the digits; what a known set is.
+"""Samples to be packed: encoded images with class ids; the digits data set; descriptions of known data sets.
 
-A source is a generator of `Sample`, always in the same order; lists of files are shuffled by the hash of their names,
-so that a shard mixes classes whatever order the files were in. Nothing is unpickled. A function `…_classes` beside a
-source gives the names of its classes, in the order of its ids.
+A source is a generator of `Sample` in a fixed order. Lists of files are ordered by the hash of their names, so that
+every shard mixes classes. Nothing is unpickled. The function `…_classes` next to a source returns its class names, in
+the order of their ids.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from data.images.decode import MAX_BYTES
 from data.index.names import Names
 from data.sources.numbering import Numbering
 
-# scikit-learn's copy of UCI's "Optical Recognition of Handwritten Digits", byte for byte; digits.LICENSE beside it.
+# scikit-learn's copy of UCI's "Optical Recognition of Handwritten Digits", byte for byte; see digits.LICENSE.
 DIGITS_FILE = Path(__file__).with_name("digits.csv.gz")
-DIGITS: Names = tuple("0123456789")  # what the digits' classes are called
+DIGITS: Names = tuple("0123456789")  # class names
 
 
 @dataclass(frozen=True)
 class Sample:
-    """An encoded image, in memory or in a file, with its class ids; `key` names it, without a dot.
+    """An encoded image, in memory or in a file, with its class ids; `key` identifies it and contains no dot.
 
-    `labels` are None in a set that has none on purpose; packing refuses an image whose labels are ().
+    `labels` is None in a set without labels; packing rejects empty `labels`.
     """
 
     key: str
@@ -38,38 +38,38 @@ class Sample:
 
     @property
     def size(self) -> int:
-        """Return the bytes of the encoded image."""
+        """The size of the encoded image in bytes."""
         return len(self.image) if isinstance(self.image, bytes) else self.image.stat().st_size
 
     def read(self) -> bytes:
-        """Return the encoded image; raises DataError where its file cannot be read, or no decoder would take it."""
+        """Return the encoded image; raises DataError if its file cannot be read or exceeds the decoder's limit."""
         if isinstance(self.image, bytes):
             return self.image
         try:
             if self.size > MAX_BYTES:
-                raise DataError(f"{self.image}: {self.size:,} bytes, expected {MAX_BYTES:,} at most; take it out")
+                raise DataError(f"{self.image}: {self.size:,} bytes, expected at most {MAX_BYTES:,}; remove the file")
             return self.image.read_bytes()
         except OSError as error:
             raise DataError(f"{self.image}: cannot read it ({error.strerror})") from None
 
 
 class RawSample(NamedTuple):
-    """A sample as it stands in its tar; image and label are empty where the tar has none."""
+    """A sample as stored in its tar; image and label are empty if the tar has none."""
 
     key: str
     image: bytes
     label: bytes
-    is_intact: bool = True  # as the table's digest tells; True without a table
+    is_intact: bool = True  # whether the table's digest matches; True without a table
 
 
 def numbered(samples: Iterable[Sample], numbering: Numbering) -> Iterator[Sample]:
-    """Give the samples with their classes numbered so, without those of classes that the numbering excludes."""
+    """Yield the samples with renumbered classes, without samples whose classes the numbering excludes."""
     for sample in samples:
         if sample.labels is None:
             yield sample
             continue
         labels = numbering.labels(sample.labels, sample.key)
-        # A sample without labels stays as it is: packing refuses it by name.
+        # Keep samples without labels: packing rejects them with an error.
         if labels or not sample.labels:
             yield replace(sample, labels=labels) if labels != sample.labels else sample
 
@@ -78,7 +78,7 @@ def numbered(samples: Iterable[Sample], numbering: Numbering) -> Iterator[Sample
 
 
 def kind_of(encoded: bytes) -> str:
-    """Return the extension that goes with an image's first bytes; "jpg" where they are of no kind that is known."""
+    """Return the file extension for an encoded image, judged by its first bytes; "jpg" if they are unknown."""
     if encoded[1:4] == b"PNG":
         return "png"
     if encoded[8:12] == b"WEBP":
@@ -90,20 +90,20 @@ def kind_of(encoded: bytes) -> str:
 
 
 def digits(train: bool, image_size: int = 32) -> Iterator[Sample]:
-    """Give UCI's 1,797 handwritten digits as RGB JPEGs; every fifth of each class is for testing."""
+    """Yield UCI's 1,797 handwritten digits as RGB JPEGs; every fifth image of each class belongs to the test set."""
     import cv2
 
-    table = np.loadtxt(DIGITS_FILE, np.uint8, delimiter=",")  # (1797, 65): 8 × 8 values of 0 … 16, and the digit
-    seen = [0] * 10  # images of each digit so far
+    table = np.loadtxt(DIGITS_FILE, np.uint8, delimiter=",")  # (1797, 65): 8 × 8 values of 0 … 16, then the digit
+    seen = [0] * 10  # number of images of each digit so far
     for number, row in enumerate(table):
         label = int(row[-1])
         seen[label] += 1
-        # Counted within each digit, so that both parts have about the same share of every digit.
+        # Count per digit, so that both sets have about the same fraction of every digit.
         is_for_testing = seen[label] % 5 == 0
         if is_for_testing == train:
             continue
         grey = np.round(row[:-1].reshape(8, 8) * (255 / 16)).astype(np.uint8)
-        # Without Intel's IPP, whose result depends on the processor: the digest of the set would too.
+        # Disable Intel's IPP, whose result, and so the digest of the set, would depend on the processor.
         uses_ipp = cv2.ipp.useIPP()
         cv2.ipp.setUseIPP(False)
         large = cv2.resize(grey, (image_size, image_size), interpolation=cv2.INTER_CUBIC)
@@ -118,18 +118,18 @@ def digits(train: bool, image_size: int = 32) -> Iterator[Sample]:
 
 @dataclass(frozen=True)
 class Published:
-    """How many samples and classes a split has, and who says so."""
+    """The published numbers of samples and classes of a split, and their source."""
 
     samples: int
     classes: int
     source: str
-    also: tuple[int, ...] = ()  # other numbers of samples that others have counted in the same archive
+    also: tuple[int, ...] = ()  # other numbers of samples reported for the same archive
 
 
 class Archive(NamedTuple):
-    """A data set as its owners distribute it."""
+    """A data set as distributed by its owners."""
 
-    samples: Callable[[Path, str], Iterator[Sample]]  # of the archive, or the folder of archives, and a split
+    samples: Callable[[Path, str], Iterator[Sample]]  # arguments: the archive or its folder, and a split
     classes: Callable[[Path], Names]  # in the order of their ids
-    published: dict[str, Published]  # split → what it is known to hold; other splits there are none
-    counted: Callable[[Path], Names] | None = None  # the classes that are published, where they are others than those
+    published: dict[str, Published]  # by split; contains all splits
+    counted: Callable[[Path], Names] | None = None  # the published classes, if they differ from `classes`

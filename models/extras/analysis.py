@@ -1,12 +1,12 @@
-"""Shows which patches a trained ViT attends to: the analyses behind the paper's figures 6, 7 and 11 (SPEC 2.7).
+"""Analyse which patches a trained ViT attends to: the paper's figures 6, 7 and 11 (SPEC 2.7).
 
-1. `attention_weights` runs images through the model and recomputes what each block's attention formed;
-2. from these: `attention_map` (figure 6), `attention_distance` (figures 7 and 11);
-3. from the parameters alone: `position_similarity` and `embedding_components` (figure 7).
+1. `attention_weights` runs images through the model and recomputes the attention weights of each block.
+2. `attention_map` (figure 6) and `attention_distance` (figures 7 and 11) use these weights.
+3. `position_similarity` and `embedding_components` (figure 7) use only the model's parameters.
 
     weights = attention_weights(model, images)                # 12 of (B, 12, 197, 197) for B/16 at 224 pixels
     attention_map(weights, model.config)                      # (B, 14, 14), the largest entry 1
-    attention_distance(weights, model.config)                 # (12, 12) pixels, a row for each layer
+    attention_distance(weights, model.config)                 # (12, 12) pixels, one row per layer
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from models.vit import Attention, Block, ViT, ViTConfig, position_table, split_h
 
 
 def vit_of(model: nn.Module) -> ViT:
-    """Return the ViT, also of a model for masked prediction; ValueError where there is none."""
+    """Return the ViT, which may be inside a model for masked prediction; ValueError if there is none."""
     vit = getattr(model, "vit", model)
     if not isinstance(vit, ViT):
         raise ValueError(f"expected a Vision Transformer, found a {type(model).__name__}")
@@ -33,9 +33,9 @@ def vit_of(model: nn.Module) -> ViT:
 
 @torch.no_grad()
 def attention_weights(model: nn.Module, images: Tensor) -> list[Tensor]:
-    """Return the softmax weights (B, H, T, T) of each block, query before key, in float32; use a model in eval mode.
+    """Return the softmax weights (B, H, T, T) of each block, query before key, in float32; needs eval mode.
 
-    Recomputed from what enters each attention, because the fused kernels never form them.
+    They are recomputed from the inputs of each attention, because fused kernels never form them.
     """
     vit = vit_of(model)
     if vit.block is not Block:
@@ -54,9 +54,9 @@ def attention_weights(model: nn.Module, images: Tensor) -> list[Tensor]:
     for block in vit.blocks:
         assert isinstance(block, Block)
         hooks.append(block.attention.register_forward_pre_hook(record))
-    # A hook that stayed would compute attention a second time in every later forward pass and keep the results alive.
+    # Remove the hooks: otherwise every later forward pass would compute attention twice and keep the results in memory.
     try:
-        vit.encode(vit.embed(images))  # of all tokens, also those that pooling leaves unread
+        vit.encode(vit.embed(images))  # computes all tokens, including those that pooling does not read
     finally:
         for hook in hooks:
             hook.remove()
@@ -64,28 +64,28 @@ def attention_weights(model: nn.Module, images: Tensor) -> list[Tensor]:
 
 
 def rollout(weights: Sequence[Tensor], identity: bool = True) -> Tensor:
-    """Return how much of each input token (key) is in each output token (query): (B, T, T), rows sum to 1.
+    """Return the contribution of each input token (key) to each output token (query): (B, T, T), rows sum to 1.
 
-    Heads are averaged and layers multiplied, the last on the left. `identity` stands for the residual: it is
+    Averages heads and multiplies layers, the last on the left. `identity` accounts for the residual connection: it is
     added before the rows are normalised again (paper D.8; authors, vision_transformer issues 18 and 27).
     """
     tokens = weights[0].shape[-1]
     residual = torch.eye(tokens, dtype=torch.float64, device=weights[0].device)
     mixed = residual
-    # Later layers multiply from the left: their keys are the tokens that the layers before them gave out.
+    # Later layers multiply from the left: their keys are the output tokens of earlier layers.
     for layer in weights:
         mean = layer.double().mean(1)
         if identity:
-            # Without the identity, the rollout would leave out what a block passes on unchanged.
+            # The identity represents what the residual connection passes on unchanged.
             mean = mean + residual
         mixed = mean / mean.sum(-1, keepdim=True) @ mixed
     return mixed
 
 
 def attention_map(weights: Sequence[Tensor], config: ViTConfig) -> Tensor:
-    """Return how much of each patch is in the pooled token, by rollout (figure 6): (B, rows, columns), at most 1."""
+    """Return the contribution of each patch to the pooled token by rollout (figure 6): (B, rows, columns), max. 1."""
     mixed = rollout(weights)
-    # The class token is what the head sees; without one the head sees the mean over the patches.
+    # The head reads the class token, or without one the mean over the patches.
     pooled = mixed[:, 0]
     if config.pool != "token":
         pooled = mixed[:, config.prefix_tokens :].mean(1)
@@ -96,8 +96,8 @@ def attention_map(weights: Sequence[Tensor], config: ViTConfig) -> Tensor:
 def attention_distance(weights: Sequence[Tensor], config: ViTConfig, renormalise: bool = False) -> Tensor:
     """Return the mean distance in pixels between query and key patch (figures 7 and 11), (layers, H).
 
-    Weighted by attention, averaged over queries and images (128 in the paper). Prefix tokens have no place and
-    are left out; with `renormalise` the other keys' weights are scaled to sum to 1, without it they count as 0.
+    Weighted by attention, averaged over queries and images (128 in the paper). Prefix tokens have no position and are
+    excluded; `renormalise` scales the remaining weights to sum to 1, otherwise excluded weights count as distance 0.
     """
     rows, columns = config.grid
     row = torch.arange(rows, dtype=torch.float64)
@@ -114,33 +114,33 @@ def attention_distance(weights: Sequence[Tensor], config: ViTConfig, renormalise
 
 
 def position_similarity(model: nn.Module) -> Tensor:
-    """Return the cosine similarity of all positions (figure 7, centre), (rows, columns, rows, columns).
+    """Return the cosine similarity between all positions (figure 7, centre), (rows, columns, rows, columns).
 
-    Where every layer has a table, the first one is taken. Raises ValueError where nothing is added to the patches.
+    If every layer has a table, uses the first one. Raises ValueError if no table is added to the patches.
     """
     vit = vit_of(model)
     config = vit.config
     if config.positions not in positions.ADDED:
-        raise ValueError(f"expected a table that is added to the patches, found positions {config.positions}")
+        raise ValueError(f"expected a position table that is added to the patches, found positions {config.positions}")
     table = position_table(vit.state_dict(), config)[0, config.position_slots :].double()
     unit = F.normalize(table, dim=-1)
     return (unit @ unit.T).reshape(*config.grid, *config.grid)
 
 
 def embedding_components(model: nn.Module, count: int = 28) -> tuple[Tensor, Tensor]:
-    """Return principal components of the RGB patch filters (figure 7, left), and each one's share of the variance.
+    """Return principal components of the RGB patch filters (figure 7, left), and their shares of the variance.
 
-    Components (count, C, h, w) of unit length, the sign such that the largest entry is positive; at most as
-    many as there are. The paper shows 28, of L/32.
+    At most `count` components (count, C, h, w) of unit length, with the sign that makes the largest entry positive.
+    The paper shows 28, of L/32.
     """
     vit = vit_of(model)
     if vit.stem is not None:
-        raise ValueError("expected a patch embedding that sees RGB pixels; this model has a ResNet before it")
+        raise ValueError("expected a patch embedding of RGB pixels; in this model, a ResNet precedes it")
     filters = vit.embedding.weight.detach().double()  # (D, C, h, w)
     rows = filters.flatten(1)
-    # Principal components are those of centred rows; SVD gives them without forming a covariance matrix.
+    # Principal components belong to centred rows; SVD computes them without a covariance matrix.
     _, values, components = torch.linalg.svd(rows - rows.mean(0), full_matrices=False)
-    # A component and its negative are the same one: the sign is fixed so that pictures can be compared.
+    # A component and its negative are equivalent: fix the sign to make pictures comparable.
     largest = components.gather(1, components.abs().argmax(1, keepdim=True))
     components = components * largest.sign()
     variance = values.square()

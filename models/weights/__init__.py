@@ -1,1 +1,1 @@
-"""Weights in and out of files, ours and those of other projects."""
+"""Read and write weight files, in our format and in those of other projects."""

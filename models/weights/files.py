@@ -1,15 +1,15 @@
-"""Weights in and out of files: our own directory (folder.py), and by `load` and `save` those of others.
+"""Read and write weights: our own directories (folder.py), and by `load` and `save` other libraries' formats.
 
-How `load` finds what a path is, first match wins:
-1. a name with .npz in it is an official file;
-2. a directory with model.json, or a file in one, is ours;
-3. a .safetensors file, or a directory with model.safetensors, is timm's or Hugging Face's: the keys tell which.
+How `load` recognises a path, first match wins:
+1. a name that contains .npz is an official file;
+2. a directory with model.json, or a file in such a directory, is in our format;
+3. a .safetensors file, or a directory with model.safetensors, is timm's or Hugging Face's; the keys tell which.
 
     load("ViT-B_16.npz").config      ViTConfig(image_size=(224, 224), patch=(16, 16), classes=21843, width=768, ...)
     save(model, "out", "timm")       writes out/model.safetensors and out/config.json, which timm opens
 
-Nothing here unpickles: only safetensors and plain arrays are opened. Training reads and writes our own directories
-alone, so that the modules of the other formats are imported where a file of theirs is met.
+Nothing here unpickles: only safetensors and plain arrays are read. Training uses only our own format, so the modules
+of other formats are imported when needed.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from models.weights.folder import (
 )
 from models.weights.preprocessing import Preprocessing
 
-# How a file comes to its name: given the final one, a context manager yields the name to write to. The default writes
-# in place, as a notebook wants it; a run passes `data.files.atomic_file`, so that a file appears whole or not at all.
+# How files are written: a context manager takes the final path and yields the path to write to. The default writes in
+# place, for notebooks; a run passes `data.files.atomic_file`, so that files are complete or absent.
 Writing = Callable[[Path], AbstractContextManager[Path]]
 
 
@@ -52,11 +52,10 @@ def save_weights(
     class_names: Sequence[str] = (),
     preprocessing: Preprocessing | None = None,
 ) -> None:
-    """Write a model, or a state dict with its config: the tensors first, model.json last.
+    """Write a model, or a state dict with its config, to a directory in our format.
 
-    `class_names` are those of the classes, in the order of the outputs, as far as they are known; `preprocessing` says
-    how the pixels were made that the weights were judged on. Raises ValueError where the state dict comes without its
-    config or does not fit it.
+    `class_names` are in the order of the outputs, as far as they are known; `preprocessing` is that of the evaluation.
+    Raises ValueError if a state dict comes without its config or does not fit it.
     """
     if isinstance(model_or_state, nn.Module):
         state = model_or_state.state_dict()
@@ -64,20 +63,20 @@ def save_weights(
     else:
         state = model_or_state
     if config is None:
-        raise ValueError("a state dict does not name its model: call save_weights(state, directory, config)")
+        raise ValueError("a state dict does not contain its config: call save_weights(state, directory, config)")
     check_weights(state, config)
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    # model.json comes last: a save that was cut off in a new directory has none, and is refused.
+    # Write model.json last: an interrupted save to a new directory has no model.json and is rejected.
     write_tensors(directory / WEIGHTS, state, writing)
     names = list(class_names[: config.classes])
-    beside = {
+    optional_files = {
         CLASSES: json.dumps(names, indent=0) if names else None,
         PREPROCESSING: json.dumps(asdict(preprocessing), indent=2) if preprocessing else None,
     }
-    for name, text in beside.items():
+    for name, text in optional_files.items():
         if text is None:
-            # What stands beside the weights that were here before would be taken for these weights'.
+            # Delete the file of earlier weights, or it would be taken to describe these.
             (directory / name).unlink(missing_ok=True)
             continue
         with writing(directory / name) as target:
@@ -87,7 +86,7 @@ def save_weights(
 
 
 def write_tensors(path: Path, state: dict[str, Tensor], writing: Writing) -> None:
-    """Write a state dict as one safetensors file, every tensor contiguous and on the CPU."""
+    """Write a state dict to one safetensors file; tensors are made contiguous and moved to the CPU."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -96,7 +95,7 @@ def write_tensors(path: Path, state: dict[str, Tensor], writing: Writing) -> Non
         try:
             save_file(tensors, target, metadata={"format": "pt"})
         except SafetensorError as error:
-            # A refusal of the disk comes as "… (os error 28) at path …", which says neither which file nor what to do.
+            # safetensors reports disk errors as "… (os error 28) at path …": convert them to an OSError with the path.
             code = re.search(r"\(os error (\d+)\)", str(error))
             if code is None:
                 raise
@@ -104,13 +103,13 @@ def write_tensors(path: Path, state: dict[str, Tensor], writing: Writing) -> Non
 
 
 def load_weights(directory: str | Path) -> tuple[dict[str, Tensor], ModelConfig]:
-    """Return state dict and config of a directory `save_weights` wrote; ValueError where they do not fit."""
+    """Return state dict and config of a directory in our format; ValueError if they do not fit each other."""
     from safetensors.torch import load_file
 
     directory = Path(directory)
     for name in (CONFIG, WEIGHTS):
         if not (directory / name).is_file():
-            raise FileNotFoundError(f"{directory} holds no {name}; expected {CONFIG} and {WEIGHTS}")
+            raise FileNotFoundError(f"{directory} contains no {name}; expected {CONFIG} and {WEIGHTS}")
     config = from_dict(json.loads((directory / CONFIG).read_text()))
     state = load_file(directory / WEIGHTS)
     check_weights(state, config)
@@ -118,40 +117,40 @@ def load_weights(directory: str | Path) -> tuple[dict[str, Tensor], ModelConfig]
 
 
 def module(state: dict[str, Tensor], config: ModelConfig) -> Model:
-    """Return the float32 module in eval mode that holds these tensors."""
+    """Build a module in eval mode with these weights in float32."""
     check_weights(state, config)
-    # On meta, so that no first values are drawn that the next lines would replace.
+    # On the meta device, which skips an initialisation that would be overwritten.
     model = catalog.empty(config)
-    # Copied, because a safetensors file is mapped into memory and its tensors may start at any byte. MKL's last bit
-    # depends on where they start, so that the same weights would give other bits.
+    # Copy the tensors: those mapped from a safetensors file may start at any byte, and MKL's last bit depends on the
+    # alignment, so equal weights would give different bits.
     in_float32 = {name: tensor.to(torch.float32, copy=True) for name, tensor in state.items()}
     model.load_state_dict(in_float32, assign=True)
     return model.eval()
 
 
 def load(path: str | Path, **config: object) -> Model:
-    """Return the module of any supported file or directory, in eval mode and float32.
+    """Load a model in eval mode and float32 from any supported file or directory.
 
-    The architecture is read from keys, shapes and the config beside them; `config` overrides what they do not
-    tell. Raises ValueError naming every key that is missing, unknown or mis-shaped.
+    The architecture is inferred from keys, shapes and a config file next to them; `config` sets fields that these do
+    not tell. Raises ValueError listing every key that is missing, unknown or of the wrong shape.
     """
     file = Path(path)
     directory = file if file.is_dir() else file.parent
-    # "in" and not the suffix: big_vision's `file.npz:img` names a part of a file.
+    # "in" instead of the suffix: big_vision's `file.npz:img` names a part of a file.
     if ".npz" in file.name:
         from models.weights import npz
 
         return module(*npz.load(path, config))
     if (directory / CONFIG).is_file():
-        # The caller's fields win; `module` then refuses those that the tensors do not fit.
+        # The caller's fields override saved ones; `module` rejects fields that the tensors do not fit.
         state, saved = load_weights(directory)
         return module(state, from_dict({**to_dict(saved), **config}))
     if file.is_dir():
         file = file / THEIR_WEIGHTS
     if file.suffix != ".safetensors" or not file.is_file():
         raise ValueError(
-            f"{path} is no folder with {CONFIG} or {THEIR_WEIGHTS}, no .safetensors and no .npz file\n"
-            "  pickled checkpoints (.pth, .bin) are not opened: convert them to safetensors first"
+            f"{path} is not a folder with {CONFIG} or {THEIR_WEIGHTS}, nor a .safetensors or .npz file\n"
+            "  pickled checkpoints (.pth, .bin) are not supported: convert them to safetensors first"
         )
     # The file is timm's or Hugging Face's.
     from safetensors.torch import load_file
@@ -160,11 +159,11 @@ def load(path: str | Path, **config: object) -> Model:
 
     stored = {key: tensor.float() for key, tensor in load_file(file).items()}
     config_file = file.parent / THEIR_CONFIG
-    # A bare file is read too: then shapes and the other library's defaults tell what config.json would.
+    # A file without config.json is supported too: shapes and the library's defaults replace it.
     described = {}
     if config_file.is_file():
         described = json.loads(config_file.read_text())
-    # This key is in every ViT of transformers, with and without a classifier, and in none of timm.
+    # Every ViT of transformers has this key, with and without a classifier; no model of timm has it.
     if any("embeddings.patch_embeddings.projection." in key for key in stored):
         return module(*hf.load(stored, described, config))
     return module(*timm.load(stored, described, config))
@@ -178,18 +177,18 @@ def save(
     class_names: Sequence[str] = (),
     preprocessing: Preprocessing | None = None,
 ) -> None:
-    """Write the model so that its readers compute the same logits of an image; ValueError where that cannot be.
+    """Write the model so that readers of the format compute the same logits; ValueError if that is impossible.
 
-    format: safetensors (our directory), npz (an official file, which has no place for class names and preprocessing),
-    timm or hf (a directory they open). Without `preprocessing` timm and hf are told of evaluation's default: an image
-    is squashed to the model's size.
+    format: safetensors (our directory), npz (an official file, without class names and preprocessing), timm or hf
+    (directories for these libraries). Without `preprocessing`, timm and hf get evaluation's default: squash the image
+    to the model's size.
     """
     path = Path(path)
     if format == "safetensors":
         save_weights(model, path, writing=writing, class_names=class_names, preprocessing=preprocessing)
         return
     if format not in ("npz", "timm", "hf"):
-        raise ValueError(f"format {format!r} is none of safetensors, npz, timm, hf")
+        raise ValueError(f"format is {format!r}, expected one of safetensors, npz, timm, hf")
     from models.weights import hf, npz, timm
 
     if format == "npz":

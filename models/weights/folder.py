@@ -1,10 +1,10 @@
-"""A folder of weights: the names of its files, and those of them that are read without the tensors.
+"""File names in a folder of weights, and readers of the small files, which need no torch.
 
-    weights.safetensors + model.json    ours: what passes from stage to stage; beside them, where they are known,
-    classes.json, preprocessing.json    what the classes are called, and how evaluation made the pixels
+    weights.safetensors + model.json    our format, passed from stage to stage; optionally with
+    classes.json, preprocessing.json    the class names, and the preprocessing used in evaluation
     model.safetensors + config.json     timm, Hugging Face
 
-Nothing here imports torch, so that a recipe is checked against the folders that it names without waiting for it.
+This module does not import torch, so a recipe can be checked quickly against the folders it names.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from models.weights.preprocessing import Preprocessing
 
 WEIGHTS = "weights.safetensors"
 CONFIG = "model.json"
-CLASSES = "classes.json"  # the names of the classes, a list in the order of the outputs; only where they are known
-PREPROCESSING = "preprocessing.json"  # how the pixels were made that they were judged on; only where it is known
+CLASSES = "classes.json"  # class names, a list in the order of the outputs; only if they are known
+PREPROCESSING = "preprocessing.json"  # how evaluation made the pixels; only if the weights were evaluated
 THEIR_WEIGHTS = "model.safetensors"
 THEIR_CONFIG = "config.json"
-THEIR_PREPROCESSOR = "preprocessor_config.json"  # of transformers; in timm's folders it is a part of config.json
+THEIR_PREPROCESSOR = "preprocessor_config.json"  # of transformers; timm stores this in config.json
 
 
 def load_class_names(path: str | Path) -> tuple[str, ...]:
-    """Return the class names of any supported file or directory, in the order of the outputs; none where it has none.
+    """Return the class names of any supported file or directory, in the order of the outputs; () if it has none.
 
-    They are in classes.json of ours, in `id2label` of Hugging Face's config.json, in `label_names` of timm's. Raises
-    ValueError where they are no list of texts.
+    Reads our classes.json, `id2label` of Hugging Face's config.json, or `label_names` of timm's. Raises ValueError if
+    they are not a list of strings.
     """
     path = Path(path)
     directory = path if path.is_dir() else path.parent
@@ -46,14 +46,14 @@ def load_class_names(path: str | Path) -> tuple[str, ...]:
     else:
         names = []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"the class names of {directory} are no list of texts")
+        raise ValueError(f"the class names of {directory} are not a list of strings")
     return tuple(names)
 
 
 def load_preprocessing(path: str | Path) -> Preprocessing | None:
-    """Return how the pixels were made that weights of ours were judged on; None where nothing says so.
+    """Return the preprocessing with which weights in our format were evaluated; None if it was not recorded.
 
-    Raises ValueError where the file says something else than `save_weights` does.
+    Raises ValueError if the file has other fields than `save_weights` writes.
     """
     path = Path(path)
     file = (path if path.is_dir() else path.parent) / PREPROCESSING
@@ -61,9 +61,9 @@ def load_preprocessing(path: str | Path) -> Preprocessing | None:
         return None
     fields: dict[str, Any] = {}
     try:
-        # JSON has lists where the fields are tuples.
+        # JSON has lists instead of tuples.
         for name, value in json.loads(file.read_text()).items():
             fields[name] = tuple(value) if isinstance(value, list) else value
         return Preprocessing(**fields)
     except (AttributeError, TypeError) as error:
-        raise ValueError(f"{file} is no record of a preprocessing: {error}") from None
+        raise ValueError(f"{file} is not a valid record of a preprocessing: {error}") from None

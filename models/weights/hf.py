@@ -1,12 +1,12 @@
-"""Hugging Face `ViTForImageClassification` and `ViTModel`: directories of `from_pretrained` (SPEC 6.2).
+"""Hugging Face `ViTForImageClassification` and `ViTModel`: directories for `from_pretrained` (SPEC 6.2).
 
 How a file is read:
-1. config.json, where there is one, tells what shapes do not: activation, epsilon of the norms, heads, image size;
-2. keys that start with "vit." are a classifier's, others those of a bare ViTModel;
-3. shapes tell the rest (`layout.vit_config`), and the layout reads every key.
+1. read from config.json, if it exists, what shapes do not tell: activation, epsilon of the norms, heads, image size;
+2. keys that start with "vit." belong to a classifier, other keys to a bare ViTModel;
+3. infer the rest from shapes (`layout.vit_config`), and read every key by the layout.
 
     {"hidden_act": "gelu", "layer_norm_eps": 1e-12, "num_attention_heads": 12, "image_size": 224, ...}
-    tells activation="gelu", norm_eps=1e-12, heads=12, image_size=(224, 224)
+    gives activation="gelu", norm_eps=1e-12, heads=12, image_size=(224, 224)
     vit.encoder.layer.0.attention.attention.query.weight is the first third of blocks.0.attention.qkv.weight
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from models.configs import ConfigFields, ModelConfig, ViTConfig
 from models.weights.layout import ForeignConfig, Layout, read, vit_config, with_learned_positions, write
 
-MODEL = (  # names on disk, which transformers 5 keeps although it renames them in memory
+MODEL = (  # names in files; transformers 5 keeps them although it renames the parameters in memory
     (r"^embedding\.", "embeddings.patch_embeddings.projection."),
     (r"^prefix\.cls$", "embeddings.cls_token"),
     (r"^positions\.0\.table$", "embeddings.position_embeddings"),
@@ -33,13 +33,13 @@ MODEL = (  # names on disk, which transformers 5 keeps although it renames them 
     (r"\.mlp\.down\.", ".output.dense."),
     (r"^norm\.", "layernorm."),
 )
-# They keep q, k and v apart; the renames above lead to one name, and this piece of it stands for three.
+# Their files store q, k and v separately; the rules above give one name, and this part of it expands to three.
 QKV = ((".qkv.", (".query.", ".key.", ".value.")),)
 BARE = Layout((*MODEL, (r"^pre_logits\.", "pooler.dense.")), QKV)
-CLASSIFIER = Layout(  # knows no pooler
+CLASSIFIER = Layout(  # has no pooler
     (
         *MODEL,
-        # A look-ahead matches no letters: it puts "vit." before these names and leaves the head's alone.
+        # The look-ahead matches an empty string: it prepends "vit." to these names and skips the head's.
         (r"^(?=embeddings|encoder|layernorm)", "vit."),
         (r"^head\.", "classifier."),
     ),
@@ -48,18 +48,18 @@ CLASSIFIER = Layout(  # knows no pooler
 ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}  # theirs: ours
 THEIR_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}  # the inverse: ours: theirs
 TOLD = (("heads", "num_attention_heads"), ("image_size", "image_size"))  # ours, their field
-UNNAMED = "LABEL_{}"  # what transformers calls a class that has no name
+UNNAMED = "LABEL_{}"  # how transformers names a class without a name
 DEFAULT_NORM_EPS = 1e-12  # of transformers.ViTConfig
 
 
 def load(
     stored: dict[str, Tensor], described: ForeignConfig, overrides: ConfigFields
 ) -> tuple[dict[str, Tensor], ViTConfig]:
-    """Return state dict and config; without a config.json, activation and epsilon are the defaults of transformers.
+    """Return state dict and config; without a config.json, use transformers' default activation and epsilon.
 
-    Raises ValueError where the model computes what none here does.
+    Raises ValueError if we cannot compute the model.
     """
-    # Their defaults are not ours: erf GELU and epsilon 1e-12 change the logits by 4.6e-4 (SPEC 6.2).
+    # Their defaults differ from ours: erf GELU and epsilon 1e-12 change the logits by 4.6e-4 (SPEC 6.2).
     activation = described.get("hidden_act", "gelu")
     if activation not in ACTIVATIONS:
         raise ValueError(f"hidden_act {activation!r} is not one of {', '.join(ACTIVATIONS)}")
@@ -72,7 +72,7 @@ def load(
     for ours, theirs in TOLD:
         if theirs in described:
             known[ours] = described[theirs]
-    # ViTModel has no "vit." before its names, and it alone has the pooler.
+    # Names of ViTModel have no "vit." prefix, and only ViTModel has the pooler.
     layout = BARE
     if any(key.startswith("vit.") for key in stored):
         layout = CLASSIFIER
@@ -81,10 +81,10 @@ def load(
 
 
 def class_names(described: ForeignConfig) -> list[str]:
-    """Return the class names of a config.json, in the order of the outputs; none where it has but placeholders."""
+    """Return the class names of a config.json, in the order of the outputs; empty if they are placeholders."""
     names: list[str] = []
     try:
-        # JSON's keys are texts; the numbers of a whole table go from 0 on without a gap.
+        # JSON keys are strings; a complete table is numbered from 0 without gaps.
         for number, name in sorted((int(number), name) for number, name in described.get("id2label", {}).items()):
             if number != len(names) or name == UNNAMED.format(number):
                 break
@@ -97,8 +97,8 @@ def class_names(described: ForeignConfig) -> list[str]:
 def save(
     state: dict[str, Tensor], config: ModelConfig, class_names: Sequence[str] = ()
 ) -> tuple[dict[str, Tensor], str]:
-    """Return tensors and config.json for transformers: a classifier, or without classes a ViTModel."""
-    # Some models cannot be computed by transformers' ViT.
+    """Return tensors and config.json for transformers: a classifier, or a ViTModel if there are no classes."""
+    # Collect the reasons why transformers' ViT cannot compute this model.
     reasons = []
     if not isinstance(config, ViTConfig) or config.family != "vit":
         reasons.append(f"family {config.family}")
@@ -120,9 +120,9 @@ def save(
     numbers: dict[str, int] = {}
     for number in range(config.classes):
         names[number] = class_names[number] if number < len(class_names) else UNNAMED.format(number)
-        # ImageNet has two classes that are called crane: the name leads to the first.
+        # ImageNet has two classes called crane: the name maps to the first.
         numbers.setdefault(names[number], number)
-    # The fields of transformers.ViTConfig that make it this model.
+    # Fields that make transformers' ViT compute this model.
     described = {
         "architectures": ["ViTForImageClassification" if config.classes else "ViTModel"],
         "model_type": "vit",
@@ -132,7 +132,7 @@ def save(
         "intermediate_size": config.mlp,
         "hidden_act": THEIR_ACTIVATIONS[config.activation],
         "hidden_dropout_prob": config.dropout,
-        # The original drops no attention weights: every config sets this rate to zero (SPEC 1.3).
+        # The original never drops attention weights: every config sets this rate to zero (SPEC 1.3).
         "attention_probs_dropout_prob": 0.0,
         "layer_norm_eps": config.norm_eps,
         "image_size": square(config.image_size),
@@ -145,14 +145,14 @@ def save(
         "label2id": numbers,
         "dtype": "float32",
     }
-    # Theirs is always a learned table with an entry for the class token: slots=1.
+    # transformers always has a learned table with an entry for the class token: slots=1.
     state, config = with_learned_positions(state, config, slots=1)
     tensors = write(state, config, CLASSIFIER if config.classes else BARE)
     return tensors, json.dumps(described, indent=2) + "\n"
 
 
 def square(size: tuple[int, int]) -> int | list[int]:
-    """Return one number where the two are equal, as most readers expect."""
+    """Return a single number if both sides are equal, as most readers expect."""
     height, width = size
     if height == width:
         return height

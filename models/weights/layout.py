@@ -1,16 +1,16 @@
-"""Weights of one layout turned into another, every key accounted for: what all foreign formats share.
+"""Convert weights between our names and shapes and another library's layout, with every key checked.
 
-A layout says under which keys the parts of each of our parameters lie (a packed qkv has three), and which
-shape a part has there.
+A layout defines the keys under which the parts of each parameter are stored (a packed qkv has three parts), and the
+stored shape of each part.
 
-1. `Layout.keys` turns our name into theirs, by the renames in their order, and splits what is packed here;
-2. `vit_config` tells from stored keys and shapes which ViT they belong to;
-3. `write` turns a state dict of ours into tensors under their keys and in their shapes;
-4. `read` holds stored tensors against what `write` makes of such a model, and puts our state dict together.
+1. `Layout.keys` converts our name to stored keys: it applies the renames in order, and splits packed parameters.
+2. `vit_config` infers the config of a ViT from stored keys and shapes.
+3. `write` converts our state dict to stored tensors.
+4. `read` compares stored tensors with what `write` would produce, and assembles our state dict.
 
     npz.VIT_JAX.keys("blocks.0.attention.qkv.weight")
     ("Transformer/encoderblock_0/MultiHeadDotProductAttention_0/query/kernel", ".../key/kernel", ".../value/kernel")
-    here each part is (768, 768), outputs first; there it is (768, 12, 64), inputs first and the heads apart
+    our parts are (768, 768), outputs first; the stored ones are (768, 12, 64), inputs first and heads separate
 
     timm's keys of B/16    patch_embed.proj.weight (768, 3, 16, 16), cls_token (1, 1, 768), pos_embed (1, 197, 768), ...
     become                 ViTConfig(image_size=(224, 224), patch=(16, 16), width=768, heads=12, pool="token", ...)
@@ -33,23 +33,23 @@ from models.catalog import Shape, check_shapes
 from models.configs import SIZES, ConfigFields, ModelConfig, ViTConfig, checked, stem_stride
 from models.vit import position_table
 
-ForeignConfig = dict[str, Any]  # a config.json of another project, as JSON gives it; its fields are theirs to choose
-CHANNELS_PER_HEAD = 64  # in every variant of the paper's table 1 but H
+ForeignConfig = dict[str, Any]  # a parsed config.json of another library, with any fields
+CHANNELS_PER_HEAD = 64  # in every variant of the paper's table 1 except H
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How another code base stores our parameters."""
+    """How another code base names and shapes our parameters."""
 
-    renames: tuple[tuple[str, str], ...]  # regular expression and replacement, applied to our name in turn
-    packed: tuple[tuple[str, tuple[str, ...]], ...] = ()  # a piece of the new name: the parts it stands for
-    kernels_last: bool = False  # JAX's (in, out) and (rows, columns, in, out) instead of torch's order
-    # The shape of a part there, from its key and its shape in this order of axes; None: it is the same.
+    renames: tuple[tuple[str, str], ...]  # pairs of regular expression and replacement, applied to our name in order
+    packed: tuple[tuple[str, tuple[str, ...]], ...] = ()  # substring of the new name, and its replacement for each part
+    kernels_last: bool = False  # JAX's order (in, out) and (rows, columns, in, out) instead of torch's
+    # Returns the stored shape of a part, from its key and its shape in this order of axes; None: the shape is the same.
     shape_of: Callable[[str, Shape, ModelConfig], Shape] | None = None
 
     def keys(self, name: str) -> tuple[str, ...]:
         """Return the keys under which the parts of our parameter `name` are stored."""
-        # Each rename sees what those before it made of the name, so that their order matters.
+        # The order of renames matters, because each is applied to the result of the previous one.
         for pattern, replacement in self.renames:
             name = re.sub(pattern, replacement, name)
         for piece, parts in self.packed:
@@ -59,12 +59,12 @@ class Layout:
 
 
 def read(stored: dict[str, Tensor], config: ModelConfig, layout: Layout) -> dict[str, Tensor]:
-    """Return our state dict from stored tensors; ValueError naming every key that does not fit."""
-    # The module on meta is the list of parameters: a table of shapes beside it could drift from the code.
+    """Return our state dict from stored tensors; raises ValueError listing every key that does not fit."""
+    # Take the expected parameters from a module on the meta device: a separate table could drift from the code.
     parameters: dict[str, Tensor] = dict(catalog.empty(config).named_parameters())
     expected = {key: squeezed(tensor) for key, tensor in write(parameters, config, layout).items()}
     shapes = {key: squeezed(tensor) for key, tensor in stored.items()}
-    # Unknown keys are an error too: a layer that no model here has would be left out without a word.
+    # Reject unknown keys, because ignoring the weights of an unsupported layer would silently change the model.
     check_shapes(shapes, expected, config.family)
 
     state: dict[str, Tensor] = {}
@@ -73,8 +73,8 @@ def read(stored: dict[str, Tensor], config: ModelConfig, layout: Layout) -> dict
         parts = []
         for key, here in zip(keys, parameter.chunk(len(keys)), strict=True):
             tensor = stored[key]
-            # The inverse of `write`, whatever the shape it is stored in. JAX's attention kernels keep heads as an axis.
-            # It lies beside the inputs or beside the outputs, so that the same reshape closes it up for all.
+            # The inverse of `write` for any stored shape. JAX's attention kernels have heads as a separate axis next to
+            # the inputs or the outputs; the same reshape merges it in both cases.
             if layout.kernels_last and here.ndim == 2:
                 outputs, inputs = here.shape
                 tensor = tensor.reshape(inputs, outputs).T
@@ -87,7 +87,7 @@ def read(stored: dict[str, Tensor], config: ModelConfig, layout: Layout) -> dict
 
 
 def squeezed(tensor: Tensor) -> Shape:
-    """Return the shape without leading ones: old files keep (1, 1, 1, C) for GroupNorm and (1, 1, C, K) for a head."""
+    """Return the shape without leading ones: old files store (1, 1, 1, C) for GroupNorm and (1, 1, C, K) for a head."""
     shape = tuple(tensor.shape)
     while len(shape) > 1 and shape[0] == 1:
         shape = shape[1:]
@@ -95,9 +95,9 @@ def squeezed(tensor: Tensor) -> Shape:
 
 
 def write(state: dict[str, Tensor], config: ModelConfig, layout: Layout) -> dict[str, Tensor]:
-    """Return stored tensors from our state dict: the inverse of `read`, bit for bit."""
+    """Convert our state dict to stored tensors: the inverse of `read`, bit for bit."""
     stored: dict[str, Tensor] = {}
-    # In the module's order, whatever order the state dict has.
+    # In the module's order, independent of the state dict's.
     for name, _ in catalog.empty(config).named_parameters():
         keys = layout.keys(name)
         for key, part in zip(keys, state[name].detach().chunk(len(keys)), strict=True):
@@ -108,7 +108,7 @@ def write(state: dict[str, Tensor], config: ModelConfig, layout: Layout) -> dict
             shape = tuple(part.shape)
             if layout.shape_of is not None:
                 shape = layout.shape_of(key, shape, config)
-            # safetensors refuses what is not contiguous, and a transposed tensor is not.
+            # safetensors requires contiguous tensors, and a transposed tensor is not contiguous.
             stored[key] = part.reshape(shape).contiguous()
     return stored
 
@@ -116,10 +116,10 @@ def write(state: dict[str, Tensor], config: ModelConfig, layout: Layout) -> dict
 def with_learned_positions(
     state: dict[str, Tensor], config: ViTConfig, slots: int
 ) -> tuple[dict[str, Tensor], ViTConfig]:
-    """Return weights and config of the same function with one learned table; `slots` prefix tokens have an entry."""
+    """Return an equivalent model with one learned table, in which `slots` prefix tokens have an entry."""
     if config.positions == "none":
         return state, config
-    # A prefix token without an entry gets zeros added: an entry of zeros is the same function.
+    # A prefix token without an entry gets nothing added; an entry of zeros is equivalent.
     missing_slots = slots - config.position_slots
     table = F.pad(position_table(state, config), (0, 0, missing_slots, 0))
     learned: dict[str, Tensor] = {}
@@ -130,43 +130,43 @@ def with_learned_positions(
     return learned, replace(config, positions="learned", class_slot=slots > 0)
 
 
-# Our names of the parameters whose presence or shape tells a field of the config.
-TELLING = (
+# Our names of parameters whose presence or shape determines a field of the config.
+INFORMATIVE = (
     *("embedding.weight", "blocks.0.mlp.up.bias", "head.bias", "pre_logits.bias"),
     *("prefix.cls", "prefix.registers", "map_head.probe", "positions.0.table"),
 )
 
 
 def vit_config(stored: dict[str, Tensor], layout: Layout, known: ConfigFields) -> ViTConfig:
-    """Return the config behind `stored`; `known` fields (from a file beside it, from the caller) win over shapes.
+    """Infer the config of stored weights; fields in `known` (from a file or the caller) override inferred ones.
 
-    Raises ValueError where these keys are no ViT, and where neither shapes nor `known` tell a field.
+    Raises ValueError if the keys do not belong to a ViT, or if neither shapes nor `known` determine a field.
     """
-    # The shapes there under our names, those of the first part where a parameter has several.
+    # Stored shapes by our names; for a packed parameter, the shape of its first part.
     shapes: dict[str, Shape] = {}
-    for name in TELLING:
+    for name in INFORMATIVE:
         key = layout.keys(name)[0]
         if key in stored:
             shapes[name] = tuple(stored[key].shape)
     if "embedding.weight" not in shapes or "blocks.0.mlp.up.bias" not in shapes:
         key = layout.keys("embedding.weight")[0]
-        raise ValueError(f"no {key} and blocks among {len(stored)} keys: this is no ViT known here")
+        raise ValueError(f"no {key} and no blocks among {len(stored)} keys: not a ViT in a supported format")
 
-    # JAX keeps (rows, columns, in, out), torch (out, in, rows, columns).
+    # JAX stores (rows, columns, in, out), torch (out, in, rows, columns).
     if layout.kernels_last:
         rows, columns, _, width = shapes["embedding.weight"]
     else:
         width, _, rows, columns = shapes["embedding.weight"]
     config: ConfigFields = {"width": width, "patch": (rows, columns), "depth": 0, "classes": 0, "registers": 0}
-    # Blocks are counted up to the first number that is missing.
+    # Count blocks up to the first missing number.
     while layout.keys(f"blocks.{config['depth']}.norm1.bias")[0] in stored:
         config["depth"] += 1
-    # A bias has as many numbers as its layer has outputs; old files keep it with leading ones in its shape.
+    # A bias has one value per output of its layer; old files store it with leading ones in its shape.
     biases = {"mlp": "blocks.0.mlp.up.bias", "classes": "head.bias", "representation": "pre_logits.bias"}
     for field, name in biases.items():
         if name in shapes:
             config[field] = math.prod(shapes[name])
-    # Each way of pooling but the mean has a parameter of its own.
+    # Every kind of pooling except the mean has a characteristic parameter.
     config["pool"] = "gap"
     if "prefix.cls" in shapes:
         config["pool"] = "token"
@@ -175,31 +175,31 @@ def vit_config(stored: dict[str, Tensor], layout: Layout, known: ConfigFields) -
     if "prefix.registers" in shapes:
         config["registers"] = shapes["prefix.registers"][1]  # (1, registers, D)
     config |= known
-    # From here on these two are calculated with; a config.json may give one number for both sides.
+    # The code below computes with these two fields; a config.json may give one number for both sides.
     for name in ("patch", "image_size"):
         if name in config:
             config[name] = checks.pair(name, config[name])
 
-    # No shape of a packed projection tells the heads. H has heads of 80 channels, so that the table of variants is
-    # asked before the usual 64 (SPEC 1.7).
+    # The shape of a packed projection does not determine the heads. Heads of H have 80 channels, so look up the table
+    # of variants before assuming the usual 64 (SPEC 1.7).
     if not config.get("heads"):
         heads_by_width = {width: heads for width, _, _, heads in SIZES.values()}
         width = config["width"]
         if width not in heads_by_width and width % CHANNELS_PER_HEAD:
-            raise ValueError(f"the number of heads of width {width} is not in the file: pass heads=")
+            raise ValueError(f"the file does not tell the number of heads of width {width}: pass heads=")
         config["heads"] = heads_by_width.get(width, width // CHANNELS_PER_HEAD)
     return checked(ViTConfig, with_positions(config, shapes.get("positions.0.table")))
 
 
 def with_positions(config: ConfigFields, table: Shape | None) -> ConfigFields:
-    """Add what the table's shape (1, slots + patches, D) tells: kind, slots and, if it is square, the image size.
+    """Add fields inferred from the position table's shape (1, slots + patches, D): kind, slots and square image size.
 
-    Fields that are there already stay. Raises ValueError where the table does not fit them.
+    Existing fields do not change. Raises ValueError if the table does not fit them.
     """
     if table is None:
         if "image_size" not in config:
             raise ValueError("no position table tells the image size: pass image_size=(height, width)")
-        # A fixed table is not stored: no table and a known size mean big_vision's sincos2d.
+        # A fixed table is not stored: without a table but with a known size, it is big_vision's sincos2d.
         return {"positions": "sincos2d", "class_slot": False, **config}
     length = table[1]
     class_tokens = 1 if config["pool"] == "token" else 0
@@ -209,14 +209,14 @@ def with_positions(config: ConfigFields, table: Shape | None) -> ConfigFields:
     rows_stride = patch_height * stem
     columns_stride = patch_width * stem
     if "image_size" not in config:
-        # The image is square, and the table has entries for all prefix tokens, else for none of them: 197 is 14 x 14
-        # patches and a class token; 196 beside a class token are 14 x 14 without an entry for it.
+        # Assume a square image, and a table with entries for all prefix tokens or for none: 197 entries are 14 x 14
+        # patches and a class token; 196 entries with a class token are 14 x 14 patches only.
         for slots in (prefix, 0):
             side = math.isqrt(length - slots)
             if side**2 + slots == length:
                 break
         else:
-            raise ValueError(f"{length} position entries are no square grid: pass image_size=(height, width)")
+            raise ValueError(f"{length} position entries do not form a square grid: pass image_size=(height, width)")
         config["image_size"] = (side * rows_stride, side * columns_stride)
     height, width = config["image_size"]
     patches = (height // rows_stride) * (width // columns_stride)
@@ -230,7 +230,7 @@ def with_positions(config: ConfigFields, table: Shape | None) -> ConfigFields:
 
 
 def units_of(stored: dict[str, Tensor]) -> tuple[int, ...]:
-    """Return the units of each ResNet stage, counted in names such as block1/unit2 or block1.unit02."""
+    """Return the number of units of each ResNet stage, from names such as block1/unit2 or block1.unit02."""
     units: dict[int, int] = {}
     for key in stored:
         for stage, unit in re.findall(r"block(\d+).unit(\d+)", key):

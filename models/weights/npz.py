@@ -1,10 +1,10 @@
-"""The official flat `.npz` files (SPEC 6.1): vit_jax, big_vision and BiT, in all generations of names.
+"""The official flat `.npz` files (SPEC 6.1) of vit_jax, big_vision and BiT, in all generations of parameter names.
 
 How a file is read:
-1. the prefix of its generation, `opt/target/` or `params/`, is cut off; keys without it are not the model's;
-2. names of all generations become those of today's code: layers apart, numbers of each class from 0;
-3. keys and shapes tell the config, and the config which of the layouts below it is;
-4. that layout reads every key, or names those that do not fit.
+1. remove the prefix of its generation, `opt/target/` or `params/`; keys without the prefix do not belong to the model;
+2. convert all generations of names to those of today's code: separate layers, submodules numbered per class from 0;
+3. infer the config from keys and shapes, and select the layout of the config;
+4. read every key by the layout, or list the keys that do not fit.
 
     opt/target/Transformer/encoderblock_0/LayerNorm_2/scale   (768,)
     Transformer/encoderblock_0/LayerNorm_1/scale              (768,)    the same key after steps 1 and 2
@@ -29,12 +29,12 @@ from models.catalog import Shape
 from models.configs import BiTConfig, ConfigFields, ModelConfig, ViTConfig, checked
 from models.weights.layout import Layout, read, units_of, vit_config, write
 
-# Weights hardly compress: float32 by 1.1, bfloat16 stored as float32 by 2.5; 6.3 MB of zeros become 6 GB.
+# Weights hardly compress: float32 by 1.1, bfloat16 stored as float32 by 2.5. But 6.3 MB can unpack to 6 GB of zeros.
 MAX_EXPANSION = 20
-SMALL_BYTES = 100_000_000  # below it nothing is refused: a small model may be mostly a head of zeros
+SMALL_BYTES = 100_000_000  # accept any expansion up to this size: a small model may be mostly a head of zeros
 
 FIRST_BLOCK = "Transformer/encoderblock_0"
-# Each table turns our names into theirs, by its lines from the top; the points become slashes at the end.
+# Each table maps our names to theirs, applied top to bottom; the last rule turns dots into slashes.
 VIT = (
     (r"^stem\.(stages\.)?", ""),
     (r"^blocks\.(\d+)\.", r"Transformer.encoderblock_\1."),
@@ -86,50 +86,50 @@ BIT = (
 )
 
 
-def shape_there(key: str, shape: Shape, config: ModelConfig) -> Shape:
-    """Return the shape of a parameter in these files, from its shape here in their order of axes."""
-    # The heads of attention are an axis of their own.
+def stored_shape(key: str, shape: Shape, config: ModelConfig) -> Shape:
+    """Return the shape of a parameter in these files, given our shape in their order of axes."""
+    # Attention heads have a separate axis.
     if isinstance(config, ViTConfig) and re.search(r"/(query|key|value)/(kernel|bias)$", key):
         return (*shape[:-1], config.heads, shape[-1] // config.heads)
     if isinstance(config, ViTConfig) and key.endswith("/out/kernel"):
         return (config.heads, shape[0] // config.heads, shape[1])
-    # The head of the published BiT is a 1x1 convolution.
+    # The head of published BiT files is a 1x1 convolution.
     if key == "resnet/head/conv2d/kernel":
         return (1, 1, *shape)
     return shape
 
 
 # vit_jax and big_vision differ only in the key of the position table.
-VIT_JAX = Layout(((r"^positions\.0\.table$", VIT_JAX_POSITIONS), *VIT), PACKED, True, shape_there)
-BIG_VISION = Layout(((r"^positions\.0\.table$", BIG_VISION_POSITIONS), *VIT), PACKED, True, shape_there)
+VIT_JAX = Layout(((r"^positions\.0\.table$", VIT_JAX_POSITIONS), *VIT), PACKED, True, stored_shape)
+BIG_VISION = Layout(((r"^positions\.0\.table$", BIG_VISION_POSITIONS), *VIT), PACKED, True, stored_shape)
 
 
 def layout_of(config: ModelConfig) -> Layout:
-    """Return how the code base that knows this config stores it."""
-    # The pool's padding tells whose BiT it is: -inf is big_vision's, zeros are the published code's (SPEC 1.8).
+    """Return the layout of the code base that defines this config."""
+    # The padding of the pool tells which BiT it is: -inf for big_vision, zeros for the published code (SPEC 1.8).
     if isinstance(config, BiTConfig) and config.pool_padding == "zero":
-        return Layout(BIT, kernels_last=True, shape_of=shape_there)
+        return Layout(BIT, kernels_last=True, shape_of=stored_shape)
     if isinstance(config, BiTConfig):
-        return Layout(BIG_VISION_BIT, kernels_last=True, shape_of=shape_there)
-    # vit_jax has no MAP head, and its class token has an entry.
+        return Layout(BIG_VISION_BIT, kernels_last=True, shape_of=stored_shape)
+    # vit_jax has no MAP head, and its class token has a position entry.
     if config.class_slot and config.pool != "map":
         return VIT_JAX
     return BIG_VISION
 
 
 def load(path: str | Path, overrides: ConfigFields) -> tuple[dict[str, Tensor], ModelConfig]:
-    """Return state dict and config of a file; `file.npz:img` takes the part of it under `img/`."""
+    """Return state dict and config of a file; `file.npz:img` selects the part under `img/`."""
     file, _, part = str(path).partition(".npz:")
     if part:
         file += ".npz"
-    # np.load reads an array when it is asked for: the optimizer's beside the model are never read.
+    # np.load reads arrays lazily: those of the optimizer are never read.
     with np.load(file, allow_pickle=False) as arrays:
-        # The key of each parameter by its name without prefixes; arrays beside the model are left out.
+        # Map each parameter's name without prefixes to its key; arrays outside the prefix are excluded.
         keys = {key: key for key in arrays.files}
         prefixes = ["opt/target/", "params/"]
         if part:
             prefixes.append(f"{part}/")
-        # One after the other: `params/img/` is two of them.
+        # Remove one prefix after the other: `params/img/` consists of two.
         for prefix in prefixes:
             inside: dict[str, str] = {}
             for name, key in keys.items():
@@ -141,7 +141,7 @@ def load(path: str | Path, overrides: ConfigFields) -> tuple[dict[str, Tensor], 
         stored: dict[str, Tensor] = {}
         for name, key in keys.items():
             array = arrays[key]
-            # bfloat16, which NumPy does not know, is stored as two void bytes.
+            # bfloat16, which NumPy does not support, is stored as two void bytes.
             if array.dtype == np.dtype("V2"):
                 stored[name] = torch.from_numpy(array.view(np.uint16).copy()).view(torch.bfloat16).float()
             elif array.dtype.kind == "f":
@@ -154,10 +154,10 @@ def load(path: str | Path, overrides: ConfigFields) -> tuple[dict[str, Tensor], 
 
 
 def check_sizes(archive: zipfile.ZipFile, keys: list[str], file: str) -> None:
-    """Raise ValueError where arrays would grow far past their file, or are not as large as their headers say.
+    """Raise ValueError if arrays would unpack to far more than the file's size, or contradict their headers.
 
-    Nothing is unpacked but the headers: the directory of a zip says how large every entry becomes, and no reader
-    unpacks more than that.
+    Unpacks only the headers: the directory of a zip states the unpacked size of every entry, and no reader unpacks more
+    than that.
     """
     names = set(archive.namelist())
     entries = {}
@@ -169,8 +169,8 @@ def check_sizes(archive: zipfile.ZipFile, keys: list[str], file: str) -> None:
     file_bytes = os.path.getsize(file)
     if unpacked_bytes > max(MAX_EXPANSION * file_bytes, SMALL_BYTES):
         raise ValueError(
-            f"it would grow from {file_bytes / 1e6:.1f} MB to {unpacked_bytes / 1e6:,.0f} MB, and weights do not\n"
-            f"  expected at most {MAX_EXPANSION} times the file; if they are yours, write them with numpy.savez"
+            f"it would unpack from {file_bytes / 1e6:.1f} MB to {unpacked_bytes / 1e6:,.0f} MB, unlike real weights\n"
+            f"  expected at most {MAX_EXPANSION} times the file; if you trust it, save it again with numpy.savez"
         )
 
     for key, entry in entries.items():
@@ -184,18 +184,18 @@ def check_sizes(archive: zipfile.ZipFile, keys: list[str], file: str) -> None:
         claimed_bytes = math.prod(shape) * dtype.itemsize
         if claimed_bytes != content_bytes and not dtype.hasobject:
             raise ValueError(
-                f"{key} says that it is {shape} of {dtype}, {claimed_bytes} bytes, and has {content_bytes}\n"
-                "  the file is damaged or was cut; fetch it again"
+                f"{key}: its header claims {shape} of {dtype}, {claimed_bytes} bytes, but it has {content_bytes}\n"
+                "  the file is damaged or truncated; download it again"
             )
 
 
 def canonical(stored: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors under keys as today's code writes them: layers apart, numbers of each class from 0.
+    """Rename all keys to those of today's code: separate layers, submodules numbered per class from 0.
 
-    Linen numbers the submodules of a block by class; before Linen all were counted together. A block's LayerNorm_0,
+    Linen numbers the submodules of a block per class; older versions numbered all of them together. LayerNorm_0,
     MultiHead..._1, LayerNorm_2, MlpBlock_3 become LayerNorm_0, MultiHead..._0, LayerNorm_1, MlpBlock_0.
     """
-    # A scanned encoder keeps all layers in one array, the layers along its first axis.
+    # A scanned encoder stacks all layers along the first axis of one array.
     scanned = "Transformer/encoderblock/"
     apart: dict[str, Tensor] = {}
     layers: dict[str, Tensor] = {}
@@ -206,12 +206,12 @@ def canonical(stored: dict[str, Tensor]) -> dict[str, Tensor]:
         for depth, layer in enumerate(tensor):
             layers[f"Transformer/encoderblock_{depth}/{key.removeprefix(scanned)}"] = layer
     apart |= layers
-    # Some of BiT's files number their convolutions; there is one to a unit's part, so the number says nothing.
+    # Some BiT files number their convolutions; each part of a unit has only one, so the number is redundant.
     unnumbered: dict[str, Tensor] = {}
     for key, tensor in apart.items():
         unnumbered[re.sub(r"standardized_conv2d_\d+", "standardized_conv2d", key)] = tensor
 
-    # Names that are Linen's already stay.
+    # Linen's names do not change.
     numbered = re.compile(r"(.*encoderblock_\d+)/(LayerNorm|MlpBlock|MultiHead\w+)_(\d+)/(.*)")
     numbers: dict[tuple[str, str], set[int]] = {}  # (block, class): the numbers its submodules have
     for key in unnumbered:
@@ -225,7 +225,7 @@ def canonical(stored: dict[str, Tensor]) -> dict[str, Tensor]:
         match = numbered.fullmatch(key)
         if match:
             block, kind, number, parameter = match.groups()
-            # The order of the numbers stays and the gaps close: LayerNorm_0 and LayerNorm_2 become 0 and 1.
+            # Keep the order and close the gaps: LayerNorm_0 and LayerNorm_2 become 0 and 1.
             rank = sorted(numbers[block, kind]).index(int(number))
             key = f"{block}/{kind}_{rank}/{parameter}"
         renumbered[key] = tensor
@@ -233,9 +233,9 @@ def canonical(stored: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def infer(stored: dict[str, Tensor], overrides: ConfigFields) -> ModelConfig:
-    """Return the config these keys and shapes belong to; `overrides` wins."""
-    # The published files of BiT and those of big_vision have other names and pooling. A hybrid has a ResNet too, whose
-    # root is called conv_root.
+    """Infer the config from keys and shapes; `overrides` take precedence."""
+    # The two kinds of BiT files have different names and pool padding. A hybrid also has a ResNet, whose root is called
+    # conv_root.
     known: ConfigFields = {}
     for root, head, pool_padding in (
         ("resnet/root_block/standardized_conv2d/kernel", "resnet/head/conv2d/bias", "zero"),
@@ -255,8 +255,8 @@ def infer(stored: dict[str, Tensor], overrides: ConfigFields) -> ModelConfig:
     if root in stored:
         known["stem"] = units_of(stored)
         known["stem_width"] = stored[root].shape[-1]
-    # The place of the table tells the code base, and with it whether the class token has an entry. A table that is not
-    # there at all is a sincos2d one, which `vit_config` finds with either layout.
+    # The key of the position table tells the code base, and so whether the class token has an entry. A missing table
+    # means sincos2d, which `vit_config` infers with either layout.
     layout = VIT_JAX
     if BIG_VISION_POSITIONS in stored:
         known["class_slot"] = False
@@ -265,8 +265,8 @@ def infer(stored: dict[str, Tensor], overrides: ConfigFields) -> ModelConfig:
 
 
 def save(state: dict[str, Tensor], config: ModelConfig, path: str | Path) -> None:
-    """Write today's vit_jax names, or big_vision's where only it has the layout; ValueError if neither."""
-    # The format has no name for some parts of a ViT; it has names for everything in a ResNet.
+    """Write the names of today's vit_jax, or big_vision's if only it has the layout; ValueError if neither has it."""
+    # The format lacks names for some parts of a ViT; for ResNets it has all.
     reasons = []
     if config.family not in ("vit", "bit"):
         reasons.append(f"a model of family {config.family}")
@@ -277,11 +277,11 @@ def save(state: dict[str, Tensor], config: ModelConfig, path: str | Path) -> Non
             reasons.append(f"{config.positions} positions at {config.positions_at}")
     if reasons:
         raise ValueError(f"an official .npz cannot hold {', '.join(reasons)}; save as safetensors")
-    # The file has no place for these two, and its readers compute with the original's.
+    # The file cannot store these two settings, and its readers use the original values.
     if isinstance(config, ViTConfig) and (config.activation != "gelu_tanh" or config.norm_eps != 1e-6):
         warnings.warn("the original computes gelu_tanh with norm_eps 1e-6: logits will differ", stacklevel=3)
     tensors = write(state, config, layout_of(config))
     arrays: dict[str, Any] = {key: tensor.float().cpu().numpy() for key, tensor in tensors.items()}
-    # An open file: np.savez adds .npz to a name that ends otherwise, such as the temporary name of a whole write.
+    # Pass an open file: np.savez would append .npz to other names, such as the temporary name of an atomic write.
     with open(path, "wb") as file:
         np.savez(file, **arrays)

@@ -1,13 +1,13 @@
-"""timm's `VisionTransformer`: directories of `timm.create_model("local-dir:...")`, and bare files.
+"""timm's `VisionTransformer`: directories for `timm.create_model("local-dir:...")`, and bare files.
 
 How a file is read:
-1. what no model here computes is refused: normalisation after pooling, and arguments that change the blocks;
-2. config.json, where there is one, tells what shapes do not: heads, image size, activation, pooling;
-3. a class token that is there and not pooled becomes the first register;
-4. shapes tell the rest (`layout.vit_config`), and LAYOUT reads every key.
+1. reject models that we cannot compute: normalisation after pooling, and arguments that change the blocks;
+2. read from config.json, if it exists, what shapes do not tell: heads, image size, activation, pooling;
+3. turn an unpooled class token into the first register;
+4. infer the rest from shapes (`layout.vit_config`), and read every key by LAYOUT.
 
     {"architecture": "vit_base_patch16_224", "model_args": {"num_heads": 12, "act_layer": "gelu"}, ...}
-    tells heads=12, activation="gelu"; blocks.0.attn.qkv.weight becomes blocks.0.attention.qkv.weight
+    gives heads=12, activation="gelu"; blocks.0.attn.qkv.weight becomes blocks.0.attention.qkv.weight
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ LAYOUT = Layout(
         (r"\bmlp\.down\.", "mlp.fc2."),
     )
 )
-ARCHITECTURE = "vit_base_patch16_224"  # any plain ViT: model_args say the rest
+ARCHITECTURE = "vit_base_patch16_224"  # any plain ViT: model_args override the rest
 SIGLIP_WITH_TANH = r"vit_((base_patch32|so400m_patch16|giantopt_patch16)_siglip|large_patch16_siglip.*_512)"
-# Fields that only timm's own names tell, neither shapes nor config.json (timm 1.0.22): name, our field, value.
+# Fields given only by timm's names, not by shapes or config.json (timm 1.0.22): name, our field, value.
 FIXED: tuple[tuple[str, str, object], ...] = (
     (SIGLIP_WITH_TANH, "activation", "gelu_tanh"),
     (r"vit_base_patch16_gap_224", "heads", 16),
@@ -49,26 +49,26 @@ FIXED: tuple[tuple[str, str, object], ...] = (
 POOLS = {"token": "token", "avg": "gap", "map": "map"}  # theirs: ours
 THEIR_POOLS = {"token": "token", "gap": "avg", "map": "map"}  # the inverse: ours: theirs
 TOLD = (("heads", "num_heads"), ("image_size", "img_size"), ("activation", "act_layer"))  # ours, their argument
-CHANGES = ("pool_include_prefix", "norm_layer", "mlp_layer", "block_fn")  # arguments that change what is computed
+CHANGES = ("pool_include_prefix", "norm_layer", "mlp_layer", "block_fn")  # arguments that change the computation
 
 
 def load(
     stored: dict[str, Tensor], described: ForeignConfig, overrides: ConfigFields
 ) -> tuple[dict[str, Tensor], ViTConfig]:
-    """Return state dict and config; timm computes erf GELU unless its config says otherwise.
+    """Return state dict and config; the activation is erf GELU unless timm's config sets another.
 
-    Without a config beside it, a class token counts as pooled: pass pool="gap" where it is not.
-    Raises ValueError where the model computes what none here does.
+    Without a config file, a class token is assumed to be pooled; otherwise pass pool="gap".
+    Raises ValueError if we cannot compute the model.
     """
-    # A norm after pooling is another function than one before it. `read` would list the key; this says what it means.
+    # A norm after pooling is a different function. `read` would only list the key; this error explains it.
     if any(key.startswith("fc_norm.") for key in stored):
-        raise ValueError("this timm model normalises after pooling (fc_norm), which no model here does")
+        raise ValueError("this timm model normalises after pooling (fc_norm), which is not supported")
     arguments = described.get("model_args", {})
     changed = [name for name in CHANGES if arguments.get(name)]
     if changed:
-        raise ValueError(f"this timm model has {', '.join(changed)}, which no model here does")
+        raise ValueError(f"this timm model has {', '.join(changed)}, which is not supported")
 
-    # The fields that timm itself fixes come first, then the arguments, which win over them as they do in timm.
+    # First the fields fixed by timm, then the arguments, which override them as in timm.
     known: ConfigFields = {"activation": "gelu"}
     for pattern, ours, value in FIXED:
         if re.match(pattern, described.get("architecture", "")):
@@ -76,19 +76,19 @@ def load(
     for ours, theirs in TOLD:
         if theirs in arguments:
             known[ours] = arguments[theirs]
-    # An argument wins over the entry at the top of config.json: the model was made with it.
+    # An argument overrides the top-level entry of config.json, because the model was built with it.
     pooling_name = arguments.get("global_pool") or described.get("global_pool")
     if pooling_name:
         if pooling_name not in POOLS:
-            raise ValueError(f"this timm model pools by {pooling_name}, which no model here does")
+            raise ValueError(f"this timm model pools by {pooling_name}, which is not supported")
         known["pool"] = POOLS[pooling_name]
     known |= overrides
-    # timm stores every table it has, so that no table means no positions, not sincos2d as in big_vision.
+    # timm stores every table, so a missing table means no positions, not sincos2d as in big_vision.
     if "pos_embed" not in stored:
         known.setdefault("positions", "none")
-    # timm keeps a class token under mean or MAP pooling too. Tokens attend to it all the same, so that it cannot go.
+    # timm keeps a class token under mean or MAP pooling too. Other tokens attend to it, so it must stay.
     if "cls_token" in stored and known.get("pool", "token") != "token":
-        # It becomes the first register: unpooled, it is one of them.
+        # It becomes the first register, because an unpooled class token is a register.
         stored = dict(stored)
         registers = [stored.pop("cls_token")]  # (1, 1, D)
         if "reg_token" in stored:
@@ -99,17 +99,17 @@ def load(
 
 
 def class_names(described: ForeignConfig) -> list[str]:
-    """Return the class names of a config.json, in the order of the outputs: those that timm itself would take."""
+    """Return the class names of a config.json, in the order of the outputs, if timm itself would use them."""
     names = described.get("label_names") or described.get("pretrained_cfg", {}).get("label_names") or []
-    # timm writes a dict where numbers are missing, and then the place of a name in it says nothing.
+    # timm writes a dict if class numbers are missing; the position of a name then means nothing.
     return list(names) if isinstance(names, list) else []
 
 
 def save(
     state: dict[str, Tensor], config: ModelConfig, class_names: Sequence[str], preprocessing: Preprocessing
 ) -> tuple[dict[str, Tensor], str]:
-    """Return tensors and config.json for timm; a fixed sincos table becomes a learned one of the same values."""
-    # Some models cannot be computed by timm.
+    """Return tensors and config.json for timm; a fixed sincos table becomes a learned one with equal values."""
+    # Collect the reasons why timm cannot compute this model.
     reasons = []
     if not isinstance(config, ViTConfig) or config.family != "vit":
         reasons.append(f"family {config.family}")
@@ -130,7 +130,7 @@ def save(
         "num_classes": config.classes,
         "num_features": config.width,
         "global_pool": THEIR_POOLS[config.pool],
-        # The arguments of timm's VisionTransformer that make it this model.
+        # Arguments that make timm's VisionTransformer compute this model.
         "model_args": {
             "img_size": list(config.image_size),
             "patch_size": list(config.patch),
@@ -155,9 +155,9 @@ def save(
             "classifier": "head",
         },
     }
-    # Beside the others and not in `pretrained_cfg`, as timm's own `save_for_hf` writes it; for all classes or for none.
+    # At the top level, not in `pretrained_cfg`, as timm's own `save_for_hf` does; for all classes or for none.
     if config.classes and len(class_names) >= config.classes:
         described["label_names"] = list(class_names[: config.classes])
-    # The number of entries stays: timm's no_embed_class says whether prefix tokens have any.
+    # The number of entries does not change: timm's no_embed_class tells whether prefix tokens have entries.
     state, config = with_learned_positions(state, config, config.position_slots)
     return write(state, config, LAYOUT), json.dumps(described, indent=2) + "\n"

@@ -58,7 +58,7 @@ def find_alike(
         for index in train:
             for number, shard in enumerate(index.shards):
                 if key_of(shard) not in journal.records:
-                    missing.append(index.alone(number))
+                    missing.append(index.single_shard(number))
 
         # 1. The features of all test images that can be decoded, and their numbers through all sets.
         parts: list[Tensor] = []

@@ -132,7 +132,7 @@ def test_the_other_stores_clients_do_what_a_run_asks_of_them(scheme, proxy, tmp_
         folder.delete(["a/file", "nothing"])
         assert folder.list("a") == {} and folder.read("a/file") is None
         if scheme == "gs":
-            with pytest.raises(StorageError, match="lets a second object take the place of one"):
+            with pytest.raises(StorageError, match="replaced an existing object of one"):
                 folder.check_exclusive_create("attempts/000000.json")
         else:
             folder.check_exclusive_create("attempts/000000.json")

@@ -92,7 +92,7 @@ def test_a_full_disk_is_told_with_the_path_what_was_needed_and_what_is_free(tmp_
     lines = files.explain(refused.value).splitlines()
     assert lines[0].startswith(f"No space left on device: {tmp_path / 'file'} (2.5 kB needed, ")
     assert re.search(r", [\d.]+ [kMG]B free\)$", lines[0])
-    assert "make room there, or give the run another disk: run=/elsewhere" in lines[2]
+    assert "free some space, or give the run another disk: run=/elsewhere" in lines[2]
     with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/claim'"):
         files.create_exclusively(tmp_path / "claim", "mine")
     assert os.listdir(tmp_path) == []

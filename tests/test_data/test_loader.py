@@ -119,7 +119,7 @@ class Undone:
     def brief(self):
         pass
 
-    def give(self, task):
+    def submit(self, task):
         self.pending.append(task)
 
     def answer(self, timeout_s):
@@ -166,9 +166,9 @@ def test_the_example_at_the_top_of_the_module_is_what_happens(index, monkeypatch
     dealt = []
 
     class Noted(Undone):
-        def give(self, task):
+        def submit(self, task):
             dealt.append((self, f"step {task.step} slots {task.first} … {task.stop - 1}"))
-            super().give(task)
+            super().submit(task)
 
     monkeypatch.setattr("data.loader.DecoderProcess", Noted)
     order = Order(index.shard_samples, seed=5, batch_size=16)

@@ -103,7 +103,7 @@ def test_a_step_far_into_300_million_samples_needs_neither_replay_nor_memory():
     order = Order([10_000] * 30_000, seed=0, batch_size=4096)
     far = order.batch(700_000)
     assert len(np.unique(np.stack(far), axis=1).T) == 4096 and far[0][0] == 700_000 * 4096 // 300_000_000
-    held = sum(array.nbytes for arrays in order._starts.values() for array in arrays) + order.shard_samples.nbytes
+    held = sum(array.nbytes for arrays in order._shard_orders.values() for array in arrays) + order.shard_samples.nbytes
     assert held < 2_000_000
 
 
@@ -200,13 +200,13 @@ def test_any_mixture_has_exact_shares_and_every_sample_once_in_each_set_s_epoch(
 
 
 def test_a_set_too_light_for_the_batch_is_refused():
-    with pytest.raises(ValueError, match="leave a set without a sample"):
+    with pytest.raises(ValueError, match="leave one set without a slot"):
         Mixture([5, 5], groups=[1, 1], weights=[100, 1], seed=0, batch_size=8)
 
 
 @pytest.mark.parametrize(("groups", "weights"), [([1], [1]), ([1, 1], [1]), ([1, 1], [1, 0])])
 def test_groups_that_leave_out_a_shard_or_a_weight_are_refused(groups, weights):
-    with pytest.raises(ValueError, match="must cover 2 shards, with a weight > 0 each"):
+    with pytest.raises(ValueError, match="must cover 2 shards and have one weight > 0 each"):
         Mixture([5, 5], groups=groups, weights=weights, seed=0, batch_size=8)
 
 

@@ -69,7 +69,7 @@ def check(
         shown_before = number * GRID // len(index.shards)
         shown_after = (number + 1) * GRID // len(index.shards)
         shown = shown_after - shown_before
-        jobs.append(partial(check_shard, index.alone(number), shown, decode, cache or CacheConfig()))
+        jobs.append(partial(check_shard, index.single_shard(number), shown, decode, cache or CacheConfig()))
     whole = Report(index, [])
     repeated = Repeated()
     with in_parallel(jobs, workers, report) as shard_reports:

@@ -141,7 +141,7 @@ def find_leaks(
     jobs = {}  # by the training shard that is searched
     for index in train.values():
         for number, shard in enumerate(index.shards):
-            jobs[key_of(shard)] = partial(search_shard, index.alone(number), signatures, fits, cache)
+            jobs[key_of(shard)] = partial(search_shard, index.single_shard(number), signatures, fits, cache)
     with Journal(output / JOURNAL, setting) as journal:
         # The training shards that an earlier, killed search has not finished; a line of the journal for each.
         missing = [key for key in jobs if key not in journal.records]
@@ -186,7 +186,7 @@ def write_signatures(
             path = folder / f"{VERSION}-{shard.sha256[:32]}-{shard.table[:32]}.signatures"
             paths.append(path)
             if read_entry(path) is None:
-                missing.append(partial(sign_shard, index.alone(number), path, cache))
+                missing.append(partial(sign_shard, index.single_shard(number), path, cache))
     with in_parallel(missing, workers, report) as results:
         for _ in results:
             pass

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 
-from data.images.decode import decode, decoded, read_header, reduction
+from data.images.decode import decode, opencv_decode, read_header, reduction
 
 # K crops of an image, D coefficients of a crop, F frequencies a side
 
@@ -80,7 +80,7 @@ def grey_of(data: bytes) -> np.ndarray:
         8: cv2.IMREAD_REDUCED_GRAYSCALE_8,
     }
     # Upright, unlike in training: a copy that was encoded again has often been turned as its EXIF tag says.
-    return decoded(data, reduced[reduction(min(header.height, header.width), SIDE)])
+    return opencv_decode(data, reduced[reduction(min(header.height, header.width), SIDE)])
 
 
 def trimmed(grey: np.ndarray) -> np.ndarray:

@@ -197,8 +197,8 @@ def survey(place: str, *, unlabelled: bool = False, report: Report) -> Sets:
     if len(train.class_counts) == 1:
         raise DataError(
             f"{train_place}: {train.images:,} images of one class, {preview(list(train.class_counts))}: there is "
-            "nothing to tell apart\n  expected two classes or more, as a sub-folder each; "
-            "--unlabelled trains without labels"
+            "nothing to tell apart\n"
+            "  expected two classes or more, as a sub-folder each; --unlabelled trains without labels"
         )
     without_label = train.images - train.labelled
     if train.classes and without_label:

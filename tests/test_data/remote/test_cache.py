@@ -26,7 +26,7 @@ from data.loader import TrainLoader
 from data.order import Ledger, Order
 from data.remote import cache as cache_module
 from data.remote import urls
-from data.remote.cache import Ahead, Cache
+from data.remote.cache import Cache, Prefetcher
 from data.remote.config import CacheConfig
 from data.shards.indexing import build_index
 from data.shards.reader import ShardReader
@@ -139,10 +139,10 @@ def test_a_cache_too_small_for_the_shards_in_use_is_named_before_the_run(faulty,
 def test_what_is_here_is_not_fetched_ahead_and_takes_no_room(local, tmp_path):
     """As in a mixture of sets here and sets elsewhere."""
     order = Order(local.shard_samples, seed=0, batch_size=40)
-    ahead = Ahead(local, order, range(40), 0, CacheConfig(str(tmp_path)))
-    ahead.fetch(0)
-    ahead.stop()
-    ahead.thread.join()
+    prefetcher = Prefetcher(local, order, range(40), 0, CacheConfig(str(tmp_path)))
+    prefetcher.fetch(0)
+    prefetcher.stop()
+    prefetcher.thread.join()
     assert not list(tmp_path.iterdir())
 
 
@@ -152,10 +152,10 @@ def test_who_stops_does_not_wait_for_shards_that_are_still_coming(local, tmp_pat
     slow = cache_module.read_range
     monkeypatch.setattr("data.remote.cache.read_range", lambda *piece: (first.set(), time.sleep(0.1), slow(*piece))[2])
     order = Order(local.shard_samples, seed=0, batch_size=40)
-    ahead = Ahead(elsewhere, order, range(40), 0, CacheConfig(str(tmp_path), fetchers=1))
+    prefetcher = Prefetcher(elsewhere, order, range(40), 0, CacheConfig(str(tmp_path), fetchers=1))
     assert first.wait(10)
-    ahead.stop()
-    ahead.thread.join()
+    prefetcher.stop()
+    prefetcher.thread.join()
     assert len(asked) == 1 and [part.stat().st_size > 0 for part in tmp_path.glob("*.part")] == [True]
 
 

@@ -21,7 +21,7 @@ from data.loader import TrainLoader
 from data.order import Order
 from data.remote import cache as cache_module
 from data.remote import ranges, urls
-from data.remote.cache import Ahead, Cache
+from data.remote.cache import Cache, Prefetcher
 from data.remote.config import CacheConfig
 from data.shards import reader
 from data.shards.indexing import build_index
@@ -49,7 +49,7 @@ def faulty(s3, monkeypatch):
     s3.gets.clear()
     urls.forget_credentials()
     monkeypatch.setattr(reader, "SMALLEST", 0)
-    monkeypatch.setattr(Ahead, "fetch", lambda self, shard: None)
+    monkeypatch.setattr(Prefetcher, "fetch", lambda self, shard: None)
     yield s3
     s3.fault = lambda path: None
     # What was on its way when a test ended would count as a request of the next one. The threads of a reader end with
@@ -237,7 +237,7 @@ def test_a_loader_that_is_iterated_again_reads_by_range_again(faulty, local, tmp
     reader_that_gave_up = ShardReader(faulty.index, cache=cfg, by_range=True)
     reader_that_gave_up.ranges.give_up("s3://images/set/train-000000.tar", "too slow")
     reader_that_gave_up.stop()
-    reader_that_gave_up.begin_again()
+    reader_that_gave_up.resume()
     assert "too slow" in reader_that_gave_up.given_up and not reader_that_gave_up.ranges.stopped
 
 
@@ -301,16 +301,16 @@ def test_a_window_that_training_has_overtaken_moves_on(faulty, tmp_path, monkeyp
     shards_of = cache_module.shards_of
     monkeypatch.setattr(cache_module, "shards_of", lambda o, s, step: asked.append(step) or shards_of(o, s, step))
     entered, may_go = threading.Event(), threading.Event()
-    monkeypatch.setattr(Ahead, "fetch", lambda self, shard: entered.set() or may_go.wait(30))
-    ahead = Ahead(faulty.index, order, range(BATCH), 5, CacheConfig(str(tmp_path), ahead=2))
+    monkeypatch.setattr(Prefetcher, "fetch", lambda self, shard: entered.set() or may_go.wait(30))
+    prefetcher = Prefetcher(faulty.index, order, range(BATCH), 5, CacheConfig(str(tmp_path), ahead=2))
     assert entered.wait(30)
-    ahead.reached(40)
+    prefetcher.reached(40)
     may_go.set()
     ends_at = time.monotonic() + 30
     while asked[-1] < 42 and time.monotonic() < ends_at:
         time.sleep(0.01)
-    ahead.stop()
-    ahead.thread.join(30)
+    prefetcher.stop()
+    prefetcher.thread.join(30)
     assert asked == [5, 40, 41, 42]
 
 
@@ -371,7 +371,7 @@ def test_a_stop_from_another_thread_ends_the_wait_with_an_error_of_ours(tmp_path
     assert entered.wait(30)
     assert not pickle.loads(pickle.dumps(running)).requested, "a new decoding process asks for its own samples"
     # The last one has no thread yet: it is cancelled while it is waited for.
-    with pytest.raises(StorageError, match=r"^s3://b/x.tar: left where it was$"):
+    with pytest.raises(StorageError, match=r"^s3://b/x.tar: stopped before the sample arrived$"):
         running.take((0, ranges.AT_ONCE), *where, running.stop)
     may_go.set()
     # As where the stop comes between the look at `stopped` and the request.
@@ -379,7 +379,7 @@ def test_a_stop_from_another_thread_ends_the_wait_with_an_error_of_ours(tmp_path
     with pytest.raises(RuntimeError):
         running.request((1, 0), *where)
     monkeypatch.setattr(running.pool, "submit", lambda *_: refuse(running))
-    with pytest.raises(StorageError, match="left where it was"):
+    with pytest.raises(StorageError, match="stopped before the sample arrived"):
         running.take((1, 0), *where)
 
 
@@ -392,6 +392,6 @@ def refuse(running: ranges.Ranges) -> None:
 def test_a_reader_that_is_stopped_does_not_begin_to_fetch_whole_shards(faulty, tmp_path, monkeypatch):
     by_range = ShardReader(faulty.index, cache=CacheConfig(str(tmp_path), **PATIENT), by_range=True)
     monkeypatch.setattr(ranges.Ranges, "request", lambda self, place, url, row: self.stop())
-    with pytest.raises(StorageError, match="left where it was"):
+    with pytest.raises(StorageError, match="stopped before the sample arrived"):
         by_range.read(0, 0)
     assert not faulty.gets and not by_range.given_up

@@ -156,7 +156,7 @@ def test_a_stratified_order_is_fair_to_every_row_and_every_class():
 
 
 def test_a_label_that_is_no_class_counts_as_none_and_the_last_class_as_one(parent):
-    alone = replace(parent.alone(0), classes=3)
+    alone = replace(parent.single_shard(0), classes=3)
     values, counts = subset.read_shard_labels(alone, CacheConfig())
     assert values.tolist() == [label for label in LABELS[:7] if label < 3]
     assert counts.tolist() == [int(label < 3) for label in LABELS[:7]]

@@ -29,7 +29,7 @@ def test_class_names_are_read_from_the_files_of_each_library(files, names, tmp_p
 def test_names_that_are_no_texts_are_refused(tmp_path):
     (tmp_path / "model.json").write_text("{}")
     (tmp_path / "classes.json").write_text("[1, 2]")
-    with pytest.raises(ValueError, match=r"the class names of .* are no list of texts"):
+    with pytest.raises(ValueError, match=r"the class names of .* are not a list of strings"):
         load_class_names(tmp_path)
 
 

@@ -49,7 +49,7 @@ def test_what_is_told_of_a_file_must_fit_it(told, message, tmp_path):
         ("timm", {"fc_norm.weight": torch.ones(32)}, {}, "normalises after pooling"),
         ("timm", {"blocks.0.ls1.gamma": torch.ones(32)}, {}, "1 keys: unknown blocks.0.ls1.gamma 32"),
         ("timm", {"norm_pre.weight": torch.ones(32)}, {}, "1 keys: unknown norm_pre.weight 32"),
-        ("timm", {}, {"model_args": {"global_pool": "avgmax"}}, "pools by avgmax, which no model here does"),
+        ("timm", {}, {"model_args": {"global_pool": "avgmax"}}, "pools by avgmax, which is not supported"),
         ("timm", {}, {"model_args": {"pool_include_prefix": True}}, "has pool_include_prefix"),
         ("hf", {"vit.pooler.dense.bias": torch.ones(32)}, {}, "1 keys: unknown vit.pooler.dense.bias 32"),
         ("hf", {}, {"hidden_act": "relu"}, "hidden_act 'relu' is not one of gelu"),
