@@ -213,81 +213,88 @@ INTRODUCTION = """\
 
 <!-- Written by `python -m benchmarks.configuration_page > docs/configuration.md`; change the fields' comments. -->
 
-A recipe is a YAML file; a key can be typed behind a command too, as `pretrain.optim.lr=1e-3`. These are the keys that
-people change, those of a stage without the stage's name; all others follow below.
+A recipe is a YAML file that describes a campaign. This page lists all its keys. A recipe contains only the keys that
+differ from the defaults, and any key can be overridden on the command line:
+
+    python -m jobs run recipe.yaml pretrain.optim.lr=1e-3 cluster.workers=8
+
+These are the keys that most people change. Keys of a stage are written without the stage's name.
 """
 
-# Rows of the first table; what stands behind `|` is said instead of the field's own comment.
+# Rows of the first table; the text after `|` replaces the field's own comment.
 MOST_CHANGED = """\
-run | where everything is written: a folder that all nodes share, or s3://bucket/name
-cluster.workers | processes that train together, a GPU each or some cores each
+run | the run directory: a folder that all nodes share, or s3://bucket/name
+cluster.workers | processes that train together, with one GPU or some cores each
 cluster.gpus_per_worker | 1 on a machine with GPUs; 0: workers compute on the CPU
-cluster.backend | processes: this machine alone; ray: also a cluster
-data.train | the images: the folder of a set that `pack` or `index` has made, or "@stage/set"
-data.evaluate | the images that accuracy is measured on, likewise
+cluster.backend | processes: only this machine; ray: also a cluster
+data.train | training images: the folder of a set made by `pack` or `index`, or "@stage/set"
+data.evaluate | images for measuring accuracy, in the same form
 data.processes | decoding processes for each worker; 0: the training process decodes
-data.augment.crop | how a training image is cut out
-data.augment.min_area | the least share of an image that a crop covers: 0.05 for millions of images, 0.3 or more for few
-data.augment.flip | false where left and right differ, as for digits
-data.cache.limit_bytes | what a node keeps of shards from an object store
+data.augment.crop | how a training image is cropped
+data.augment.min_area | smallest share of an image that a crop covers: 0.05 for millions of images, 0.3+ for few
+data.augment.flip | false if left and right matter, as for digits
+data.cache.limit_bytes | size of a node's cache of shards from an object store
 model.name | size and patch: `mu/8`, `Ti/16`, `S/16`, `B/16`, `L/16`, `H/14`
-model.image_size | of the images that the model sees, a multiple of the patch
-model.classes | as many as the data has
-init | weights to start from: a folder, or "@stage"; `null`: random
+model.image_size | side of the model's input images, a multiple of the patch
+model.classes | number of classes in the data
+init | initial weights: a folder, or "@stage"; `null`: random
 steps | optimizer steps
-passes | in the place of steps: how often each image is seen
-batch_size | images of a step, of all workers together
-micro_batch | images that a worker has in memory at once; make it smaller where memory does not suffice
-optim.lr | the largest learning rate; 8e-4 is for a batch_size of 4096: take less for less
-optim.weight_decay | how strongly weights are drawn to 0
-optim.schedule.warmup_steps | steps over which the rate rises; at most as many as the stage has, a tenth is usual
+passes | instead of steps: how often each image is seen
+batch_size | images in a step, over all workers
+micro_batch | images that a worker processes at once; reduce it if memory does not suffice
+optim.lr | peak learning rate; 8e-4 is for a batch_size of 4096: use less for smaller batches
+optim.weight_decay | strength of weight decay
+optim.schedule.warmup_steps | steps of warm-up; at most the stage's steps, a tenth of them is usual
 loss | `softmax`: one label for each image; `sigmoid`: several
 precision | `fp32` on a CPU, `bf16` on a GPU
-save_every | between checkpoints; what was trained since the last one is lost when the machine dies
+save_every | steps between checkpoints; a crash loses the work since the last checkpoint
 """
 
 STRUCTURE = """\
-Units may be written out: `80GB` or `80GiB` where a key is in bytes or GiB, `90s`, `30min` or `2h` where it is in
-seconds, `10k` or `1e4` for a whole number. `model: S/16` is short for `model: {name: S/16}`; typed behind a command,
-`pretrain.model=S/16`, or `'pretrain.model={name: S/16}'`, keeps image_size and classes of the recipe's model, and
-nothing else of it; `pretrain.model.name=S/16` is refused where the recipe has widths of its own.
+**Units.** Values accept units: `80GB` or `80GiB` for keys in bytes or GiB, `90s`, `30min` or `2h` for keys in seconds,
+`10k` or `1e4` for whole numbers.
 
-A recipe's top level holds these keys:
+**Models.** `model: S/16` is short for `model: {name: S/16}`. On the command line, `pretrain.model=S/16` and
+`'pretrain.model={name: S/16}'` keep only image_size and classes of the recipe's model. `pretrain.model.name=S/16` is
+refused if the recipe sets widths of its own.
+
+**Inputs.** Keys that name an input (`init`, `data.train`, `data.evaluate`, …) take a path or another stage of the
+recipe: `@stage` for its weights, `@stage/name` for a set of shards made by a `pack` stage.
+
+**Environment.** `${oc.env:NAME}` is replaced when the recipe is read, and saved in clear text: never put a secret
+there.
+
+**Sweeps.** Any stage's section can hold a `sweep`, which turns it into several stages ([studies.md](studies.md)).
+
+The top level of a recipe holds these keys:
 
 | key | default | values | meaning |
 |---|---|---|---|
 | `run` | `runs/<the recipe's name>` | path | the run directory, on a disk that all nodes share |
-| `cluster` | see below | section | how many workers run the stages, and on what |
-| `trackers` | see below | section | W&B and MLflow, each used where it is told where |
-| `budget` | `null` | number, or `null` | exaFLOPs that all trained stages may take together (scaling.md) |
-| any other | none | section | a stage: its name is the key, its kind is the key too unless it says `kind: …` |
+| `cluster` | see below | section | number and resources of the workers that run the stages |
+| `trackers` | see below | section | W&B and MLflow, each used if configured |
+| `budget` | `null` | number, or `null` | largest total of exaFLOPs for all trained stages ([studies.md](studies.md)) |
+| any other | none | section | a stage: its name is the key, and so is its kind unless it sets `kind: …` |
 
-A recipe writes only what differs from the defaults. The same keys can be typed after a command, with dots between the
-levels: `python -m jobs run recipe.yaml pretrain.optim.lr=1e-3 cluster.workers=8`. Below, the keys of a stage are
-written from the stage's section on: `optim.lr`. `<name>` stands for a name that you choose.
+In the tables below, keys of a stage begin in the stage's section: `optim.lr`. `<name>` stands for a name that you
+choose.
 
-The column "on resume" says what happens when a key is changed and a half-done stage is run again:
+The column "on resume" tells what happens if a key changes before an unfinished stage resumes:
 
-- **free**: the stage goes on with the new value.
-- **warn**: the stage goes on with the new value and says so; numbers before and after may not compare.
-- **forbid**: the stage refuses to go on and shows the difference, because it would not be the same training any more.
-  Undo the change, or start the stage over with `--fresh`. Only these keys decide whether a finished stage is skipped.
-
-Keys that name an input (`init`, `data.train`, `data.evaluate`, …) take a path or another stage of the recipe: `@stage`
-for its weights, `@stage/name` for a set of shards that a `pack` stage makes.
-
-Any stage's section may hold a `sweep`, which makes many stages of it ([sweeps.md](sweeps.md)).
+- **free**: the stage resumes with the new value.
+- **warn**: the stage resumes with the new value and logs a warning; numbers before and after may not be comparable.
+- **forbid**: the stage refuses to resume and shows the difference, because the training would not be the same. Undo the
+  change, or restart the stage with `--fresh`. Only these keys determine whether a finished stage is skipped.
 """
 
 MODEL_TEXT = """\
-A model's section has a `name`, an `image_size` in pixels and the number of `classes`: all three are required. The name
-sets the fields that make the architecture (width, depth, patch and so on); the section may set any field of the model's
-family besides. A stage that starts from other weights (`init`) may leave out all of them, and writes only what it
-changes of their model.
+A model's section needs a `name`, an `image_size` in pixels and the number of `classes`. The name sets the
+architecture's fields (width, depth, patch and so on). The section can also set any field of the model's family. A stage
+with initial weights (`init`) can omit all fields and contains only its changes to their model.
 
     model: {name: B/16, image_size: 224, classes: 1000, pool: gap}
 
-A change of any of these fields is forbidden on resume."""
+No field of a model can change on resume."""
 
 
 def all_keys(kind: Kind, defaults: ConfigDataclass | None = None) -> list[Key]:
@@ -370,7 +377,7 @@ def configuration_page() -> str:
         "### Names",
         "",
         "- `B/16`: a Vision Transformer of a size from the table below, with patches of 16 × 16 pixels (family `vit`).",
-        f"- {hybrids}: a ResNet before the transformer, of any size (family `vit`).",
+        f"- {hybrids}: a ResNet followed by a Vision Transformer of any size (family `vit`).",
         f"- {depths}: a ResNet; `x3` is three times as wide (family `bit`).",
         "- `Axial-B/32`: attention along rows, then columns, of any size (family `axial`).",
         "- `Masked-B/16`: a Vision Transformer for `objective: masked`, of any size (family `masked`).",
@@ -388,7 +395,7 @@ def configuration_page() -> str:
         lines += [f"### Family `{family}`", ""]
         if model_kind is not configs.ViTConfig and issubclass(model_kind, configs.ViTConfig):
             keys = [key for key in keys if key not in vit_keys]
-            lines += ["It has the fields of `vit`, but for these:", ""]
+            lines += ["It has the fields of `vit`; these are new or have other defaults:", ""]
         lines += table(keys)
     return "\n".join(lines).rstrip() + "\n"
 

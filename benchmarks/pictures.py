@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/report.md: the page of a run, and that of two runs, as a browser shows them.
+"""Draws the pictures of docs/runs.md: the page of a run, and that of two runs, as a browser shows them.
 
     python -m tests.support.demo                                     # a run with a restart
     python -m jobs run digits run=runs/second pretrain.optim.lr=0.003

@@ -23,11 +23,21 @@ PAGE = ROOT / "docs" / "first-hour.md"
 COLUMNS = 100
 FIRST = 12  # lines of a long answer that are kept at its begin
 LAST = 16  # and at its end
-HEAD = """# The first hour, as a terminal shows it
+HEAD = """# The first hour: a recorded session
 
-`python -m benchmarks.recording` types these commands into tmux and writes this page. The terminal is {columns} wide;
-`…` stands for lines that are left out. The images are {images:,} handwritten digits in ten folders. Commit {commit},
+This page shows a whole session in a terminal: `new` writes a recipe for a folder of images, `run` packs, trains and
+evaluates, `report` renders the run as a page, `export` converts the weights for timm, and `status` summarizes the run.
+To try it with your own images, type:
+
+```
+patchline new photos --minutes 0.5 && patchline run photos.yaml
+```
+
+Here the images are {images:,} handwritten digits in ten folders. `python -m benchmarks.recording` typed the commands
+into tmux and wrote this page. The terminal is {columns} columns wide; `…` stands for omitted lines. Commit {commit},
 {date}, two CPU cores{load}.
+
+Inspect the images and write a recipe:
 """
 
 
@@ -97,18 +107,19 @@ def record(folder: Path, minutes: float) -> str:
         while "accuracy" not in "".join(tmux.text()) and time.monotonic() < deadline:
             time.sleep(0.2)
         time.sleep(3)
-        parts.append("While it trains:\n\n" + shortened(tmux.text(), FIRST, 8))
+        parts.append("Train. The last line is the progress bar:\n\n" + shortened(tmux.text(), FIRST, 8))
         tmux.end()
-        parts.append("When it has ended:\n\n" + shortened(tmux.text(), 1, LAST))
+        text = shortened(tmux.text(), 1, LAST)
+        parts.append(f"At the end, `run` prints a table of the stages and the next commands:\n\n{text}")
 
-        for command in (
-            "report runs/photos",
-            "export runs/photos/pretrain exported --format timm",
-            "status runs/photos",
+        for task, command in (
+            ("Render the report page", "report runs/photos"),
+            ("Export the weights for timm", "export runs/photos/pretrain exported --format timm"),
+            ("Summarize the run", "status runs/photos"),
         ):
             tmux.begin(f"patchline {command}")
             tmux.end()
-            parts.append(shortened(tmux.text(), FIRST, LAST))
+            parts.append(f"{task}:\n\n{shortened(tmux.text(), FIRST, LAST)}")
     finally:
         tmux.ask("kill-server")
     note = f", load {load:.0f}" if load > 1.5 else ""

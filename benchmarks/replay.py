@@ -41,7 +41,7 @@ from data.shards.packing import pack
 from data.sources.samples import Sample, digits
 from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
-from jobs.extras.replays.audit import Finding, compare, judge
+from jobs.extras.replays.audit import Finding, classify, compare
 from pipeline import config, train
 from pipeline.architecture import model_config
 from pipeline.engine.exact import ExactEngine
@@ -225,7 +225,7 @@ def flips(folder: Path, cases: int, seed: int) -> None:
             finding = Finding(number * EVERY, (number + 1) * EVERY)
             compare(TrainedStage(folder / what / str(number) / STAGE), undisturbed, finding)
             if finding.what:
-                finding.verdict = judge(finding)
+                finding.verdict = classify(finding)
             verdicts[finding.verdict] += 1
             counts["found"] += finding.verdict != "equal"
             if what == "nothing":

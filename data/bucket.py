@@ -342,6 +342,6 @@ def check_store_url(url: str) -> str:
     if not (parts.netloc and is_plain) or not all(name not in ("", ".", "..") for name in names):
         raise ConfigError(
             f"run is {redacted(url)}, expected only a bucket and a folder in it\n"
-            f"  type run={parts.scheme}://BUCKET/NAME; credentials come from the environment (docs/storage.md)"
+            f"  type run={parts.scheme}://BUCKET/NAME; credentials come from the environment (docs/run-storage.md)"
         )
     return f"{parts.scheme}://{parts.netloc}/{'/'.join(names)}"

@@ -405,7 +405,7 @@ class DecoderProcess:
         # The new process rewrites partial results: a task gives the same bytes in any process.
         self.stop()
         self.start()
-        self.brief()
+        self.send_decoder()
         with suppress(OSError):
             for task_and_offset in self.pending:
                 self.connection.send(task_and_offset)

@@ -123,7 +123,7 @@ def temporary_name(path: Path) -> Path:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename a file or folder; tolerates NFS repeating a rename whose first response was lost (docs/storage.md)."""
+    """Rename a file or folder; tolerates NFS repeating it after a lost response (docs/design/stores.md)."""
     renamed = source.stat()
     try:
         os.rename(source, target)
@@ -243,7 +243,7 @@ def lacking(path: Path, feature: str, error: OSError, elsewhere: str) -> Storage
     """Return the error about a file system without a required feature; `elsewhere` tells how to choose another."""
     return StorageError(
         f"the file system of {path.parent} has no {feature} ({error.strerror})\n"
-        "expected: a local disk, NFS or Lustre (docs/storage.md lists the requirements)\n"
+        "expected: a local disk, NFS or Lustre (docs/run-storage.md lists the requirements)\n"
         f"choose another folder: {elsewhere}"
     )
 

@@ -200,7 +200,7 @@ class TrainLoader:
         for task in self.tasks():
             arrays = self.layout.arrays(np.empty(self.layout.bytes, np.uint8))
             done = self.decoder.run(task, arrays)
-            yield self.take(task, arrays, done, done.storage_s + done.decode_s)
+            yield self.make_batch(task, arrays, done, done.storage_s + done.decode_s)
 
     def from_processes(self) -> Generator[Batch]:
         """Yield batches from the decoding processes, in a fixed rotation."""

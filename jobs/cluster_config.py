@@ -1,11 +1,11 @@
-"""The section `cluster:` of a recipe: how many workers, with what, and which environment variables they are given.
+"""The section `cluster:` of a recipe: number of workers, their resources, and their environment variables.
 
     cluster: {workers: {least: 4, most: 16}, gpus_per_worker: 1, environment: {NCCL_SOCKET_IFNAME: eth1}}
     python -m jobs submit RECIPE --env NCCL_DEBUG=INFO
 
-Ray shows the environment of a job to everybody who lists the jobs, and a recipe is kept in many places: secrets belong
-to the nodes. Patchline alone sets the variables that tell a worker its place in the group, and those that glibc's
-malloc reads when a process starts.
+Ray shows a job's environment to everybody who can list jobs, and recipes are stored in many places: secrets belong in
+the environment of the nodes. Only Patchline sets the variables for a worker's rank, and those that glibc's malloc reads
+when a process starts.
 """
 
 import os
@@ -18,43 +18,43 @@ from data.checks import at_least, more_than_0
 from data.errors import ConfigError
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-# KEY and TOKEN as words: TOKENIZERS_PARALLELISM is none.
+# KEY and TOKEN must be whole words: TOKENIZERS_PARALLELISM is not a secret.
 SECRET_NAME = re.compile(r"SECRET|PASSWORD|PASSWD|CREDENTIAL|(^|_)(API|ACCESS|AUTH)?(KEY|TOKEN)S?(_|$)", re.IGNORECASE)
 SECRET_VALUE = re.compile(
     r"-----BEGIN [A-Z ]*PRIVATE KEY"
-    r"|\b(AKIA|ASIA)[0-9A-Z]{16}\b"  # an access key of AWS
+    r"|\b(AKIA|ASIA)[0-9A-Z]{16}\b"  # AWS access key
     r"|\b(ghp|gho|ghs|github_pat|glpat|hf|sk|xox[abp])[-_][A-Za-z0-9_-]{16,}"  # GitHub, GitLab, Hugging Face, …
-    r"|\beyJ[A-Za-z0-9_-]{8,}\.eyJ"  # a JSON web token
-    r"|://[^/\s:@]*:[^/\s@]+@"  # a password in an address
+    r"|\beyJ[A-Za-z0-9_-]{8,}\.eyJ"  # JSON web token
+    r"|://[^/\s:@]*:[^/\s@]+@"  # password in a URL
 )
-# Set for every worker by its rank (worker_group.RankInfo), so that a value for all of them would break the group.
+# Each worker gets its own values (worker.RankInfo): one value for all of them would break the group.
 OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
-MALLOC_VARIABLE = "GLIBC_TUNABLES"  # what glibc's malloc reads when a process starts (jobs/cluster/fork_server.py)
+MALLOC_VARIABLE = "GLIBC_TUNABLES"  # read by glibc's malloc when a process starts (jobs/cluster/fork_server.py)
 
 
 @dataclass(frozen=True)
 class WorkerRange:
-    """How many workers would do: every attempt takes the largest number that its stage allows and that has room."""
+    """A range for the number of workers: each attempt uses as many as its stage allows and the cluster has room for."""
 
-    least: int = 1  # with fewer the stage waits
-    most: int = "???"  # type: ignore[assignment]  # no attempt has more
+    least: int = 1  # minimum number of workers; with less room the stage waits
+    most: int = "???"  # type: ignore[assignment]  # maximum number of workers
 
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    # processes that train together, each a rank; a number, or from `least` to `most` as there is room
+    # processes that train together, one per rank; a number, or a range from `least` to `most`
     workers: int | WorkerRange = 1
-    backend: Literal["ray", "processes"] = "ray"  # Ray, embedded or joined; or plain processes of this machine
-    cpus_per_worker: int = 1  # reserved in Ray, and the threads a worker computes with
-    gpus_per_worker: int = 0  # reserved in Ray; 0: workers compute on the CPU
-    gpu_memory_gb: float | None = None  # that a worker may fill of its GPU: what needs more is refused; None: unknown
-    max_restarts: int = 3  # attempts in a row that may end without a new checkpoint
-    backoff_s: float = 10.0  # before the first restart; doubles with each
-    start_timeout_s: float = 300.0  # how long the workers may take to start
-    wait_s: float | None = None  # how long to wait for the workers' places; None: for ever
-    patience_s: float = 60.0  # where `workers` is a range, how long to wait for more than there is room for
-    environment: dict[str, str] = field(default_factory=dict)  # of every worker, by name; no secrets
-    scratch: str = ""  # local folder of each node for a run at s3://…; empty: in PATCHLINE_CACHE, or the user's cache
+    backend: Literal["ray", "processes"] = "ray"  # Ray (embedded or existing cluster), or processes of this machine
+    cpus_per_worker: int = 1  # CPUs that Ray reserves, and threads that a worker uses
+    gpus_per_worker: int = 0  # GPUs that Ray reserves; 0: workers use the CPU
+    gpu_memory_gb: float | None = None  # GPU memory per worker; larger configs are refused; None: unknown
+    max_restarts: int = 3  # maximum number of failed attempts in a row without a new checkpoint
+    backoff_s: float = 10.0  # wait before the first restart; doubles with each further one
+    start_timeout_s: float = 300.0  # maximum time for the workers to start
+    wait_s: float | None = None  # maximum time to wait for places in the cluster; None: no limit
+    patience_s: float = 60.0  # if `workers` is a range: time to wait for more places than are free
+    environment: dict[str, str] = field(default_factory=dict)  # variables for every worker, by name; no secrets
+    scratch: str = ""  # local folder on each node for runs at s3://…; empty: in PATCHLINE_CACHE, or the user's cache
 
     RESUME: ClassVar[Mapping[str, str]] = dict.fromkeys(
         [
@@ -87,50 +87,53 @@ class ClusterConfig:
 
     @property
     def least(self) -> int:
-        """Return how few workers would do."""
+        """Return the minimum number of workers."""
         return self.workers.least if isinstance(self.workers, WorkerRange) else self.workers
 
     @property
     def most(self) -> int:
-        """Return how many workers an attempt has at most."""
+        """Return the maximum number of workers."""
         return self.workers.most if isinstance(self.workers, WorkerRange) else self.workers
 
     @property
     def worlds(self) -> range:
-        """Return the numbers of workers that an attempt may have, the largest first."""
+        """Return the allowed numbers of workers, largest first."""
         return range(self.most, self.least - 1, -1)
 
     @property
     def world(self) -> int:
-        """Return the workers of an attempt, for whose time the supervisor has put their number in a range's place."""
+        """Return the number of workers of an attempt; the supervisor has replaced a range by a number."""
         assert isinstance(self.workers, int), self.workers
         return self.workers
 
 
 def check_environment(environment: Mapping[str, str], place: str = "") -> None:
-    """Raise ConfigError where a variable may not be given to workers; `place` stands before its name in the message."""
+    """Raise ConfigError if a variable must not be set for workers; `place` precedes its name in the message."""
     for name, value in environment.items():
         problem = ""
         if not NAME.fullmatch(name):
-            problem = f"{name!r} is no name of a variable\n  expected letters, digits and _, for example NCCL_DEBUG"
+            problem = f"{name!r} is not a variable name\n  expected letters, digits and _, for example NCCL_DEBUG"
         elif name in OURS:
-            problem = f"{name} is set for every worker by its rank\n  leave it out"
+            problem = f"{name} must not be set here: every worker gets its own value\n  remove it"
         elif name == MALLOC_VARIABLE:
-            problem = f"{name} is set for workers on CPUs by Patchline\n  leave it out; on GPUs that of the node holds"
+            problem = (
+                f"{name} must not be set here: Patchline sets it for workers on CPUs\n"
+                "  remove it; for workers on GPUs, set it in the environment of the nodes"
+            )
         elif SECRET_NAME.search(name) or SECRET_VALUE.search(value):
             reason = "its value" if SECRET_VALUE.search(value) else "its name"
-            # The value is not repeated: this message is printed and kept.
+            # The value is not repeated, because this message is printed and stored.
             problem = (
-                f"{name} looks like a secret by {reason}: it would be shown in clear to whoever lists the jobs\n"
-                "  secrets belong to the nodes: their environment, instance role or mounted files\n"
-                "  leave it out here; workers have the environment of their node"
+                f"{name} looks like a secret (by {reason}), and everybody who can list jobs would see it\n"
+                "  secrets belong on the nodes: in their environment, instance role or mounted files\n"
+                "  remove it here; workers inherit the environment of their node"
             )
         if problem:
             raise ConfigError(f"{place}{problem}")
 
 
 def cores() -> int:
-    """Return how many cores of this machine the process may use."""
+    """Return how many CPU cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -1,14 +1,14 @@
-"""What a command shows on its terminal: lines, what it is doing, and the progress of a long count.
+"""Terminal output of a command: lines, the current activity, and the progress of long tasks.
 
     progress = ProgressMeter("samples", total=60_000)
     progress(1_200, "3 shards")        1.2k of 60.0k samples  3 shards  240/s  eta 4m05s
 
-`ProgressMeter` is a live bar on a terminal, a line every few seconds elsewhere. Every command shows what it does after
-one second (`activity`), even if it has nothing to count.
+`ProgressMeter` shows a live bar on a terminal, and a line every few seconds elsewhere. After one second every command
+shows its current activity (`activity`), even if there is nothing to count.
 
 `Terminal` writes the lines of a run to a terminal that may be stuck, without making the run wait for it.
 
-A terminal takes no lines after Ctrl-S, while `less` is not scrolled, or when a log collector hangs. A plain `print`
+A terminal accepts no lines after Ctrl-S, while `less` is not scrolled, or when a log collector hangs. A plain `print`
 then blocks for ever, and the watchdog and a SIGTERM wait with it. Here, in order:
 1. `write` puts a line into a queue and returns at once; a signal handler may call it during another call;
 2. a thread writes the lines of the queue, above a bar if the stream is a terminal;
@@ -39,18 +39,18 @@ from data.checks import printable_lines
 
 COMMAND = "python -m jobs"  # how commands begin in all messages
 
-WAIT_S = 1.0  # after which a command shows what it does
+WAIT_S = 1.0  # after which a command shows its activity
 MOST_WAITING = 10_000  # lines; some 2 MB
-LONGEST_LINE = 100  # characters on a terminal; what is redirected stays one line
+LONGEST_LINE = 100  # characters on a terminal; redirected lines are not broken
 CLOSE_S = 3.0  # for the remaining lines: a terminal may be slow without being stuck
 
 
 class LiveBar:
-    """One bar at the bottom of a terminal, below the lines that are printed; it turns while the process lives."""
+    """A progress bar at the bottom of a terminal, below the printed lines. Its spinner shows that the process lives."""
 
     def __init__(self, file: TextIO | None = None) -> None:
         """Draw on stdout, or on another stream."""
-        # rich takes 0.1 s to import; a command without a bar does not wait for it.
+        # Imported here because rich takes 0.1 s, which only a command with a bar should pay.
         from rich.console import Console
         from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
         from rich.progress import Progress as RichProgress
@@ -70,9 +70,9 @@ class LiveBar:
 
     def update(self, done: int, total: int | None, text: str) -> None:
         """Move the bar; without a total it pulses."""
-        from pipeline.values import amount  # with it come models, for which --help does not wait
+        from pipeline.values import amount  # it imports models, for which --help must not wait
 
-        # rich stops the clock of a count that has ended: start it again for the next count.
+        # rich stops the clock of a finished count: start it again for the next count.
         shown = self.rich.tasks[0]
         if shown.finished and (total is None or done < shown.completed):
             self.rich.reset(self.task)
@@ -91,7 +91,7 @@ class LiveBar:
 
 
 class Activity:
-    """Shows what this process does, after WAIT_S: by a bar on a terminal, elsewhere by a line on stderr."""
+    """Shows the current activity after WAIT_S: as a bar on a terminal, elsewhere as a line on stderr."""
 
     def __init__(self) -> None:
         self.text = ""  # "" if there is nothing to show
@@ -112,7 +112,7 @@ class Activity:
             self.timer.start()
 
     def speak(self) -> None:
-        """Show the activity, which has taken longer than WAIT_S."""
+        """Show the current activity, because it takes longer than WAIT_S."""
         with self.lock:
             if self.text and not self.show(0, None, self.text):
                 print(self.text, file=sys.stderr, flush=True)
@@ -140,7 +140,7 @@ activity = Activity()  # of this process: a terminal has one bar at its bottom
 
 
 class ProgressMeter:
-    """Shows how much of a count is done: by `show`, or if that returns False, by a line every `every_s` seconds."""
+    """Shows the progress of a long task: by `show` or, if that returns False, by a line every `every_s` seconds."""
 
     def __init__(
         self,
@@ -162,13 +162,13 @@ class ProgressMeter:
         self.last_line = self.began
 
     def __call__(self, done: int, note: str = "") -> None:
-        """Show that so many are done, with a note."""
+        """Show that `done` units are done, with a note."""
         from pipeline.values import amount, duration  # as above
 
         now = self.clock()
         # A first count may come before the clock has moved.
         rate = done / max(now - self.began, 1e-9)
-        # The bar itself shows the count and the time that is left.
+        # The bar itself shows the count and the remaining time.
         parts = [self.unit, note, f"{amount(rate)}/s"]
         if self.show(done, self.total, "  ".join(filter(None, parts))):
             return
@@ -188,11 +188,11 @@ class ProgressMeter:
         self.log("  ".join(filter(None, parts)))
 
     def packed(self, shards: int, samples: int) -> None:
-        """Show what has been packed; this is the `report` of data.shards.packing and of a repair."""
+        """Show the number of packed samples; used as `report` of data.shards.packing and of a repair."""
         self(samples, f"{shards} shards")
 
     def of(self, done: int, total: int) -> None:
-        """Show how many of a total are done; this is the `report` of indexing and checking."""
+        """Show how many of a total are done; used as `report` of indexing and checking."""
         self.total = total
         self(done)
 
@@ -221,7 +221,7 @@ class Terminal:
         # Only a SimpleQueue may be used in a signal handler that interrupts a `put`.
         self.waiting: queue.SimpleQueue[str | MoveBar | None] = queue.SimpleQueue()
         self.dropped = 0  # lines in total
-        self.dropped_said = 0  # those of them that the terminal has reported
+        self.dropped_reported = 0  # those of them that the terminal has reported
         self.bar_place: BarPlace | None = None
         self.is_move_waiting = False
         self.has_bar = self.handle is not None and stream.isatty()
@@ -257,11 +257,11 @@ class Terminal:
             return 0
         self.waiting.put(None)
         self.thread.join(CLOSE_S)
-        lost = self.dropped - self.dropped_said
+        lost = self.dropped - self.dropped_reported
         if self.thread.is_alive():
             # The None counts for the line that the thread cannot write.
             lost += self.waiting.qsize() - self.is_move_waiting
-            # The bar has replaced them by streams that are as stuck as the terminal.
+            # The bar has replaced them by streams, which are blocked like the terminal.
             if self.has_bar:
                 sys.stdout = sys.__stdout__
                 sys.stderr = sys.__stderr__
@@ -278,7 +278,7 @@ class Terminal:
             item = self.waiting.get()
             if item is None:
                 break
-            dropped = self.dropped - self.dropped_said
+            dropped = self.dropped - self.dropped_reported
             # A closed terminal or pipe must not end the run.
             with suppress(OSError):
                 if isinstance(item, MoveBar):
@@ -288,9 +288,12 @@ class Terminal:
                     bar.update(*self.bar_place)
                     continue
                 if dropped:
-                    self.put(bar, f"({dropped} lines are not shown: this terminal took none; log.txt has them)")
+                    self.put(
+                        bar,
+                        f"({dropped} lines are not shown: this terminal accepted none; they are in log.txt)",
+                    )
                 self.put(bar, item)
-            self.dropped_said += dropped
+            self.dropped_reported += dropped
         if bar is not None:
             with suppress(OSError):
                 bar.close()
@@ -305,7 +308,7 @@ class Terminal:
 
 
 def folded(text: str, width: int) -> str:
-    """Return a text with long lines broken at words, for a terminal of so many columns.
+    """Break long lines of a text at words, for a terminal with `width` columns.
 
     Continued lines are indented. A command stays on one line, so that it can be copied.
     """
@@ -358,7 +361,7 @@ def is_closed_pipe(stream: TextIO) -> bool:
 
 
 def write_all(handle: int, content: bytes) -> None:
-    """Write to a file handle, bypassing Python's streams, however long that takes. Raises OSError."""
+    """Write to a file handle, bypassing Python's streams, however long the write takes. Raises OSError."""
     while content:
         try:
             content = content[os.write(handle, content) :]

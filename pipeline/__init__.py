@@ -1,1 +1,1 @@
-"""A model and batches become checkpoints and numbers."""
+"""Training, checkpoints and evaluation: turns a model and batches into checkpoints, weights and metrics."""

@@ -1,6 +1,6 @@
-"""The architecture that a `model:` section describes, whether a stage can train it, and the images that it takes.
+"""Turns a `model:` section into a model config, and checks that a stage can train it on the given data.
 
-In:  {"name": "S/16", "image_size": 224, "classes": 10}, or what differs from the model of `init`
+In:  {"name": "S/16", "image_size": 224, "classes": 10}, or only the changes to the model of `init`
 Out: a ModelConfig of the models package; ConfigError or DataError with what to type
 """
 
@@ -20,17 +20,17 @@ from pipeline.values import shown
 
 
 def model_config(values: Mapping[str, Any], source: ModelConfig | None = None) -> ModelConfig:
-    """Return the architecture that a `model:` section describes.
+    """Return the model config that a `model:` section describes.
 
-    A section without a name holds only what it changes of `source`, the model of the weights that it starts from.
-    Raises ConfigError with what the models package found, and where a number is none.
+    A section without a name holds only changes to `source`, the model of the initial weights. Raises ConfigError with
+    the problem that the models package found, or if a number is not finite.
     """
     options = dict(values)
     try:
         if "name" not in options and source is not None:
             model = models.from_dict({**models.to_dict(source), **options})
         else:
-            # A masked model has no head, whatever number of classes the set has.
+            # A masked model has no head, so the number of classes does not matter.
             if str(options.get("name")).startswith("Masked-"):
                 options["classes"] = 0
             name = options.pop("name")
@@ -45,7 +45,7 @@ def model_config(values: Mapping[str, Any], source: ModelConfig | None = None) -
         ) from None
     except ValueError as error:
         raise ConfigError(f"model: {error}") from None
-    # A `model:` section is not typed, and YAML reads `nan` as a text, so that nothing before this would notice.
+    # A `model:` section is untyped and YAML reads `nan` as text, so nothing before this check would detect it.
     for part in fields(model):
         if isinstance(part.default, float):
             value = getattr(model, part.name)
@@ -55,13 +55,13 @@ def model_config(values: Mapping[str, Any], source: ModelConfig | None = None) -
 
 
 def trained_model(cfg: TrainConfig, source: ModelConfig | None = None) -> ModelConfig:
-    """Return the architecture a stage trains; classification starts from the ViT inside a masked model.
+    """Return the model config that a stage trains; a classifier that starts from a masked model gets the ViT inside.
 
-    Raises ConfigError where it cannot have the stage's objective.
+    Raises ConfigError if this model cannot be trained with the stage's objective.
     """
     is_masked = cfg.objective == "masked"
     if isinstance(source, MaskedConfig) and not is_masked:
-        # What predicts patches is no part of a classifier; the ViT inside goes on with its own config.
+        # The patch predictor is not part of a classifier; continue with the config of the ViT inside.
         source = source.vit
     if source is not None and cfg.new_head:
         source = source.with_new_head()
@@ -69,7 +69,7 @@ def trained_model(cfg: TrainConfig, source: ModelConfig | None = None) -> ModelC
     require(
         (model.family == "masked") == is_masked,
         f"objective {cfg.objective} cannot train a model of family {model.family}\n"
-        "  write objective: masked with model.name: Masked-B/16, or neither",
+        "  use objective: masked together with model.name: Masked-B/16, or neither",
     )
     if source is not None:
         try:
@@ -82,26 +82,28 @@ def trained_model(cfg: TrainConfig, source: ModelConfig | None = None) -> ModelC
 
 
 def check_model(cfg: TrainConfig, model: ModelConfig, classes: Mapping[str, int], key: str = "model") -> None:
-    """Raise DataError where a set has labels that the head has no output for; training images are square.
+    """Raise DataError if a set has more classes than the model's head; raise ConfigError for non-square images.
 
-    `classes` is the number of classes of every labelled set that is there, by its path; `key` is what a user types to
-    reach the model's section.
+    `classes` is the number of classes by path of each existing labelled set; `key` is the dotted path of the model's
+    section, for messages.
     """
     height, width = model.image_size
-    require(height == width, f"{key}.image_size is {height}×{width}, expected a square: training crops are")
+    require(
+        height == width, f"{key}.image_size is {height}×{width}, expected a square, because training crops are square"
+    )
     squash = cfg.data.augment.squash
     require(
         squash is None or squash >= height,
         f"data.augment.squash is {squash}, out of which {height} pixels are to be cropped\n  expected {height} or more",
     )
     cfg.check_architecture(model, key.removesuffix("model"))
-    if cfg.objective == "masked":  # labels are not used
+    if cfg.objective == "masked":  # without labels
         return
     for path, number in classes.items():
         if number > model.classes:
             raise DataError(
-                f"{path} has labels up to {number - 1}, the model has {model.classes} classes\n"
-                f"  set {key}.classes={number}"
+                f"{path} has labels up to {number - 1}, but the model has only {model.classes} classes\n"
+                f"  type {key}.classes={number}"
             )
 
 
@@ -109,8 +111,8 @@ def check_model(cfg: TrainConfig, model: ModelConfig, classes: Mapping[str, int]
 
 
 def check_shape(ops: str | None, model: ModelConfig, key: str) -> None:
-    """Raise ConfigError where `ops` make images of another size than the model takes; `key` is what holds the ops."""
-    if not ops or model.family == "bit":  # a ResNet takes any size
+    """Raise ConfigError if the images of `ops` do not have the model's size; `key` is the config key of the ops."""
+    if not ops or model.family == "bit":  # a ResNet accepts any size
         return
     height, width, _ = shape_of(ops)
     expected_height, expected_width = model.image_size
@@ -121,7 +123,7 @@ def check_shape(ops: str | None, model: ModelConfig, key: str) -> None:
     )
 
 
-# The first op of those that exports can tell other libraries of, and what models/weights/preprocessing.py calls it.
+# First ops that other libraries have an equivalent for, and their names in models/weights/preprocessing.py.
 INTERPOLATIONS = {
     "resize": "bilinear",
     "resize_float": "bilinear",
@@ -131,7 +133,7 @@ INTERPOLATIONS = {
 
 
 def preprocessing_of(ops: str | None, model: ModelConfig) -> Preprocessing:
-    """Return what `ops`, or evaluation's own squash where there are none, do to an image; exports tell others of it."""
+    """Return the preprocessing to record with exported weights: that of `ops`, or a resize to the model's size."""
     ops = ops or f"resize({model.image_size})"
     height, width, _ = shape_of(ops)
     steps: list[tuple[str, Any]] = []
@@ -139,7 +141,7 @@ def preprocessing_of(ops: str | None, model: ModelConfig) -> Preprocessing:
         if op.__name__ != "unchanged":
             steps.append((op.__name__, arguments))
     names = [name for name, _ in steps]
-    # Others resize once, and then cut out the middle.
+    # Other libraries resize once and then crop the centre.
     is_translatable = names[:1] != [] and names[0] in INTERPOLATIONS and names[1:] in ([], ["central_crop"])
     if not is_translatable:
         return Preprocessing(ops, (height, width))

@@ -1,14 +1,13 @@
-"""What a stage hands on, and the proof that it is still what the stage wrote: sealed records, digests of files.
+"""Records and output files of a stage, and the checks that they are unchanged: sealed JSON and digests of files.
 
-1. A record (stage.json, task.json, provenance.json, done.json) is JSON that ends with the sha256 of itself
-   (`write_record`).
-2. A stage's done.json, or the provenance.json of imported or exported weights, holds bytes and sha256 of every file
-   that is handed on: `digests`.
-3. A reader of such a file compares it first: `check_files` for all files of a finished stage, `check_weights` for
-   weights that something starts from. A difference is a DataError that names the file, who wrote it, and the way out.
+1. A record (stage.json, task.json, provenance.json, done.json) is JSON that ends with its own sha256 (`write_record`).
+2. A stage's done.json, or the provenance.json of imported or exported weights, holds the size and sha256 of every
+   output file: `digests`.
+3. Readers of these files verify them first: `check_files` all files of a finished stage, `check_weights` the weights
+   that something starts from. A difference raises DataError with the file, who wrote it, and what to do.
 
 In:  {"key": "1a2b…", "seconds": 3.2}
-Out: {"schema": 1, "key": "1a2b…", "seconds": 3.2, "sha256": "9f3c…"}, one entry a line (data/seal.py)
+Out: {"schema": 1, "key": "1a2b…", "seconds": 3.2, "sha256": "9f3c…"}, one entry per line (data/seal.py)
 """
 
 import hashlib
@@ -26,38 +25,39 @@ from data.storage import Storage
 from models.weights.folder import CLASSES, CONFIG, PREPROCESSING, WEIGHTS
 from pipeline.checkpoints.manifest import FileRecord
 
-SCHEMA = 1  # of a record
+SCHEMA = 1  # version of the record format
 DONE = "done.json"
 TASK = "task.json"
 PROVENANCE = "provenance.json"
-# Samples with their predictions, and counts by class, of the newest evaluation of a trained stage.
+# The newest evaluation of a trained stage: some samples with their predictions, and counts by class.
 EXAMPLES = "examples.json"
-# Stretches [first, stop) of steps, counted from 0, that were not finite and are not tried again.
+# Ranges [first, stop) of steps, counted from 0, that had non-finite gradients and are excluded.
 EXCLUDED_STEPS = "excluded-steps.json"
-# Of a trained stage: what is wanted and known of the samples behind its spikes (`health.on_spike: bisect`).
+# Folder of a trained stage: requests and results of searches for the samples that cause spikes
+# (`health.on_spike: bisect`).
 SEARCHES = "searches"
-# Entry of a done.json, with the reason: a run of a sweep diverged.
+# Entry of a done.json: the reason why a run of a sweep diverged.
 DIVERGED = "diverged"
-NEEDED_FILES = (WEIGHTS, CONFIG)  # of every folder of weights
-BESIDE_WEIGHTS = (CLASSES, PREPROCESSING)  # only where they are known
+NEEDED_FILES = (WEIGHTS, CONFIG)  # in every folder of weights
+BESIDE_WEIGHTS = (CLASSES, PREPROCESSING)  # only if known
 WEIGHT_FILES = (*NEEDED_FILES, *BESIDE_WEIGHTS)
-# What stages leave in their folders for others to read. Logs are not among them: they grow, nothing is made of them.
+# Output files that other stages and commands read. Logs are not included: they grow, and no result depends on them.
 HANDED_ON = (*WEIGHT_FILES, "metrics.json", "evaluation.json", "report.txt", "stage.json", TASK, PROVENANCE)
-SAY_AFTER_S = 5.0  # a check that takes longer is worth a line
+SAY_AFTER_S = 5.0  # a check that takes longer is logged
 
 
 # ------------------------------------------------------------------------ records
 
 
 def write_record(path: Path, values: Mapping[str, object]) -> None:
-    """Write a record that carries its own digest; it appears whole or not at all."""
+    """Write a record sealed with its own digest, atomically."""
     write_atomically(path, seal({"schema": SCHEMA, **values}))
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Read a record, and compare it with its digest. Raises DataError where it is torn or altered, OSError.
+    """Read a record and verify its digest. Raises DataError if it is torn or altered; OSError.
 
-    The values are JSON, of the types that the writer of the record gave them.
+    The values are JSON, of the types with which the record was written.
     """
     try:
         values = unseal(path.read_bytes())
@@ -68,7 +68,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def read_done(folder: Path) -> dict[str, Any] | None:
-    """Return what a finished stage left behind; None where it has not finished. Raises DataError."""
+    """Return the done.json of a finished stage; None if the stage has not finished. Raises DataError."""
     path = folder / DONE
     if not path.exists():
         return None
@@ -76,13 +76,16 @@ def read_done(folder: Path) -> dict[str, Any] | None:
 
 
 def started_s(folder: Path) -> float:
-    """Return when a stage was first started, seconds since 1970."""
+    """Return when a stage was first started, in seconds since 1970."""
     return recorded_s(folder / "stage.json", "started")
 
 
 def recorded_s(path: Path, entry: str) -> float:
-    """Return a time that a record holds, seconds since 1970; of an altered record, or an older one, the file's own."""
-    # A record that has changed is named where the stage's line is made.
+    """Return a time stored in a record, in seconds since 1970; the file's modification time if the record has none.
+
+    An altered record counts as one without the entry.
+    """
+    # Altered records are reported elsewhere, in the stage's own status line.
     with suppress(DataError):
         moment = read_record(path).get(entry)
         if moment is not None:
@@ -94,7 +97,7 @@ def recorded_s(path: Path, entry: str) -> float:
 
 
 def digests(folder: Path, names: Iterable[str] = HANDED_ON) -> dict[str, FileRecord]:
-    """Return size and sha256 of those of the files that the folder holds, by name."""
+    """Return the size and sha256 of those of the named files that exist in the folder."""
     records: dict[str, FileRecord] = {}
     for name in names:
         path = folder / name
@@ -104,19 +107,19 @@ def digests(folder: Path, names: Iterable[str] = HANDED_ON) -> dict[str, FileRec
 
 
 def digest_of(path: Path) -> FileRecord:
-    """Return a file's size and sha256, as they are read."""
+    """Read a file and return its size and sha256."""
     with path_in_errors(path), open(path, "rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         return {"bytes": file.tell(), "sha256": sha256}
 
 
 def record_weights(folder: Path, values: Mapping[str, object]) -> None:
-    """Write the provenance.json of weights outside a campaign: where they come from, and their digests."""
+    """Write provenance.json for weights outside a run: their origin and their digests."""
     write_record(folder / PROVENANCE, {**values, "files": digests(folder, WEIGHT_FILES)})
 
 
 class Covering(NamedTuple):
-    """Holds the record that speaks for the files of a folder."""
+    """The record that holds the digests of a folder's files."""
 
     path: Path
     values: dict[str, Any]
@@ -124,7 +127,7 @@ class Covering(NamedTuple):
 
 
 def covering_record(folder: Path) -> Covering | None:
-    """Return the record that holds the digests of a folder's files; None where there is none. Raises DataError."""
+    """Return the record with the digests of a folder's files; None if there is none. Raises DataError."""
     for name in (DONE, PROVENANCE):
         path = folder / name
         if not path.exists():
@@ -136,7 +139,7 @@ def covering_record(folder: Path) -> Covering | None:
 
 
 def recorded_sha256(folder: Path) -> str | None:
-    """Return the sha256 of a folder's weights as their maker recorded it; None where nobody did. Raises DataError."""
+    """Return the recorded sha256 of a folder's weights; None if no record covers them. Raises DataError."""
     covering = covering_record(folder)
     if covering is None or WEIGHTS not in covering.files:
         return None
@@ -144,9 +147,9 @@ def recorded_sha256(folder: Path) -> str | None:
 
 
 def check_files(folder: Path, log: Callable[[str], None]) -> bool:
-    """Compare every file that a folder hands on with its digest; False where the folder has no digests.
+    """Verify every recorded output file of a folder against its digest; return False if no record covers them.
 
-    `log` is told of a check that took long. Raises DataError for the first file that is not what was written.
+    `log` receives a line if the check took long. Raises DataError for the first altered file.
     """
     began = time.monotonic()
     covering = covering_record(folder)
@@ -160,14 +163,14 @@ def check_files(folder: Path, log: Callable[[str], None]) -> bool:
 
 
 def log_if_slow(began: float, checked_bytes: int, folder: Path, log: Callable[[str], None]) -> None:
-    """Say how long a check took, where a user may wonder why the command waits."""
+    """Log how long a check took, if the user may wonder why the command was waiting."""
     seconds = time.monotonic() - began
     if seconds > SAY_AFTER_S:
         log(f"checked {checked_bytes / 1e9:.1f} GB in {folder} in {seconds:.0f} s")
 
 
 def check_file(path: Path, expected: FileRecord, covering: Covering) -> FileRecord:
-    """Return the file's size and sha256. Raises DataError unless they are those of its record."""
+    """Return the file's size and sha256. Raises DataError if they differ from the record."""
     if not path.is_file():
         raise altered(path, f"it is missing, {covering.path.name} names it", covering)
     actual = digest_of(path)
@@ -181,24 +184,24 @@ def check_file(path: Path, expected: FileRecord, covering: Covering) -> FileReco
 
 
 class CheckedWeights(NamedTuple):
-    """Holds what is known of weights that something is about to start from."""
+    """The result of verifying initial weights."""
 
-    sha256: str  # of weights.safetensors, as it was read now
-    is_verified: bool  # False where nothing says what it should be
+    sha256: str  # of weights.safetensors, as just read
+    is_verified: bool  # False if no record holds the expected digest
 
 
 def check_weights(folder: Path, log: Callable[[str], None]) -> CheckedWeights:
-    """Read weights.safetensors and model.json once and compare both with what their maker recorded.
+    """Verify weights.safetensors and model.json against the digests recorded with them, reading each file once.
 
-    `log` is told of weights that have no digests, and of a check that took long. Raises DataError where a file is
-    missing or is not what was written, and OSError where it cannot be read.
+    `log` receives a line if the weights have no digests, and if the check took long. Raises DataError if a file is
+    missing or altered, OSError if it cannot be read.
     """
     began = time.monotonic()
     covering = covering_record(folder)
     is_verified = covering is not None and set(NEEDED_FILES) <= covering.files.keys()
     if covering is not None and is_verified:
         check_file(folder / CONFIG, covering.files[CONFIG], covering)
-        # Class names and preprocessing that the record names, or none where it names none.
+        # Class names and preprocessing: as recorded, or absent if the record does not name them.
         for name in BESIDE_WEIGHTS:
             if name in covering.files:
                 check_file(folder / name, covering.files[name], covering)
@@ -214,21 +217,21 @@ def check_weights(folder: Path, log: Callable[[str], None]) -> CheckedWeights:
             elif folder.name == WEIGHTS:
                 way_out = f"give its folder: {folder.parent}"
             elif folder.suffix in (".npz", ".safetensors") or (folder / "model.safetensors").is_file():
-                way_out = f"weights of another project become ours by: python -m jobs import {folder} FOLDER"
+                way_out = f"to use the weights of another project, import them: python -m jobs import {folder} FOLDER"
             raise DataError(f"no {WEIGHTS} in {folder}\n  {way_out}")
         weights = digest_of(folder / WEIGHTS)
-        log(f"unverified: {folder} has no digests, nobody would notice if its weights had changed")
+        log(f"unverified: {folder} has no digests, so a change of its weights would go unnoticed")
     log_if_slow(began, weights["bytes"], folder, log)
     return CheckedWeights(weights["sha256"], is_verified)
 
 
 def fetch_weights(storage: Storage, stage: str) -> None:
-    """Make sure that this node has the weights that a finished stage of the run handed on, in the bytes of its record.
+    """Make the exported weights of a finished stage available on this node, and verify them against its record.
 
-    Raises DataError where the stage has not finished or its files are not what it wrote, StorageError, OSError.
+    Raises DataError if the stage has not finished or its files are altered; StorageError, OSError.
     """
     if storage.is_shared:
-        return  # they are here, and the driver has compared them
+        return  # the files are here, and the driver has verified them
     folder = storage.local / stage
     record = storage.read(f"{stage}/{DONE}")
     if record is None:
@@ -242,7 +245,7 @@ def fetch_weights(storage: Storage, stage: str) -> None:
                 storage.ensure_local(f"{stage}/{name}", files[name]["bytes"], files[name]["sha256"])
             except CheckpointError as error:
                 raise DataError(str(error)) from None
-    # Class names and preprocessing that an earlier owner has left here are not of these weights.
+    # Delete class names and preprocessing of earlier weights, left here by a previous owner of the run.
     for name in BESIDE_WEIGHTS:
         if name not in files:
             (folder / name).unlink(missing_ok=True)
@@ -253,9 +256,9 @@ def fetch_weights(storage: Storage, stage: str) -> None:
 
 
 def altered(path: Path, difference: str, covering: Covering | None) -> DataError:
-    """Return the error about a file that is not what was written: which, what was expected, and the way out."""
+    """Return the error for an altered file: which file, what was expected, and what to do."""
     folder = path.parent
-    copy = f"  bring {path.name} back from a copy"
+    copy = f"  restore {path.name} from a copy"
     values = covering.values if covering is not None else {}
     if "imported" in values:
         expected = f"the file as it was imported from {values['imported']}"
@@ -267,13 +270,13 @@ def altered(path: Path, difference: str, covering: Covering | None) -> DataError
         expected = "the record as it was written with these weights"
         remedy = f"{copy}, or move {folder} away and import again"
     else:
-        # A stage without done.json is not finished: a trained one makes its outputs anew from its last checkpoint.
+        # A stage without done.json counts as unfinished: a trained one recreates its outputs from its last checkpoint.
         expected = f"the file as the stage {folder.name} wrote it"
         bad_files = [str(path)]
         if path.name != DONE:
             bad_files.append(str(folder / DONE))
         remedy = (
             f"{copy}, or {shlex.join(['rm', '-f', *bad_files])}\n"
-            "  and run its recipe again: the stage makes it anew, from its last checkpoint where it has one"
+            "  and run its recipe again: the stage recreates the file, from its last checkpoint if it has one"
         )
     return DataError(f"{path} has changed: {difference}\n  expected {expected}\n{remedy}")

@@ -107,7 +107,7 @@ def micro_batches(worker: "Worker", start_step: int) -> Iterator[Batch]:
 def wait_for_first_batch(worker: "Worker", loader: TrainLoader) -> Generator[Batch]:
     """Iterate the loader's batches, and let a stop request interrupt the wait for the first: minutes on a cold cache.
 
-    Use it only where the loop starts: all steps are committed then, and the workers need not agree on the stop.
+    Use it only at the start of the loop: all steps are committed then, and the workers need not agree on the stop.
     Raises Preempted in the waiting worker.
     """
     batches = iter(loader)
@@ -208,10 +208,10 @@ def patches_to_keep(worker: "Worker", step: int, batch: Batch) -> list[Tensor]:
     draw_patches = phase_at(step, worker.data.phases).draw_patches
     if draw_patches is None:
         return []
-    kept = draw_patches(step, batch.ids)
+    patches = draw_patches(step, batch.ids)
     if worker.group.device.type == "cuda":
-        kept = kept.pin_memory()  # otherwise the copy would block the host
-    return [kept.to(worker.group.device, non_blocking=True)]
+        patches = patches.pin_memory()  # otherwise the copy would block the host
+    return [patches.to(worker.group.device, non_blocking=True)]
 
 
 def masked_loss(worker: "Worker", step: int, images: Tensor, batch: Batch) -> Tensor:

@@ -1,15 +1,14 @@
-"""Typed configuration: how a section of a recipe becomes a frozen dataclass, and the effect of a change on a resume.
+"""Typed configuration: turns a recipe's section into a frozen dataclass, and compares configs when a stage resumes.
 
-1. pipeline/recipe.py reads the recipe into nested plain values, once a command.
-2. `build` makes one frozen dataclass of a section: its defaults < the recipe's differences < the overrides.
-3. `tagged` separates the fields that a resume may change from those that it may not; `digest` makes a stage's key of
-   the latter.
+1. pipeline/recipe.py reads the recipe into nested plain values, once per command.
+2. `build` creates one frozen dataclass from a section: defaults < the recipe's values < overrides.
+3. `tagged` selects the fields that must not change on a resume; their `digest` is part of the stage's key.
 
     recipe.yaml  pretrain: {optim: {lr: 1e-3}}        override  pretrain.steps=100
     build(TrainConfig, {"optim": {"lr": 0.001}, "steps": 100}, "pretrain")  →  TrainConfig(steps=100, …)
 
-Every field of a config carries a resume tag: "free" may change when a stage is resumed, "warn" may change but is
-logged, "forbid" stops with the diff. Only forbidden fields enter a stage's key.
+Each config field has a resume tag: a "free" field may change when a stage resumes; a change of a "warn" field is
+logged; a change of a "forbid" field stops the command and shows the difference. Only "forbid" fields enter the key.
 """
 
 import dataclasses
@@ -36,9 +35,9 @@ class ConfigDataclass(Protocol):
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
 
-MODEL = "model"  # the section that may be written as the model's name alone
-MOST_NAMES = 12  # of keys that a message lists
-# Our keys, and what people who come from other libraries call them.
+MODEL = "model"  # the section that may be written as only the model's name
+MOST_NAMES = 12  # keys listed in a message
+# Our keys, and the names that other libraries use for them.
 OTHER_WORDS = {
     "passes": "epochs epoch num_epochs max_epochs num_train_epochs",
     "steps": "max_steps num_steps iterations total_steps",
@@ -67,7 +66,7 @@ Config = TypeVar("Config", bound=ConfigDataclass)
 
 
 def tags(**fields: str) -> Mapping[str, str]:
-    """Return the resume tags of a config class: `tags(forbid="lr steps", free="log_every")` → {"lr": "forbid", …}."""
+    """Return {field: resume tag}: `tags(forbid="lr steps", free="log_every")` → {"lr": "forbid", …}."""
     tag_of_field: dict[str, str] = {}
     for tag, names in fields.items():
         assert tag in ("free", "warn", "forbid"), tag
@@ -77,7 +76,7 @@ def tags(**fields: str) -> Mapping[str, str]:
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise ConfigError(message) unless `condition` holds; `__post_init__` methods check their ranges with it."""
+    """Raise ConfigError(message) unless `condition` holds; used by `__post_init__` methods to check ranges."""
     if not condition:
         raise ConfigError(message)
 
@@ -86,12 +85,12 @@ def require(condition: bool, message: str) -> None:
 
 
 def build(kind: type[Config], section: object, where: str, defaults: Config | DictConfig | None = None) -> Config:
-    """Build a frozen `kind` from its defaults and a plain section; `where` is the dotted path used in messages.
+    """Build a frozen config of class `kind` from its defaults and a plain section; `where` is its path in messages.
 
-    `defaults` are an instance, or a `structured` one where many are built of it. Raises ConfigError naming the key,
-    what was found and what was expected.
+    `defaults` is an instance; if many configs are built from it, pass it through `structured` once. Raises ConfigError
+    naming the key, its value and what was expected.
     """
-    # OmegaConf's own messages speak of Python's types and suggest no other name, so names and values are read first.
+    # Keys and values are read before OmegaConf merges, because its messages use Python types and suggest no other key.
     read_values = _read_section(kind, section, where, (kind, where))
     try:
         merged = OmegaConf.merge(kind if defaults is None else defaults, read_values)
@@ -104,22 +103,22 @@ def build(kind: type[Config], section: object, where: str, defaults: Config | Di
         if "missing mandatory value" in reason:
             raise ConfigError(f"{key} is missing and has no default\n  type {key}=…") from None
         raise ConfigError(f"{key}: {reason}") from None
-    except (ConfigError, ValueError) as error:  # a dataclass's own __post_init__
+    except (ConfigError, ValueError) as error:  # from a dataclass's __post_init__
         raise ConfigError(f"{where}: {error}") from None
 
 
 def build_recorded(kind: type[Config], values: Mapping[str, Any], where: str) -> Config:
-    """Build a config from the plain values of a record, which an earlier version may have written.
+    """Build a config from the plain values of a record, possibly written by an earlier version.
 
-    Keys of that version that have gone and held null are dropped. Raises as `build`.
+    Null values of keys that no longer exist are dropped. Raises as `build`.
     """
     known = {field.name for field in dataclasses.fields(kind)}
-    kept = {name: value for name, value in values.items() if name in known or value is not None}
-    return build(kind, kept, where)
+    usable = {name: value for name, value in values.items() if name in known or value is not None}
+    return build(kind, usable, where)
 
 
 def with_defaults(config: Config, names: str) -> Config:
-    """Return the config with these fields at their defaults; fields that its class does not have are ignored."""
+    """Return the config with the named fields reset to their defaults; unknown field names are ignored."""
     defaults = {}
     for field in dataclasses.fields(config):
         if field.name in names.split():
@@ -128,31 +127,31 @@ def with_defaults(config: Config, names: str) -> Config:
 
 
 def default_of(field: "dataclasses.Field[Any]") -> Any:
-    """Return the default of a field that has one."""
+    """Return the default value of a dataclass field that has one."""
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return field.default
 
 
 def structured(defaults: ConfigDataclass | type[ConfigDataclass]) -> DictConfig:
-    """Return the defaults of a config class, or an instance that holds them, for `build`."""
+    """Convert a config class or instance to OmegaConf's form, for use as `defaults` of `build`."""
     return OmegaConf.structured(defaults)
 
 
 def _read_section(
     kind: type[ConfigDataclass], section: object, where: str, stage: tuple[type[ConfigDataclass], str]
 ) -> dict[str, object]:
-    """Return the values of a section as the fields of `kind` hold them; sections inside it too.
+    """Convert a plain section, with the sections inside it, to values of the types that `kind` declares.
 
-    `stage` is the config of the whole stage, and where it stands: a wrong key may be one of another of its sections.
-    Raises ConfigError for a key without a field, a value of another type, and a value where a section belongs.
+    `stage` is the config class of the whole stage and its path in messages; a wrong key may belong to another section
+    of it. Raises ConfigError for an unknown key, a value of the wrong type, and a value in place of a section.
     """
     known = [field.name for field in ordered_fields(kind)]
     if not isinstance(section, Mapping):
         listed = few(known, MOST_NAMES, ", …")
         example = ""
         for name, hint in get_type_hints(kind).items():
-            # The key that was meant is likely the first that takes the value: data=shards is data.train=shards.
+            # Suggest the first key that accepts the value: for data=shards, data.train=shards.
             with suppress(ConfigError):
                 if name in known and section_kind(hint) is None and section not in (None, ""):
                     read_value(section, hint, name)
@@ -196,7 +195,7 @@ def _read_section(
         elif not is_named(hint):
             read_values[name] = _read_section(inner, value, path, stage)
         else:
-            # Under `mixture` the keys are names that the user chose, and only what stands below them can be wrong.
+            # Under `mixture` the user chooses the keys; only the entries below them can be wrong.
             sections: dict[str, object] = {}
             if not isinstance(value, Mapping):
                 raise ConfigError(f"{path} is {shown(value)}, expected sections by name\n  type {path}.NAME.…")
@@ -209,9 +208,9 @@ def _read_section(
 
 
 def find_key(word: str, kind: type[ConfigDataclass]) -> str | None:
-    """Return the dotted key of a config that a word means, at any depth: "optim.lr" of lr; None where there is none.
+    """Find the dotted key of a config, at any depth, that a word stands for: "optim.lr" for lr; None if there is none.
 
-    The word may be the one that other libraries have for it: epochs, num_classes.
+    The word may be another library's name for it: epochs, num_classes.
     """
     meant = word
     for key, others in OTHER_WORDS.items():
@@ -226,7 +225,7 @@ def find_key(word: str, kind: type[ConfigDataclass]) -> str | None:
 
 
 def keys_of(kind: type[ConfigDataclass]) -> Iterator[str]:
-    """Iterate the dotted keys of a config, its own before those of its sections."""
+    """Iterate the dotted keys of a config class: its own keys first, then those of its sections."""
     inside = []
     for name, hint in get_type_hints(kind).items():
         inner = section_kind(hint)
@@ -236,14 +235,14 @@ def keys_of(kind: type[ConfigDataclass]) -> Iterator[str]:
         if inner is not None and not is_named(hint):
             for key in keys_of(inner):
                 inside.append(f"{name}.{key}")
-        # What fields a model has is known where its name has been read; these every model has.
+        # A model's other fields depend on its name; every model has these.
         elif name == MODEL:
             inside += [f"{name}.name", f"{name}.image_size", f"{name}.classes"]
     yield from inside
 
 
 def section_kind(hint: object) -> type[ConfigDataclass] | None:
-    """Return the dataclass in a field's type, `Inner`, `Inner | None` or `dict[str, Inner]`; None for other types."""
+    """Return the dataclass in a field's type: `Inner`, `Inner | None` or `dict[str, Inner]`; None for other types."""
     for candidate in (hint, *get_args(hint)):
         if isinstance(candidate, type) and dataclasses.is_dataclass(candidate):
             return candidate
@@ -251,12 +250,12 @@ def section_kind(hint: object) -> type[ConfigDataclass] | None:
 
 
 def is_number_or_section(hint: object) -> bool:
-    """Return whether a field of this type is a whole number or a section: `int | Inner`."""
+    """Return whether a field's type is a whole number or a section: `int | Inner`."""
     return int in get_args(hint) and section_kind(hint) is not None
 
 
 def is_named(hint: object) -> bool:
-    """Return whether a field of this type holds sections under names that the user chooses: `dict[str, Inner]`."""
+    """Return whether a field's type holds sections under names that the user chooses: `dict[str, Inner]`."""
     return get_origin(hint) is dict
 
 
@@ -264,22 +263,22 @@ def is_named(hint: object) -> bool:
 
 
 def plain(config: ConfigDataclass) -> dict[str, object]:
-    """Return a config as nested dicts that JSON can hold."""
+    """Convert a config to nested dicts of JSON values."""
     return as_json(dataclasses.asdict(config))
 
 
 def digest(value: object) -> str:
-    """Return the sha256 of a JSON-able value, independent of key order."""
-    # Sorted, because two recipes that write the same keys in another order are one stage.
+    """Return the sha256 of a JSON-serialisable value, independent of the order of keys."""
+    # Sorted, because recipes with the same keys in another order describe the same stage.
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def tagged(config: ConfigDataclass, tag: str, prefix: str = "", outer: str = "forbid") -> dict[str, object]:
-    """Return flat {dotted name: value} of the fields of `config` that carry `tag`, inner configs included.
+    """Return the fields of a config with this resume tag as flat {dotted name: value}, inner configs included.
 
-    A class without tags of its own (the data package has none) carries `outer`, the tag of the field that holds it.
-    Fields in a class's LATER are left out while they have their defaults: they came after keys had been computed
-    without them.
+    A class without tags (such as those of the data package) inherits `outer`, the tag of the field that holds it.
+    Fields in a class's LATER are omitted while they have their defaults: they were added after keys had already been
+    computed without them.
     """
     later = later_fields(type(config))
     tag_of_field = resume_tags(type(config))
@@ -289,12 +288,12 @@ def tagged(config: ConfigDataclass, tag: str, prefix: str = "", outer: str = "fo
         value = getattr(config, name)
         if name in later:
             default = default_of(field)
-            # In kind too: a seed of 0 is not a missing seed. And to Python 0 and False are equal, and a recipe's digest
-            # tells them apart.
+            # Compare types too: a seed of 0 differs from a missing seed, and in Python 0 == False although their
+            # digests differ.
             if type(value) is type(default) and value == default:
                 continue
         own = tag_of_field.get(name, outer)
-        # The configs that the field holds: {"optim": …}, or {"mixture.a": …, "mixture.b": …}.
+        # The configs inside the field: {"optim": …}, or {"mixture.a": …, "mixture.b": …}.
         sections: dict[str, object] = {}
         if isinstance(value, dict):
             for key, entry in value.items():
@@ -304,16 +303,16 @@ def tagged(config: ConfigDataclass, tag: str, prefix: str = "", outer: str = "fo
         if sections and all(dataclasses.is_dataclass(entry) for entry in sections.values()):
             for path, section in sections.items():
                 values |= tagged(section, tag, f"{prefix}{path}.", own)  # type: ignore[arg-type]  # a dataclass
-        # An empty mapping holds no section and stands for itself; a later entry in it is a change.
+        # An empty mapping contains no section; it is recorded itself, so that adding an entry is a change.
         elif own == tag:
             values[prefix + name] = value
     return as_json(values)
 
 
 def ordered_fields(kind: type[ConfigDataclass]) -> list["dataclasses.Field[Any]"]:
-    """Return the fields of a config in the order for people: those of its main class, then those around it.
+    """Return the fields of a config in reading order: those of its main class, then those of extras.
 
-    A composed config inherits from several classes, of which the one that declares the most fields is the main one.
+    A composed config inherits from several classes; its main class is the one that declares the most fields.
     """
     declared = {base: set(vars(base).get("__annotations__", ())) for base in kind.__mro__}
     main = max(declared.values(), key=len)
@@ -321,7 +320,7 @@ def ordered_fields(kind: type[ConfigDataclass]) -> list["dataclasses.Field[Any]"
 
 
 def resume_tags(kind: type) -> Tags:
-    """Return the tag of each field of a config class, which may inherit fields with their tags."""
+    """Return the resume tag of each field of a config class, inherited fields included."""
     tag_of_field: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         tag_of_field |= vars(base).get("RESUME", {})
@@ -329,7 +328,7 @@ def resume_tags(kind: type) -> Tags:
 
 
 def later_fields(kind: type) -> set[str]:
-    """Return the fields of a config class that came after keys had been computed without them."""
+    """Return the fields of a config class that were added after keys had been computed without them."""
     fields: set[str] = set()
     for base in kind.__mro__:
         fields |= set(vars(base).get("LATER", ()))
@@ -337,15 +336,15 @@ def later_fields(kind: type) -> set[str]:
 
 
 def as_json(values: object) -> dict[str, object]:
-    """Return `values` after a trip through JSON: tuples are lists, paths are texts."""
-    # A manifest is read back from JSON: without the trip a tuple would differ from its own list at every resume.
+    """Convert values to what JSON would return for them: tuples become lists, paths become texts."""
+    # Manifests are read back from JSON: otherwise a tuple would differ from its own list at every resume.
     return json.loads(json.dumps(values, default=str))
 
 
 def differences(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:
-    """Return "key: old → new" for every key whose value differs, the keys of `old` first."""
+    """Return "key: old → new" for every key whose value differs, in the order of `old`, then `new`."""
     changes = []
-    # A dict keeps the order of keys; a set of them would print the differences in another order each time.
+    # A dict keeps the order of its keys; with a set the order of the differences would vary.
     for key in {**old, **new}:
         before = old.get(key)
         after = new.get(key)

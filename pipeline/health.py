@@ -6,7 +6,7 @@ If a step's gradient norm is not finite:
    written to `excluded-steps.json`, RolledBack ends the attempt, and the next attempt skips those steps.
 3. If it happens again before another checkpoint is committed, Diverged ends the run.
 
-A spike is a gradient norm that is not finite or ten times the usual; it is reported with the steps before it.
+A spike is a non-finite gradient norm, or one ten times the usual; it is reported with the steps before it.
 
 In:  steps 12 … 16 (counted from 0) are not finite, the last checkpoint is of step 10, max_skipped is 5
 Out: excluded-steps.json holds the range [[10, 17]]: the next attempt loads step 10 and continues with step 17
@@ -69,7 +69,7 @@ class Health:
         self.excluded = read_excluded(directory)
 
     def next_step(self, step: int) -> int:
-        """Return `step` itself, or the first later step that is not excluded."""
+        """Return `step` itself, or the first later step outside the excluded ranges."""
         # In ascending order, because a range may begin at the end of the previous one.
         for stretch in sorted(self.excluded, key=lambda stretch: stretch.start):
             if step in stretch:

@@ -1,11 +1,11 @@
-"""What an extra can attach to the training loop: recipe keys of its own, and a few moments of a stage.
+"""Hooks: how extras attach to the training loop, with their own recipe keys and methods called at certain moments.
 
-1. A task names its hooks as text, each with the options of its constructor:
+1. A task lists its hooks by name, each with the options of its constructor:
        {"config": {…}, "job": {…}, "hooks": {"pipeline.extras.best:KeepBest": {}}}
-2. `load_classes` imports them, and `compose` makes one config class of TrainConfig and the keys that they bring.
-3. `pipeline.start` creates the hooks; the loop calls their methods, all of which do nothing by default.
+2. `load_classes` imports them; `compose` creates a config class with the keys of TrainConfig and of the hooks.
+3. `pipeline.start` creates the hooks; the loop calls their methods, which do nothing by default.
 
-A hook adds no wait for the device: what it computes depends on plain data of the host.
+A hook must not wait for the device: it computes only from plain data on the host.
 
 In:  {"pipeline.extras.best:KeepBest": {}}
 Out: a config class with the fields of TrainConfig, `keep_best` and `patience`, and a KeepBest in `Worker.hooks`
@@ -22,14 +22,14 @@ import numpy as np
 from pipeline import config
 from pipeline.training_config import TrainConfig
 
-if TYPE_CHECKING:  # both import torch, without which a recipe is checked
+if TYPE_CHECKING:  # both import torch, and recipes are checked without it
     from pipeline.worker import Job, Progress, Setup
 
-HookOptions = Mapping[str, Mapping[str, Any]]  # "module:Class" → what its constructor is given
+HookOptions = Mapping[str, Mapping[str, Any]]  # "module:Class" → arguments of its constructor
 
 
 class ExportChoice(TypedDict):
-    """Holds the step whose weights a stage exports instead of the last, and the value that it was chosen by."""
+    """The step whose weights a stage exports instead of the last, and the metric value that it was chosen by."""
 
     metric: str
     value: float
@@ -37,9 +37,9 @@ class ExportChoice(TypedDict):
 
 
 class StageEvaluator:
-    """Evaluates a stage during training and at its end; this one, of a stage without sets, evaluates nothing.
+    """Evaluates a stage during training and at its end; this base class, for stages without sets, does nothing.
 
-    pipeline/evaluation/in_training.py has the evaluator of the training workers, which a hook may replace.
+    The evaluator that runs on the training workers is in pipeline/evaluation/in_training.py; a hook may replace it.
     """
 
     def __init__(self, cfg: TrainConfig, job: "Job", last_step: int) -> None:
@@ -48,68 +48,68 @@ class StageEvaluator:
         self.last_step = last_step
 
     def begin(self, step: int) -> None:
-        """Start to measure the price of evaluations: the steps so far are complete, training begins now."""
+        """Start to measure the time spent on evaluations; training begins now, after `step` completed steps."""
 
     def is_due(self, step: int) -> bool:
-        """Return whether to evaluate between this step and the next; the last one is evaluated at the end."""
+        """Return whether to evaluate after this step; the last step is evaluated by `evaluate_at_end` instead."""
         return False
 
     def request(self, worker: "Setup", step: int) -> bool:
-        """Collective: have a step evaluated elsewhere, once its save is committed; return False if nobody can."""
+        """Collective: have a step evaluated elsewhere after its commit; return False if that is impossible."""
         return False
 
     def resume(self, worker: "Setup", progress: "Progress") -> bool:
-        """Collective: at the start of an attempt, evaluate its step if that is due; return False if stopped in that."""
+        """Collective: evaluate the step that an attempt starts from, if due; return False if stopped meanwhile."""
         return True
 
     def evaluate_during_training(self, worker: "Setup", progress: "Progress") -> bool:
-        """Collective: evaluate between two steps; return False if the run was asked to stop meanwhile."""
+        """Collective: evaluate between two steps; return False if the run was requested to stop meanwhile."""
         return True
 
     def evaluate_at_end(self, worker: "Setup", progress: "Progress") -> None:
-        """Collective: evaluate the weights that the stage ends with, which are committed."""
+        """Collective: evaluate the weights that the stage ends with; they are already committed."""
 
 
 class Hook:
-    """Takes part in the training of a stage. Each method does nothing by default.
+    """Base class of hooks into the training of a stage; each method does nothing by default.
 
-    A subclass may bring `Config`, a frozen dataclass with more keys than TrainConfig has, and `evaluator`, which
-    evaluates in place of the training workers.
+    A subclass may define `Config`, a frozen dataclass that adds keys to TrainConfig, and `evaluator`, a class that
+    replaces the evaluator of the training workers.
     """
 
     Config: ClassVar[type[TrainConfig]] = TrainConfig
     evaluator: ClassVar[type[StageEvaluator] | None] = None
 
     def __init__(self, cfg: Any, job: "Job", **options: Any) -> None:
-        """Take the stage's config, which has the fields of `Config`, and the options that the task names."""
+        """Store the stage's config, which has the fields of `Config`; subclasses accept the task's options."""
         self.cfg = cfg
         self.job = job
 
     def begin(self, worker: "Setup", progress: "Progress") -> None:
-        """Collective: prepare for an attempt, whose checkpoint has been loaded and whose first step comes next."""
+        """Collective: prepare for an attempt, after its checkpoint was loaded and before its first step."""
 
     def masked(self, step: int, shard: np.ndarray, sample: np.ndarray) -> np.ndarray | None:
-        """Return which of these samples have no weight in a step, counted from 0, as booleans; None: all have one."""
+        """Return which of these samples have no weight in a step (from 0), as booleans; None if all have weight."""
         return None
 
     def before_save(self, progress: "Progress") -> None:
-        """Collective: change what the checkpoint of this step is going to hold."""
+        """Collective: change what will be saved in the checkpoint of this step."""
 
     def before_record(self, kind: str, values: dict[str, Any]) -> str:
-        """Add to the values of a record ("train", "spike") before it is written; return a remark for its log line."""
+        """Add values to a record ("train", "spike") before it is written; return a remark for its log line."""
         return ""
 
     def is_over(self, progress: "Progress") -> str:
-        """Return why the stage ends at this step, which has been evaluated, or ""; called on rank 0 alone."""
+        """Return the reason if the stage ends at this step, which has been evaluated, else ""; rank 0 only."""
         return ""
 
     def choose(self) -> ExportChoice | None:
-        """Return the step whose weights are exported; None: the last; called on rank 0 alone, after the last step."""
+        """Return the step whose weights to export; None for the last; called after the last step, on rank 0 only."""
         return None
 
 
 def load_classes(names: Iterable[str]) -> list[type[Hook]]:
-    """Import the hooks that a task names: "pipeline.extras.best:KeepBest". Raises ConfigError for an unknown name."""
+    """Import hook classes by name, such as "pipeline.extras.best:KeepBest". Raises ConfigError for an unknown name."""
     classes = []
     for name in names:
         module, _, class_name = name.partition(":")
@@ -120,20 +120,20 @@ def load_classes(names: Iterable[str]) -> list[type[Hook]]:
                 f"unknown hook {name}: {error}\n  expected module:Class, as in pipeline.extras.best:KeepBest"
             ) from None
         config.require(
-            isinstance(loaded, type) and issubclass(loaded, Hook), f"{name} is no hook; expected a subclass of Hook"
+            isinstance(loaded, type) and issubclass(loaded, Hook), f"{name} is not a hook; expected a subclass of Hook"
         )
         classes.append(loaded)
     return classes
 
 
 def compose(*parts: type[TrainConfig]) -> type[TrainConfig]:
-    """Return a config class with the keys of all parts, each a subclass of TrainConfig; its keys are flat."""
+    """Return a config class with the (flat) keys of all parts, which are subclasses of TrainConfig."""
     return _composed(parts)
 
 
 @cache
 def _composed(parts: tuple[type[TrainConfig], ...]) -> type[TrainConfig]:
-    # Cached: the same parts make the same class, of which configs compare equal.
+    # Cached, so that the same parts give the same class and its instances compare equal.
     if not parts:
         return TrainConfig
     if len(parts) == 1:
@@ -147,13 +147,13 @@ def _composed(parts: tuple[type[TrainConfig], ...]) -> type[TrainConfig]:
 
 
 def own_keys(part: type[TrainConfig]) -> list[str]:
-    """Return the keys that a part adds to those of TrainConfig."""
+    """Return the keys that a part adds to TrainConfig."""
     core = {field.name for field in fields(TrainConfig)}
     return [field.name for field in fields(part) if field.name not in core]
 
 
 def is_used(cfg: TrainConfig, part: type[TrainConfig]) -> bool:
-    """Return whether a config has any key that this part adds at another value than the default."""
+    """Return whether a config sets any key that this part adds to a value other than its default."""
     for field in fields(part):
         default = config.default_of(field)
         if field.name in own_keys(part) and getattr(cfg, field.name, default) != default:
@@ -162,23 +162,23 @@ def is_used(cfg: TrainConfig, part: type[TrainConfig]) -> bool:
 
 
 def plain_values(cfg: TrainConfig, parts: Sequence[type[TrainConfig]] = ()) -> dict[str, Any]:
-    """Return the config as nested plain values, with the keys of TrainConfig and of these parts alone."""
+    """Return the config as nested plain values, with only the keys of TrainConfig and of these parts."""
     known = {field.name for field in fields(compose(*parts))}
     return {name: value for name, value in config.plain(cfg).items() if name in known}
 
 
 def build_config(values: object, names: Iterable[str] = ()) -> TrainConfig:
-    """Return the config of a task that names these hooks."""
+    """Build the config of a task with these hooks."""
     parts = dict.fromkeys(hook.Config for hook in load_classes(names) if hook.Config is not TrainConfig)
     return config.build(compose(*parts), values, "config")
 
 
 def masked_by(hooks: Sequence[Hook], step: int, shard: np.ndarray, sample: np.ndarray) -> np.ndarray | None:
-    """Return which of these samples have no weight in a step by any of the hooks; None if all have one."""
-    together = None
+    """Return which samples any of the hooks masks in a step; None if none of them masks any."""
+    masked_by_any = None
     for hook in hooks:
         masked = hook.masked(step, shard, sample)
         if masked is None:
             continue
-        together = masked if together is None else together | masked
-    return together
+        masked_by_any = masked if masked_by_any is None else masked_by_any | masked
+    return masked_by_any

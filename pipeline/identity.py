@@ -1,11 +1,11 @@
-"""Who a worker or a node is, in code, packages and device; and which of several is unlike the others.
+"""The identity of a worker or node (code, packages, device), and the differences between those of several.
 
     differences(workers, MUST_BE_EQUAL)  →  worker 1 on n2 has torch 2.12.0, 2 of 3 nodes 2.13.0
 
-Nobody's packages are the yardstick but those of most nodes, each of which counts once. Of two versions on equally many
-nodes neither is right: that is a tie, and said. The code has a yardstick: that of the driver.
+The expected version of a package is that of most nodes, each of which counts once. If two versions are on equally many
+nodes, neither is expected: the difference is reported as a tie. For the code, the driver's version is expected.
 
-Torch is not imported here: a node is asked who it is without it.
+Torch is not imported here, because nodes report their identity without it.
 """
 
 import hashlib
@@ -27,18 +27,18 @@ from data.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("models", "data", "pipeline", "jobs")
-SOURCES = {".py", ".cpp"}  # suffixes of the files that make pixels or numbers
+SOURCES = {".py", ".cpp"}  # suffixes of files that affect pixels or numbers
 
-COMMIT_VARIABLE = "PATCHLINE_COMMIT"  # tells a job, whose copy of the checkout has no git
+COMMIT_VARIABLE = "PATCHLINE_COMMIT"  # environment variable of a submitted job, whose copy of the checkout has no git
 
-MUST_BE_EQUAL = ("torch", "deepspeed")  # they make the numbers, and speak to themselves on the other workers
+MUST_BE_EQUAL = ("torch", "deepspeed")  # they determine the numbers, and talk to their counterparts on other workers
 SHOULD_BE_EQUAL = ("python", "ray", "numpy")
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
-DEVICE = ("device", "GPU driver")  # what workers should have alike beside packages
-DIGEST_CHARACTERS = 12  # of a digest, as people are shown it
-WORKERS_PER_GPU = "PATCHLINE_WORKERS_PER_GPU"  # variable of the environment
-NO_RANK = -1  # of a node that has no worker
+DEVICE = ("device", "GPU driver")  # properties other than packages that workers should have in common
+DIGEST_CHARACTERS = 12  # shown of a digest
+WORKERS_PER_GPU = "PATCHLINE_WORKERS_PER_GPU"  # environment variable
+NO_RANK = -1  # rank of a node without a worker
 
 
 # ------------------------------------------------------------------------ what this process runs
@@ -46,14 +46,14 @@ NO_RANK = -1  # of a node that has no worker
 
 @cache
 def code_version() -> str:
-    """Return the sha256 of the four packages' sources, which is the same everywhere, also where there is no git."""
+    """Return the sha256 of the four packages' sources; the same on every machine, and available without git."""
     sources = []
     for package in PACKAGES:
         for path in (ROOT / package).rglob("*"):
             if path.suffix in SOURCES:
                 sources.append(path)
     total = hashlib.sha256()
-    # Sorted, because rglob follows the order of the file system, which differs from machine to machine.
+    # Sorted, because the order of rglob depends on the file system.
     for path in sorted(sources):
         name = str(path.relative_to(ROOT))
         total.update(name.encode() + path.read_bytes())
@@ -62,13 +62,13 @@ def code_version() -> str:
 
 @cache
 def git_commit() -> str:
-    """Return the commit of this checkout, with "-dirty" where files differ from it; "" where it is not known.
+    """Return the commit of this checkout, with "-dirty" if files differ from it; "" if it is unknown.
 
-    A submitted job has a copy without git, and is told by `submit`.
+    A submitted job has a copy without git and gets the commit from `submit` in an environment variable.
     """
-    told = os.environ.get(COMMIT_VARIABLE, "")
-    if told or not (ROOT / ".git").exists():
-        return told
+    commit = os.environ.get(COMMIT_VARIABLE, "")
+    if commit or not (ROOT / ".git").exists():
+        return commit
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
@@ -77,7 +77,7 @@ def git_commit() -> str:
 
 
 def package_versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that workers should have alike; "none" of one not there."""
+    """Return the versions of Python and of the packages that workers should share; "none" if not installed."""
     versions = {"python": sys.version.split()[0]}
     for package in (*MUST_BE_EQUAL, *SHOULD_BE_EQUAL[1:]):
         try:
@@ -88,29 +88,29 @@ def package_versions() -> dict[str, str]:
 
 
 class Identity(TypedDict):
-    """Code, packages and device of one worker, or of a node without a worker; JSON."""
+    """Code, packages and device of one worker, or of a node without a worker; JSON values."""
 
     rank: int
     node: str
-    root: str  # where its checkout lies
-    code: str  # the digest of that
+    root: str  # folder of its checkout
+    code: str  # digest of the code
     packages: dict[str, str]
     device: str  # "cpu", or the name of the GPU
-    driver: str  # version of the GPU's driver, "550.54.15"; "" without one
+    driver: str  # version of the GPU driver, such as "550.54.15"; "" without one
 
 
 def workers_per_gpu() -> int:
-    """Return how many workers may share a GPU, to try several workers on a machine with one. Raises ConfigError."""
+    """Return how many workers may share a GPU, for trials with several workers on one GPU. Raises ConfigError."""
     text = os.environ.get(WORKERS_PER_GPU, "1")
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(
-            f"{WORKERS_PER_GPU} is {text!r}, expected a whole number of at least 1\n  unset it, or type 2"
+            f"{WORKERS_PER_GPU} is {text!r}, expected a whole number of at least 1\n  unset it, or set it to 2"
         )
     return int(text)
 
 
 def identity(device: str) -> Identity:
-    """Return the identity of this process, a worker on such a device or a node without a worker."""
+    """Return the identity of this process: a worker on the given device, or a node without a worker."""
     driver = ""
     # NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024
     with suppress(OSError):
@@ -127,24 +127,24 @@ def identity(device: str) -> Identity:
     }
 
 
-# ------------------------------------------------------------------------ which is unlike the others
+# ------------------------------------------------------------------------ differences
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A property that not all nodes have alike, and those that are unlike most of them."""
+    """A property that differs between nodes, and the workers whose value differs from the majority."""
 
-    name: str  # of the property: a package, "device", "GPU driver"
-    odd: Sequence[Identity]  # that have another value than most nodes, at least one
-    value: str  # of the first of these; "" where it has none
-    expected: str  # of most nodes
-    first: Identity  # that has the expected value
-    nodes: int  # that have it
-    of_nodes: int
-    is_tie: bool  # another value is on as many nodes: nobody can tell which is right
+    name: str  # of the property: a package, "device" or "GPU driver"
+    odd: Sequence[Identity]  # workers whose value differs from most nodes; at least one
+    value: str  # of the first of them; "" if it has none
+    expected: str  # the value of most nodes
+    first: Identity  # the first worker with the expected value
+    nodes: int  # number of nodes with the expected value
+    of_nodes: int  # number of all nodes
+    is_tie: bool  # whether another value is on as many nodes, so that neither is known to be right
 
     def __str__(self) -> str:
-        """Return "worker 1 on n2 (and 3 more) has torch 2.12.0, 5 of 7 nodes 2.13.0"."""
+        """Return the difference as "worker 1 on n2 (and 3 more) has torch 2.12.0, 5 of 7 nodes 2.13.0"."""
         start = f"{worker_name(self.odd[0], len(self.odd) - 1)} has {self.name} {self.value or 'none'}, "
         expected = self.expected or "none"
         if self.is_tie:
@@ -153,15 +153,15 @@ class Difference:
 
 
 def differences(workers: Sequence[Identity], names: Sequence[str]) -> list[Difference]:
-    """Return a difference for each property that not all have alike: of packages, or of DEVICE."""
+    """Return a Difference for each of the named properties (packages or DEVICE) that differs between workers."""
     result = []
     for name in names:
         values = []
         value_of_node: dict[str, str] = {}  # that of its first worker
         for worker in workers:
-            of_worker = {**worker["packages"], "device": worker["device"], "GPU driver": worker["driver"]}
-            values.append(of_worker[name])
-            value_of_node.setdefault(worker["node"], of_worker[name])
+            value_of = {**worker["packages"], "device": worker["device"], "GPU driver": worker["driver"]}
+            values.append(value_of[name])
+            value_of_node.setdefault(worker["node"], value_of[name])
         if len(set(values)) <= 1:
             continue
         counts = Counter(value_of_node.values())
@@ -182,7 +182,7 @@ def differences(workers: Sequence[Identity], names: Sequence[str]) -> list[Diffe
 
 
 def code_mismatch(workers: Sequence[Identity], code: str) -> str:
-    """Name the first worker that runs other code than the driver's, `code`; "" where all run that."""
+    """Return a text about the first worker whose code differs from the driver's, `code`; "" if there is none."""
     others = [worker for worker in workers if worker["code"] != code]
     if not others:
         return ""
@@ -194,7 +194,7 @@ def code_mismatch(workers: Sequence[Identity], code: str) -> str:
 
 
 def worker_name(worker: Identity, more: int = 0) -> str:
-    """Return how a worker is called in messages: "worker 1 on n2", with " (and 3 more)" where it stands for others."""
+    """Return a worker's name for messages: "worker 1 on n2", and " (and 3 more)" if it stands for others too."""
     name = f"worker {worker['rank']} on {worker['node']}"
     if worker["rank"] == NO_RANK:
         name = f"node {worker['node']}"

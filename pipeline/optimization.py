@@ -66,7 +66,7 @@ class OptimConfig:
     name: Literal["adam", "sgd"] = "adam"  # adam decays decoupled from the gradient, as torch's AdamW
     lr: float = 8e-4  # the peak; 8e-4 is for batch_size 4096 (paper, table 3: B/16 and B/32 on JFT)
     weight_decay: float = 0.1  # torch convention: multiplied by the rate; kernels only (paper, table 3)
-    head_weight_decay: float | None = None  # of the head's kernel; None: as the rest (ViT-G: 3.0 beside 0.03)
+    head_weight_decay: float | None = None  # of the head's kernel; None: as the rest (ViT-G: 3.0, the rest 0.03)
     # largest global gradient norm; 0 is off. 1 is of fine-tuning (paper, table 4) and of pretraining on ImageNet, the
     # only data set that table 3 has it for: the recipes of JFT and ImageNet-21k say 0
     clip: float = 1.0

@@ -1,7 +1,7 @@
-"""Reads a recipe: YAML with overrides, interpolations and paths, into nested plain values.
+"""Reads a recipe (YAML with overrides, interpolations and paths) into nested plain values.
 
-`read_recipe` does it once a command: `with_overrides` puts `key=value` overrides on top and resolves interpolations
-such as ${oc.env:USER}, `expand_home` paths such as ~/runs. pipeline/config.py makes typed configs of the sections.
+Each command calls `read_recipe` once. `with_overrides` applies `key=value` overrides and resolves interpolations such
+as ${oc.env:USER}; `expand_home` expands paths such as ~/runs. pipeline/config.py turns sections into typed configs.
 
 In:  recipe.yaml with "pretrain: {optim: {lr: 1e-3}}", and ["pretrain.steps=100"]
 Out: Recipe({"pretrain": {"optim": {"lr": 0.001}, "steps": 100}}, "recipe.yaml", "runs/recipe")
@@ -22,42 +22,42 @@ from data.errors import ConfigError
 from pipeline.config import MODEL
 from pipeline.values import LONGEST
 
-IN_ENVIRONMENT = "env:"  # before the name of a variable that holds a recipe's text
-SIZES = ("width", "depth", "mlp", "heads")  # of a model, that its name stands for
-# What PyYAML finds wrong, and what would be right.
+IN_ENVIRONMENT = "env:"  # prefix of the name of an environment variable that holds a recipe
+SIZES = ("width", "depth", "mlp", "heads")  # keys of a model whose values its name implies
+# Parts of PyYAML's messages, and what is expected instead.
 YAML_REMEDIES = {
-    "tab character": "spaces before a key, no tab",
-    "duplicate key": "each key once in its section: take one of them out",
-    "mapping values": "the keys of a section in the same column; a text with a colon and a space in quotes",
-    "could not find expected ':'": "`key: value`, with a space behind the colon",
-    "cannot start any token": 'quotes around a text that begins with @ or another sign: "@shards/train"',
-    "escape character": "single quotes around a text with backslashes",
-    "end of stream": "a quote that closes what a quote has opened",
-    "expected ','": "a bracket or brace that closes what one has opened, commas between, and quotes around ${…}",
+    "tab character": "spaces before a key, not tabs",
+    "duplicate key": "each key once per section: remove one of the two",
+    "mapping values": "the keys of a section in the same column, and quotes around text with a colon and a space",
+    "could not find expected ':'": "`key: value`, with a space after the colon",
+    "cannot start any token": 'quotes around text that begins with @ or another special character: "@shards/train"',
+    "escape character": "single quotes around text with backslashes",
+    "end of stream": "a closing quote for every opening quote",
+    "expected ','": "matching brackets and braces, commas between entries, and quotes around ${…}",
     "unacceptable character": "text without control characters",
 }
 
-Values = TypeVar("Values")  # nested and plain: a dict, a list or a single value
+Values = TypeVar("Values")  # nested plain values: a dict, a list or a single value
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A recipe as it was read, with its overrides: all that a command goes on with."""
+    """A recipe with its overrides, as a command uses it."""
 
-    values: Mapping[str, Any]  # nested and plain; environment variables and `~` are the reader's
-    source: str  # what it is called in messages
-    default_run: str  # the run directory, where it names none
+    values: Mapping[str, Any]  # nested plain values, with environment variables and `~` already expanded
+    source: str  # name of the recipe in messages
+    default_run: str  # run directory if the recipe names none
 
 
 def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe file, or env:NAME, whose text is that of a variable, with `key=value` overrides on top.
+    """Read a recipe from a file, or from the environment variable NAME if `path` is env:NAME, and apply overrides.
 
-    Raises ConfigError for a file that is missing or no mapping and for an override that is not key=value.
+    Raises ConfigError if the file is missing or is not a mapping, or if an override is not key=value.
     """
     variable = str(path).removeprefix(IN_ENVIRONMENT)
     is_in_environment = variable != str(path)
     if is_in_environment and variable not in os.environ:
-        raise ConfigError(f"no recipe in the environment variable {variable}, which is not set")
+        raise ConfigError(f"expected a recipe in the environment variable {variable}, which is not set")
     try:
         text = os.environ[variable] if is_in_environment else path.read_text("utf-8-sig")
         recipe = OmegaConf.create(text)
@@ -68,31 +68,31 @@ def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise ConfigError(
-            f"{path} is not UTF-8 text: byte {error.start}, in line {line}\n"
-            "  expected a recipe, a YAML file; an editor saves it as UTF-8"
+            f"{path} is not UTF-8 text: invalid byte at {error.start}, in line {line}\n"
+            "  expected a recipe, a YAML file saved as UTF-8"
         ) from None
     except YAMLError as error:
         raise not_yaml(path, text, error) from None
-    # An interpolation that is torn, a key that OmegaConf takes no value of, a text that is one number.
+    # A broken interpolation, a key that OmegaConf accepts no value for, or text that is a single number.
     except (OmegaConfBaseException, ValueError, AssertionError) as error:
-        reason = str(error).partition("\n")[0] or "no mapping; expected `key: value` lines"
+        reason = str(error).partition("\n")[0] or "not a mapping; expected `key: value` lines"
         raise ConfigError(f"{path}: {reason}") from None
-    # A text without any `key:` becomes keys without values.
+    # YAML reads text without any `key:` as keys without values.
     is_mapping = isinstance(recipe, DictConfig) and (":" in text or not recipe)
     if not isinstance(recipe, DictConfig) or not is_mapping:
-        raise ConfigError(f"{path} holds no mapping\n  expected `key: value` lines: sections, and keys below them")
+        raise ConfigError(f"{path} is not a mapping\n  expected `key: value` lines: sections, and keys below them")
     return Recipe(expand_home(with_overrides(recipe, overrides)), str(path), f"runs/{path.stem}")
 
 
 def not_yaml(path: Path, text: str, error: YAMLError) -> ConfigError:
-    """Return the error of a recipe that is not YAML: which line, the line itself, and what would be right."""
+    """Return the error for a recipe with invalid YAML: the line number, the line and what was expected."""
     mark = getattr(error, "problem_mark", None)
     problem = str(getattr(error, "problem", None) or str(error).splitlines()[0])
     expected = "the keys of a section in the same column, as `key: value`"
     for sign, remedy in YAML_REMEDIES.items():
         if sign in problem:
             expected = remedy
-    # What has no colon, or no end, is noticed on a later line than the one it begins on.
+    # A missing colon or closing quote is detected on a later line than it belongs to.
     if "could not find" in problem or "end of stream" in problem or "expected ','" in problem:
         mark = getattr(error, "context_mark", None) or mark
     if mark is None:
@@ -106,26 +106,26 @@ def not_yaml(path: Path, text: str, error: YAMLError) -> ConfigError:
 
 
 def with_overrides(values: DictConfig | Mapping[str, object], overrides: Sequence[str]) -> dict[str, object]:
-    """Return nested plain values with `key=value` overrides on top, and interpolations resolved.
+    """Apply `key=value` overrides to nested plain values, and resolve interpolations.
 
-    Environment values are in clear from here on. Raises ConfigError for an override that cannot be read, and for an
-    interpolation of nothing.
+    Environment variables are replaced by their values. Raises ConfigError if an override cannot be read or an
+    interpolation refers to nothing.
     """
     if not isinstance(values, DictConfig):
         values = OmegaConf.create(dict(values))
     base = OmegaConf.to_container(values)
     assert isinstance(base, dict)
-    # `model: S/16` is a section's name alone, so that an override may add to it.
+    # `model: S/16` is short for a section with only a name; write it out, so that an override may add to it.
     for section in base.values():
         if isinstance(section, dict) and isinstance(section.get(MODEL), str):
             section[MODEL] = {"name": section[MODEL]}
     changes = []
     for position, override in enumerate(overrides):
         key, equals, value = override.partition("=")
-        # OmegaConf takes a word without "=" for a key with no value, and a forgotten "=" would set it to null.
+        # OmegaConf reads a word without "=" as a key without a value, so a forgotten "=" would set the key to null.
         if not equals or not key:
             likely = "pretrain.optim.lr=1e-3"
-            # steps = 100, or steps: 100: the value is a word behind this one.
+            # "steps = 100" or "steps: 100": the value is one of the following words.
             following = ""
             for word in overrides[position + 1 :]:
                 if word not in ("=", ":"):
@@ -136,7 +136,7 @@ def with_overrides(values: DictConfig | Mapping[str, object], overrides: Sequenc
             raise ConfigError(
                 f"{override} is not an override\n  expected key=value without spaces, for example {likely}"
             )
-        # key='@stage/part': bare, a value that begins with @ is not YAML.
+        # key='@stage/part': unquoted, a value that begins with @ is not valid YAML.
         if value.startswith("@"):
             value = f"'{value}'"
         try:
@@ -145,7 +145,7 @@ def with_overrides(values: DictConfig | Mapping[str, object], overrides: Sequenc
             raise ConfigError(
                 f"cannot read the override {override}\n"
                 "  expected a value, a [list,of,them] or a {key: value}\n"
-                f"  one with spaces, brackets or commas needs quotes of the shell around all of it: '{key}=…'"
+                f"  if it contains spaces, brackets or commas, put all of it in shell quotes: '{key}=…'"
             ) from None
         stage, _, field = key.partition(".")
         if field == MODEL:
@@ -155,8 +155,8 @@ def with_overrides(values: DictConfig | Mapping[str, object], overrides: Sequenc
         changes.append(change)
     try:
         merged = OmegaConf.merge(base, *changes)
-    except Exception as error:  # whatever the merge raises: the user's text is wrong
-        raise ConfigError(f"cannot put {' '.join(overrides)} over the recipe: {str(error).splitlines()[0]}") from None
+    except Exception as error:  # whatever OmegaConf raises here, the cause is the user's text
+        raise ConfigError(f"cannot apply {' '.join(overrides)} to the recipe: {str(error).splitlines()[0]}") from None
     try:
         return OmegaConf.to_container(merged, resolve=True)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
@@ -165,15 +165,15 @@ def with_overrides(values: DictConfig | Mapping[str, object], overrides: Sequenc
         if error.full_key:
             way_out = f"\n  in {error.full_key}"
         if "Environment variable" in reason:
-            way_out += "\n  set it, or give the recipe a value for where it is not set: ${oc.env:NAME,VALUE}"
+            way_out += "\n  set it, or give a default value in the recipe: ${oc.env:NAME,VALUE}"
         raise ConfigError(f"{reason}{way_out}") from None
 
 
 def other_model(section: object, value: object) -> object:
-    """Return the section that `STAGE.model=` asks for, and take out of the recipe's what does not stay beside it.
+    """Return the model section that the override `STAGE.model=` sets, and remove conflicting keys from the recipe's.
 
-    A name, or a section with one, is another model for the same data: of the recipe's it keeps image_size and classes.
-    A section without a name changes the recipe's model.
+    A name, or a section with a name, selects another model for the same data: only image_size and classes of the
+    recipe's model stay. A section without a name changes the recipe's model.
     """
     if value is not None and not isinstance(value, dict):
         value = {"name": value}
@@ -185,7 +185,7 @@ def other_model(section: object, value: object) -> object:
 
 
 def check_model_name(section: object, stage: str, name: str, overrides: Sequence[str]) -> None:
-    """Raise ConfigError where the recipe's widths would win over the model that `STAGE.model.name=` asks for."""
+    """Raise ConfigError if explicit sizes in the recipe would override the model that `STAGE.model.name=` selects."""
     if not isinstance(section, dict) or not isinstance(section.get(MODEL), dict):
         return
     model = section[MODEL]
@@ -193,23 +193,23 @@ def check_model_name(section: object, stage: str, name: str, overrides: Sequence
     for size in SIZES:
         if size in model and not any(override.startswith(f"{stage}.{MODEL}.{size}=") for override in overrides):
             wins.append(f"{size}: {model[size]}")
-    # The same size with another patch keeps them.
+    # The same model size with another patch size keeps these values.
     if wins and str(model.get("name")).partition("/")[0] != name.partition("/")[0]:
         try:
             models.config_of(name, 224, 2)
-        except ValueError as error:  # no model is called so, and what follows would be no help
+        except ValueError as error:  # unknown model name: the message below would not help
             raise ConfigError(f"{stage}.{MODEL}.name: {error}") from None
         raise ConfigError(
-            f"{stage}.{MODEL}.name is {name}, and the recipe's model has {', '.join(wins)}, which would win over the "
-            f"name\n  type {stage}.{MODEL}={name}: of the recipe's model it keeps image_size and classes alone"
+            f"{stage}.{MODEL}.name is {name}, but the recipe's model also sets {', '.join(wins)}, which would override "
+            f"the name\n  type {stage}.{MODEL}={name}, which keeps only image_size and classes of the recipe's model"
         )
 
 
 def expand_home(values: Values) -> Values:
-    """Return nested plain values in which a text `~/…` or `~name/…` is the path that a shell makes of it.
+    """Expand texts `~/…` and `~name/…` in nested plain values to absolute paths, as a shell does.
 
-    A shell leaves it as it is in `run=~/runs`, and a folder called `~` would be made. The section `cache` stays: it is
-    of folders on every node, which may have other homes.
+    A shell does not expand `run=~/runs`, and a folder named `~` would be created. The section `cache` is unchanged: it
+    names folders on every node, whose home folders may differ.
     """
     if isinstance(values, str):
         return os.path.expanduser(values)  # type: ignore[return-value]
@@ -225,5 +225,5 @@ def expand_home(values: Values) -> Values:
 
 
 def to_yaml(values: Mapping[str, object]) -> str:
-    """Return the YAML text of nested plain values, interpolations left unresolved."""
+    """Return nested plain values as YAML text, with interpolations unresolved."""
     return OmegaConf.to_yaml(OmegaConf.create(dict(values)), resolve=False)

@@ -154,8 +154,8 @@ def join(cfg: TrainConfig, job: Job) -> Group:
     is_drivers_folder = storage.is_shared
     if not storage.is_shared:
         with suppress(OSError, DataError):
-            left = artifacts.read_record(directory / artifacts.TASK)["job"]
-            is_drivers_folder = (left["attempt"], left["claimed"]) == (job.attempt, job.claimed)
+            latest_job = artifacts.read_record(directory / artifacts.TASK)["job"]
+            is_drivers_folder = (latest_job["attempt"], latest_job["claimed"]) == (job.attempt, job.claimed)
     stage = directory.relative_to(job.run).as_posix()
     checkpoints = StageCheckpoints(storage, stage, sends_metrics=is_drivers_folder)
     telemetry = Telemetry(directory, rank, job.attempt)

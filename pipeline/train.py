@@ -5,7 +5,7 @@
 3. Once a step, a single reduction and a single wait for the device return the gradient norm, which decides whether the
    optimizer steps, and the values that all workers must agree on: the mean loss, the number of bad samples, whether to
    stop, and whether all files of the save in flight are written.
-4. After the step, as far as due: report, commit the save in flight, begin a new save, evaluate, stop.
+4. After the step the loop does whatever is due: report, commit the save in flight, begin a new save, evaluate, stop.
 5. At the end the last step is committed and evaluated, and its weights are exported in a form independent of the world
    size. A hook may choose the weights of another step.
 
@@ -273,8 +273,8 @@ def finish_step(
     """
     # These numbers are reduced together with the gradient norm, which the host must wait for anyway because it decides
     # whether the optimizer steps. A separate reduction would add a second wait to every step.
-    of_host = on_device([bad_samples, worker.stop.is_requested(), worker.saver.written], worker.group.device)
-    numbers = torch.cat([loss_sum.double().reshape(1), of_host])
+    host_numbers = on_device([bad_samples, worker.stop.is_requested(), worker.saver.written], worker.group.device)
+    numbers = torch.cat([loss_sum.double().reshape(1), host_numbers])
     loss_of_all, bad_of_all, stops, written = worker.engine.end_micro_batch(rate, numbers)
     mean_loss = worker.engine.mean_loss(loss_of_all, samples)
     return mean_loss, int(bad_of_all), stops > 0, written == worker.group.world

@@ -1,10 +1,10 @@
-"""How long a stage is, which sample its steps take, how a batch falls on the workers, and the loader of one worker.
+"""The length of a stage, its sample order, the distribution of a batch over workers, and the loader of one worker.
 
 In:  a TrainConfig and the indexes of its sets
-Out: a number of steps; one joined index with its order; an Arithmetic; a TrainLoader of some slots of every batch
+Out: a number of steps; a joined index with its sample order; an Arithmetic; a TrainLoader for some slots of each batch
 
-A batch falls on workers like this: batch_size 4096, micro_batch 64 and 16 workers make accumulation 4, and the worker
-of rank 3 owns the slots 768 … 1023 of every global batch.
+Example of the distribution: batch_size 4096 on 16 workers with micro_batch 64 gives accumulation 4, and the worker of
+rank 3 owns the slots 768 … 1023 of every global batch.
 """
 
 import math
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 BYTES_FP32 = 4
 BYTES_BF16 = 2
-MOST_SAMPLES = 2**63 - 1  # that a stage can count
+MOST_SAMPLES = 2**63 - 1  # samples that a stage can count
 
 
 # ------------------------------------------------------------------------ steps and batches
@@ -32,7 +32,7 @@ MOST_SAMPLES = 2**63 - 1  # that a stage can count
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Says how a global batch falls on the workers."""
+    """How a global batch is divided among workers and micro-batches."""
 
     batch_size: int
     micro_batch: int
@@ -40,17 +40,17 @@ class Arithmetic:
     accumulation: int
 
     def slots(self, rank: int) -> range:
-        """Return the contiguous slots of the global batch that a worker owns."""
-        # Rounded down at both ends: shares differ by one at most, and every slot has exactly one owner.
+        """Return the contiguous slots of the global batch that belong to a worker."""
+        # Rounded down at both ends: shares differ by at most one, and every slot belongs to exactly one worker.
         first = rank * self.batch_size // self.world
         stop = (rank + 1) * self.batch_size // self.world
         return range(first, stop)
 
 
 def batch_arithmetic(cfg: TrainConfig, world: int) -> Arithmetic:
-    """Derive the accumulation from batch_size, micro_batch and the world.
+    """Derive the accumulation from batch_size, micro_batch and the number of workers.
 
-    Raises ConfigError with the nearest sizes that fit where they do not divide, unless `uneven` allows it.
+    Raises ConfigError with the nearest valid sizes if they do not divide evenly, unless `uneven` allows it.
     """
     require(
         cfg.batch_size >= world,
@@ -59,11 +59,11 @@ def batch_arithmetic(cfg: TrainConfig, world: int) -> Arithmetic:
     )
     unit = cfg.micro_batch * world
     if cfg.batch_size % unit != 0 and not cfg.uneven:
-        # The message names sizes that work, so that a user need not find them by trial.
+        # The message suggests valid sizes, so that the user need not find them by trial.
         below = cfg.batch_size // unit * unit
         above = below + unit
-        # The nearest batch may be thousands of times as large as the one that was asked for: then the mistake is in
-        # the micro-batch, and `uneven` would only hide it.
+        # The nearest valid batch may be thousands of times larger than the requested one. Then micro_batch is wrong,
+        # and `uneven` would only hide the mistake.
         if below == 0:
             share = cfg.batch_size // world
             remedy = f"set micro_batch={share}"
@@ -71,29 +71,29 @@ def batch_arithmetic(cfg: TrainConfig, world: int) -> Arithmetic:
                 remedy += f" and batch_size={share * world}"
             raise ConfigError(
                 f"micro_batch {cfg.micro_batch} × {world} workers = {unit} is more than batch_size {cfg.batch_size}\n"
-                f"  expected a micro_batch of a worker's share of the batch, {share}, or less\n"
-                f"  {remedy}, or batch_size={above} if that is meant"
+                f"  expected a micro_batch of at most {share}, a worker's share of the batch\n"
+                f"  {remedy}, or batch_size={above} if that was intended"
             )
         sizes = f"{below} or {above}"
         raise ConfigError(
             f"batch_size {cfg.batch_size} is not a multiple of micro_batch {cfg.micro_batch} × {world} workers = "
             f"{unit}; nearest: {sizes}\n"
-            "  set batch_size or micro_batch to fit, or uneven=true to let workers differ by one sample"
+            "  change batch_size or micro_batch, or set uneven=true to let workers differ by one sample"
         )
     require(
         not cfg.exact_parts or cfg.exact_parts % world == 0,
         f"exact_parts {cfg.exact_parts} cannot be shared by {world} workers; use 1, 2, 4, … up to {cfg.exact_parts}",
     )
-    # All workers take equally many micro-batches, since their collectives must pair up: the largest share counts.
+    # All workers take the same number of micro-batches, because their collectives must match: the largest share counts.
     largest_share = math.ceil(cfg.batch_size / world)
     accumulation = math.ceil(largest_share / cfg.micro_batch)
     return Arithmetic(cfg.batch_size, cfg.micro_batch, world, accumulation)
 
 
 def steps_of(cfg: TrainConfig, samples: int) -> int:
-    """Return the optimizer steps of the stage: passes · samples / batch, rounded, as big_vision utils.steps does.
+    """Return the number of optimizer steps of a stage: passes · samples / batch, rounded as in big_vision utils.steps.
 
-    `samples` holds those of dropped shards too, so that a stage which drops a shard keeps its number of steps.
+    `samples` includes dropped shards, so that a stage keeps its number of steps when it drops a shard.
     """
     if cfg.steps is not None:
         return cfg.steps
@@ -102,10 +102,9 @@ def steps_of(cfg: TrainConfig, samples: int) -> int:
 
 
 def check_schedule(cfg: TrainConfig, steps: int, key: str) -> None:
-    """Raise ConfigError where the learning rate rises and cools down for longer than the stage's steps.
+    """Raise ConfigError if warm-up and cool-down are longer than the stage, or the stage is too long to count.
 
-    It would never reach its peak, and what was trained would be worth little. So is a length that is beyond counting
-    refused. `key` is the stage's name.
+    The learning rate would never reach its peak, and the training would be wasted. `key` is the stage's name.
     """
     most_steps = MOST_SAMPLES // cfg.batch_size
     require(
@@ -126,7 +125,7 @@ def check_schedule(cfg: TrainConfig, steps: int, key: str) -> None:
     raise ConfigError(
         f"{message} are more than the stage has steps: {steps:,}\n"
         f"  expected: at most {steps:,} together, so that the learning rate reaches optim.lr\n"
-        f"  type {overrides}, or let it train for longer"
+        f"  type {overrides}, or increase the number of steps"
     )
 
 
@@ -134,14 +133,14 @@ def check_schedule(cfg: TrainConfig, steps: int, key: str) -> None:
 
 
 def training_order(cfg: TrainConfig, sets: Sequence[Index]) -> tuple[Index, Order | Mixture]:
-    """Return the set that is trained on and the order of its samples.
+    """Return the index of the training data and the order of its samples.
 
-    It is the sets of `cfg.data.sets()` joined to one, where the shards of `cfg.data.drop` are empty.
+    The index joins the sets of `cfg.data.sets()`; shards in `cfg.data.drop` are empty in it.
     """
-    # Before anything else: a dropped shard counts as empty, and the numbers of the others stay as they were.
+    # First of all: a dropped shard counts as empty, and the other shards keep their numbers.
     sets = exclude(sets, cfg.data.drop)
     options: dict[str, Any] = {"seed": cfg.seed, "batch_size": cfg.batch_size, "tail": cfg.data.tail}
-    # What the recipe leaves open has its default in data.Order, which depends on the batch size.
+    # Options that the recipe leaves open use the defaults of data.Order, which depend on the batch size.
     if cfg.data.lanes is not None:
         options["lanes"] = cfg.data.lanes
     if cfg.data.shuffle_block is not None:
@@ -166,8 +165,8 @@ def training_loader(
     accumulation: int | None = None,
     processes: int = 0,
 ) -> "TrainLoader":
-    """Return the loader of these slots of every global batch from a step on, counted from 0, as the config says."""
-    from data.loader import TrainLoader  # not above: a recipe is checked without torch
+    """Return the loader for these slots of every global batch from a step on, counted from 0, as configured."""
+    from data.loader import TrainLoader  # imported here, because recipes are checked without torch
 
     return TrainLoader(
         index,
@@ -188,7 +187,7 @@ def training_loader(
 
 
 def cache_line(index: Index, order: Order | Mixture, slots: range, step: int, cfg: DataConfig) -> str:
-    """Say whether the shards that these slots read ahead fit a node's cache, and what to type where they do not."""
+    """Return a text that says whether the shards to read ahead fit into a node's cache and, if not, what to type."""
     count, size = remote_shards_ahead(index, order, slots, step, cfg.cache)
     last_step = step + cfg.cache.ahead
     limit = cfg.cache.limit_bytes
@@ -197,10 +196,10 @@ def cache_line(index: Index, order: Order | Mixture, slots: range, step: int, cf
         f"the cache keeps {limit / 2**30:.3g} GiB"
     )
     if count:
-        line += "; until a shard is there, its samples are read by range"
+        line += "; until a shard is downloaded, its samples are read by range requests"
     if size <= limit:
         return line
     return (
-        f"{line}: THEY DO NOT FIT and are fetched again and again; "
-        f"type data.cache.limit_bytes={size} or more, or a smaller data.cache.ahead"
+        f"{line}: THEY DO NOT FIT and would be downloaded repeatedly; "
+        f"set data.cache.limit_bytes={size} or more, or a smaller data.cache.ahead"
     )

@@ -1,4 +1,4 @@
-"""Values as people write them: read from a recipe, and shown in messages and log lines.
+"""Reads values as people write them in recipes, and formats numbers for messages and log lines.
 
     read_value("30min", float, "pretrain.timeout_s")      1800.0
     read_value("80GB", int, "data.cache.limit_bytes")     80_000_000_000
@@ -33,23 +33,23 @@ NUMBER = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-z]+)"
 WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 EXPECTED: dict[object, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 PLURALS: dict[object, str] = {int: "whole numbers", float: "numbers", str: "texts", int | str: "whole numbers or texts"}
-# What people of many countries write, 10,000 and 0,001 and 50%, and what it is in a recipe.
+# Number formats used in many countries, such as 10,000, 0,001 and 50%, and what to replace to get a recipe's format.
 OTHER_NUMBERS = {
     int: ((",", ""), ("%", "e-2"), ("_", ""), (" ", "")),
     float: ((",", "."), ("%", "e-2"), ("_", ""), (" ", "")),
 }
-LONGEST = 80  # characters of a value that a message shows
+LONGEST = 80  # characters; longer values are cut in messages
 
 
 class Unit(NamedTuple):
-    """What a key's number counts, and what may be written behind the number instead."""
+    """The unit of a key's number, and the unit names that may follow the number."""
 
     name: str
     factors: Mapping[str, float]
     examples: str
 
 
-UNITS = {  # by the end of a key's name
+UNITS = {  # by the ending of a key's name
     "_s": Unit("seconds", SECONDS, "90s, 30min or 2h"),
     "_gb": Unit("GiB", GIB, "80GB or 80GiB"),
     "_bytes": Unit("bytes", BYTES, "500MB, 80GB or 80GiB"),
@@ -57,7 +57,7 @@ UNITS = {  # by the end of a key's name
 
 
 def unit_of(key: str) -> Unit | None:
-    """Return the unit that the end of a key's name tells; None for a number of no unit, or of one of its own."""
+    """Return the unit that the ending of a key's name stands for; None for other endings."""
     for end, unit in UNITS.items():
         if key.endswith(end):
             return unit
@@ -65,9 +65,9 @@ def unit_of(key: str) -> Unit | None:
 
 
 def read_value(value: object, hint: Any, key: str) -> object:
-    """Return a value of a recipe as what a field of type `hint` holds; what it may be otherwise is left as it is.
+    """Convert a recipe's value to the type of its field, `hint`; values of other types than the known are unchanged.
 
-    Raises ConfigError, which names the key, the value and what was expected.
+    Raises ConfigError naming the key, the value and what was expected.
     """
     if hint is Any or value == "???":
         return value
@@ -75,7 +75,7 @@ def read_value(value: object, hint: Any, key: str) -> object:
     if is_optional and value is None:
         return None
     if is_optional and value in ("None", "none"):
-        raise ConfigError(f"{key} is {value}, which YAML takes for a text\n  type {key}=null")
+        raise ConfigError(f"{key} is {value}, which YAML reads as text\n  type {key}=null")
     allowed = set(get_args(hint)) - {NoneType}
     if is_optional and len(allowed) == 1:
         (hint,) = allowed
@@ -95,7 +95,7 @@ def read_value(value: object, hint: Any, key: str) -> object:
             entries.append(read_value(entry, get_args(hint)[0], key))
         return entries
 
-    # One value. None of these types holds None.
+    # A single value. None of these types can hold None.
     result: object = None
     if hint is bool:
         result = WORDS.get(str(value).lower())
@@ -122,7 +122,7 @@ def read_value(value: object, hint: Any, key: str) -> object:
 
 
 def read_choice(value: object, choices: tuple[object, ...], key: str) -> object:
-    """Return one of the choices that a field allows. Raises ConfigError, which suggests the nearest."""
+    """Return the value if it is one of a field's choices. Raises ConfigError suggesting the nearest choice."""
     if value in choices and not isinstance(value, bool):
         return value
     nearest = did_you_mean(str(value), map(str, choices))
@@ -132,7 +132,7 @@ def read_choice(value: object, choices: tuple[object, ...], key: str) -> object:
 
 
 def read_number(value: int | float | str, key: str, *, whole: bool) -> int | float | None:
-    """Return a number that may be written with a unit, 30min, or as a text; None where it is none.
+    """Return a number from a number or text, which may have a unit (30min); None if it is not a number.
 
     A whole number may be written as 1e4 or 10k.
     """
@@ -164,7 +164,7 @@ def read_number(value: int | float | str, key: str, *, whole: bool) -> int | flo
 
 
 def shown(value: object) -> str:
-    """Return a value as it would stand in a recipe on one line, a long one cut."""
+    """Format a value on one line as in a recipe; a long value is cut."""
     text = flow_yaml(value)
     if len(text) > LONGEST:
         return f"{text[:LONGEST]}…"
@@ -172,12 +172,12 @@ def shown(value: object) -> str:
 
 
 def flow_yaml(value: object) -> str:
-    """Return a value as it would stand in a recipe, on one line."""
+    """Format a value on one line as in a recipe."""
     if value is None:
         return "null"
     if value == "":
         return '""'
-    # A bool is an int to Python, and YAML writes it in small letters.
+    # In Python a bool is an int; YAML writes it in lower case.
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, dict):

@@ -1,6 +1,6 @@
-"""What a worker of a trained stage is told (Job), trains with (Setup), and what changes with every step (Progress).
+"""The parts of a training worker: its task (Job), what it trains with (Setup), and its progress (Progress).
 
-`pipeline.start` builds all of it, in an order that is collective.
+`pipeline.start` builds all of them, collectively.
 """
 
 import signal
@@ -29,113 +29,113 @@ from pipeline.training_data import Arithmetic
 
 @dataclass(frozen=True)
 class Job:
-    """Says where one attempt of a stage reads and writes; paths are absolute, workers live in other folders."""
+    """One attempt of a stage: its inputs and folders. Paths are absolute, because workers run in other folders."""
 
     run: str  # the run directory, shared by all nodes unless there is a `remote`
-    directory: str  # of this stage
+    directory: str  # folder of this stage
     attempt: int
-    key: str  # of the stage
+    key: str  # the stage's key
     code: str  # version of the code
-    model: dict[str, Any]  # the resolved architecture (models.to_dict)
-    train: list[str]  # the sets that are trained on, in the order of their names
+    model: dict[str, Any]  # the resolved model config (models.to_dict)
+    train: list[str]  # paths of the training sets, sorted by their names
     evaluate: str | None = None
     init: str | None = None
     probe_train: str | None = None
     probe_test: str | None = None
-    class_names: Sequence[str] = ()  # of the model's outputs, which are handed on with the weights; none: unknown
+    class_names: Sequence[str] = ()  # of the model's outputs, exported with the weights; empty: unknown
     claimed: float = 0.0  # when the driver began this attempt, seconds since 1970
     began: float = 0.0  # when its command began to work on the stage
-    remote: str | None = None  # URL of the run in an object store, where the nodes share no folder
-    device_bytes: int | None = None  # that a worker needs of its device; None: its step was never traced
-    until: int | None = None  # the step that a replay ends with; None: the last of the stage
+    remote: str | None = None  # URL of the run in an object store, if the nodes share no folder
+    device_bytes: int | None = None  # device memory needed by a worker; None: its step was never traced
+    until: int | None = None  # last step of a replay; None: the last step of the stage
 
     @property
     def storage(self) -> Storage:
-        """Return where the run keeps its files."""
+        """Return the storage that holds the run's files."""
         return open_storage(Path(self.run), self.remote)
 
     @property
     def attempt_folder(self) -> Path:
-        """Return the folder of what this attempt's workers leave behind: their places, ends and logs."""
+        """Return the folder for the phases, results and logs of this attempt's workers."""
         return attempt_folder(Path(self.directory), self.attempt)
 
     @property
     def stop_file(self) -> Path:
-        """Return the file by which this node's agent passes on that the worker group is to stop."""
+        """Return the file that this node's agent creates to stop the worker group."""
         return node_folder(self.attempt_folder) / STOP_FILE
 
 
 @dataclass(frozen=True)
 class StopRequest:
-    """Tells a worker that it is to stop: by a signal, or by the file that its node's agent writes."""
+    """A request to stop this worker, by a signal or by a file that the node's agent creates."""
 
     file: Path
-    reads_file: bool  # in every step; on rank 0 alone, which stops all others
-    signal: threading.Event = field(default_factory=threading.Event)  # set if this process is to end
+    reads_file: bool  # at every step: only on rank 0, which then stops all workers
+    signal: threading.Event = field(default_factory=threading.Event)  # set when this process receives SIGTERM
 
     def is_requested(self) -> bool:
-        """Return whether this worker is asked to stop."""
+        """Return whether this worker was requested to stop."""
         return self.signal.is_set() or (self.reads_file and self.file.exists())
 
     def is_requested_on_node(self) -> bool:
-        """Return the same, but read the file on every rank."""
+        """Return whether the workers of this node were requested to stop; reads the file on every rank."""
         return self.signal.is_set() or self.file.exists()
 
 
-def handle_sigterm(asked: threading.Event) -> None:
-    """Have SIGTERM set the event; the loop checks it after every step, and an evaluation after every batch."""
+def handle_sigterm(stop: threading.Event) -> None:
+    """Make SIGTERM set the event; the loop checks it after every step, and an evaluation after every batch."""
 
-    def remember(number: int, frame: object) -> None:
-        asked.set()
+    def on_sigterm(number: int, frame: object) -> None:
+        stop.set()
 
-    # Only a main thread may catch signals. A worker trains in its main thread; in another one, as of a notebook, the
-    # stop file alone tells it to stop.
+    # Only the main thread may install signal handlers. A worker trains in its main thread; in another thread, such as
+    # that of a notebook, only the stop file can stop it.
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, remember)
+        signal.signal(signal.SIGTERM, on_sigterm)
 
 
 @dataclass(frozen=True)
 class Group:
-    """Holds what a worker has once it is one of the group."""
+    """The process group as one worker sees it: its rank and device, and its connections to the driver and the disk."""
 
-    phases: Phases  # what this worker does now, as the watchdog reads it
+    phases: Phases  # the current phase of this worker, for the watchdog
     device: torch.device
     rank: int
-    world: int  # size: workers of the group
+    world: int  # number of workers in the group
     telemetry: Telemetry
-    checkpoints: StageCheckpoints  # of the stage
+    checkpoints: StageCheckpoints  # the stage's
 
 
 @dataclass(frozen=True)
 class StageData:
-    """Holds what a stage trains on, in which order, and for how many steps."""
+    """The data of a stage: sets, sample order, batch arithmetic and number of steps."""
 
-    sets: dict[str, Index]  # by path: every set that the stage reads
-    index: Index  # of what is trained on, mixtures joined
+    sets: dict[str, Index]  # every set that the stage reads, by path
+    index: Index  # of the training data, with mixtures joined
     order: Order | Mixture
     arithmetic: Arithmetic
-    steps: int  # of the whole stage, on which the learning rate depends
-    last_step: int  # that this attempt ends with: the stage's, or a replay's
+    steps: int  # of the whole stage; the learning rate depends on it
+    last_step: int  # of this attempt: the stage's, or a replay's
     phases: Sequence[Phase]  # of the stage, in order
 
 
 @dataclass
 class TrainingLog:
-    """Holds the steps that are to be reported, and what the last of them was taken with."""
+    """Steps without a report so far, and the learning rate of the last step."""
 
-    window: Window = field(default_factory=Window)  # since the last record
-    since_line: Window = field(default_factory=Window)  # recorded since the last log line
-    rate: float = 0.0  # the learning rate of the last step
+    window: Window = field(default_factory=Window)  # steps since the last record
+    since_line: Window = field(default_factory=Window)  # recorded steps since the last log line
+    rate: float = 0.0  # learning rate of the last step
 
     def begin(self) -> None:
-        """Count from now: the first report's images per second must not include building and restoring."""
+        """Start measuring now, so that the first report's images per second exclude building and restoring."""
         self.window.clear()
         self.since_line.clear()
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Holds what a worker trains with, without what extras may add or replace (`pipeline.start.Worker`)."""
+    """What a worker trains with, without the parts that extras may add or replace (`pipeline.start.Worker`)."""
 
     cfg: TrainConfig
     job: Job
@@ -150,11 +150,11 @@ class Setup:
 
 @dataclass
 class Progress:
-    """Holds what changes with every step; it is plain data that prints, and is saved in a checkpoint's manifest."""
+    """Everything that changes with each step: plain data, which a checkpoint's manifest stores."""
 
-    step: int  # steps that are complete
+    step: int  # completed steps
     bad_samples: int  # of all workers, since step 0
     ledger: Ledger
     last_metrics: dict[str, float] = field(default_factory=dict)  # of this attempt's last evaluation
-    # Samples without weight, as (step from which on, shard, first sample, the one after the last).
+    # Samples without weight in training: (first step that masks them, shard, first sample, end of the range).
     masked: list[tuple[int, ...]] = field(default_factory=list)

@@ -213,7 +213,7 @@ def test_a_folder_is_no_recipe_and_hides_none_that_ships(tmp_path, monkeypatch, 
 def test_a_run_directory_that_is_a_file_is_said_before_anything_starts(tmp_path, capsys, command, below):
     (tmp_path / "file").touch()
     assert main([command, "digits", f"run={tmp_path}/file{below}"]) == 78
-    assert f"error: {tmp_path}/file is a file\n  expected the folder that a run writes into" in capsys.readouterr().err
+    assert f"error: {tmp_path}/file is a file\n  expected the folder of a run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_a_kind_with_several_stages_is_not_enough_to_name_one(recipe, capsys):
     text = recipe.read_text().replace("\nfinetune:", "\ntune:\n  kind: finetune").replace("@finetune", "@tune")
     recipe.write_text(text)
     assert main(["run", str(recipe), second, "--only", "finetune"]) == 78
-    assert "2 stages of kind finetune: tune, again; --only names one" in capsys.readouterr().err
+    assert "2 stages of kind finetune: tune, again; name one of them with --only" in capsys.readouterr().err
     assert main(["run", str(recipe), second, "--only", "agian"]) == 78
     assert "no stage 'agian'; did you mean 'again'?" in capsys.readouterr().err
 

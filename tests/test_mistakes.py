@@ -72,7 +72,7 @@ COMMANDS = """
 64 replay runs/none step=120                  => no run at runs/none|expected the folder
 64 audit runs/none                            => no run at runs/none
 64 status .                                   => no run at
-64 new photos --minutes 2weeks                => '2weeks' is no time|2min
+64 new photos --minutes 2weeks                => '2weeks' is not a time|2min
 78 plan tiny.yaml pretrain.bs=64              => unknown key pretrain.bs; did you mean 'batch_size'?
 65 new photso                                 => did you mean 'photos'?
 64 new two words                              => 'two words' is one folder|in quotes
@@ -89,16 +89,16 @@ COMMANDS = """
 64 export weights out                         => Missing option '--format'|safetensors, npz, timm, hf|--format timm
 64 export weights out --format onnx           => 'onnx' is not one of
 65 export runs/none out --format hf           => there is no file or folder runs/none
-65 export photos out --format hf              => cannot load photos|no folder with model.json
-64 new photos --minutes 0                     => --minutes 0: expected more than 0|type --minutes 10
+65 export photos out --format hf              => cannot load photos|not a folder with model.json
+64 new photos --minutes 0                     => --minutes 0: expected a training time greater than 0|type --minutes 10
 78 new photos --model S16                     => S16 is not a model name; did you mean S/16?
-65 new photos --init photos                   => there are no weights|expected RUN/STAGE
-64 new loose --init weights                   => --init fine-tunes on labels|leave out --init
-64 new photos --output empty                  => --output empty is a folder|as empty/photos.yaml
-64 new photos --output nowhere/x.yaml         => there is no folder nowhere
+65 new photos --init photos                   => contains no weights|expected RUN/STAGE
+64 new loose --init weights                   => --init fine-tunes on labels|omit --init
+64 new photos --output empty                  => --output empty is a folder|for example empty/photos.yaml
+64 new photos --output nowhere/x.yaml         => the folder nowhere does not exist
 64 new photos/cat photos/dog loose            => no folder and no pattern holds these alone|a pattern in quotes
 64 analyze weights photos                     => Missing option '--output'|photos/cat --output pictures
-64 analyze weights nowhere --output out       => there is no file or folder nowhere|expected image files
+64 analyze weights nowhere --output out       => no such file or folder: nowhere|expected image files
 64 evaluate                                   => Missing argument 'WEIGHTS'|pretrain runs/photos/parts/held-out
 64 evaluate weights                           => Missing argument 'SET|evaluate runs/photos/pretrain runs/photos/parts
 64 evaluate weights train=shards/train        => no set to evaluate on|evaluate weights runs/photos/parts/held-out
@@ -123,15 +123,15 @@ COMMANDS = """
 65 pack table tiny.yaml out                   => expected columns path and label|begins with the line path,label
 65 pack table photos out                      => photos is a folder|expected a CSV or parquet file
 65 index photos                               => no *.tar here|python -m jobs pack folder photos photos-shards
-65 index nowhere                              => there is no such folder
+65 index nowhere                              => this folder does not exist
 65 index labelless                            => no sample has a label|expected samples of an image
 65 data check photos                          => python -m jobs pack folder photos photos-shards
-65 data repair shards/train shards/train      => holds the set that is to be repaired|give another folder
+65 data repair shards/train shards/train      => contains the set to repair|choose another folder
 78 subset shards/train --output out           => no rule chooses samples|expected one or more of keep
 78 subset shards/train --shots 5 --output out => shots are drawn by a seed|expected a seed
 78 plan tiny.yaml --gpu v100                  => did you mean 'h100'?
 74 run tiny.yaml run=/sys/run                 => /sys/run|or name another folder: run=/elsewhere
-69 run tiny.yaml cluster.gpus_per_worker=99   => 2 workers want 198 GPUs|cluster.gpus_per_worker=0
+69 run tiny.yaml cluster.gpus_per_worker=99   => 2 workers need 198 GPUs|cluster.gpus_per_worker=0
 """
 
 # The same of `plan tiny.yaml`, and what is typed behind it.
@@ -156,8 +156,8 @@ KEYS = """
 78 pretrain.model=S16               => did you mean S/16?
 78 pretrain.model=vit_small_patch16_224 => did you mean S/16?|expected a size and a patch
 78 pretrain.model.name=Z/16         => no size 'Z'
-78 'pretrain.model={name: mu/8, image_size: 16' => needs quotes of the shell around all of it
-65 pretrain.model.classes=2         => labels up to 9, the model has 2 classes|set pretrain.model.classes=10
+78 'pretrain.model={name: mu/8, image_size: 16' => put all of it in shell quotes
+65 pretrain.model.classes=2         => labels up to 9, but the model has only 2 classes|type pretrain.model.classes=10
 78 pretrain.model.classes=ten       => classes must be a whole number
 78 pretrain.model.image_size=20     => nearest image_size: 16 or 24
 78 pretrain.model.image_size=224x224 => one positive whole number or two
@@ -169,7 +169,7 @@ KEYS = """
 78 pretrain.steps=-5                => steps is -5, expected more than 0
 78 pretrain.steps=10,000            => type pretrain.steps=10000
 78 pretrain.steps=3                 => 5 warm-up steps are more than|warmup_steps=0
-78 pretrain.passes=3                => give steps or passes, one of them
+78 pretrain.passes=3                => give either steps or passes
 78 pretrain.optim.lr=0,001          => expected a number|type pretrain.optim.lr=0.001
 78 pretrain.optim.lr=fast           => pretrain.optim.lr is fast, expected a number
 78 pretrain.optim.lr=-1             => optim.lr is -1.0, expected more than 0
@@ -182,7 +182,7 @@ KEYS = """
 78 pretrain.zero=5                  => zero is 5, expected a ZeRO stage 0, 1, 2 or 3
 78 pretrain.precision=fp16          => did you mean 'bf16'?|expected one of bf16, fp32
 78 pretrain.optim.name=adamw        => did you mean 'adam'?
-78 pretrain.objective=masked        => has no labels: leave out
+78 pretrain.objective=masked        => has no labels: remove
 78 pretrain.batch_size=10           => nearest: 8 or 16|uneven=true
 78 pretrain.batch_size=2            => set micro_batch=1
 78 pretrain.keep=0                  => keep is 0, expected 2 or more
@@ -191,19 +191,19 @@ KEYS = """
 78 pretrain.data.augment.crop=center => expected one of inception, random, none
 78 pretrain.data.augment.min_area=2 => min_area is 2.0, expected 1
 78 pretrain=null                    => pretrain is null, expected a stage's section
-78 pretrain.init=None               => pretrain.init is None, which YAML takes for a text|type pretrain.init=null
+78 pretrain.init=None               => pretrain.init is None, which YAML reads as text|type pretrain.init=null
 78 cluster.workers=two              => cluster.workers is two, expected a whole number
 78 cluster.workers=0                => workers is 0, expected 1 or more
 78 cluster.workers=3                => not a multiple of micro_batch 4 × 3 workers = 12; nearest: 12 or 24
 78 cluster.backend=local            => expected one of ray, processes
-78 cluster.environment.WANDB_API_KEY=abc => looks like a secret|secrets belong to the nodes
+78 cluster.environment.WANDB_API_KEY=abc => looks like a secret|secrets belong on the nodes
 78 cluster.environment=NCCL_DEBUG   => type cluster.environment.NAME=…
 78 pretrain.data.decode=gpu         => cluster.gpus_per_worker is 0|type pretrain.data.decode=cpu
-65 pretrain.data.train=nowhere      => nowhere: there is no such index|expected a folder
-65 pretrain.data.train=photos       => python -m jobs pack folder photos photos-shards, then name photos-shards
-65 pretrain.data.train=photos/cat   => name the folder above
+65 pretrain.data.train=nowhere      => nowhere: this index does not exist|expected a folder
+65 pretrain.data.train=photos       => python -m jobs pack folder photos photos-shards, then use photos-shards
+65 pretrain.data.train=photos/cat   => use the parent folder
 65 pretrain.data.train=photos/cat/0.jpg => photos/cat/0.jpg is an image
-65 pretrain.data.train=loose        => images without folders of classes|loose/cat/1.jpg
+65 pretrain.data.train=loose        => images without class folders|loose/cat/1.jpg
 65 pretrain.data.train=tars         => type python -m jobs index tars
 65 pretrain.data.train=tars/a.tar   => is a tar, one shard of a set|type python -m jobs index tars
 65 pretrain.data.train=empty        => neither tars nor images
@@ -216,7 +216,7 @@ KEYS = """
 65 pretrain.init=weights.npz        => python -m jobs import weights.npz FOLDER
 65 pretrain.init=weights/weights.safetensors => give its folder: weights
 78 pretrain.init=weights pretrain.model.name=Ti/8 => width: 32 -> 192|leave these keys, and the name, out of `model`
-78 pretrain.deepspeed=nowhere.json  => No such file|deepspeed=null does without
+78 pretrain.deepspeed=nowhere.json  => No such file|or deepspeed=null for none
 78 run=                             => run is empty, expected a folder
 78 run=tiny.yaml                    => tiny.yaml is a file|give the run another name
 78 run=~nobody-here/x               => no user of this name is known here
@@ -226,26 +226,30 @@ KEYS = """
 # The recipe's text, exit code of `plan recipe.yaml`, words of the answer.
 RECIPES: dict[str, tuple[str | bytes, int, str]] = {
     "empty": ("", 78, "recipe.yaml names no stage|expected a section of pack, pretrain"),
-    "a list": ("- pretrain\n", 78, "holds no mapping|expected `key: value` lines"),
-    "a text": ("pretrain\n", 78, "holds no mapping|expected `key: value` lines"),
+    "a list": ("- pretrain\n", 78, "is not a mapping|expected `key: value` lines"),
+    "a text": ("pretrain\n", 78, "is not a mapping|expected `key: value` lines"),
     "tabs": (TINY.replace("  steps", "\tsteps"), 78, "line 8: found a tab|expected spaces"),
-    "a key twice": (TINY + "  steps: 30\n", 78, "line 12: found duplicate key steps|take one of them out"),
+    "a key twice": (TINY + "  steps: 30\n", 78, "line 12: found duplicate key steps|remove one of the two"),
     "one space more": (TINY.replace("  steps", "   steps"), 78, "line 8|the keys of a section in the same column"),
     "no indentation": (TINY.replace("\n  ", "\n"), 78, "pretrain is null|indent its keys below it"),
-    "no space behind a colon": (TINY.replace("steps: 24", "steps:24"), 78, "line 8|steps:24|with a space behind"),
+    "no space behind a colon": (TINY.replace("steps: 24", "steps:24"), 78, "line 8|steps:24|with a space after"),
     "an equals sign": (TINY.replace("steps: 24", "steps = 24"), 78, "line 8|steps = 24|expected `key: value`"),
-    "an open brace": (TINY.replace("classes: 10}", "classes: 10"), 78, "line 5|closes what one has opened"),
-    "an open quote": (TINY.replace("shards/train", '"shards/train'), 78, "line 4|a quote that closes"),
+    "an open brace": (TINY.replace("classes: 10}", "classes: 10"), 78, "line 5|matching brackets and braces"),
+    "an open quote": (TINY.replace("shards/train", '"shards/train'), 78, "line 4|a closing quote"),
     "@ without quotes": (TINY.replace("shards/train", "@shards/train"), 78, 'line 4|"@shards/train"'),
     "backslashes": (TINY.replace("shards/train", '"C:\\photos"'), 78, "line 4|single quotes"),
-    "a variable of the shell": (TINY.replace("shards/train", "$PHOTOS"), 65, "$PHOTOS: there is no such index"),
+    "a variable of the shell": (TINY.replace("shards/train", "$PHOTOS"), 65, "$PHOTOS: this index does not exist"),
     "an unknown variable": (
         TINY.replace("runs/tiny", "${oc.env:NO_SUCH}"),
         78,
         "variable 'NO_SUCH' not found\n  in run\n  set it",
     ),
-    "Latin-1": (TINY.replace("runs/tiny", "runs/größe").encode("latin-1"), 78, "not UTF-8 text: byte 12, in line 1"),
-    "UTF-16": (TINY.encode("utf-16"), 78, "not UTF-8 text|an editor saves it as UTF-8"),
+    "Latin-1": (
+        TINY.replace("runs/tiny", "runs/größe").encode("latin-1"),
+        78,
+        "not UTF-8 text: invalid byte at 12, in line 1",
+    ),
+    "UTF-16": (TINY.encode("utf-16"), 78, "not UTF-8 text|saved as UTF-8"),
     "a control character": (TINY.replace("tiny", "ti\x07ny"), 78, "text without control characters"),
     "a list for a section": (TINY.replace("optim: {", "optim: [{").replace("}}", "}}]"), 78, "expected a section"),
     "a stage without content": (TINY + "finetune:\n", 78, "finetune is null, expected a stage's section"),
@@ -390,7 +394,10 @@ def test_another_model_takes_nothing_of_the_size_of_the_first(desk, monkeypatch,
         section = capsys.readouterr().out.partition("  model:\n")[2].splitlines()[:3]
         assert sorted(map(str.strip, section)) == ["classes: 10", "image_size: 16", "name: Ti/8"]
     assert main(["plan", "recipe.yaml", "pretrain.model.name=Ti/8"]) == 78
-    check_answer(capsys, "width: 64, depth: 3, which would win over the name|type pretrain.model=Ti/8")
+    check_answer(
+        capsys,
+        "but the recipe's model also sets width: 64, depth: 3, which would override the name|type pretrain.model=Ti/8",
+    )
     # The same size with another patch keeps them.
     assert main(["plan", "recipe.yaml", "pretrain.model.name=mu/4", "--resolved"]) == 0
     assert "width: 64" in capsys.readouterr().out

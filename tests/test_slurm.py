@@ -138,7 +138,7 @@ def test_a_job_commits_ahead_of_its_time_limit_and_goes_on_until_it_is_done(netw
     while "the campaign ended with exit code 0, start " not in (log := log_of(network.shared, job)):
         assert time.monotonic() < deadline, log
         time.sleep(2)
-    assert "the time limit is near; the campaign is asked to commit" in log
+    assert "the time limit is near; asking the campaign to commit" in log
     assert re.search(r"attempt \d: resumed from step \d+ ", log)
     wait_for(network, f"scontrol show job {job}", "JobState=COMPLETED", 120)
     undisturbed.join()
@@ -169,7 +169,7 @@ def test_a_run_in_a_bucket_commits_ahead_of_the_limit_goes_on_and_stays_out_of_t
     told = slurm(network, "python -m jobs status s3://images/runs/limit")
     assert f", Slurm job {job}): " in told and "now  running, started" in told, told
     wait_for_log(shared, job, f"the campaign ended with exit code 75, start 1 of job {job}", 300)
-    assert "slurm: the time limit is near; the campaign is asked to commit" in log_of(shared, job)
+    assert "slurm: the time limit is near; asking the campaign to commit" in log_of(shared, job)
     wait_for_log(shared, job, "attempt 2: resumed from step ", 500)
 
     with pytest.raises(RuntimeError, match=f"exit code 64[^$]*type on n0: scancel --batch --signal=TERM {job}"):
@@ -178,4 +178,4 @@ def test_a_run_in_a_bucket_commits_ahead_of_the_limit_goes_on_and_stays_out_of_t
     wait_for(network, f"scontrol show job {job}", "JobState=FAILED", 240)
     state = slurm(network, f"scontrol show job {job}")
     assert "ExitCode=75:0" in state and "Restarts=1" in state, state
-    assert "slurm: told to end; the campaign is asked to commit" in log_of(shared, job)
+    assert "slurm: stop requested; asking the campaign to commit" in log_of(shared, job)

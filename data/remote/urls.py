@@ -251,8 +251,8 @@ def client(scheme: str, timeout_s: float) -> AbstractFileSystem:
     except ImportError:
         raise DataError(f"{scheme}:// needs a client: pip install {package}") from None
 
-    # Disable the client's own retries. gcsfs and adlfs have no public setting for this; docs/storage.md lists other
-    # attempts. If a new version keeps its retries elsewhere, the attribute is missing and the version is rejected.
+    # Disable the client's own retries; gcsfs and adlfs have no public setting for this (docs/design/stores.md). If a
+    # new version keeps its retries elsewhere, the attribute is missing and the version is rejected.
     try:
         if scheme == "s3":
             filesystem.retries = min(filesystem.retries, 1)  # s3fs's loop around botocore's

@@ -1,18 +1,18 @@
-"""Starts the workers of one node, watches them, and reports to the driver; there is one on every node of a campaign.
+"""The agent of a node: starts and watches the node's workers, and reports to the driver. Every node has one.
 
-Under Ray it is an actor in the campaign's placement group, for plain processes an object in the driver: the same class.
+On a Ray cluster the agent is an actor, without Ray an object in the driver; the class is the same.
 
-1. It hosts a fork server (fork_server.py), which stays warm from attempt to attempt and from stage to stage.
-2. `start` has this node's workers of an attempt forked.
-3. `poll` answers after `wait_s`, or at once where a worker has started, ended or been told to go. The answer is small:
+1. It runs a fork server (fork_server.py), which stays warm between attempts and stages.
+2. `start` forks this node's workers of an attempt.
+3. `poll` answers after `wait_s`, or at once if a worker has started, ended or received SIGTERM. The answer is small:
 
        NodeReport(workers=[WorkerState(rank=3, pid=4711, place=PhaseReport(812, "reduce", 1200, ""), …), …])
 
-   What befalls a worker is judged here, where it is: its exit code and signal, whether a signal has stopped it, whether
-   the kernel's out-of-memory killer has struck.
-4. `stop` asks the workers to commit and end, `end` kills what is left of an attempt.
+   Everything that only the worker's node knows is determined here: its exit code and signal, whether it is stopped by a
+   signal, and whether the kernel's out-of-memory killer has killed it.
+4. `stop` asks the workers to commit and end; `end` kills the remaining processes of an attempt.
 
-The agent ends with its driver, and its workers end with it (fork_server.py).
+When the driver ends, the agent ends, and with it the workers (fork_server.py).
 """
 
 import dataclasses
@@ -40,13 +40,13 @@ from jobs.cluster.node_files import Change, Mark, NodeFiles
 from jobs.cluster.worker import LOOPBACK, RankInfo, WorkerRecord, WorkerSpec, worker_file
 from pipeline.monitoring.watchdog import STOP_FILE, PhaseReport, read_phase
 
-VMSTAT = Path("/proc/vmstat")  # counts the kills of every cgroup, and any container can read it
-OOM_WINDOW_S = 10.0  # between the kernel's kill and the end that is seen: a large process takes a while to die
-OOM_LOOK_S = 1.0  # between two looks at the kernel's counter
+VMSTAT = Path("/proc/vmstat")  # counts OOM kills of all cgroups; readable in any container
+OOM_WINDOW_S = 10.0  # between the kernel's kill and the worker's end as seen here: a large process takes a while to die
+OOM_LOOK_S = 1.0  # between two reads of the kernel's counter
 MEMORY = Path("/dev/shm")
 FOLDER_PREFIX = "pl-agent-"
 LOCK = "lock"
-END_S = 10.0  # for a worker that was killed to be gone
+END_S = 10.0  # for killed workers to disappear
 STATUS = Path("/proc/self/status")  # Linux
 
 _umask_lock = threading.Lock()
@@ -54,93 +54,93 @@ _umask_lock = threading.Lock()
 
 @dataclass(frozen=True)
 class StartRequest:
-    """Tells an agent which workers of an attempt to start."""
+    """The workers of an attempt that an agent has to start."""
 
     ranks: Sequence[RankInfo]
-    payload: bytes  # (function, task), pickled
-    folder: Path  # of the attempt
-    variables: Mapping[str, str]  # of every worker, beside those of this node
-    # Where nodes may have folders of their own: what an attempt's folder there begins with (NodeFiles.begin).
-    token: str = ""  # "" where the attempt's folder is the same on every node
-    told: Mapping[str, bytes | None] = field(default_factory=dict)
+    payload: bytes  # pickled (function, task)
+    folder: Path  # the attempt's folder
+    variables: Mapping[str, str]  # for every worker, in addition to the node's environment
+    # For nodes without shared storage: the initial content of an attempt's folder (NodeFiles.begin).
+    token: str = ""  # "" if the attempt's folder is the same on every node
+    carried: Mapping[str, bytes | None] = field(default_factory=dict)
     earlier: Sequence[str] = ()
 
 
 @dataclass
 class WorkerState:
-    """How one worker stands, as its node sees it."""
+    """State of a worker, as its node sees it."""
 
     rank: int
-    pid: int = 0  # 0 until it is forked
-    record: WorkerRecord | None = None  # as the worker has written it: its start, then its end
+    pid: int = 0  # 0 before the fork
+    record: WorkerRecord | None = None  # written by the worker at its start and its end
     place: PhaseReport | None = None
-    is_stopped: bool = False  # by a signal, as SIGSTOP
-    death: str = ""  # how it died that did not write its end
+    is_stopped: bool = False  # by a signal such as SIGSTOP
+    death: str = ""  # cause of death, if it ended without recording that
 
     @property
     def has_ended(self) -> bool:
-        """Tell whether the worker is done, well or not."""
+        """Return whether the worker has ended, successfully or not."""
         return self.death != "" or (self.record is not None and "ended" in self.record)
 
 
 @dataclass(frozen=True)
 class NodeReport:
-    """One answer of an agent."""
+    """An agent's answer to a poll."""
 
-    news: int  # counts what has happened here; given back with the next poll
+    news: int  # number of events so far on this node; sent with the next poll
     workers: list[WorkerState] = field(default_factory=list)
-    told_to_go: list[int] = field(default_factory=list)  # ranks that were sent SIGTERM
-    changes: list[Change] = field(default_factory=list)  # of files, where the nodes share none
+    sigterm_ranks: list[int] = field(default_factory=list)  # ranks with a SIGTERM
+    changes: list[Change] = field(default_factory=list)  # of files, if the node shares no storage with the driver
 
 
 @dataclass(frozen=True)
 class NodeAgent:
-    """The agent of one node, as the driver sees it."""
+    """A node's agent, as the driver sees it."""
 
-    name: str  # of the node, for people
-    node_id: str  # Ray's; "" without Ray
+    name: str  # the node's name, for messages
+    node_id: str  # Ray's node id; "" without Ray
     address: str
-    slots: int  # workers that have a place there
-    call: Callable[..., "Future[Any]"]  # (method of Agent, its arguments)
-    visible_gpus: str = ""  # CUDA_VISIBLE_DEVICES of its workers; "": those that the node's environment shows
+    slots: int  # number of workers with a place on the node
+    call: Callable[..., "Future[Any]"]  # takes the name of a method of Agent, and its arguments
+    visible_gpus: str = ""  # CUDA_VISIBLE_DEVICES of its workers; "": as in the node's environment
 
 
 class Agent:
-    """Runs workers on its node, one attempt at a time. Several threads may call it."""
+    """Runs the workers of its node, one attempt at a time. Thread-safe."""
 
     def __init__(self, address: str = LOOPBACK, *, has_gpus: bool = False) -> None:
-        self.address = address  # of this node, as the workers of others reach it
+        self.address = address  # at which workers on other nodes reach this node
         self.has_gpus = has_gpus
         self.server: ForkServer | None = None
-        self.changed = threading.Condition()  # held wherever what follows is read or written
-        self.port = 0  # where the next rank 0 serves its store; 0 until the fork server has said it
+        self.changed = threading.Condition()  # held while the following attributes are read or written
+        self.port = 0  # of the store that the next rank 0 serves; 0 until the fork server has opened it
         self.news = 0
-        self.number = 0  # of attempts that were started here
-        self.folder = Path()  # of the attempt
-        self.workers: dict[int, WorkerState] = {}  # by rank, of the attempt that runs
-        self.ended_pids: set[int] = set()  # of this attempt's workers
+        self.number = 0  # attempts started on this node
+        self.folder = Path()  # the attempt's folder
+        self.workers: dict[int, WorkerState] = {}  # by rank, of the running attempt
+        self.ended_pids: set[int] = set()  # pids of this attempt's ended workers
         self.files: NodeFiles | None = None
         self.oom_kills = OomKills()
 
-        # This agent's folder, in memory: a disk that is full does not keep a worker from saying where it is. Its lock
-        # is held as long as the agent lives.
+        # This agent's folder is in memory, so that workers can report their phase even if the disk is full. Its lock is
+        # held as long as the agent is alive.
         parent = MEMORY if os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir())
         self.base = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=parent))
         self.node_folder = self.base  # of the attempt
         self.lock = os.open(self.base / LOCK, os.O_WRONLY | os.O_CREAT)
         fcntl.flock(self.lock, fcntl.LOCK_EX)
-        # Agents that were killed with their fork servers have left theirs, whose locks are free.
+        # Remove the folders of killed agents, whose locks are free.
         for other in parent.glob(f"{FOLDER_PREFIX}*/{LOCK}"):
-            # That of another user, or gone meanwhile.
+            # The folder may belong to another user, or disappear meanwhile.
             with suppress(OSError), other.open("w") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(other.parent, ignore_errors=True)
 
     def warm_up(self) -> None:
-        """Start the fork server where none runs, which takes seconds and is not waited for.
+        """Start the fork server if there is none, without waiting for it.
 
-        A process that has touched CUDA must not fork, and importing torch or DeepSpeed may touch it: for workers with
-        GPUs nothing is imported ahead.
+        It imports modules only for workers without GPUs: importing torch or DeepSpeed may initialize CUDA, and a
+        process that has initialized CUDA must not fork.
         """
         with self.changed:
             if self.server is None:
@@ -148,22 +148,22 @@ class Agent:
                 threading.Thread(target=self._hear, args=(self.server,), name="fork server", daemon=True).start()
 
     def listen(self) -> int:
-        """Return the port at which rank 0 of the next attempt, on this node, will serve the workers' store."""
+        """Return the port of the store that rank 0 of the next attempt will serve on this node."""
         self.warm_up()
         with self.changed:
             self.port = 0
             assert self.server is not None
             self.server.connection.send(Listen(self.address))
-            # The fork server answers when it has imported everything.
+            # The fork server answers after all its imports.
             self.changed.wait_for(lambda: self.port or self.server is None)
             if self.server is None:
                 raise RuntimeError(f"the fork server of {socket.gethostname()} has died")
             return self.port
 
     def start(self, request: StartRequest) -> bool:
-        """Have this node's workers of an attempt forked; what is left of the attempt before is ended first.
+        """Fork this node's workers of an attempt, after ending those of the previous one.
 
-        Returns whether the attempt's folder is this node's own, and not the driver's.
+        Returns whether the attempt's folder is this node's own, separate from the driver's.
         """
         self.end()
         self.warm_up()
@@ -172,13 +172,13 @@ class Agent:
             self.files = None
             if request.token:
                 files = NodeFiles(request.folder)
-                if files.begin(request.token, request.told, request.earlier):
+                if files.begin(request.token, request.carried, request.earlier):
                     self.files = files
             self.number += 1
             assert self.server is not None
             self.node_folder = self.base / str(self.number)
             self.node_folder.mkdir(parents=True)
-            # The fork server keeps the environment and the umask of its own start; credentials may have come since.
+            # The fork server has the environment and umask of its start; credentials may have been added since.
             environment = {**os.environ, **request.variables}
             for info in request.ranks:
                 self.workers[info.rank] = WorkerState(info.rank)
@@ -196,51 +196,51 @@ class Agent:
                 )
             return self.files is not None
 
-    def poll(self, news: int, wait_s: float, taken: Mapping[str, Mark]) -> NodeReport:
-        """Return how the workers stand, after `wait_s` or as soon as something has happened since `news`.
+    def poll(self, news: int, wait_s: float, acknowledged: Mapping[str, Mark]) -> NodeReport:
+        """Return the state of the workers after `wait_s`, or at once if something has happened since `news`.
 
-        `taken` are the marks of file changes that the driver has written down.
+        `acknowledged` contains the marks of file changes that the driver has written.
         """
         deadline = time.monotonic() + wait_s
         with self.changed:
             if self.files is not None:
-                self.files.take(taken)
+                self.files.acknowledge(acknowledged)
             while self.news == news and time.monotonic() < deadline:
                 self.changed.wait(min(OOM_LOOK_S, max(0.0, deadline - time.monotonic())))
                 self.oom_kills.are_recent()
             self._read_records()
-            told_to_go = []
+            sigterm_ranks = []
             for worker in self.workers.values():
                 worker.place = read_phase(self.node_folder, worker.rank)
                 worker.is_stopped = False
                 with suppress(psutil.Error):
                     worker.is_stopped = worker.pid != 0 and psutil.Process(worker.pid).status() == psutil.STATUS_STOPPED
                 if worker_file(self.node_folder, worker.rank, ".sigterm").exists():
-                    told_to_go.append(worker.rank)
+                    sigterm_ranks.append(worker.rank)
             changes = self.files.look() if self.files is not None else []
-            # Copies: the driver of plain processes has the same objects, and an attempt's end would change them.
+            # Copies: without Ray, the driver has the same objects, which change at the attempt's end.
             states = [dataclasses.replace(worker) for worker in self.workers.values()]
-            return NodeReport(self.news, states, told_to_go, changes)
+            return NodeReport(self.news, states, sigterm_ranks, changes)
 
-    def take(self, taken: Mapping[str, Mark]) -> None:
-        """Count as sent what the driver has written down."""
+    def acknowledge(self, acknowledged: Mapping[str, Mark]) -> None:
+        """Record which file changes the driver has written."""
         with self.changed:
             if self.files is not None:
-                self.files.take(taken)
+                self.files.acknowledge(acknowledged)
 
     def stop(self) -> bool:
-        """Ask the workers to commit and end; tell whether any of them has started, as of this moment."""
+        """Ask the workers to commit and end; return whether any of them has started by now."""
         with self.changed:
-            # All of them look for this file.
+            # Every worker checks for this file.
             if self.workers:
                 (self.node_folder / STOP_FILE).touch()
             self._read_records()
             return any(worker.record is not None for worker in self.workers.values())
 
     def end(self) -> None:
-        """Kill the workers of the attempt, loaders included, and return when they are gone."""
+        """Kill the workers of the attempt with their data loaders, and wait until they are gone."""
         with self.changed:
-            # A worker that is being forked has no pid yet; the fork server answers in the order of the requests.
+            # A worker has no pid before its fork; the fork server answers requests in order.
             self.changed.wait_for(
                 lambda: self.server is None or all(state.pid for state in self.workers.values()), END_S
             )
@@ -248,10 +248,10 @@ class Agent:
             for pid in pids - self.ended_pids:
                 kill_group(pid)
             self.changed.wait_for(lambda: self.server is None or pids <= self.ended_pids, END_S)
-            # Of a fork server that has died nobody says how its workers end.
+            # If the fork server has died, nobody reports the end of its workers: check the processes.
             deadline = time.monotonic() + END_S
             for pid in pids - self.ended_pids:
-                with suppress(psutil.Error):  # it is gone
+                with suppress(psutil.Error):  # the process is gone
                     process = psutil.Process(pid)
                     while process.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
                         time.sleep(0.01)
@@ -262,7 +262,7 @@ class Agent:
                 shutil.rmtree(self.node_folder, ignore_errors=True)
 
     def close(self) -> None:
-        """End the fork server with everything on this node."""
+        """End the fork server and all processes of this agent."""
         with self.changed:
             server = self.server
             self.server = None
@@ -271,7 +271,7 @@ class Agent:
         shutil.rmtree(self.base, ignore_errors=True)
 
     def _hear(self, server: ForkServer) -> None:
-        """Take the answers of a fork server until it ends; runs in a thread of its own."""
+        """Process the answers of a fork server until it ends; runs in a thread."""
         with suppress(EOFError, OSError):
             while True:
                 answer = server.connection.recv()
@@ -281,13 +281,13 @@ class Agent:
                     elif isinstance(answer, Forked):
                         self.workers[answer.rank].pid = answer.pid
                     elif isinstance(answer, WorkerEnded):
-                        # A worker writes its record before it ends; one that has not was ended by something else. A
-                        # negative exit code is a signal. The kernel kills with SIGKILL as well, and tells nobody whom:
-                        # its counter is all that can be read everywhere.
+                        # A worker writes its record before it ends; without a record, something else ended it. A
+                        # negative exit code is a signal. The kernel's OOM killer also sends SIGKILL and reports no pid;
+                        # its counter is the only evidence readable everywhere.
                         self._read_records()
                         self.ended_pids.add(answer.pid)
                         if answer.exit_code >= 0:
-                            death = f"exited with code {answer.exit_code} without a word"
+                            death = f"exited with code {answer.exit_code} without reporting an error"
                         elif answer.exit_code == -signal.SIGKILL and self.oom_kills.are_recent():
                             death = "killed by the out-of-memory killer"
                         else:
@@ -298,7 +298,7 @@ class Agent:
                     self.news += 1
                     self.changed.notify_all()
 
-        # The fork server has ended: its workers end by themselves, and are killed in case they do not.
+        # The fork server has ended. Its workers should end by themselves; kill them in case they do not.
         with self.changed:
             for worker in self.workers.values():
                 if worker.pid and not worker.has_ended:
@@ -321,16 +321,16 @@ class Agent:
 
 
 class OomKills:
-    """Knows how many processes of this machine the kernel has lately killed for want of memory."""
+    """Counts the recent kills by the kernel's out-of-memory killer on this machine."""
 
     def __init__(self) -> None:
-        self.counts: deque[tuple[float, int]] = deque()  # (when, kills since the machine started), oldest first
+        self.counts: deque[tuple[float, int]] = deque()  # (time, kills since boot), oldest first
         self.are_recent()
 
     def are_recent(self) -> bool:
-        """Read the kernel's count, and tell whether it has grown in the last ten seconds; not where it cannot be read.
+        """Read the kernel's counter; return whether it has grown in the last OOM_WINDOW_S. False if it is unreadable.
 
-        Called about once a second: the count that it is compared with is at least as old as the window.
+        It is called about once a second, so the oldest stored count is at least as old as the window.
         """
         now = time.monotonic()
         kills = 0
@@ -346,12 +346,12 @@ class OomKills:
 
 
 def current_umask() -> int:
-    """Return this process's umask. Several threads may ask."""
+    """Return this process's umask. Thread-safe."""
     with suppress(OSError):
         for line in STATUS.read_text().splitlines():
             if line.startswith("Umask:"):
                 return int(line.split()[1], 8)
-    # Elsewhere it can only be read by setting it: of two threads at a time one would read the other's 0.
+    # Without /proc it can only be read by setting it, and a concurrent thread would read the temporary 0.
     with _umask_lock:
         umask = os.umask(0)
         os.umask(umask)

@@ -1,14 +1,14 @@
-"""How many workers find room on which nodes of a Ray cluster, and who holds the rest.
+"""Free room in a Ray cluster: how many workers fit on which nodes, and which campaigns hold the rest.
 
-Workers are counted in shares: everything that one of them needs lies on one node.
+The resources of one worker are a share. A share always lies on a single node.
 
 >>> room_for({"CPU": 2}, {"n1": {"CPU": 5.0}, "n2": {"CPU": 1.0}})
 2
 >>> missing(2, {"CPU": 4}, open_to_us={"n1": {"CPU": 6.0}}, cluster=ClusterState.now())
 room for 1 of 2 workers of 4 CPUs; free: 6 CPUs on n1; held: 8 CPUs by /runs/photographs
 
-All that is asked of Ray here is public: its nodes, its table of placement groups, and the status that `ray status`
-prints, of which every call is one question to the head.
+Only public interfaces of Ray are used: its nodes, its table of placement groups, and the status that `ray status`
+prints. Each status is one request to the head.
 """
 
 from collections import Counter
@@ -21,56 +21,56 @@ from ray.util.placement_group import placement_group_table
 
 from data.checks import few
 
-OWNER = "patchline "  # how the names of our placement groups begin; the run follows, and what makes the name its own
-DRAINING = "DRAINING"  # the status of a node that was told to go
+OWNER = "patchline "  # prefix of our placement groups' names; the run and a random suffix follow
+DRAINING = "DRAINING"  # Ray's status of a node about to leave
 
-Resources = Mapping[str, float]  # amount by Ray's name of the resource
+Resources = Mapping[str, float]  # amount by Ray's resource name
 
 
 @dataclass(frozen=True)
 class ClusterState:
-    """What the nodes of a cluster have, by node id; nodes that are dead are not in it."""
+    """The resources of a cluster's living nodes, by node id."""
 
     total: dict[str, dict[str, float]]
     free: dict[str, dict[str, float]]
-    draining: set[str]  # nodes that were told to go
+    draining: set[str]  # node ids
 
     @classmethod
     def now(cls, without: Set[str] = frozenset()) -> "ClusterState":
-        """Ask the head once, and leave out these nodes. Any thread may."""
+        """Request the current state from the head, without the nodes in `without`. Thread-safe."""
         status = get_cluster_status(ray.get_runtime_context().gcs_address)
         total: dict[str, dict[str, float]] = {}
         free: dict[str, dict[str, float]] = {}
-        left: dict[str, dict[str, float]] = {}
+        unreserved: dict[str, dict[str, float]] = {}
         draining: set[str] = set()
         for node in [*status.active_nodes, *status.idle_nodes]:
             if node.node_id is None or node.node_id in without:
                 continue
             total[node.node_id] = node.total_resources()
             free[node.node_id] = node.available_resources()
-            left[node.node_id] = node.total_resources()  # without what placement groups hold
+            unreserved[node.node_id] = node.total_resources()  # total minus what placement groups hold
             if node.node_status == DRAINING:
                 draining.add(node.node_id)
-        # What a node has free is reported up to a second late; placement groups are known at once.
+        # Free resources are reported up to a second late; placement groups are known at once.
         for row in placement_group_table().values():
             if row["state"] == "CREATED":
                 for bundle, node_id in row["bundles_to_node_id"].items():
                     for name, amount in row["bundles"][bundle].items():
-                        if name in left.get(node_id, {}):
-                            left[node_id][name] -= amount
-        for node_id, resources in left.items():
+                        if name in unreserved.get(node_id, {}):
+                            unreserved[node_id][name] -= amount
+        for node_id, resources in unreserved.items():
             for name, amount in resources.items():
                 free[node_id][name] = min(free[node_id].get(name, 0.0), amount)
         return cls(total, free, draining)
 
     @property
     def staying(self) -> dict[str, dict[str, float]]:
-        """Return what is free on the nodes that are not about to leave."""
+        """Return the free resources, excluding draining nodes."""
         return {node: resources for node, resources in self.free.items() if node not in self.draining}
 
 
 def room_for(share: Mapping[str, int], nodes: Mapping[str, Resources]) -> int:
-    """Return how many workers the nodes can hold; what is left on two nodes does not make a place for one worker."""
+    """Return how many workers fit on the nodes; the resources of one worker are never split between two nodes."""
     workers = 0
     for resources in nodes.values():
         workers += min(int(resources.get(name, 0) // count) for name, count in share.items())
@@ -78,25 +78,25 @@ def room_for(share: Mapping[str, int], nodes: Mapping[str, Resources]) -> int:
 
 
 def missing(workers: int, share: Mapping[str, int], open_to_us: Mapping[str, Resources], cluster: ClusterState) -> str:
-    """Say for how many of so many workers there is room, what is free where, and which campaigns hold the rest."""
+    """Describe why workers have to wait: how many fit, what is free on which node, which campaigns hold the rest."""
     parts = [f"room for {min(room_for(share, open_to_us), workers)} of {workers} workers of {in_words(share)}"]
     room_when_empty = room_for(share, cluster.total)
     if room_when_empty < workers:
-        parts.append(f"even when the cluster is empty it has room for {room_when_empty}")
+        parts.append(f"the whole cluster has room for only {room_when_empty}")
 
     names = {}
     for row in ray.nodes():
         names[row["NodeID"]] = row["NodeManagerHostname"]
     free = []
     for node, resources in cluster.staying.items():
-        left = {}
+        available = {}
         for name in share:
             if resources.get(name, 0) >= 1:
-                left[name] = int(resources[name])
-        if left:
-            free.append(f"{in_words(left)} on {names.get(node, node[:8])}")
+                available[name] = int(resources[name])
+        if available:
+            free.append(f"{in_words(available)} on {names.get(node, node[:8])}")
 
-    # A placement group's name tells whose it is.
+    # The name of a placement group contains the run that holds it.
     amounts_held: dict[str, Counter[str]] = {}
     for row in placement_group_table().values():
         if row["state"] == "CREATED" and row["name"].startswith(OWNER):
@@ -107,7 +107,7 @@ def missing(workers: int, share: Mapping[str, int], open_to_us: Mapping[str, Res
                     amounts[name] += int(bundle.get(name, 0))
     held = []
     for run, amounts in amounts_held.items():
-        held.append(f"{in_words(+amounts)} by {run}")  # + leaves out what is 0
+        held.append(f"{in_words(+amounts)} by {run}")  # unary + removes zero amounts
 
     for title, texts in (("free", free), ("held", held)):
         if texts:
@@ -116,5 +116,5 @@ def missing(workers: int, share: Mapping[str, int], open_to_us: Mapping[str, Res
 
 
 def in_words(amounts: Mapping[str, float]) -> str:
-    """Return "4 CPUs and 1 GPUs"."""
+    """Return amounts in words, such as "4 CPUs and 1 GPUs"."""
     return " and ".join(f"{count:g} {name}s" for name, count in amounts.items())

@@ -1,18 +1,19 @@
-"""A process that has imported what workers need, and forks the workers of its node: 0.1 s instead of 3 to 6 s each.
+"""A fork server: a process that imports what workers need, then forks them in 0.1 s instead of 3 to 6 s each.
 
     python -m jobs.cluster.fork_server CONNECTION LIFELINE FOLDER [imports]      two inherited file descriptors
 
 1. Its agent (agent.py) starts it; it imports torch, DeepSpeed and more while the driver still prepares.
-2. It takes requests from the connection, and answers each:
+2. It receives requests through the connection, and answers each:
 
-       Listen("10.0.0.1")        →  Listening(34530)       the socket of the next rank 0's store
+       Listen("10.0.0.1")        →  Listening(34530)       the port of the next rank 0's store
        WorkerSpec(rank 3, …)    →  Forked(3, pid=4711)
 
-3. A worker that ends is told of, WorkerEnded(4711, -9), after whatever is left of its process group is killed.
-4. When the agent is gone, the lifeline can be read: it kills all workers, removes the node's folder, and ends.
+3. When a worker ends, it kills the rest of the worker's process group and sends WorkerEnded(4711, -9).
+4. When the agent is gone, the lifeline becomes readable: it kills all workers, removes the node's folder, and ends.
 
-What is imported here must start no thread and touch no GPU: neither outlives a fork. Where workers have GPUs nothing is
-imported, and each worker imports for itself: a fork of a process that has never seen CUDA may use it.
+The imports must not start threads or use GPUs, because neither survives a fork. For workers with GPUs nothing is
+imported here: a forked process may use CUDA only if its parent has never initialized it, so each worker imports
+separately.
 """
 
 import gc
@@ -33,27 +34,28 @@ from data.files import import_path
 from jobs.cluster.worker import STOP_SIGNALS, WorkerSpec, outlive, run_worker
 from jobs.cluster_config import MALLOC_VARIABLE
 
-# Imported once for all workers, and DeepSpeed with torch's compiler behind them.
+# Imported once for all workers, together with DeepSpeed.
 PRELOAD = (
-    "pipeline.train",  # with the next: what the workers' functions import
+    "pipeline.train",  # this and the next: modules of the workers' functions
     "pipeline.evaluation.worker",
-    # It brings sympy, with which a worker works out shapes on the meta device, and counts the products of its model.
+    # It imports sympy, which a worker uses to infer shapes on the meta device and to count FLOPs.
     "torch.fx.experimental.symbolic_shapes",
-    "torch.utils.tensorboard",  # with which rank 0 writes event files
+    "torch.utils.tensorboard",  # rank 0 writes event files with it
 )
-IMPORTS = "imports"  # the word by which a fork server is told to import all this
-# For workers on CPUs, which keep the memory that a step frees (keep_freed_memory in pipeline/process_group.py):
-# - One arena for all threads. Another thread's heaps hold 64 MB at most: whatever is larger goes back to the kernel at
-#   once, whatever mallopt was told.
-# - No thread sets freed pieces aside. Torch asks for aligned memory, of which malloc cuts off the ends, some 64 bytes.
-#   Set aside, they pass for used: a large piece that is freed stays apart from its neighbours, and has some bytes too
-#   few for the next request of its own size. The heap then grows by whole tensors every few steps.
+IMPORTS = "imports"  # the argument that enables these imports
+# glibc settings for workers on CPUs, which reuse the memory of earlier steps (keep_freed_memory in
+# pipeline/process_group.py):
+# - One arena for all threads. The heaps of other threads hold at most 64 MB; larger blocks return to the kernel at
+#   once, whatever mallopt was set to.
+# - No per-thread cache. Torch requests aligned memory, from which malloc cuts off ends of about 64 bytes. In the cache
+#   they count as used, so a freed large block is not merged with its neighbours and is slightly too small for the next
+#   request of its size. The heap would then grow by whole tensors every few steps.
 MALLOC = {MALLOC_VARIABLE: "glibc.malloc.arena_max=1:glibc.malloc.tcache_count=0"}
 
 
 @dataclass(frozen=True)
 class Listen:
-    """Asks for a socket at this address, on which rank 0 of the next attempt serves the workers' store."""
+    """Requests a socket at this address, on which rank 0 of the next attempt serves the workers' store."""
 
     address: str
 
@@ -72,17 +74,17 @@ class Forked:
 @dataclass(frozen=True)
 class WorkerEnded:
     pid: int
-    exit_code: int  # negative: the signal that killed it
+    exit_code: int  # negative: killed by this signal
 
 
 # ------------------------------------------------------------------------ in the agent
 
 
 class ForkServer:
-    """A fork server as its agent sees it: a child process, and a connection of requests and answers."""
+    """The agent's side of a fork server: a child process, and a connection for requests and answers."""
 
     def __init__(self, folder: Path, *, has_gpus: bool) -> None:
-        """Start the process; `folder` is removed when it ends. For workers with GPUs it imports nothing ahead."""
+        """Start the process; `folder` is removed when it ends. If workers have GPUs, it imports nothing early."""
         ours, theirs = socket.socketpair()
         lifeline, self.lifeline = os.pipe()
         self.connection = Connection(ours.detach())
@@ -90,8 +92,8 @@ class ForkServer:
         environment = {**os.environ, "PYTHONPATH": import_path()}
         if not has_gpus:
             words.append(IMPORTS)
-            # DeepSpeed chooses its accelerator when it is imported, which happens here for all workers. Of what malloc
-            # is told it takes the last, so the user's own settings come first.
+            # DeepSpeed chooses its accelerator at import, here for all workers. malloc uses the last of repeated
+            # settings, so the user's settings come first.
             settings = [environment.get(MALLOC_VARIABLE), MALLOC[MALLOC_VARIABLE]]
             environment |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
             environment[MALLOC_VARIABLE] = ":".join(filter(None, settings))
@@ -102,8 +104,8 @@ class ForkServer:
     def launch(
         self, words: Sequence[str], environment: Mapping[str, str], handles: Sequence[int]
     ) -> subprocess.Popen[bytes]:
-        """Start the process, which inherits these file descriptors."""
-        # A new process inherits which signals are blocked; this one unblocks them when it has handlers.
+        """Start the process with these inherited file descriptors."""
+        # Block signals until the new process has its handlers; it inherits the mask and unblocks them itself.
         blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             return subprocess.Popen(
@@ -111,14 +113,14 @@ class ForkServer:
                 env=environment,
                 pass_fds=handles,
                 stdin=subprocess.DEVNULL,
-                # A signal to the driver's whole process group, as of `timeout` or Ctrl-C, is not for the workers.
+                # A signal to the driver's process group, such as Ctrl-C or from `timeout`, must not reach the workers.
                 start_new_session=True,
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
 
     def close(self) -> None:
-        """End the process with all its workers, and wait for that."""
+        """End the process and all its workers, and wait for that."""
         with suppress(OSError):
             os.close(self.lifeline)
         self.process.wait()
@@ -129,21 +131,21 @@ class ForkServer:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Import, then serve."""
+    """Import modules, then fork workers on request."""
     connection, lifeline, folder, *words = arguments
-    # Who stops a job may signal all its processes. The driver tells the workers when to end.
+    # Stopping a job may signal all its processes, but the driver decides when workers end.
     for number in STOP_SIGNALS:
         signal.signal(number, outlive)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     if IMPORTS in words:
         import_for_workers()
-    # What is here now is shared by all forks: the collector need not touch it, which would copy its pages.
+    # All forks share the current objects: exclude them from garbage collection, which would copy their pages.
     gc.freeze()
     serve(Connection(int(connection)), int(lifeline), Path(folder))
 
 
 def import_for_workers() -> None:
-    """Import once what all workers need. What is missing is missing in the worker too, whose error has a rank."""
+    """Import what all workers need. An import that fails here fails again in a worker, whose error names its rank."""
     for name in PRELOAD:
         with suppress(Exception):
             importlib.import_module(name)
@@ -154,14 +156,14 @@ def import_for_workers() -> None:
 
 
 def serve(connection: Connection, lifeline: int, folder: Path) -> None:
-    """Take requests until the agent is gone; then kill every worker, and remove the node's folder."""
-    store: socket.socket | None = None  # where the next rank 0 will serve
-    pids: set[int] = set()  # workers that have not been reaped
-    # Written by workers, a byte each time, and by the arrival of SIGCHLD.
-    news, tell_news = os.pipe()
-    deaths, tell_deaths = os.pipe()
-    os.set_blocking(tell_deaths, False)
-    signal.set_wakeup_fd(tell_deaths, warn_on_full_buffer=False)
+    """Process requests until the agent is gone; then kill every worker and remove the node's folder."""
+    store: socket.socket | None = None  # the socket for the next rank 0
+    pids: set[int] = set()  # workers not yet waited for
+    # Pipes: workers write a byte to the first for each piece of news, SIGCHLD to the second.
+    news, news_writer = os.pipe()
+    deaths, deaths_writer = os.pipe()
+    os.set_blocking(deaths_writer, False)
+    signal.set_wakeup_fd(deaths_writer, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, outlive)
     try:
         while True:
@@ -170,15 +172,15 @@ def serve(connection: Connection, lifeline: int, folder: Path) -> None:
                 return
             if news in ready:
                 os.read(news, 4096)
-                connection.send(None)  # a worker has left something in the node's folder
+                connection.send(None)  # a worker has written to the node's folder
 
-            # One signal may stand for several workers that have ended: all are asked.
+            # One signal may stand for several ended workers: check them all.
             if deaths in ready:
                 os.read(deaths, 4096)
                 for pid in list(pids):
                     if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                         continue
-                    # Before the pid may be given to another process: the worker's loaders are in its group.
+                    # The worker's data loaders are in its group. Kill them before the pid can be reused.
                     kill_group(pid)
                     _, status = os.waitpid(pid, 0)
                     pids.discard(pid)
@@ -188,7 +190,7 @@ def serve(connection: Connection, lifeline: int, folder: Path) -> None:
                 continue
             request = connection.recv()
             if isinstance(request, Listen):
-                # A cluster may have IPv6 alone, and then its nodes' addresses are "fd00::2".
+                # In an IPv6-only cluster, addresses look like "fd00::2".
                 store = socket.socket(socket.AF_INET6 if ":" in request.address else socket.AF_INET)
                 store.bind((request.address, 0))
                 store.listen()
@@ -200,13 +202,13 @@ def serve(connection: Connection, lifeline: int, folder: Path) -> None:
                 try:
                     signal.set_wakeup_fd(-1)
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                    # The agent learns of the server's death by the end of this connection, which no worker may hold.
+                    # Its end tells the agent that the server has died, so no worker may keep it open.
                     connection.close()
-                    for handle in (news, deaths, tell_deaths):
+                    for handle in (news, deaths, deaths_writer):
                         os.close(handle)
-                    run_worker(request, store, lifeline, tell_news)
+                    run_worker(request, store, lifeline, news_writer)
                 finally:
-                    # What has come here has no worker's record; the exit code has to do.
+                    # A worker that gets here has written no record; its exit code has to suffice.
                     os._exit(1)
             pids.add(pid)
             if request.info.rank == 0 and store is not None:
@@ -227,13 +229,13 @@ def kill_group(pid: int) -> None:
     """Kill a worker and all processes that it has started."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
-    # A worker that has not come as far as its own process group is killed by itself.
+    # A worker without a process group yet is killed directly.
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":
-    # Under its own name: workers and what they pickle know these classes by it, and not as those of `__main__`.
+    # Import this file under its real name: pickled objects refer to its classes by that, not as `__main__`.
     from jobs.cluster import fork_server
 
     fork_server.main(sys.argv[1:])

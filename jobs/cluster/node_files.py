@@ -1,23 +1,23 @@
-"""Brings what workers leave on their own node to the driver, where the nodes share no storage.
+"""Copies the files that workers write on their own node to the driver, if nodes and driver share no storage.
 
-A stage's folder then has the same path on every node, and on each node it is another folder.
+A stage's folder then has the same path on every node, but it is a separate folder on each.
 
-1. Before the workers start, `NodeFiles.begin` makes on every node what they expect to find: the attempt's folder, the
-   names of the attempts before it, and the few files by which one attempt tells the next. It also says whether the node
-   has a folder of its own at all: where the folder is shared after all, nothing must be copied onto itself.
-2. With every report the agent sends what is new, changed or longer, as `NodeFiles.look` finds it:
+1. Before the workers start, `NodeFiles.begin` prepares the folders on every node: the attempt's folder, empty folders
+   of earlier attempts, and the few files that attempts pass to the next one. It also detects whether the node's folder
+   is the driver's own after all; then nothing must be copied.
+2. With every report, the agent sends new, changed or longer files, which `NodeFiles.look` returns:
 
-       Change("attempts/attempt-000001/rank-00003.json", b'{"rank": 3, …', is_rest=False, mark=(311, 1764…))
-       Change("metrics.jsonl", b'{"kind": "train", …}\n', is_rest=True, mark=(81733, 0))
+       Change("attempts/attempt-000001/rank-00003.json", b'{"rank": 3, …', is_appended=False, mark=(311, 1764…))
+       Change("metrics.jsonl", b'{"kind": "train", …}\n', is_appended=True, mark=(81733, 0))
 
-3. `take_over` writes them into the driver's own folders, under the same names.
-4. What the driver has written is told to the node by its `mark`. Only then does the node count it as sent, so that
-   nothing is lost with an answer that never came, and what follows in a log is sent once.
+3. `apply_changes` writes them into the driver's folders, under the same names.
+4. The driver acknowledges each written change by its `mark`. Only then does the node count it as sent: a lost answer
+   loses no file, and no line of a log is sent twice.
 
-What a file may hold, and how it is sent:
-- `rank-*` of the attempt, and the files by which attempts tell each other: whole, as often as they change;
-- log.txt, metrics.jsonl and TensorBoard's files: what was added, since several nodes and the driver may add to a file
-  of the same name. The node keeps in `sent.json` how far it has come, also for later attempts.
+There are two kinds of files:
+- `rank-*` of the attempt, and the files carried between attempts, are sent completely after every change;
+- log.txt, metrics.jsonl and TensorBoard's files are appended to, by several nodes and the driver, so only the new part
+  is sent. The node records its position in `sent.json`, also for later attempts.
 """
 
 import json
@@ -31,26 +31,27 @@ from pathlib import Path
 from data.files import temporary_name
 from pipeline.monitoring.telemetry import append_whole
 
-Mark = tuple[int, int]  # of a file that is sent whole: size, time of change in ns; of one that grows: bytes sent, 0
+# Version of a file. Complete files: size in bytes, mtime in ns. Appended files: number of bytes sent, 0.
+Mark = tuple[int, int]
 
-SENT = "sent.json"  # in the stage's folder of a node: bytes sent of each file that grows
-TOKEN = "driver-token"  # in the attempt's folder: who finds the driver's own there shares its storage
-LOGS = ("log.txt", "metrics.jsonl")  # in the stage's folder; of lines, to which several nodes may add
+SENT = "sent.json"  # in the stage's folder on a node: bytes sent of each appended file
+TOKEN = "driver-token"  # in the attempt's folder: a node that finds the driver's token shares storage with the driver
+LOGS = ("log.txt", "metrics.jsonl")  # in the stage's folder; several nodes may append lines
 TENSORBOARD = "tensorboard"
-# Bounds of an answer: so much of a file at one look. Of a file that grows the next look has the rest; of a longer one
-# that is sent whole the end is sent, where a worker's log has its stacks.
+# Maximum bytes of a file in one report. The rest of an appended file follows in the next report. Of a longer complete
+# file only the end is sent, because the stacks are at the end of a worker's log.
 LARGEST_BYTES = 1 << 20
-# A file's time of change moves in ticks of up to 10 ms: one that was younger when it was read may have changed since.
+# The mtime has a resolution of up to 10 ms: a file read just after a change may have changed again.
 SETTLED_NS = 1_000_000_000
 
 
 @dataclass(frozen=True)
 class Change:
-    """A file of a node that the driver has not, or not as it is now."""
+    """A file on a node that the driver does not have yet, or has in an older version."""
 
-    name: str  # in the stage's folder
+    name: str  # relative to the stage's folder
     content: bytes
-    is_rest: bool  # to be added to what the driver has, instead of taking its place
+    is_appended: bool  # append the content to the driver's file instead of replacing the file
     mark: Mark
 
 
@@ -58,32 +59,32 @@ class Change:
 
 
 class NodeFiles:
-    """Looks at the folders of one attempt and its stage on one node."""
+    """Finds changed files in the folders of one attempt and its stage on one node."""
 
     def __init__(self, attempt: Path) -> None:
         self.attempt = attempt
         self.stage = attempt.parents[1]
-        self.told: list[str] = []  # names, in the stage's folder, of the files by which one attempt tells the next
-        self.sent: dict[str, Mark] = {}  # by name, as far as the driver has said that it has them
-        self.settled: set[str] = set()  # files that are sent whole and had not just changed when they were read
-        self.grown: dict[str, int] = {}  # by name: how much of a file that grows the driver has, over all attempts
+        self.carried: list[str] = []  # names, relative to the stage's folder, of the files carried between attempts
+        self.sent: dict[str, Mark] = {}  # by name: the last version that the driver has acknowledged
+        self.settled: set[str] = set()  # names of complete files that had not just changed when they were read
+        self.grown: dict[str, int] = {}  # by name: bytes of an appended file that the driver has, over all attempts
 
-    def begin(self, token: str, told: Mapping[str, bytes | None], earlier: Iterable[str]) -> bool:
-        """Prepare the folders for the workers; return False, and do nothing, where they are the driver's own.
+    def begin(self, token: str, carried: Mapping[str, bytes | None], earlier: Iterable[str]) -> bool:
+        """Prepare the folders for the workers; return False without doing so if the driver's folders are shared.
 
-        `told` are the files by which one attempt tells the next: None where there is none. `earlier` are the names of
-        the stage's attempts.
+        `carried` contains the files that attempts pass to the next one, None for a missing file. `earlier` contains
+        the folder names of the stage's earlier attempts.
         """
         with suppress(OSError):
             if (self.attempt / TOKEN).read_text() == token:
                 return False
-        # Another process may have begun here before this one, and been killed.
+        # An earlier agent of this attempt may have prepared the folder and then been killed.
         is_new = not self.attempt.exists()
         self.attempt.mkdir(parents=True, exist_ok=True)
         for name in earlier:
             (self.attempt.parent / name).mkdir(exist_ok=True)
-        self.told = list(told)
-        for name, content in told.items():
+        self.carried = list(carried)
+        for name, content in carried.items():
             if not is_new:
                 continue
             if content is None:
@@ -91,11 +92,11 @@ class NodeFiles:
             else:
                 _replace(self.stage / name, content)
 
-        # How much of the files that grow was sent in earlier attempts.
+        # How much of the appended files earlier attempts have sent.
         try:
             self.grown = json.loads((self.stage / SENT).read_text())
         except (OSError, ValueError):
-            # The first attempt with a worker here. What lies here already is of a driver that was here.
+            # The first attempt with a worker on this node: existing files were written by a driver that ran here.
             for path in self._growing():
                 with suppress(OSError):
                     self.grown[str(path.relative_to(self.stage))] = path.stat().st_size
@@ -103,10 +104,10 @@ class NodeFiles:
         return True
 
     def look(self) -> list[Change]:
-        """Return what is new here, of which `take` has not been told."""
+        """Return the changes that the driver has not acknowledged yet."""
         changes = []
-        # Files that are sent whole. A file may vanish or be replaced at this moment: the next look has it.
-        for path in [*sorted(self.attempt.glob("rank-*")), *(self.stage / name for name in self.told)]:
+        # Complete files. A file may be deleted or replaced at this moment: the next call finds it.
+        for path in [*sorted(self.attempt.glob("rank-*")), *(self.stage / name for name in self.carried)]:
             name = str(path.relative_to(self.stage))
             with suppress(OSError), path.open("rb") as file:
                 before_reading_ns = time.time_ns()
@@ -121,19 +122,19 @@ class NodeFiles:
                 else:
                     self.settled.discard(name)
 
-        # Files that grow: what was added.
+        # Appended files: send the new part.
         for path in self._growing():
             name = str(path.relative_to(self.stage))
             known = self.grown.setdefault(name, 0)
             with suppress(OSError), path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
-                # Shorter than what was sent: it is another file.
+                # Shorter than what was sent: the file was replaced.
                 if size < known:
                     known = 0
                 file.seek(known)
                 content = file.read(min(size - known, LARGEST_BYTES))
-                # The last line may be half written, and another node's would go on behind it. A line as long as all
-                # that is read at once is sent in parts, or it would never be sent.
+                # The last line may be incomplete, and another node's line would continue it. A line that is longer
+                # than one report is sent in parts, because it would never be sent otherwise.
                 is_lines = path.suffix in (".txt", ".jsonl")
                 if is_lines and (b"\n" in content or len(content) < LARGEST_BYTES):
                     content = content[: content.rfind(b"\n") + 1]
@@ -141,10 +142,10 @@ class NodeFiles:
                     changes.append(Change(name, content, True, (known + len(content), 0)))
         return changes
 
-    def take(self, taken: Mapping[str, Mark]) -> None:
-        """Count as sent what the driver has written down: by name, the mark of the change."""
+    def acknowledge(self, acknowledged: Mapping[str, Mark]) -> None:
+        """Record which changes the driver has written: by file name, the mark of the change."""
         has_grown = False
-        for name, mark in taken.items():
+        for name, mark in acknowledged.items():
             if name in self.grown:
                 self.grown[name] = mark[0]
                 has_grown = True
@@ -159,7 +160,7 @@ class NodeFiles:
         yield from sorted((self.stage / TENSORBOARD).glob("*"))
 
     def _keep_grown(self) -> None:
-        # On a full disk a later attempt sends some lines twice; this one does not.
+        # If the disk is full, a later attempt sends some lines twice; this attempt does not.
         with suppress(OSError):
             _replace(self.stage / SENT, json.dumps(self.grown).encode())
 
@@ -167,34 +168,34 @@ class NodeFiles:
 # ------------------------------------------------------------------------ in the driver
 
 
-def begin_as_driver(attempt: Path, token: str) -> None:
-    """Mark the driver's own folder of an attempt."""
+def mark_driver_folder(attempt: Path, token: str) -> None:
+    """Mark an attempt's folder as the driver's own, so that nodes can detect shared storage."""
     (attempt / TOKEN).write_text(token)
-    # The files here are the driver's again: whatever was sent from here is in them, and more.
+    # The driver's files already contain everything sent from this machine earlier.
     (attempt.parents[1] / SENT).unlink(missing_ok=True)
 
 
-def take_over(stage: Path, changes: Iterable[Change]) -> dict[str, Mark]:
-    """Write what has changed on a node into the driver's folder of the stage; return the marks of what is written."""
-    taken = {}
+def apply_changes(stage: Path, changes: Iterable[Change]) -> dict[str, Mark]:
+    """Write a node's changes into the driver's folder of the stage; return the marks of the written changes."""
+    acknowledged = {}
     for change in changes:
         path = stage / change.name
-        # A full disk costs the driver what it would have read there; the node sends it again.
+        # On a full disk the change is not written; the node sends it again.
         with suppress(OSError):
             if not path.parent.exists():
                 path.parent.mkdir(parents=True)
-            if change.is_rest:
+            if change.is_appended:
                 is_written = append_whole(path, change.content)
             else:
                 _replace(path, change.content)
                 is_written = True
             if is_written:
-                taken[change.name] = change.mark
-    return taken
+                acknowledged[change.name] = change.mark
+    return acknowledged
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Put a file in the place of another at once. It is not flushed: after a power cut nobody reads it."""
+    """Replace a file atomically. It is not flushed, because nobody reads it after a power failure."""
     temporary = temporary_name(path)
     temporary.write_bytes(content)
     os.replace(temporary, path)

@@ -1,12 +1,12 @@
-"""The nodes that a campaign works on, as the driver sees them: this machine, or those of a Ray cluster (ray_nodes.py).
+"""The nodes on which a campaign's workers run: this machine, or the nodes of a Ray cluster (ray_nodes.py).
 
     nodes = nodes_of(cluster)
-    world = nodes.reserve("/runs/digits", (4, 2), print, on_tick)    # waits for places, and logs for what
-    agents = nodes.agents(world)                            # one a node, warm over attempts and stages
+    world = nodes.reserve("/runs/digits", (4, 2), print, on_tick)    # waits for free places and logs what is missing
+    agents = nodes.agents(world)                            # one per node, reused by later attempts and stages
     agents[0].call("poll", 0, 1.0, {})                      # a Future
 
-`RayNodes` has the methods of `ThisMachine`; what they promise stands here. Ray takes seconds to import, so only a
-cluster that needs it imports it.
+`RayNodes` has the same methods as `ThisMachine`; they are documented here. Importing Ray takes seconds, so it is only
+imported if the campaign runs on a Ray cluster.
 """
 
 import os
@@ -30,25 +30,26 @@ Nodes: TypeAlias = "ThisMachine | RayNodes"
 
 
 class ThisMachine:
-    """Plain processes of this machine: one node, whose agent is an object in this process."""
+    """Worker processes on this machine without Ray: a single node, whose agent is an object in the driver."""
 
     own_node = ""  # id of the driver's own node
 
     def __init__(self, cluster: ClusterConfig) -> None:
         self.cluster = cluster
         self.agent = Agent(has_gpus=cluster.gpus_per_worker > 0)
-        # The poll that is under way, and what is asked of the agent meanwhile.
+        # For a pending poll and for other calls of the agent during that poll.
         self.threads = ThreadPoolExecutor(max_workers=4, thread_name_prefix="agent")
 
     def warm_up(self) -> None:
-        """Begin what workers need and what takes seconds, where that takes nothing from anybody."""
+        """Start slow preparations of the workers early, if that takes no resources from other users."""
         self.agent.warm_up()
 
     def reserve(self, run: str, worlds: Sequence[int], log: Callable[[str], None], on_tick: Callable[[], None]) -> int:
-        """Return how many workers can start, one of `worlds`, when their places are reserved; the largest comes first.
+        """Reserve places for as many workers as possible, and return their number, one of `worlds` (largest first).
 
-        `run` is the name under which others see who holds the places. `on_tick` is called a few times a second during
-        a wait; what it raises ends the wait. Raises ClusterError, here if this machine has too few GPUs.
+        `run` is the name under which other users see the reservation. `on_tick` is called several times a second
+        while this method waits; an exception that it raises ends the wait. Raises ClusterError; for plain processes,
+        only if this machine has too few GPUs.
         """
         gpus = self.cluster.gpus_per_worker
         if not gpus:
@@ -58,14 +59,14 @@ class ThisMachine:
             if world * gpus <= present:
                 return world
         raise ClusterError(
-            f"{worlds[-1]} workers want {worlds[-1] * gpus} GPUs and this machine has {present}\n"
-            f"the processes backend stays on one machine\n"
+            f"{worlds[-1]} workers need {worlds[-1] * gpus} GPUs, but this machine has {present}\n"
+            f"cluster.backend=processes uses one machine only\n"
             f"type cluster.workers={max(1, present // gpus)}, cluster.gpus_per_worker=0 "
             f"or cluster.backend=ray for more machines"
         )
 
     def agents(self, world: int) -> list[NodeAgent]:
-        """Return the agents of the nodes on which the places lie, in the order of the ranks; start those that lack."""
+        """Return the agents of the nodes with reserved places, in the order of the ranks; start the missing agents."""
         return [NodeAgent(os.uname().nodename, "", LOOPBACK, world, self.call)]
 
     def call(self, method: str, *arguments: object) -> "Future[Any]":
@@ -73,61 +74,61 @@ class ThisMachine:
         return self.threads.submit(getattr(self.agent, method), *arguments)
 
     def losses_of(self, asked: Sequence[tuple[NodeAgent, BaseException | None]]) -> list[str]:
-        """Say how each node was lost whose agent does not answer, and go on without it; "" where it is there.
+        """Return for each agent how its node was lost, or "" if the node is still there; stop using lost nodes.
 
-        Beside each agent stands what the call of it raised, None where it has not returned.
+        `asked` pairs each agent with the exception of the last call, or None if that call has not returned.
         """
         return [""] * len(asked)
 
     def room(self) -> int:
-        """Return for how many workers a larger group would find room, those counted that run. Any thread may ask."""
-        return 0  # there are as many places from the start as there will ever be
+        """Return how many workers the cluster can hold, including those that run now. Thread-safe."""
+        return 0  # all places exist from the start
 
     def status(self) -> tuple[Set[str], Set[str]]:
-        """Return the ids of the nodes that were told to go, and of those that stay and have room for another worker.
+        """Return the ids of draining nodes, and of staying nodes that have room for another worker.
 
-        Any thread may ask.
+        Thread-safe.
         """
         return frozenset(), frozenset()
 
     def warm_up_spares(self, spare: Set[str]) -> None:
-        """Start agents on a few of these nodes, to which a next attempt may move."""
+        """Start agents on a few of these nodes, to which the next attempt may move."""
 
     def avoid(self, node_ids: Sequence[str]) -> None:
-        """Have the next attempt placed without these nodes, where the others have the room."""
+        """Place the next attempt on other nodes than these, if the others have enough room."""
 
     def stay_on(self, node_ids: Set[str]) -> None:
-        """Have the next attempts placed on these nodes alone, where they have the room."""
+        """Place the next attempts on these nodes only, if they have enough room."""
 
     def identities(self) -> Mapping[str, Identity]:
-        """Return code and packages of every node that may be left out, by its id."""
+        """Return the identity (code and package versions) of every node that can be excluded, by node id."""
         return {}
 
-    def leave_out(self, node_ids: Set[str], least: int) -> int:
-        """Use these nodes no more, as long as this process lives; return for how many workers the others have room.
+    def exclude(self, node_ids: Set[str], least: int) -> int:
+        """Exclude nodes until this process ends, and return how many workers the remaining nodes can hold.
 
-        Where that is less than `least`, nothing is left out.
+        Excludes nothing if that number is less than `least`.
         """
         return 0
 
     def gpus_present(self) -> tuple[int, str]:
-        """Return how many GPUs there are, and whether this "machine" or a "cluster" has them."""
-        # CUDA_VISIBLE_DEVICES may hide some, and then somebody chose so. Torch takes a second to import.
+        """Return the number of GPUs, and whether they belong to this "machine" or to a "cluster"."""
+        # CUDA_VISIBLE_DEVICES may hide GPUs; the user chose that. Importing torch takes a second.
         import torch
 
         return torch.cuda.device_count() * workers_per_gpu(), "machine"
 
 
-_machines: dict[bool, ThisMachine] = {}  # of this process: with or without GPUs
+_machines: dict[bool, ThisMachine] = {}  # of this process, by whether workers use GPUs
 
 
 def nodes_of(cluster: ClusterConfig) -> Nodes:
-    """Return the nodes on which workers of this config start; a Ray cluster is joined, or started.
+    """Return the nodes for the workers of this config; join or start the Ray cluster if needed.
 
-    What is kept warm there serves every command of this process.
+    Agents stay warm for all commands of this process.
     """
     if cluster.backend == "ray":
-        # First: Ray reads some variables when it is imported, which `connect` has set then.
+        # `connect` comes first: it sets environment variables that Ray reads when it is imported.
         info = connect(cluster)
         from jobs.cluster import ray_nodes
 
@@ -141,11 +142,11 @@ def nodes_of(cluster: ClusterConfig) -> Nodes:
 
 
 def start_early(cluster: ClusterConfig) -> None:
-    """Begin what workers need and what takes seconds: the fork server, or the processes of an embedded Ray cluster."""
+    """Start slow preparations of the workers early: the fork server, or an embedded Ray cluster."""
     if cluster.backend == "processes":
         nodes_of(cluster).warm_up()
-    # A cluster that is joined is not touched before it is time.
+    # An existing cluster is only joined when workers are needed.
     elif embedded.is_wanted() and not embedded.is_started():
-        # The same failure comes again when the cluster is needed, and is reported then.
+        # The error occurs again when the cluster is needed, and is reported then.
         with suppress(OSError, ClusterError):
             embedded.start(cluster)

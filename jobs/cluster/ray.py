@@ -1,16 +1,16 @@
-"""How this process gets into a Ray cluster: the one at RAY_ADDRESS, or an embedded one that dies with this process.
+"""Connects this process to a Ray cluster: the one at RAY_ADDRESS, or an embedded one that ends with this process.
 
 `connect`, in order:
-1. an embedded cluster that counts too few CPUs or no GPUs for this worker group is ended;
-2. without a connection: join the cluster at RAY_ADDRESS, or, where that is not set, an embedded one (embedded.py): it
-   is started here, unless its processes were before the driver's imports.
+1. ends an embedded cluster that has too few CPUs or no GPUs for this worker group;
+2. if not connected, joins the cluster at RAY_ADDRESS or, if that is not set, an embedded cluster (embedded.py), which
+   it starts unless it was started early.
 
 It does not wait for free places: jobs/cluster/ray_places.py does, when a stage needs its workers.
 
 >>> connect(ClusterConfig(workers=2))
 ClusterInfo(address="127.0.0.1:6379", dashboard="http://127.0.0.1:8265", nodes=1, cpus=2.0, gpus=0.0, embedded=True)
 
-Ray is imported by the functions that need it, after they have set the variables that Ray reads at its import.
+Functions import Ray only after they have set the variables that Ray reads at its import.
 """
 
 import os
@@ -35,36 +35,36 @@ from jobs.cluster_config import ClusterConfig
 from jobs.ownership import UNIT, this_job
 
 ROOT = Path(__file__).parents[2]
-EXCLUDES = [".git", ".venv", "__pycache__", "/runs", "/shards"]  # never shipped; nor what .gitignore names
+EXCLUDES = [".git", ".venv", "__pycache__", "/runs", "/shards"]  # never shipped, nor is anything in .gitignore
 NAMESPACE = "patchline"
-WAITING = "waiting for the cluster: "  # how the driver's line begins that says what it waits for; `list` looks for it
+WAITING = "waiting for the cluster: "  # prefix of the driver's line about missing places; `jobs list` recognizes it
 CONNECT_TIMEOUT_S = 5.0
-HEAD_WAIT_S = 60.0  # for the head that starts with the driver's unit; then the unit ends with 69, and is started again
+HEAD_WAIT_S = 60.0  # for a head that starts with the driver's unit; then the unit ends with 69 and restarts
 HEAD_POLL_S = 0.2
-HTTP2_SETTINGS = 4  # the type of the frame that an HTTP/2 server begins with (RFC 9113, 3.4)
+HTTP2_SETTINGS = 4  # type of the first frame that an HTTP/2 server sends (RFC 9113, 3.4)
 HTTP2_BEGIN = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, HTTP2_SETTINGS, 0, 0, 0, 0, 0])
 
 
 @dataclass(frozen=True)
 class ClusterInfo:
     address: str
-    dashboard: str  # "" without one
+    dashboard: str  # "" if there is no dashboard
     nodes: int
     cpus: float
     gpus: float
     embedded: bool
 
 
-_dashboards: list[str] = []  # that of the cluster which was joined
+_dashboards: list[str] = []  # of the joined cluster; at most one
 
 
-# ------------------------------------------------------------------------ in and out
+# ------------------------------------------------------------------------ join and leave
 
 
 def connect(cluster: ClusterConfig) -> ClusterInfo:
-    """Join the cluster at RAY_ADDRESS, or one that this process starts and that dies with it.
+    """Join the cluster at RAY_ADDRESS, or an embedded one that ends with this process.
 
-    Raises ClusterError when there is no such cluster, or it refuses us.
+    Raises ClusterError if the cluster does not exist or refuses the connection.
     """
     if embedded.is_too_small(cluster):
         disconnect()
@@ -74,16 +74,16 @@ def connect(cluster: ClusterConfig) -> ClusterInfo:
         address = os.environ["RAY_ADDRESS"]
         if address.startswith("http"):
             raise ClusterError(
-                f"RAY_ADDRESS={address} is a dashboard\n"
-                f"a run joins the cluster itself, at the host:port of `ray start --head`; jobs go to dashboards\n"
+                f"RAY_ADDRESS={address} is the address of a dashboard\n"
+                f"`run` needs the host:port that `ray start --head` printed; `submit` accepts dashboards\n"
                 f"type `python -m jobs submit …`, or set RAY_ADDRESS=host:6379"
             )
-        # Ray's client does not look for the token file unless RAY_AUTH_MODE says so, and is refused with 401.
+        # Ray's client reads the token file only if RAY_AUTH_MODE is set; otherwise it is refused with 401.
         embedded.use_token_if_any()
         os.environ.update(embedded.ENVIRONMENT | dict(os.environ))
-        # "auto" is the cluster of this machine, whose address Ray finds itself.
+        # "auto" is the cluster of this machine; Ray finds its address.
         if address != "auto":
-            # A unit starts when its machine does, and so does the head's Ray, which takes some seconds.
+            # At boot, this unit and the head's Ray start together, and Ray takes some seconds.
             deadline = time.monotonic() + (HEAD_WAIT_S if this_job().startswith(UNIT) else 0.0)
             while True:
                 try:
@@ -92,12 +92,12 @@ def connect(cluster: ClusterConfig) -> ClusterInfo:
                 except ClusterError:
                     if time.monotonic() >= deadline:
                         raise
-                    import_module("ray")  # meanwhile: it takes a second
+                    import_module("ray")  # use the time: this takes a second
                     time.sleep(HEAD_POLL_S)
             if "://" not in address:
                 require_ray(address)
         runtime_env = None
-        # The workers on other nodes need this checkout; a submitted job has shipped it already.
+        # Workers on other nodes need this checkout. A submitted job has shipped it already.
         is_submitted_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
         if not is_submitted_job:
             runtime_env = {"working_dir": str(ROOT), "excludes": EXCLUDES}
@@ -109,7 +109,7 @@ def connect(cluster: ClusterConfig) -> ClusterInfo:
     import ray
 
     resources = ray.cluster_resources()
-    # Ray's list of nodes keeps those that are dead.
+    # Ray's list of nodes includes dead ones.
     return ClusterInfo(
         address=ray.get_runtime_context().gcs_address,
         dashboard=_dashboards[0] if _dashboards else "",
@@ -121,49 +121,49 @@ def connect(cluster: ClusterConfig) -> ClusterInfo:
 
 
 def disconnect() -> None:
-    """Leave the cluster; an embedded one ends, with every process and its temporary directory."""
+    """Leave the cluster; an embedded one ends with all its processes and its temporary directory."""
     if _is_joined():
         import ray
 
-        # `ray.shutdown` puts in the system's handler of SIGTERM, which kills.
+        # `ray.shutdown` installs the default handler of SIGTERM, which kills the process.
         _keep_sigterm_handler(ray.shutdown)
     _dashboards.clear()
     embedded.end()
 
 
 def _is_joined() -> bool:
-    # Where nothing has imported Ray there is no connection, and to ask Ray would import it.
+    # If Ray is not imported there is no connection, and this check must not import it.
     return "ray" in sys.modules and sys.modules["ray"].is_initialized()
 
 
 def _join_embedded(cluster: ClusterConfig) -> None:
-    """Start the embedded cluster, unless it was started early, and join it; ends it where that fails."""
+    """Start the embedded cluster, unless it was started early, and join it; end it if that fails."""
     started = embedded.start(cluster)
     try:
-        # The guard's one line, when the cluster can be joined.
+        # The guard writes one line when the cluster can be joined.
         assert started.guard.stdout is not None
         word, _, text = started.guard.stdout.readline().strip().partition(" ")
         if word != "ready":
             raise RuntimeError(text or "its processes have ended")
         import ray
 
-        # Ray has read the variable when it was imported, which may have been before the cluster was started.
+        # Ray reads the variable at import, which may have happened before the cluster was started.
         if ray.util.get_node_ip_address() != embedded.LOOPBACK:
             raise RuntimeError(f"this process imported Ray before {embedded.LOOPBACK_ONLY} was 0")
         _init_ray(address=text)
     except Exception as error:
-        # The guard clears away what has come up of the cluster.
+        # The guard removes what has been started of the cluster.
         disconnect()
         reason = [*str(error).strip().splitlines(), type(error).__name__][0]
         raise ClusterError(
             f"an embedded Ray cluster did not start: {reason}\n"
-            f"it needs 1 GB of memory, free ports on the loopback and disk space in {started.directory.parent}\n"
-            f"type cluster.backend=processes to do without, or RAY_ADDRESS=host:port of a running one"
+            f"it needs 1 GB of memory, free loopback ports and disk space in {started.directory.parent}\n"
+            f"type cluster.backend=processes to run without Ray, or set RAY_ADDRESS=host:port of a running cluster"
         ) from error
 
 
 def _init_ray(**options: Any) -> None:
-    """Call `ray.init`, and keep our handler of SIGTERM meanwhile."""
+    """Call `ray.init` without changing this process's handler of SIGTERM."""
     import ray
 
     work = partial(ray.init, log_to_driver=False, logging_level="error", namespace=NAMESPACE, **options)
@@ -173,29 +173,29 @@ def _init_ray(**options: Any) -> None:
 
 
 def _keep_sigterm_handler(work: Callable[[], Any]) -> Any:
-    """Do what joins or leaves a cluster, and keep this process's handler of SIGTERM, which asks for a commit.
+    """Call a function that joins or leaves a cluster, and restore this process's SIGTERM handler afterwards.
 
-    In a main thread `ray.init` would put in a Python handler at once, which ends the process with code 15: so the work
-    is done in another one. At its end Ray puts in one in C all the same, which is replaced here.
+    That handler requests a commit. In the main thread, `ray.init` would install a Python handler that exits with code
+    15, so it is called in another thread. Ray then still installs a handler in C, which is replaced at the end.
     """
     ours = signal.getsignal(signal.SIGTERM)
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ray")
     outcome = thread.submit(work)
     thread.shutdown(wait=False)
     wait([outcome])
-    # Only a main thread may set handlers, and None is one that Python did not set.
+    # Only the main thread may set handlers. None stands for a handler set outside Python.
     if ours is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, ours)
     return outcome.result()
 
 
-# ------------------------------------------------------------------------ why a cluster cannot be joined
+# ------------------------------------------------------------------------ errors while joining
 
 
 def require_reachable(address: str) -> None:
-    """Raise ClusterError unless something listens at host:port or a URL; Ray takes a minute to say less."""
+    """Raise ClusterError unless a server listens at host:port or a URL; Ray would take a minute to report less."""
     try:
-        # urlsplit finds host and port only behind a scheme; which scheme does not matter here.
+        # urlsplit finds host and port only after a scheme; any scheme will do.
         with_scheme = address
         if "://" not in address:
             with_scheme = f"ray://{address}"
@@ -205,57 +205,57 @@ def require_reachable(address: str) -> None:
         socket.create_connection((url.hostname, url.port), CONNECT_TIMEOUT_S).close()
     except (OSError, ValueError) as error:
         raise ClusterError(
-            f"nothing answers at RAY_ADDRESS={address} ({error})\n"
+            f"no answer at RAY_ADDRESS={address} ({error})\n"
             f"expected the host:port that `ray start --head` printed, or http://host:8265 of its dashboard\n"
             f"type `ray status --address host:port` to check, or `unset RAY_ADDRESS` to use this machine"
         ) from None
 
 
 def require_ray(address: str) -> None:
-    """Raise ClusterError where what listens at host:port is no Ray head: `ray.init` would wait for it for ever.
+    """Raise ClusterError if the server at host:port is not a Ray head; `ray.init` would wait for it for ever.
 
-    A head speaks gRPC, so that its first frame, to whoever begins HTTP/2, is a SETTINGS frame.
+    A head speaks gRPC, so it answers the start of an HTTP/2 connection with a SETTINGS frame.
     """
     if os.environ.get("RAY_USE_TLS", "0") != "0":
         return
     host, _, port = address.rpartition(":")
     answer = b""
-    # A head that is too busy to answer in time is not taken for another server: Ray will wait for it.
+    # A busy head that does not answer in time passes the check: Ray waits for it.
     with suppress(TimeoutError), socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S) as connection:
         connection.sendall(HTTP2_BEGIN)
         answer = connection.recv(9)  # a frame's header: length, type, flags, stream
         if len(answer) < 4 or answer[3] != HTTP2_SETTINGS:
             raise ClusterError(
-                f"RAY_ADDRESS={address} is no Ray head: another server answers there, perhaps the dashboard\n"
+                f"RAY_ADDRESS={address} is not a Ray head: another server answers there, perhaps the dashboard\n"
                 "expected the host:port that `ray start --head` printed, most often HOST:6379\n"
                 "type `ray status --address host:port` to check, or `unset RAY_ADDRESS` to use this machine"
             )
 
 
 def explain(error: Exception, address: str) -> ClusterError:
-    """Turn Ray's reason for refusing us into what, why and what to type."""
-    # Ray wraps: what tells versions from tokens may stand in the error, its cause or its context.
+    """Turn an exception of Ray into an error that says what happened, why, and what to type."""
+    # Ray wraps exceptions: the decisive words may be in the error, its cause or its context.
     reasons = []
     for link in (error, error.__cause__, error.__context__):
         if link is not None:
             reasons.append(str(link).strip() or type(link).__name__)
     text = "\n".join(reasons)
     first_line = text.splitlines()[0]
-    # Parts of words, because Ray writes them with a capital letter and without.
+    # Without the first letter, because Ray's capitalization varies.
     if "ersion mismatch" in text or "not compatible with the Ray cluster" in text:
         return ClusterError(
-            f"the cluster at {address} has other versions: {' '.join(text.split())[:400]}\n"
-            f"Ray and Python must be the same on both sides\n"
-            f"install there what constraints.txt pins, or here the `ray==` that the cluster has"
+            f"the cluster at {address} runs other versions: {' '.join(text.split())[:400]}\n"
+            f"the versions of Ray and Python must be the same here and in the cluster\n"
+            f"install the versions of constraints.txt in the cluster, or the cluster's version of `ray` here"
         )
     if "uthenticat" in text or "Unauthorized" in text or "Forbidden" in text:
         return ClusterError(
-            f"the cluster at {address} refuses us: {first_line}\n"
-            f"it asks for a token, which must be its head's own\n"
-            f"set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH to a copy of the head's ~/.ray/auth_token"
+            f"the cluster at {address} refuses the connection: {first_line}\n"
+            f"it requires the token of its head\n"
+            f"set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a copy of the head's ~/.ray/auth_token"
         )
     return ClusterError(
         f"cannot join the cluster at {address}: {type(error).__name__}: {first_line}\n"
-        f"expected a cluster that `ray start --head` began\n"
+        f"expected a cluster started by `ray start --head`\n"
         f"type `ray status --address host:port` to check"
     )

@@ -1,4 +1,4 @@
-"""The agent as an actor of Ray, which also tells Prometheus which workers are on its node."""
+"""The agent of a node as a Ray actor. It also reports the node's workers to Prometheus."""
 
 import signal
 import threading
@@ -12,22 +12,22 @@ from ray.util.metrics import Gauge
 from jobs.cluster.agent import Agent
 from jobs.cluster.worker import outlive
 
-GAUGE_EVERY_S = 10.0  # Ray forgets a gauge that is not set again for about 25 s (measured with 2.60)
+GAUGE_EVERY_S = 10.0  # Ray drops a gauge after about 25 s without an update (measured with Ray 2.60)
 WORKER_GAUGE = "patchline_worker"
 
 
 class RayAgent(Agent):
-    """The agent as an actor: it also tells Prometheus which workers are on its node (ray_patchline_worker is 1)."""
+    """The agent as a Ray actor; also sets the gauge ray_patchline_worker to 1 for each worker on its node."""
 
     def __init__(self, has_gpus: bool) -> None:
         super().__init__(ray.util.get_node_ip_address(), has_gpus=has_gpus)
-        # Who stops a node signals all its processes, and this one still has to report what the workers do.
+        # Stopping a node signals all its processes, but this one must still report how the workers end.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, outlive)
         threading.Thread(target=self.show_workers, daemon=True).start()
 
     def show_workers(self) -> None:
-        """Set the gauge again and again; Prometheus joins it with what Ray says of each node, by `instance`."""
+        """Set the gauge repeatedly; Prometheus joins it with Ray's values for the node by the label `instance`."""
         gauge = Gauge(WORKER_GAUGE, "1 for each worker on this node", tag_keys=("run", "stage", "rank"))
         while True:
             with self.changed:
@@ -38,7 +38,7 @@ class RayAgent(Agent):
             stage, _, _ = stage_and_key.rpartition("-")
             for rank in ranks:
                 gauge.set(1.0, tags={"run": run, "stage": stage, "rank": str(rank)})
-            # At once where something has happened, because an attempt may be shorter than the interval.
+            # Immediately after an event, because an attempt may be shorter than the interval.
             deadline = time.monotonic() + GAUGE_EVERY_S
             with self.changed:
                 while self.news == news and time.monotonic() < deadline:
@@ -46,6 +46,6 @@ class RayAgent(Agent):
 
 
 def call_actor(actor: Any, method: str, *arguments: object) -> "Future[Any]":
-    """Call a method of an agent; what it returns comes in the future."""
+    """Call a method of an agent; the returned future holds the result."""
     future: Future[Any] = getattr(actor, method).remote(*arguments).future()
     return future

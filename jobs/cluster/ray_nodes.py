@@ -1,11 +1,11 @@
-"""The nodes of a Ray cluster on which a campaign works: the places of its workers, its agents, and the nodes that go.
+"""The nodes of a Ray cluster in a campaign: its places, its agents, and draining nodes.
 
     nodes = ray_nodes_of(cluster, is_embedded=False)
     world = nodes.reserve("/runs/digits", (4, 2), print, on_tick)    # ray_places.py
-    agents = nodes.agents(world)                                     # on each node with workers an actor: ray_agent.py
+    agents = nodes.agents(world)                                     # an actor on each node with workers: ray_agent.py
 
-An agent belongs to the node and not to the places, which may change while the node does not: it stays warm over
-attempts and stages. It takes no CPU of Ray's count.
+An agent is bound to a node, not to places, so it stays warm between attempts and stages even if the places change. In
+Ray's accounting it uses no CPU.
 """
 
 import secrets
@@ -27,35 +27,35 @@ from jobs.cluster.ray_places import RayPlaces, takes_connections
 from jobs.cluster_config import ClusterConfig
 from pipeline.identity import Identity, identity
 
-WARM_SPARES = 2  # nodes without a worker that have an agent: importing torch takes 4 s of two cores, 0.4 GB
-AGENT_THREADS = 4  # of an agent: a poll, and calls during it
+WARM_SPARES = 2  # nodes without workers that keep an agent; importing torch takes 4 s of two cores and 0.4 GB
+AGENT_THREADS = 4  # per agent: one for a poll, the others for calls during the poll
 IDENTITY_S = 60.0  # for all nodes to return their identity: Ray starts a process on each
 
 
 class RayNodes(RayPlaces):
-    """The places and agents of this process in its cluster; the contract is that of `ThisMachine`."""
+    """This process's places and agents in its Ray cluster; `ThisMachine` documents the methods."""
 
     def __init__(self, cluster: ClusterConfig, *, is_embedded: bool) -> None:
         super().__init__(cluster, is_embedded=is_embedded)
         self.own_node = str(ray.get_runtime_context().get_node_id())
-        self.actors: dict[str, Any] = {}  # the agents that this process has started, by the ids of their nodes
-        self.used: Set[str] = frozenset()  # ids of the nodes on which workers were placed last
+        self.actors: dict[str, Any] = {}  # the running agents of this process, by node id
+        self.used: Set[str] = frozenset()  # ids of the nodes with workers of the last attempt
         self.actors_started = 0
-        self.group_id = ""  # of the placement group that `gpu_ids` is about
-        self.gpu_ids: dict[str, str] = {}  # by node: CUDA_VISIBLE_DEVICES of its workers
+        self.group_id = ""  # the placement group that `gpu_ids` belongs to
+        self.gpu_ids: dict[str, str] = {}  # node id → CUDA_VISIBLE_DEVICES of its workers
 
     # -------------------------------------------------------------------- agents
 
     def warm_up(self) -> None:
-        """Start the agents of the nodes on which workers will probably lie, because their imports take seconds.
+        """Start agents on the nodes that will probably get workers, because their imports take seconds.
 
-        Raises ClusterError where an embedded cluster has too few places: now, and not when the workers are needed.
+        Raises ClusterError if an embedded cluster is too small, instead of later when the workers are needed.
         """
         self.refuse_too_few(self.cluster.least)
         if self.is_embedded:
             self.start_agent(self.own_node)
             return
-        # Ray packs the workers on few nodes; an agent that is not needed ends when they are placed.
+        # Ray packs the workers on few nodes; unneeded agents end after the placement.
         rooms = {node_id: room_for(self.share, {node_id: free}) for node_id, free in self.state().staying.items()}
         room = 0
         for node_id in sorted(rooms, key=lambda node_id: -rooms[node_id]):
@@ -64,7 +64,7 @@ class RayNodes(RayPlaces):
                 room += rooms[node_id]
 
     def agents(self, world: int) -> list[NodeAgent]:
-        """Return the agents of the nodes of the reservation, in the order of the ranks; start the missing ones."""
+        """Return the agents of the nodes with reserved places, in the order of the ranks; start the missing agents."""
         assert self.reservation is not None
         group = self.reservation.group
         places = self.places(world)
@@ -85,8 +85,8 @@ class RayNodes(RayPlaces):
                 self.end_agent(node_id)
         agents = []
         for node_id, bundles in places.items():
-            # Which GPUs Ray has given to a bundle it tells in no table: a task in each bundle sees its own. They are
-            # the same as long as the bundle lives.
+            # Ray has no table of the GPUs in a bundle, so a task in each bundle returns them. They stay the same as
+            # long as the bundle exists.
             if gpus and node_id not in self.gpu_ids:
                 answers = []
                 for bundle, count in bundles.items():
@@ -110,10 +110,10 @@ class RayNodes(RayPlaces):
         return agents
 
     def warm_up_spares(self, spare: Set[str]) -> None:
-        """Start agents on a few of these nodes, to which a next attempt may move.
+        """Start agents on a few of these nodes, to which the next attempt may move.
 
-        Those of workers with GPUs import nothing ahead: there is nothing to gain, and an autoscaler takes no node away
-        that has an agent.
+        Not for workers with GPUs: their agents import nothing early, and an autoscaler does not remove a node with an
+        agent.
         """
         if self.cluster.gpus_per_worker:
             return
@@ -122,16 +122,16 @@ class RayNodes(RayPlaces):
             self.start_agent(node_id)
 
     def start_agent(self, node_id: str) -> Any:
-        """Return the actor that is the agent of a node; where none runs there, one is started and imports."""
+        """Return a node's agent (an actor); start it if there is none."""
         if node_id not in self.actors:
             self.actors_started += 1
             remote: Any = ray.remote(RayAgent).options(
-                # People find it by this name in the dashboard.
+                # This name is shown in the dashboard.
                 name=f"{Path(self.run).name} agent {self.actors_started} {secrets.token_hex(2)}",
                 num_cpus=0,
                 max_restarts=0,
                 max_concurrency=AGENT_THREADS,
-                # Not soft: on any other node it would start the workers there.
+                # Not soft: on another node the agent would start the workers there.
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
             )
             self.actors[node_id] = remote.remote(self.cluster.gpus_per_worker > 0)
@@ -139,15 +139,15 @@ class RayNodes(RayPlaces):
         return self.actors[node_id]
 
     def end_agent(self, node_id: str) -> None:
-        """End the agent of a node, and its workers with it, where there is one."""
+        """End a node's agent and its workers, if there is one."""
         with suppress(Exception):
             ray.kill(self.actors[node_id])
         self.actors.pop(node_id, None)
 
     def losses_of(self, asked: Sequence[tuple[NodeAgent, BaseException | None]]) -> list[str]:
-        """Say how the node of each agent was lost, or the agent alone, and go on without it; "" where both are there.
+        """Return for each agent how its node or the agent itself was lost, or ""; stop using the lost ones.
 
-        Ray is asked once and all nodes at the same time: a rack without power costs one wait.
+        Ray is queried once, and all nodes are probed in parallel: a rack without power costs a single timeout.
         """
         alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
         nodes = [alive.get(agent.node_id) for agent, _ in asked]
@@ -159,7 +159,7 @@ class RayNodes(RayPlaces):
             if node is None:
                 loss = "its node left the cluster"
             if loss:
-                # The places are asked for anew, elsewhere.
+                # Request new places on other nodes.
                 self.avoid([agent.node_id])
                 self.release()
             elif isinstance(error, OutOfMemoryError):
@@ -171,12 +171,12 @@ class RayNodes(RayPlaces):
             losses.append(loss)
         return losses
 
-    # -------------------------------------------------------------------- nodes that go
+    # -------------------------------------------------------------------- draining and excluded nodes
 
     def status(self) -> tuple[Set[str], Set[str]]:
-        """Return the nodes that Ray was told will go, and those with room for a worker. Any thread may ask.
+        """Return the ids of draining nodes, and of other nodes with room for a worker. Thread-safe.
 
-        Ray is told by hand, by its autoscaler, by SIGTERM to `ray start --block`.
+        A node drains by command, by decision of the autoscaler, or after a SIGTERM to `ray start --block`.
         """
         state = ClusterState.now()
         avoided = self.avoided_now()
@@ -187,13 +187,13 @@ class RayNodes(RayPlaces):
         return state.draining, spare
 
     def stay_on(self, node_ids: Set[str]) -> None:
-        """Have the next attempts placed without any other node."""
+        """Avoid all other nodes in the next attempts."""
         self.avoid(node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in node_ids)
 
-    def leave_out(self, node_ids: Set[str], least: int) -> int:
-        """Use these nodes no more, as long as this process lives; return for how many workers the others have room.
+    def exclude(self, node_ids: Set[str], least: int) -> int:
+        """Exclude nodes until this process ends, and return how many workers the remaining nodes can hold.
 
-        Where that is less than `least`, nothing is left out.
+        Excludes nothing if that number is less than `least`.
         """
         room = room_for(self.share, ClusterState.now(without=self.excluded | node_ids).total)
         if room >= least:
@@ -203,7 +203,7 @@ class RayNodes(RayPlaces):
         return room
 
     def identities(self) -> dict[str, Identity]:
-        """Return code and packages of every node that answers, by its id."""
+        """Return code and package versions of every node that answers, by node id."""
         values, _ = run_on_nodes(identity, "", without=(), timeout_s=IDENTITY_S)
         return dict(values)
 
@@ -211,40 +211,40 @@ class RayNodes(RayPlaces):
 def run_on_nodes(
     function: Callable[..., Any], *arguments: object, without: Collection[str], timeout_s: float
 ) -> tuple[list[tuple[str, Any]], dict[str, str]]:
-    """Run a function once on each node; return node ids with its values, and by a node's name why it gave none.
+    """Run a function once on each living node, except on those whose ids are in `without`.
 
-    All nodes that are alive are asked, but those whose ids are in `without`. Nothing is reserved for it: a node that
-    another campaign has filled is asked as well.
+    Returns (node id, value) pairs, and for nodes without a value the reason, by node name. Nothing is reserved, so the
+    function also runs on nodes that another campaign has filled.
     """
-    there: Any = ray.remote(num_cpus=0, max_retries=0)(function)
+    remote_function: Any = ray.remote(num_cpus=0, max_retries=0)(function)
     asked = []
     for node in ray.nodes():
         if node["Alive"] and node["NodeID"] not in without:
             pinned = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            asked.append((node, there.options(scheduling_strategy=pinned).remote(*arguments)))
-    # All wait together: a node that does not answer costs the others nothing.
+            asked.append((node, remote_function.options(scheduling_strategy=pinned).remote(*arguments)))
+    # Wait for all together, so that a node that does not answer does not delay the others.
     ray.wait([answer for _, answer in asked], num_returns=len(asked), timeout=timeout_s)
     values = []
-    silent = {}
+    unanswered = {}
     for node, answer in asked:
         try:
             values.append((node["NodeID"], ray.get(answer, timeout=0)))
-        except RayError as error:  # a time-out too
-            silent[node["NodeManagerHostname"]] = str(error).splitlines()[0] or f"no answer in {timeout_s:g} s"
-    return values, silent
+        except RayError as error:  # includes timeouts
+            unanswered[node["NodeManagerHostname"]] = str(error).splitlines()[0] or f"no answer in {timeout_s:g} s"
+    return values, unanswered
 
 
-_joined: dict[tuple[str, str], RayNodes] = {}  # by the ids of this node and of this process there; at most one entry
+_joined: dict[tuple[str, str], RayNodes] = {}  # by the ids of this node and of this Ray job; at most one entry
 
 
 def ray_nodes_of(cluster: ClusterConfig, *, is_embedded: bool) -> RayNodes:
-    """Return what this process has in the cluster that it has joined."""
-    # Every cluster counts its drivers anew, so that the first of each has the same id; no two nodes have the same.
+    """Return this process's places and agents in the cluster that it has joined."""
+    # Job ids restart in every cluster, so the node id is needed too; node ids are unique.
     context = ray.get_runtime_context()
     connection = (str(context.get_node_id()), str(context.get_job_id()))
     if connection not in _joined:
-        # What was held over another connection has gone with it. The nodes to avoid are kept: it may be the same
-        # cluster that was joined again.
+        # Places and agents of an earlier connection are gone. Avoided and excluded nodes are kept, because this may
+        # be the same cluster, joined again.
         nodes = RayNodes(cluster, is_embedded=is_embedded)
         for before in _joined.values():
             nodes.avoided |= before.avoided

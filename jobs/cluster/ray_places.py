@@ -1,17 +1,17 @@
-"""The places of a campaign's workers in a Ray cluster, which Ray reserves.
+"""Places: the CPUs and GPUs that Ray reserves for a campaign's workers.
 
-1. `reserve` asks Ray for a placement group: for every worker one share of CPUs and GPUs, all shares of a bundle on one
-   node. From then on Ray's scheduler orders the request among all others, and an autoscaler sees what is needed.
-2. While Ray has no room, a message tells for how many workers there is room, and which campaigns hold the rest.
-3. The places are kept when an attempt fails, so that no other campaign takes them between two attempts. New ones are
-   requested if one of their nodes is about to leave, or does not answer.
-4. Ray takes all of it back when this process leaves the cluster.
+1. `reserve` requests a placement group from Ray. Each bundle holds the CPUs and GPUs of one or more workers and lies on
+   a single node. Ray's scheduler queues the request with all others, and an autoscaler sees what is needed.
+2. While there is not enough room, a message reports how many workers fit and which campaigns hold the rest.
+3. Places are kept when an attempt fails, so that no other campaign takes them before the next attempt. New places are
+   requested if one of the nodes is about to leave or does not answer.
+4. Ray releases all places when this process leaves the cluster.
 
-If `cluster.workers` is a range, the largest number of workers is requested, so that an autoscaler hears of it. After
-`patience_s` the largest number for which there is room is requested instead. The places are given up for more as soon
-as there is room for more, between two attempts.
+If `cluster.workers` is a range, its maximum is requested first, so that an autoscaler sees it. After `patience_s` the
+largest number of workers that fits is requested instead. Between two attempts, the places are exchanged for more as
+soon as more workers fit.
 
-No places lie on excluded nodes, and on those that are avoided for a while only if the others have too little room.
+Excluded nodes are never used. Avoided nodes are used only if the others have too little room.
 """
 
 import math
@@ -34,37 +34,37 @@ from jobs.cluster.ray import WAITING
 from jobs.cluster_config import ClusterConfig
 
 POLL_S = 0.1
-FIRST_LINE_S = 3.0  # the places of the last worker group take a moment to come free: no line about that
-NEXT_LINE_S = 10.0  # between two different lines
-SAME_LINE_S = 60.0  # before the same line is logged again
-NEXT_CHOICE_S = 5.0  # for Ray to place a request, before another number of workers is requested
-AVOID_S = 600.0  # a node that was to leave, and is still there after so long, is used again
-MISSED_S = 70.0  # Ray has noticed a dead node after so long; a node that is there is better than none
-TOO_FEW = "type fewer cluster.workers, or RAY_ADDRESS=host:port of more machines"
+FIRST_LINE_S = 3.0  # before the first message: the places of the previous worker group take a moment to become free
+NEXT_LINE_S = 10.0  # between two different messages
+SAME_LINE_S = 60.0  # before the same message is logged again
+NEXT_CHOICE_S = 5.0  # for Ray to place a request, before a different number of workers is requested
+AVOID_S = 600.0  # how long to avoid a node after it was about to leave
+MISSED_S = 70.0  # Ray has detected a dead node by then: a node still listed may be used
+TOO_FEW = "type a smaller cluster.workers, or set RAY_ADDRESS=host:port of a larger cluster"
 
-ANSWER_S = 0.5  # for the kernel of a node that is alive to take a connection
-ASKED_TIMES = 2  # one packet may be lost: TCP would retry after 1 s, a new connection does at once
+ANSWER_S = 0.5  # for the kernel of a living node to accept a connection
+ASKED_TIMES = 2  # tries, because a packet may be lost: TCP would retry after 1 s, a new connection retries at once
 ASKED_AT_ONCE = 64  # nodes
 
 
 @dataclass(frozen=True)
 class Reservation:
-    """Holds what this process has reserved, for how many workers and how much each."""
+    """A placement group of this process."""
 
     group: PlacementGroup
-    sizes: Sequence[int]  # workers of each bundle
-    share: Mapping[str, int]  # of one worker, by Ray's name of the resource
+    sizes: Sequence[int]  # number of workers in each bundle
+    share: Mapping[str, int]  # the resources of one worker, by Ray's resource name
 
     @property
     def workers(self) -> int:
-        """Return for how many workers places are reserved."""
+        """Return the number of workers with a reserved place."""
         return sum(self.sizes)
 
 
 def takes_connections(node: Mapping[str, Any]) -> bool:
-    """Ask a node of `ray.nodes()` whether it is there; its kernel answers, however busy its processes are.
+    """Return whether a node of `ray.nodes()` accepts a connection; its kernel does so even if its processes are busy.
 
-    Ray's own health check takes 15 s for a node that refuses, and 65 s for one that is silent.
+    Ray's own health check takes 15 s for a node that refuses connections, and 65 s for one that does not answer.
     """
     for _ in range(ASKED_TIMES):
         with suppress(OSError):
@@ -74,18 +74,18 @@ def takes_connections(node: Mapping[str, Any]) -> bool:
 
 
 def without_nodes(node_ids: Set[str], bundles: int) -> list[dict[str, str]] | None:
-    """Return the label selectors of so many bundles that must not lie on these nodes."""
+    """Return label selectors that keep `bundles` bundles away from these nodes; None if there are no such nodes."""
     if not node_ids:
         return None
-    # Without a space: Ray takes it for a part of the next id, which then names no node.
+    # No space after the comma: Ray would make it a part of the next node id, which then matches no node.
     return [{"ray.io/node-id": f"!in({','.join(sorted(node_ids))})"}] * bundles
 
 
 def bundle_sizes(workers: int, rooms: Iterable[int]) -> list[int]:
-    """Return how many workers each bundle is for, where nodes have room for so many workers each.
+    """Return the number of workers of each bundle, for nodes with room for `rooms` workers each.
 
-    A bundle takes what a node has free: of 1,000 nodes with eight workers each Ray places 1,000 bundles, and not 8,000.
-    For what has no room yet a bundle is a worker's, because nobody knows how large the nodes will be that come free.
+    A bundle takes all that a node has free: on 1,000 nodes with room for eight workers each, Ray places 1,000 bundles
+    instead of 8,000. Workers without room yet get one bundle each, because the size of future nodes is unknown.
     """
     sizes: list[int] = []
     for room in sorted(rooms, reverse=True):
@@ -96,46 +96,46 @@ def bundle_sizes(workers: int, rooms: Iterable[int]) -> list[int]:
 
 
 def largest_within(worlds: Sequence[int], room: int) -> int:
-    """Return the largest world for whose workers there is room; 0 where there is room for none."""
+    """Return the largest world that fits into `room` workers; 0 if none fits."""
     return max((world for world in worlds if world <= room), default=0)
 
 
 class RayPlaces:
-    """The places that this process holds in the cluster that it has joined, and those that it waits for."""
+    """The places that this process holds or requests in its Ray cluster."""
 
     def __init__(self, cluster: ClusterConfig, *, is_embedded: bool) -> None:
         self.cluster = cluster
         self.is_embedded = is_embedded
-        self.avoided: dict[str, float] = {}  # ids of nodes that are about to leave, or do not answer → since when
-        self.excluded: set[str] = set()  # ids of nodes that are not used any more
+        self.avoided: dict[str, float] = {}  # id of a node that may leave or does not answer → since when
+        self.excluded: set[str] = set()  # ids of nodes never to use again
         self.reservation: Reservation | None = None
-        self.last_sizes: Sequence[int] = ()  # of the bundles that were requested last
-        self.lent: list[Reservation] = []  # free places that are given back when anybody needs them
+        self.last_sizes: Sequence[int] = ()  # bundle sizes of the last request
+        self.borrowed: list[Reservation] = []  # free places in temporary use, released as soon as anybody needs them
         self.run = ""
 
     @property
     def share(self) -> dict[str, int]:
-        """Return what Ray reserves for one worker, by Ray's name of the resource; a share of nothing is left out."""
+        """Return the resources of one worker, by Ray's resource name, without zero amounts."""
         share = {"CPU": self.cluster.cpus_per_worker}
         if self.cluster.gpus_per_worker:
             share["GPU"] = self.cluster.gpus_per_worker
         return share
 
     def reserve(self, run: str, worlds: Sequence[int], log: Callable[[str], None], on_tick: Callable[[], None]) -> int:
-        """Return how many workers have places, when Ray has made room for them.
+        """Wait for places, and return how many workers have one.
 
-        Places that this process holds are returned at once, where they fit, none of their nodes is to be left, and
-        there is no room for more. `on_tick` is called several times a second; what it raises ends the wait. Raises
-        ClusterError after `wait_s`, or at once where an embedded cluster will never have the room.
+        Returns at once if this process already holds suitable places, all of their nodes stay, and no larger world
+        fits. `on_tick` is called several times a second; an exception that it raises ends the wait. Raises ClusterError
+        after `wait_s`, or at once if an embedded cluster is too small.
         """
         self.run = run
         if self.is_embedded:
-            # It does not grow: nobody has to wait for more.
+            # An embedded cluster never grows: do not wait for more places.
             room = self.refuse_too_few(worlds[-1])
             worlds = [world for world in worlds if world <= room]
 
-        # What this process holds is kept on nodes that stay. A group that has lost a node is placed anew by Ray; one
-        # may be REMOVED by somebody else.
+        # Keep held places if all their nodes stay. Ray places a group again after it has lost a node; a REMOVED group
+        # was deleted by somebody else.
         held = self.reservation
         if held is not None and held.share == self.share and held.workers in worlds:
             row = placement_group_table(held.group)
@@ -146,19 +146,19 @@ class RayPlaces:
         else:
             held = None
         if held is None:
-            # Ray would place bundles on a node that has just lost its power, and then wait until it misses that.
+            # Ray would place bundles on a node that has just lost power, and wait until it detects that.
             avoided = self.avoided_now()
             nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in avoided]
             with ThreadPoolExecutor(ASKED_AT_ONCE) as threads:
                 for node, is_there in zip(nodes, threads.map(takes_connections, nodes), strict=True):
                     if not is_there:
                         self.avoid([node["NodeID"]])
-            self._ask(worlds[0], worlds[-1])
+            self._request(worlds[0], worlds[-1])
         elif len(worlds) > 1:
-            # Give it up for the places of more workers, where there is room for them.
+            # Exchange the places for more, if more workers fit.
             more = largest_within(worlds, self.room())
             if more > held.workers:
-                self._ask(more, worlds[-1])
+                self._request(more, worlds[-1])
 
         try:
             self._wait(worlds, log, on_tick)
@@ -169,71 +169,71 @@ class RayPlaces:
         return self.workers_held
 
     def state(self) -> ClusterState:
-        """Return what the nodes have that this process may use. Any thread may ask."""
+        """Return the cluster's state without the excluded nodes. Thread-safe."""
         return ClusterState.now(without=self.excluded)
 
     def refuse_too_few(self, least: int) -> int:
-        """Return for how many workers the cluster has room when it is empty.
+        """Return how many workers the whole cluster can hold.
 
-        Raises ClusterError where that is too few and will be for ever: an embedded cluster does not grow.
+        Raises ClusterError if an embedded cluster can hold fewer than `least`, because it never grows.
         """
         share = self.share
         room = room_for(share, self.state().total)
         if self.is_embedded and room < least:
-            reason = "this machine has no more"
+            reason = "this machine has no more CPUs or GPUs"
             advice = TOO_FEW
             if "GPU" in share and not self.gpus_present()[0]:
-                reason = "neither Ray nor torch sees a GPU here"
-                advice = f"type cluster.gpus_per_worker=0 to compute on the CPU; or {TOO_FEW}"
+                reason = "neither Ray nor torch sees a GPU on this machine"
+                advice = f"type cluster.gpus_per_worker=0 to train on the CPU; or {TOO_FEW}"
             raise ClusterError(f"room for {room} of {least} workers of {in_words(share)}\n{reason}\n{advice}")
         return room
 
     def gpus_present(self) -> tuple[int, str]:
-        """Return how many GPUs the cluster has, and whether it is this "machine" or another "cluster"."""
+        """Return the number of GPUs in the cluster, and whether that is this "machine" or another "cluster"."""
         place = "machine" if self.is_embedded else "cluster"
         return int(ray.cluster_resources().get("GPU", 0)), place
 
     @property
     def workers_held(self) -> int:
-        """Return for how many workers this process holds places."""
+        """Return the number of workers for which this process holds places."""
         return self.reservation.workers if self.reservation else 0
 
     def nodes_held(self, world: int) -> set[str]:
-        """Return the ids of the nodes on which the first `world` places lie."""
+        """Return the ids of the nodes that hold the first `world` places."""
         if self.reservation is None:
             return set()
         return set(self.places(world))
 
     def places(self, world: int) -> dict[str, dict[int, int]]:
-        """Return where the first `world` workers have their places: by node, how many in which bundle."""
+        """Return the places of the first `world` workers: for each node, the number of workers in each bundle."""
         assert self.reservation is not None and self.reservation.workers >= world
-        nodes: dict[str, dict[int, int]] = {}  # in the order of the first bundle
-        left = world
+        nodes: dict[str, dict[int, int]] = {}  # ordered by each node's first bundle
+        remaining = world
         for bundle, node_id in sorted(placement_group_table(self.reservation.group)["bundles_to_node_id"].items()):
-            count = min(self.reservation.sizes[bundle], left)
-            left -= count
+            count = min(self.reservation.sizes[bundle], remaining)
+            remaining -= count
             if count:
                 nodes.setdefault(node_id, {})[bundle] = count
         return nodes
 
     def release(self) -> None:
-        """Give back the workers' places, where there are any."""
+        """Release the workers' places, if any."""
         reservation = self.reservation
         self.reservation = None
         if reservation is not None:
             remove_placement_group(reservation.group)
 
     def room(self) -> int:
-        """Return for how many workers there would be room, those counted that have their places. Any thread may ask."""
-        # Another campaign that waits comes before one that wants more.
-        if self.is_anything_asked_for():
+        """Return how many workers the cluster can hold, including those with a place. Thread-safe."""
+        # Campaigns that wait for places take precedence over growing.
+        if self.has_pending_requests():
             return self.workers_held
         return room_for(self.share, self._open_to_us(self.state(), self.avoided_now()))
 
-    def is_anything_asked_for(self) -> bool:
-        """Tell whether anybody waits for a placement group that the cluster can hold. Any thread may ask."""
+    def has_pending_requests(self) -> bool:
+        """Return whether anybody else waits for a placement group that fits into the cluster. Thread-safe."""
         total = self.state().total
-        ours = [reservation.group.id.hex() for reservation in [self.reservation, *self.lent] if reservation]
+        ours = [reservation.group.id.hex() for reservation in [self.reservation, *self.borrowed] if reservation]
         for group, row in placement_group_table().items():
             if row["state"] in ("PENDING", "RESCHEDULING") and group not in ours:
                 requested: Counter[str] = Counter()
@@ -241,20 +241,20 @@ class RayPlaces:
                     requested.update(bundle)
                     if room_for(bundle, total) < 1:
                         requested["more than any node has"] += 1
-                there: Counter[str] = Counter()
+                available: Counter[str] = Counter()
                 for resources in total.values():
-                    there.update(resources)  # type: ignore[arg-type]  # amounts may be fractions
-                if requested <= there:
+                    available.update(resources)  # type: ignore[arg-type]  # amounts may be fractions
+                if requested <= available:
                     return True
         return False
 
-    def _ask(self, workers: int, least: int) -> None:
-        """Ask Ray for the places of so many workers, and give back what this process has asked for before."""
+    def _request(self, workers: int, least: int) -> None:
+        """Request places for `workers` workers from Ray, and release the previous request."""
         share = self.share
         state = self.state()
         avoided = self._avoided_for(least, state)
         sizes: Sequence[int] = self.sizes(workers, self._open_to_us(state, avoided))
-        # What was given back a moment ago, as when a node was lost, is not yet counted as free.
+        # Recently released resources, such as after the loss of a node, are not reported as free yet.
         if len(self.last_sizes) < len(sizes) and sum(self.last_sizes) == workers:
             sizes = self.last_sizes
         self.release()
@@ -264,7 +264,7 @@ class RayPlaces:
         group = placement_group(
             bundles,
             strategy="PACK",
-            # Of two groups of one name Ray refuses the second; a new one may be asked for before the old one is gone.
+            # Ray refuses a second group of the same name, and the old group may not be removed yet.
             name=f"{OWNER}{self.run} {secrets.token_hex(4)}",
             bundle_label_selector=without_nodes(avoided, len(bundles)),
         )
@@ -272,11 +272,11 @@ class RayPlaces:
         self.last_sizes = sizes
 
     def sizes(self, workers: int, nodes: Mapping[str, Mapping[str, float]]) -> list[int]:
-        """Return how many workers each bundle is for, by what the nodes have for us."""
+        """Return the number of workers of each bundle, given the free resources of the nodes."""
         return bundle_sizes(workers, [room_for(self.share, {node: free}) for node, free in nodes.items()])
 
     def _wait(self, worlds: Sequence[int], log: Callable[[str], None], on_tick: Callable[[], None]) -> None:
-        """Return when Ray has placed the request; log meanwhile what is missing. Raises what `reserve` raises."""
+        """Wait until Ray has placed the request; log what is missing meanwhile. Raises the errors of `reserve`."""
         patience_s = self.cluster.patience_s
         timeout_s = self.cluster.wait_s or math.inf
         began = time.monotonic()
@@ -293,15 +293,18 @@ class RayPlaces:
                 next_choice = now + NEXT_CHOICE_S
                 if is_patient:
                     next_choice = min(next_choice, patient_until)
-                if self._choose(worlds, log, is_patient=is_patient):
+                if self._adjust_request(worlds, log, is_patient=is_patient):
                     deadline = max(deadline, next_choice)
             if now > deadline:
-                raise ClusterError(f"{self._missing(worlds[-1])}\nwaited {timeout_s:.0f} s\n{TOO_FEW}")
-            # Not at once, when it has changed, and now and then. Or a queue looks like a hang.
+                raise ClusterError(
+                    f"{self._missing(worlds[-1])}\n"
+                    f"the places did not become free within {timeout_s:.0f} s (cluster.wait_s)\n{TOO_FEW}"
+                )
+            # Log after a few seconds, after a change, and from time to time; otherwise a queue looks like a hang.
             if now > next_line:
                 line = self._missing(worlds[0])
                 if len(worlds) > 1:
-                    line += f"; fewer will do after {patience_s:g} s (cluster.patience_s)"
+                    line += f"; continuing with fewer workers after {patience_s:g} s (cluster.patience_s)"
                 if line != last_line or now > logged_at + SAME_LINE_S:
                     log(f"{WAITING}{line}")
                     last_line, logged_at = line, now
@@ -310,17 +313,17 @@ class RayPlaces:
             assert self.reservation is not None
 
     def _missing(self, workers: int) -> str:
-        """Say for how many of so many workers there is room, what is free where, and which campaigns hold the rest."""
+        """Describe how many workers fit, what is free on which node, and which campaigns hold the rest."""
         state = self.state()
         return missing(workers, self.share, self._open_to_us(state, set()), state)
 
-    def _choose(self, worlds: Sequence[int], log: Callable[[str], None], *, is_patient: bool) -> bool:
-        """Ask for the places of as many workers as there is room for; tell whether these are fewer than the most.
+    def _adjust_request(self, worlds: Sequence[int], log: Callable[[str], None], *, is_patient: bool) -> bool:
+        """Adjust the request to the room in the cluster; return whether it is for fewer workers than the maximum.
 
-        As long as it `is_patient` the number stays, and bundles are only asked for in other sizes.
+        If `is_patient`, the number of workers stays the same and only the sizes of the bundles change.
         """
         state = self.state()
-        # Nodes that are avoided for long are used if only with them there is room.
+        # Nodes avoided for long are used only if the others have too little room.
         avoided = self._avoided_for(worlds[-1], state)
         open_to_us = self._open_to_us(state, avoided)
         room = room_for(self.share, open_to_us)
@@ -332,26 +335,26 @@ class RayPlaces:
             for node in back:
                 del self.avoided[node]
 
-        # Where none would do, the most is what an autoscaler is to hear of.
+        # If no world fits, keep requesting the maximum, so that an autoscaler sees it.
         world = self.workers_held if is_patient else largest_within(worlds, room) or worlds[0]
         assert self.reservation is not None
         if has_other_nodes or self.sizes(world, open_to_us) != self.reservation.sizes:
             if world < worlds[0] and world != self.workers_held and not has_other_nodes:
-                log(f"goes on with {world} of up to {worlds[0]} workers: {self._missing(worlds[0])}")
+                log(f"continuing with {world} of up to {worlds[0]} workers: {self._missing(worlds[0])}")
             self.last_sizes = ()
-            self._ask(world, worlds[-1])
+            self._request(world, worlds[-1])
         return world < worlds[0]
 
     def _open_to_us(self, state: ClusterState, avoided: Set[str]) -> dict[str, Counter[str]]:
-        """Return what the nodes have for us, by node: what is free there, and what this process holds."""
+        """Return by node what this process can use: free resources and those that it holds."""
         nodes: dict[str, Counter[str]] = {}
         for node, resources in state.staying.items():
             if node not in avoided:
                 nodes[node] = Counter(resources)  # type: ignore[arg-type]  # amounts may be fractions
-        for reservation in [self.reservation, *self.lent]:
+        for reservation in [self.reservation, *self.borrowed]:
             if reservation is None:
                 continue
-            # A bundle that has lost its node lies on none of these.
+            # A bundle on a lost node has no entry in this table.
             for bundle, node in placement_group_table(reservation.group)["bundles_to_node_id"].items():
                 if node in nodes:
                     for name, amount in reservation.share.items():
@@ -361,25 +364,24 @@ class RayPlaces:
     # -------------------------------------------------------------------- nodes without places
 
     def avoid(self, node_ids: Iterable[str]) -> None:
-        """Have worker groups placed without these nodes for a while, as long as the others have the room."""
+        """Avoid these nodes for a while in new placements, as long as the others have enough room."""
         for node_id in node_ids:
             self.avoided[node_id] = time.monotonic()
 
     def avoided_now(self) -> set[str]:
-        """Return the excluded nodes and those that are avoided at the moment."""
+        """Return the ids of all excluded nodes and currently avoided nodes."""
         now = time.monotonic()
         return self.excluded | {node for node, since in self.avoided.items() if now < since + AVOID_S}
 
     def _long_avoided(self, nodes: Set[str]) -> set[str]:
-        """Return those of the nodes that are avoided for so long that they can be taken for alive."""
+        """Return the nodes avoided for longer than Ray needs to detect a dead node."""
         now = time.monotonic()
         return {node for node in nodes - self.excluded if now > self.avoided[node] + MISSED_S}
 
     def _avoided_for(self, least: int, state: ClusterState) -> set[str]:
-        """Return the nodes on which no places may lie, if the others have room for `least` workers.
+        """Return the nodes to keep free of workers, given that the others have room for `least` workers.
 
-        Avoided nodes are used if the others have too little room: a worker may have received a signal that its node has
-        not.
+        Otherwise only excluded nodes are returned: a worker may have received a signal not meant for its node.
         """
         avoided = self.avoided_now() & set(state.total)
         others = {node: resources for node, resources in state.total.items() if node not in avoided}

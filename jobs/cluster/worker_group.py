@@ -1,13 +1,13 @@
-"""One attempt of a stage on N workers: started by the agents of their nodes, followed by their reports, and judged.
+"""Runs one attempt of a stage on N workers: starts them through their nodes' agents, polls, and reports the outcome.
 
-1. The driver makes the attempt's folder and hands every agent the ranks of its node; all workers get the same function
+1. The driver makes the attempt's folder and sends every agent the ranks of its node. All workers get the same function
    and the same task.
-2. The driver polls the agents, all with the same deadline, about once a second; news comes at once. It merges the
-   reports into the state of every worker, and calls `on_tick`, which may end the attempt by raising. An answer is the
-   agent's heartbeat: after MISSED_BEATS without one the driver asks at the node itself, and a node that does not answer
-   there either is lost.
-3. Whatever happens, the agents kill what is left, and no worker is alive when `run` returns.
-4. All workers have returned: rank 0's value is the group's. Otherwise failure.py names the worker that failed first.
+2. The driver polls all agents with the same deadline, about once a second; an agent with news answers at once. The
+   driver updates the state of every worker and calls `on_tick`, which may raise to end the attempt. An answer is the
+   agent's heartbeat: after MISSED_BEATS without one, the driver probes the node itself. If the node does not answer
+   either, it is lost.
+3. In any case, the agents kill the remaining workers: no worker is running when `run` returns.
+4. If all workers have returned, rank 0's value is the result. Otherwise failure.py finds the worker that failed first.
 """
 
 import math
@@ -26,22 +26,23 @@ from typing import Any
 from data.errors import PatchlineError
 from jobs.cluster.agent import NodeAgent, NodeReport, StartRequest, WorkerState
 from jobs.cluster.failure import Evidence, WorkerGroupError, has_lost_a_peer
-from jobs.cluster.node_files import Mark, begin_as_driver, take_over
+from jobs.cluster.node_files import Mark, apply_changes, mark_driver_folder
 from jobs.cluster.nodes import Nodes, nodes_of
 from jobs.cluster.worker import RankInfo, Task, WorkerFunction
 from jobs.cluster_config import ClusterConfig
 from pipeline.monitoring.watchdog import PhaseReport
 
-TICK_S = 0.5  # between two calls of `on_tick`, at most
-POLL_S = 1.0  # the period of the heartbeat: an agent without news reports so often
-TOGETHER_S = 0.05  # agents that are polled with one deadline answer within this time
-# Heartbeats that an agent may miss before its node is asked, counted from the poll that it does not answer. That poll
-# may be 1 s old when a link goes: a link that is back after 5 s is whole when the node is asked, which is 5 to 6.5 s
-# after it went, at the next tick. The question takes 1 s (ANSWER_S, ASKED_TIMES in ray_places.py): 6 to 7.5 s in all.
+TICK_S = 0.5  # at most, between two calls of `on_tick`
+POLL_S = 1.0  # heartbeat period: how often an agent without news answers
+TOGETHER_S = 0.05  # agents with the same deadline answer within this time
+# Heartbeats that an agent may miss before its node is probed, counted from the unanswered poll. That poll may be 1 s
+# old when a network link fails, so the probe is 5 to 6.5 s after the failure (at the next tick): a link that recovers
+# within 5 s costs nothing. The probe takes 1 s (ANSWER_S, ASKED_TIMES in ray_places.py), so a loss is known after 6 to
+# 7.5 s.
 MISSED_BEATS = 6
-# The same, where a worker says that it has lost a peer: at once, because the attempt is judged 1.5 s after that.
+# The same after a worker has reported a lost peer: probe at once, because the cause is determined 1.5 s after that.
 MISSED_BEATS_PEER = 1
-STATUS_POLL_S = 1.0  # between two questions which nodes are drained or spare
+STATUS_POLL_S = 1.0  # between two queries for draining and spare nodes
 STOP_AGAIN_S = 5.0  # between two requests to commit and end
 END_S = 20.0  # for agents to end their workers
 DRAINED = "its node is drained"
@@ -49,7 +50,7 @@ DRAINED = "its node is drained"
 
 @dataclass(frozen=True)
 class DrainEvent:
-    """Tells that a node is about to leave."""
+    """A node's notice that it will leave the cluster."""
 
     node: str
     node_id: str
@@ -58,31 +59,31 @@ class DrainEvent:
 
 @dataclass
 class AgentLink:
-    """What the driver knows of one agent in this attempt."""
+    """The driver's connection to one agent in this attempt."""
 
     agent: NodeAgent
     ranks: list[RankInfo]
-    answer: "Future[Any] | None" = None  # of the poll that is under way
-    asked: float = 0.0  # when that was, or when the node was asked last
+    answer: "Future[Any] | None" = None  # of the pending poll
+    asked: float = 0.0  # time of that poll, or of the last probe of the node
     news: int = 0
-    taken: dict[str, Mark] = field(default_factory=dict)  # files of the node that were written here since the last poll
+    acknowledged: dict[str, Mark] = field(default_factory=dict)  # changes written since the last poll
     has_own_folder: bool = False  # the node shares no storage with the driver
-    error: BaseException | None = None  # that the last poll raised
-    loss: str = ""  # how the node was lost
+    error: BaseException | None = None  # raised by the last poll
+    loss: str = ""  # how the node was lost; "" if it was not
 
 
 def do_nothing() -> None:
-    """Stand in for an `on_tick` where nobody looks."""
+    """Do nothing: the default `on_tick`."""
 
 
 class WorkerGroup:
-    """Runs one function once in every worker of an attempt.
+    """Runs a function once in every worker of an attempt.
 
     Workers find RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK, MASTER_ADDR and MASTER_PORT in their
-    environment, and initialise torch.distributed themselves. `folder`, of the attempt, exists and is new. All nodes
-    share it; where they do not (`is_shared`), each has a folder of its own under the same path, and the caller's comes
-    to hold copies of what workers leave in theirs, and in the stage's folder around it (node_files.py). `handed_on`
-    names the files of the stage's folder by which one attempt tells the next.
+    environment, and initialise torch.distributed themselves. `folder` is the attempt's folder, which exists and is new.
+    If `is_shared`, all nodes share it. Otherwise each node has a separate folder under the same path, and the files of
+    the workers are copied to the driver's folders of the attempt and the stage (node_files.py). `carried_files` names
+    the files in the stage's folder that one attempt passes to the next.
     """
 
     def __init__(
@@ -92,56 +93,56 @@ class WorkerGroup:
         folder: Path,
         *,
         is_shared: bool = True,
-        handed_on: Sequence[str] = (),
+        carried_files: Sequence[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.nodes = nodes
         self.cluster = cluster
         self.folder = folder
         self.is_shared = is_shared
-        self.handed_on = handed_on
-        self.clock = clock  # seconds; heartbeats are counted by it
+        self.carried_files = carried_files
+        self.clock = clock  # in seconds, for heartbeats
         self.links: list[AgentLink] = []
         self.states: dict[int, WorkerState] = {}  # by rank, as last reported
         self.node_names: dict[int, str] = {}  # by rank
         self.addresses: dict[int, str] = {}  # by rank, of the worker's node
-        # By the rank of a worker there; None is the node of the driver, which cannot move.
+        # By the rank of a worker on the node; None for the driver's own node, which cannot move.
         self.drain_events: dict[int | None, DrainEvent] = {}
         self.stop_requested = -math.inf
         self.has_ended = threading.Event()
-        self.draining: set[str] = set()  # ids of nodes; filled by a thread, as the next
+        self.draining: set[str] = set()  # node ids; set by a thread, as is `spare`
         self.spare: Set[str] = frozenset()
 
-    # -------------------------------------------------------------------- what an `on_tick` may read and ask
+    # -------------------------------------------------------------------- for `on_tick`
 
     def places(self) -> dict[int, PhaseReport]:
-        """Return in which phase every worker was when it was last seen."""
+        """Return the last known phase of every worker."""
         return {rank: state.place for rank, state in self.states.items() if state.place is not None}
 
     def have_all_ended(self) -> bool:
-        """Tell whether every worker is done, well or not."""
+        """Return whether every worker has ended, successfully or not."""
         return len(self.states) == self.cluster.world and all(state.has_ended for state in self.states.values())
 
     def is_frozen(self, rank: int) -> bool:
-        """Tell whether a signal has stopped a worker."""
+        """Return whether a worker is stopped by a signal such as SIGSTOP."""
         return rank in self.states and self.states[rank].is_stopped
 
     def request_stop(self) -> bool:
-        """Ask the workers to commit and end; tell whether any of them has started."""
+        """Ask the workers to commit and end; return whether any of them has started."""
         now = time.monotonic()
         has_started = any(state.record is not None for state in self.states.values())
-        # Again after a while: a request may be lost with a connection that broke for a moment.
+        # Repeated after a while: a broken connection may have lost the request.
         if not has_started or now > self.stop_requested + STOP_AGAIN_S:
             self.stop_requested = now
             asked = [link.agent.call("stop") for link in self.links if not link.loss]
-            # The last report may be a second old, and a worker that has started since may have taken steps.
+            # The last report may be a second old: a worker may have started and trained since.
             if not has_started:
                 for answer in wait(asked, POLL_S).done:
                     has_started |= answer.exception() is None and answer.result()
         return has_started
 
     def evidence(self) -> Evidence:
-        """Return what is known of the workers, from which their failure is judged."""
+        """Return the workers' states, from which the cause of a failure is determined."""
         losses = {}
         for link in self.links:
             if link.loss:
@@ -159,7 +160,7 @@ class WorkerGroup:
         """
         threading.Thread(target=self._watch_nodes, name="nodes", daemon=True).start()
         try:
-            # 1. Tell the agents which workers to start.
+            # 1. Send every agent the workers that it has to start.
             deadline = time.monotonic() + self.cluster.start_timeout_s
             requests = self._start_requests(pickle.dumps((function, task)), deadline, on_tick)
             calls = []
@@ -168,12 +169,12 @@ class WorkerGroup:
             for link, is_own in zip(self.links, self._answers(calls, deadline, on_tick), strict=True):
                 link.has_own_folder = is_own
 
-            # 2. Follow the workers' states until all have ended, or until it is known which one failed first.
-            judge_at = math.inf  # when the first failure is judged, once there is a sign of one
+            # 2. Poll the workers until all have ended, or until the first failure is known.
+            decide_at = math.inf  # when the cause is determined, once there is a failure
             next_tick = 0.0
             while True:
-                self.poll(max(0.0, min(next_tick, judge_at) - time.monotonic()))
-                # A node that was told to go: the next tick has the workers commit and end.
+                self.poll(max(0.0, min(next_tick, decide_at) - time.monotonic()))
+                # A draining node: at the next tick the workers are asked to commit and end.
                 for link in self.links:
                     agent = link.agent
                     if agent.node_id in self.draining:
@@ -182,30 +183,30 @@ class WorkerGroup:
                 own_node = self.nodes.own_node
                 if own_node in self.draining:
                     self.drain_events.setdefault(None, DrainEvent(os.uname().nodename, own_node, DRAINED))
-                # Judged before the tick, which ends the attempt where a worker is stuck: its death explains more.
+                # Before the tick, which ends the attempt if a worker is stuck: a death explains more.
                 evidence = self.evidence()
                 now = time.monotonic()
-                if self.have_all_ended() or evidence.deaths() or now >= judge_at:
+                if self.have_all_ended() or evidence.deaths() or now >= decide_at:
                     break
-                if judge_at == math.inf:
-                    judge_at = now + evidence.grace_s()
+                if decide_at == math.inf:
+                    decide_at = now + evidence.grace_s()
                 if now >= next_tick:
                     next_tick = now + TICK_S
                     on_tick()
-                    # Not while the agents of the attempt itself import.
+                    # Not while the agents of this attempt are still importing.
                     if len(self.states) == self.cluster.world and all(state.record for state in self.states.values()):
                         self.nodes.warm_up_spares(self.spare)
         finally:
-            # 3. Whatever has happened, no worker is left alive. What agents say last is taken with it.
+            # 3. In any case, end all workers; fetch their last files first.
             self.has_ended.set()
             if any(link.has_own_folder for link in self.links if not link.loss):
-                # A poll that is under way may be older than the workers' last words: every agent is asked once more.
+                # A pending poll may be older than the workers' last files, so every agent is polled once more.
                 for _ in range(2):
                     self.poll(POLL_S)
             with suppress(Exception):
                 self._end_workers()
 
-        # 4. Name the worker that failed first, or return rank 0's value.
+        # 4. Raise the error of the worker that failed first, or return rank 0's value.
         failure = self.evidence().first_failure()
         if failure is not None:
             raise failure
@@ -214,7 +215,7 @@ class WorkerGroup:
         return record["value"]
 
     def _start_requests(self, payload: bytes, deadline: float, on_tick: Callable[[], None]) -> list[StartRequest]:
-        """Give every agent the ranks of its node, and return what each is told, in the order of `links`."""
+        """Assign ranks to the agents, and return their start requests in the order of `links`."""
         agents = self.nodes.agents(self.cluster.world)
         ranks = iter(range(self.cluster.world))
         for node_rank, agent in enumerate(agents):
@@ -237,38 +238,38 @@ class WorkerGroup:
                 self.addresses[info.rank] = agent.address
             self.links.append(AgentLink(agent, infos))
 
-        # Nodes that share no storage with the driver get the attempt's folder, and what earlier attempts tell this one:
-        # None for a file that is not there.
+        # Nodes without shared storage get the attempt's folder and the files carried from earlier attempts (None for a
+        # missing file).
         token = ""
-        told: dict[str, bytes | None] = {}
+        carried: dict[str, bytes | None] = {}
         earlier = []
         if not self.is_shared:
             token = secrets.token_hex(16)
-            begin_as_driver(self.folder, token)
-            for name in self.handed_on:
+            mark_driver_folder(self.folder, token)
+            for name in self.carried_files:
                 path = self.folder.parents[1] / name
-                told[name] = path.read_bytes() if path.exists() else None
+                carried[name] = path.read_bytes() if path.exists() else None
             earlier = [path.name for path in self.folder.parent.iterdir() if path.is_dir()]
 
-        # Rank 0 serves the store in which the workers find each other; it is told at which port.
+        # Rank 0 serves the store through which the workers find each other; its agent chooses the port.
         first = self.links[0]
         (port,) = self._answers([(first, first.agent.call("listen"))], deadline, on_tick)
         variables = {
             **self.cluster.environment,
             "MASTER_ADDR": first.agent.address,
             "MASTER_PORT": str(port),
-            # torchrun's word for a store that somebody else serves; without it rank 0 opens one of its own.
+            # As under torchrun: the store already exists. Otherwise rank 0 would open another one.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
         requests = []
         for link in self.links:
-            requests.append(StartRequest(link.ranks, payload, self.folder, variables, token, told, earlier))
+            requests.append(StartRequest(link.ranks, payload, self.folder, variables, token, carried, earlier))
         return requests
 
     def _answers(
         self, calls: Sequence[tuple[AgentLink, "Future[Any]"]], deadline: float, on_tick: Callable[[], None]
     ) -> list[Any]:
-        """Return what agents answer. Raises WorkerGroupError where one is lost, or does not answer in time."""
+        """Return the agents' answers. Raises WorkerGroupError if an agent is lost or does not answer in time."""
         answers = []
         for link, _ in calls:
             link.asked = self.clock()
@@ -276,11 +277,14 @@ class WorkerGroup:
             cause = ""
             while not cause and not wait([future], POLL_S / 4).done:
                 on_tick()
-                # An agent that starts may take long: its node tells whether to wait on.
-                self.ask_at_nodes([link], MISSED_BEATS)
+                # An agent may take long to start: probe its node to decide whether to wait.
+                self.check_nodes([link], MISSED_BEATS)
                 cause = link.loss
                 if not cause and time.monotonic() > deadline:
-                    cause = f"no agent has started there in {self.cluster.start_timeout_s:.0f} s"
+                    cause = (
+                        f"its node's agent did not start within {self.cluster.start_timeout_s:.0f} s "
+                        "(cluster.start_timeout_s)"
+                    )
             if not cause:
                 try:
                     answers.append(future.result())
@@ -289,29 +293,29 @@ class WorkerGroup:
                     raise
                 except Exception as error:
                     (loss,) = self.nodes.losses_of([(link.agent, error)])
-                    cause = loss or f"its agent failed: {error}"
+                    cause = loss or f"its node's agent failed: {error}"
             raise WorkerGroupError(link.ranks[0].rank, link.agent.name, cause)
         return answers
 
     def poll(self, wait_s: float) -> None:
-        """Ask the agents that are not asked yet, and take the answers that come within so many seconds."""
+        """Poll the agents without a pending poll, and process the answers that arrive within `wait_s` seconds."""
         now = self.clock()
         for link in self.links:
             if link.answer is None and not link.loss:
-                # All with the same deadline: the workers' places are then of the same moment.
-                link.answer = link.agent.call("poll", link.news, POLL_S - now % POLL_S, link.taken)
-                link.taken = {}
+                # All with the same deadline, so that the workers' phases are of the same moment.
+                link.answer = link.agent.call("poll", link.news, POLL_S - now % POLL_S, link.acknowledged)
+                link.acknowledged = {}
                 link.asked = now
         answers = [link.answer for link in self.links if link.answer is not None]
         done, _ = wait(answers, wait_s, return_when=FIRST_COMPLETED)
         if done and len(answers) > 1:
             wait(answers, TOGETHER_S)
 
-        # Agents that are silent for too long. Without a peer that says so, one that misses a beat may only be slow.
+        # Probe the nodes of silent agents. Unless a worker has lost a peer, one missed heartbeat may just be slowness.
         limit = MISSED_BEATS
         if any(map(has_lost_a_peer, self.evidence().ends().values())):
             limit = MISSED_BEATS_PEER
-        self.ask_at_nodes([link for link in self.links if link.answer is not None and not link.answer.done()], limit)
+        self.check_nodes([link for link in self.links if link.answer is not None and not link.answer.done()], limit)
 
         failed = []
         for link in self.links:
@@ -329,25 +333,25 @@ class WorkerGroup:
             link.news = report.news
             for state in report.workers:
                 self.states[state.rank] = state
-            for rank in report.told_to_go:
-                # Without Ray whoever signals one process signals this one too, and there is nowhere else to go.
+            for rank in report.sigterm_ranks:
+                # Without Ray, the same signal also reaches this process, and there is no other node to move to.
                 agent = link.agent
                 if agent.node_id:
                     event = DrainEvent(agent.name, agent.node_id, f"worker {rank} was sent SIGTERM")
                     self.drain_events.setdefault(rank, event)
             if report.changes:
-                link.taken = take_over(self.folder.parents[1], report.changes)
-                if any(change.is_rest for change in report.changes):
-                    # At once, not with the next poll: a driver that is killed in between would get these lines again.
-                    link.agent.call("take", link.taken)
-                    link.taken = {}
+                link.acknowledged = apply_changes(self.folder.parents[1], report.changes)
+                if any(change.is_appended for change in report.changes):
+                    # At once, not with the next poll: if the driver is killed in between, it gets the lines again.
+                    link.agent.call("acknowledge", link.acknowledged)
+                    link.acknowledged = {}
         if failed:
-            # Where a connection broke for a moment the agent is asked again.
-            self.ask_at_nodes(failed, 0)
+            # A connection may have broken for a moment: the agent is polled again.
+            self.check_nodes(failed, 0)
             time.sleep(TOGETHER_S)
 
     def _end_workers(self) -> None:
-        """Have every agent end its workers; return when all have answered whose nodes are there, or after a while."""
+        """End all workers through their agents; wait until every reachable agent has answered, at most END_S."""
         ending = []
         for link in self.links:
             if not link.loss:
@@ -356,13 +360,13 @@ class WorkerGroup:
         deadline = self.clock() + END_S
         while ending and self.clock() < deadline:
             wait([answer for _, answer in ending], POLL_S)
-            self.ask_at_nodes([link for link, answer in ending if not answer.done()], MISSED_BEATS_PEER)
+            self.check_nodes([link for link, answer in ending if not answer.done()], MISSED_BEATS_PEER)
             ending = [(link, answer) for link, answer in ending if not link.loss and not answer.done()]
 
-    def ask_at_nodes(self, links: Sequence[AgentLink], limit: int) -> None:
-        """Ask the nodes whose agents have missed `limit` heartbeats whether they are there, and note which are lost.
+    def check_nodes(self, links: Sequence[AgentLink], limit: int) -> None:
+        """Probe the nodes of agents that have missed `limit` heartbeats, and record which nodes are lost.
 
-        A node of which an agent's answer was an error is asked about with a limit of 0.
+        Use `limit` 0 for agents whose last answer was an error.
         """
         now = self.clock()
         silent = [link for link in links if not link.loss and now >= link.asked + limit * POLL_S]
@@ -371,11 +375,11 @@ class WorkerGroup:
         for link, loss in zip(silent, self.nodes.losses_of([(link.agent, link.error) for link in silent]), strict=True):
             link.loss = loss
             link.error = None
-            # A node that answers is given as many beats again.
+            # A node that answers may miss as many heartbeats again.
             link.asked = self.clock()
 
     def _watch_nodes(self) -> None:
-        """Ask once a second which nodes are drained or spare, in a thread of its own: the head may be away."""
+        """Query draining and spare nodes once a second, in a thread because the head may be unreachable."""
         while not self.has_ended.wait(STATUS_POLL_S):
             with suppress(Exception):
                 draining, self.spare = self.nodes.status()
@@ -393,8 +397,8 @@ def run_worker_group(
     log: Callable[[str], None] = print,
     is_shared: bool = True,
 ) -> object:
-    """Run one worker group that nobody supervises, in a new folder `name` of `directory`; return rank 0's value."""
-    # Workers may have another working directory.
+    """Run a single attempt without supervision, in a new folder `name` of `directory`; return rank 0's value."""
+    # The workers' current directory may differ.
     folder = directory.resolve() / name
     folder.mkdir(parents=True)
     nodes = nodes_of(cluster)

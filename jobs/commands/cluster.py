@@ -34,7 +34,7 @@ def submit(
     _debug: Debug = False,
 ) -> int:
     """Run a campaign as a Ray job on the cluster at RAY_ADDRESS."""
-    from jobs.ownership import judge, owned_by
+    from jobs.ownership import holder_state, owned_error
     from jobs.recipe.campaign import resolve
     from jobs.recipe.portable import VARIABLE, portable
     from pipeline.identity import COMMIT_VARIABLE, git_commit
@@ -67,9 +67,9 @@ def submit(
     else:
         # A driver outside of Ray's jobs. This machine may not see the storage: then the job itself looks.
         with suppress(StorageError):
-            state, seen = judge(storage, echo, SUBMIT_PERIODS)
+            state, seen = holder_state(storage, echo, SUBMIT_PERIODS)
             if seen is not None and state == "held":
-                raise owned_by(storage, seen)
+                raise owned_error(storage, seen)
         submission.submit(run, command, environment=variables)
     return follow(run) if wait else ExitCode.DONE
 
@@ -111,12 +111,12 @@ def follow(run: str) -> int:
 def stop(run: Run, _debug: Debug = False) -> None:
     """Ask a run to commit and end, wherever its driver is."""
     from data.storage import Folder, open_storage
-    from jobs.ownership import RAY_JOB, judge, stop_holder
+    from jobs.ownership import RAY_JOB, holder_state, stop_holder
     from jobs.submit import submission
 
     name = job_name(run)
     storage = open_storage(Path("/"), name) if "://" in name else Folder(Path(name))
-    state, seen = judge(storage, echo)
+    state, seen = holder_state(storage, echo)
     # Ray tells a driver of its own by a signal, and knows of those that wait for a place, which hold no lease yet.
     is_rays = seen is None or seen.record is None or seen.record["job"].startswith(RAY_JOB)
     if seen is None or is_rays:

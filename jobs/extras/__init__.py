@@ -1,1 +1,1 @@
-"""Commands, kinds of stages and watchers that the core does without."""
+"""Optional commands, kinds of stages and watchers. The core of `jobs` works without them."""

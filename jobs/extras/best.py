@@ -1,4 +1,4 @@
-"""The best evaluation of a stage that trains: `keep_best` and `patience`, and the best of each metric in done.json."""
+"""`keep_best` and `patience` of stages that train; writes the best value of each evaluation metric to done.json."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,13 +14,13 @@ from pipeline.training_config import TrainConfig
 
 
 class Best(TrainingExtra):
-    """Adds `keep_best` and `patience`."""
+    """Adds the recipe keys `keep_best` and `patience`."""
 
     config = BestConfig
     hook = "pipeline.extras.best:KeepBest"
 
     def checks(self, stage: Stage, available: Available) -> Iterator[CheckResult]:
-        """Refuse a metric that the stage will not have, and a run whose records lie apart."""
+        """Refuse a metric that the stage does not evaluate, and runs in an object store."""
         keep_best = stage.config.keep_best
         if keep_best is None:
             return
@@ -28,17 +28,18 @@ class Best(TrainingExtra):
         metrics = list(stage.kind.metrics(stage.config))
         require(
             keep_best in metrics,
-            f"{name}.keep_best is {keep_best}, which its evaluations will not have"
+            f"{name}.keep_best is {keep_best}, which the stage's evaluations do not report"
             f"{did_you_mean(keep_best, metrics)}\n  expected one of {', '.join(metrics) or 'none'}\n"
-            "  data.evaluate gives accuracy, probe gives 1shot, 5shot and so on",
+            "  data.evaluate adds accuracy; probe adds 1shot, 5shot and so on",
         )
         require(
             available.campaign.remote is None,
-            f"{name}.keep_best reads the records of all attempts, and {available.campaign.remote} is no shared folder\n"
-            f"  leave it out: {name}.keep_best=null",
+            f"{name}.keep_best needs the records of all attempts in a shared folder, "
+            f"but the run is in the object store {available.campaign.remote}\n"
+            f"  turn it off: {name}.keep_best=null",
         )
         yield from ()
 
     def after(self, cfg: TrainConfig, context: Context, outcome: dict[str, Any]) -> None:
-        """Add the best evaluation of each metric, also of evaluations by a spare worker."""
+        """Add the best evaluation of each metric to the outcome; includes evaluations by a spare worker."""
         outcome["best"] = best_of(evaluations_of(read_metrics(context.directory, None)))

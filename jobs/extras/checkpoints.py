@@ -1,7 +1,7 @@
-"""`patchline checkpoints verify|inspect|diff|export RUN`: read what checkpoints hold.
+"""`patchline checkpoints verify|inspect|diff|export RUN`: read the contents of checkpoints.
 
-A run is named as in jobs/commands/checkpoints.py. Nothing here opens anything but safetensors and JSON. Every command
-prints its lines as it finds them, for a checkpoint can take minutes to read.
+RUN is written as in jobs/commands/checkpoints.py. Only safetensors and JSON files are opened. Every command prints its
+lines as it proceeds, because reading one checkpoint can take minutes.
 """
 
 import json
@@ -26,30 +26,32 @@ from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 from pipeline.config import differences
 from pipeline.identity import code_version
 
-if TYPE_CHECKING:  # it imports torch, for which a refusal does not wait
+if TYPE_CHECKING:  # imports torch, which takes seconds; errors in the arguments are reported without it
     from torch import Tensor
 
     from pipeline.checkpoints.reader import Reader
 
-Step = Annotated[int | None, typer.Option(help="The checkpoint of this step; else the newest, or all.")]
-OtherRun = Annotated[str | None, typer.Option("--with", metavar="RUN", help="The run or checkpoint to compare with.")]
-OtherStep = Annotated[int | None, typer.Option("--with-step", help="The step to compare with.")]
-Target = Annotated[Path, typer.Option("--to", metavar="FOLDER", help="Write weights.safetensors and model.json there.")]
+Step = Annotated[int | None, typer.Option(help="Step of the checkpoint; default: the newest, or all.")]
+OtherRun = Annotated[str | None, typer.Option("--with", metavar="RUN", help="Run or checkpoint to compare with.")]
+OtherStep = Annotated[int | None, typer.Option("--with-step", help="Step of the checkpoint to compare with.")]
+Target = Annotated[
+    Path, typer.Option("--to", metavar="FOLDER", help="Folder for weights.safetensors and model.json; created if new.")
+]
 
 # ------------------------------------------------------------------------------------------------ which checkpoints
 
 
 class Saved(NamedTuple):
-    """Names one checkpoint of a stage."""
+    """Identifies one checkpoint of a stage."""
 
     checkpoints: StageCheckpoints
     name: str
 
 
 def selected(run: OpenedRun, step: int | None) -> list[Saved]:
-    """Return the checkpoint whose folder is named, or those of a step, or all, the newest of each stage first.
+    """Return the checkpoint that the user named, those of one step, or all, newest first within each stage.
 
-    Raises UsageError where there are none.
+    Raises UsageError if no checkpoint matches.
     """
     if run.only:
         return [Saved(run.stages[0], run.only)]
@@ -57,10 +59,10 @@ def selected(run: OpenedRun, step: int | None) -> list[Saved]:
     for checkpoints in run.stages:
         saved += [Saved(checkpoints, name) for name in checkpoints.committed()]
     if not saved:
-        raise UsageError(f"nothing is committed in {run.name} yet")
+        raise UsageError(f"{run.name} has no committed checkpoint yet")
     if step is None:
         return saved
-    # A step can be there several times: of several stages, or of attempts of which a later one took it again.
+    # Several checkpoints can have the same step: those of different stages, or of attempts that repeated the step.
     of_step: list[Saved] = []
     known_steps: list[str] = []
     for checkpoint in saved:
@@ -69,20 +71,22 @@ def selected(run: OpenedRun, step: int | None) -> list[Saved]:
         if known_step == step:
             of_step.append(checkpoint)
     if not of_step:
-        raise UsageError(f"no checkpoint of step {step} in {run.name}; there are {', '.join(known_steps)}")
+        raise UsageError(f"{run.name} has no checkpoint of step {step}; it has steps {', '.join(known_steps)}")
     return of_step
 
 
 def newest_verified(run: OpenedRun, step: int | None) -> Path:
-    """Return a folder with the newest checkpoint of a stage, or of a step, every byte of which was compared.
+    """Verify every byte of the newest checkpoint, or of the one at `step`, and return its folder.
 
-    Raises UsageError where several stages have one, CheckpointError where it is bad.
+    Raises UsageError if several stages have a matching checkpoint, CheckpointError if the checkpoint is damaged.
     """
     saved = selected(run, step)
     stages = sorted({checkpoint.checkpoints.stage for checkpoint in saved})
     if len(stages) > 1:
         first = run.storage.address(stages[0])
-        raise UsageError(f"{run.name} has several stages with checkpoints: {', '.join(stages)}\n  name one: {first}")
+        raise UsageError(
+            f"several stages of {run.name} have checkpoints: {', '.join(stages)}\n  name one stage, for example {first}"
+        )
     return saved[0].checkpoints.verify(saved[0].name)
 
 
@@ -90,12 +94,12 @@ def newest_verified(run: OpenedRun, step: int | None) -> Path:
 
 
 def verify_all(path: SavedRun, step: Step = None, _debug: Debug = False) -> None:
-    """Read every byte and compare it with the manifest."""
-    # A bad checkpoint does not end the reading: CheckpointError is raised after the last one.
+    """Read every byte of the checkpoints and compare it with the manifests."""
+    # Report all damaged checkpoints before raising CheckpointError.
     bad = 0
     with opened(path) as run:
         for saved in selected(run, step):
-            # Two stages may have a checkpoint of the same step.
+            # Two stages can have a checkpoint of the same step.
             title = f"{saved.checkpoints.stage}/{saved.name}"
             activity.now(f"reading {title} …")
             began = time.monotonic()
@@ -103,21 +107,23 @@ def verify_all(path: SavedRun, step: Step = None, _debug: Debug = False) -> None
                 saved.checkpoints.verify(saved.name)
             except CheckpointError as error:
                 bad += 1
-                echo(run.in_words(f"{title}  BAD: {error}"))
+                echo(run.in_words(f"{title}  DAMAGED: {error}"))
             else:
-                echo(f"{title}  whole ({time.monotonic() - began:.1f}s)")
+                echo(f"{title}  intact ({time.monotonic() - began:.1f}s)")
     if bad:
-        raise CheckpointError(f"bad checkpoints: {bad}\n  a start sets them aside and loads the newest whole one")
+        raise CheckpointError(
+            f"damaged checkpoints: {bad}\n  the next start skips them and loads the newest intact checkpoint"
+        )
 
 
 def inspect(path: SavedRun, step: Step = None, _debug: Debug = False) -> None:
-    """Print the manifest, and every parameter with its size and norms."""
+    """Print a checkpoint's manifest, and every parameter with its size and norms."""
     with opened(path) as run:
-        # Verified first: the norms of damaged tensors would mislead.
+        # Verify first: the norms of damaged tensors would mislead.
         folder = newest_verified(run, step)
         manifest = read_manifest(folder)
         for field, value in asdict(manifest).items():
-            # The digests of the chunks are for machines: a line of a hundred thousand digits would hide the others.
+            # Omit the digests of single chunks: a hundred thousand digits would drown the other fields.
             if field == "files":
                 value = {name: {"bytes": file["bytes"], "sha256": file["sha256"]} for name, file in value.items()}
             if isinstance(value, dict):
@@ -126,9 +132,9 @@ def inspect(path: SavedRun, step: Step = None, _debug: Debug = False) -> None:
 
         from pipeline.checkpoints.reader import Reader
 
-        # The tensors lie in pieces, a file a rank; a reader puts them together whatever the number of ranks was.
+        # Each rank saved its pieces of the tensors in its own file; Reader joins them for any number of ranks.
         reader = Reader(folder, manifest.files)
-        kinds: dict[str, list[str]] = {}  # parameter → "master" and the moments that are saved of it
+        kinds: dict[str, list[str]] = {}  # parameter → "master" and the names of its saved moments
         for name, kind in reader.pieces:
             kinds.setdefault(name, []).append(kind)
         for name in sorted(kinds):
@@ -157,18 +163,18 @@ def compare(
     more: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
     _debug: Debug = False,
 ) -> None:
-    """Compare two checkpoints, their manifests and then their states: what changes from the other to this one."""
+    """Compare the manifests and the states of two checkpoints; show the changes from the other checkpoint to this."""
     if more:
         raise UsageError(
-            f"diff takes one run, found {' '.join([path, *more])}\n"
-            f"  what has changed from the first to the second: diff {more[0]} --with {path}"
+            f"diff takes one run, got {' '.join([path, *more])}\n"
+            f"  to see the changes from the first to the second, type: diff {more[0]} --with {path}"
         )
     # Without --with, another step of the same run.
     other_path = other_path or path
     if other_path == path and other_step == step:
-        raise UsageError("diff needs something to compare with: --with RUN, or --with-step N of the same run")
+        raise UsageError("diff needs a second checkpoint: --with RUN, or --with-step N of the same run")
     with opened(path) as run, opened(other_path) as other_run:
-        # Verified first: a damaged byte would look like a difference in training.
+        # Verify first: a damaged byte would look like a difference in training.
         second = newest_verified(run, step)
         first = newest_verified(other_run, other_step)
         first_manifest = read_manifest(first)
@@ -176,7 +182,7 @@ def compare(
         echo(f"{other_run.in_words(str(first))} → {run.in_words(str(second))}")
         first_fields = asdict(first_manifest)
         second_fields = asdict(second_manifest)
-        # Files differ with the number of workers, whatever they hold.
+        # The list of files depends on the number of workers, even if the contents are equal.
         del first_fields["files"]
         del second_fields["files"]
         for difference in differences(first_fields, second_fields):
@@ -186,22 +192,22 @@ def compare(
 
         from pipeline.checkpoints.reader import Reader
 
-        # Compare what is saved of each parameter, whatever number of workers wrote the one and the other.
+        # Compare parameter by parameter; the two checkpoints can come from different numbers of workers.
         first_reader = Reader(first, first_manifest.files)
         second_reader = Reader(second, second_manifest.files)
         states = sorted(first_reader.pieces.keys() | second_reader.pieces.keys())
         equal = 0
         for name, kind in states:
             if (name, kind) not in first_reader.pieces:
-                echo(f"  {name} {kind}: only in the second")
+                echo(f"  {name} {kind}: only in the second checkpoint")
                 continue
             if (name, kind) not in second_reader.pieces:
-                echo(f"  {name} {kind}: only in the first")
+                echo(f"  {name} {kind}: only in the first checkpoint")
                 continue
             before = whole_state(first_reader, name, kind)
             after = whole_state(second_reader, name, kind)
             if before.shape != after.shape:
-                echo(f"  {name} {kind}: another size")
+                echo(f"  {name} {kind}: sizes differ")
             elif torch.equal(before, after):
                 equal += 1
             else:
@@ -210,28 +216,29 @@ def compare(
 
 
 def export_weights(path: SavedRun, target: Target, step: Step = None, _debug: Debug = False) -> None:
-    """Write a checkpoint's weights as a finished stage would export them."""
-    # Before the reading, which takes minutes.
+    """Write a checkpoint's weights in the files that a finished stage exports."""
+    # Check before reading the checkpoint, which takes minutes.
     if target.exists() and not target.is_dir():
-        raise UsageError(f"--to {target} is a file\n  expected a folder, which is made where there is none")
+        raise UsageError(f"--to {target} is a file\n  expected a folder; it is created if it does not exist")
     with opened(path) as run:
-        # The manifest stays behind: the exported file cannot be checked against these digests.
+        # Do not copy the manifest: its digests do not apply to the exported file.
         folder = newest_verified(run, step)
         stage_folder = folder.parents[1]
         model = models.from_dict(artifacts.read_record(stage_folder / "stage.json")["model"])
-        # The class names and the preprocessing, which a stage hands on with its weights.
-        beside: dict[str, Any] = {}
+        # A stage also exports its class names and preprocessing with the weights.
+        exported_with: dict[str, Any] = {}
         if (stage_folder / artifacts.TASK).exists():
             task = artifacts.read_record(stage_folder / artifacts.TASK)
-            beside["class_names"] = task["job"].get("class_names", [])
-            beside["preprocessing"] = preprocessing_of(task["config"].get("data", {}).get("preprocess"), model)
+            exported_with["class_names"] = task["job"].get("class_names", [])
+            preprocess = task["config"].get("data", {}).get("preprocess")
+            exported_with["preprocessing"] = preprocessing_of(preprocess, model)
         from pipeline.checkpoints.reader import export
 
         target = target.resolve()
         target.mkdir(parents=True, exist_ok=True)
-        models.save_weights(export(folder, model), target, model, writing=atomic_file, **beside)
-        # A stage's own done.json speaks for its folder, and finds weights of another step there.
+        models.save_weights(export(folder, model), target, model, writing=atomic_file, **exported_with)
+        # If the target is a stage's folder, keep its done.json: the digest there then detects the replaced weights.
         if not (target / artifacts.DONE).exists():
             exported = run.in_words(str(folder))
             artifacts.record_weights(target, {"exported": exported, "code": code_version()})
-        echo(f"step {step_of(folder)}: weights.safetensors and model.json in {target}")
+        echo(f"wrote the weights of step {step_of(folder)}: weights.safetensors and model.json in {target}")

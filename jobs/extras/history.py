@@ -1,11 +1,11 @@
-"""The history of a run, for its page and for `diff`: all steps of its stages, what ended them, what they wait for.
+"""The history of a run for `report` and `diff`: every step of its stages, restarts, incidents and current state.
 
     run = read_run(Path("runs/digits"))
     run.stages[1].steps.loss[-1]            the loss of the last step
 
-It builds on jobs/run/reading.py, which reads how a run stands now. Several attempts may have taken the same step:
-`StageHistory.steps` are those whose weights were kept, `StageHistory.lost` those that a later attempt repeated. Nothing
-here imports torch: a page of a million steps takes a second or two.
+It builds on jobs/run/reading.py, which reads the current state of a run. Several attempts can train the same step:
+`StageHistory.steps` has the final version of each step, `StageHistory.lost` the versions that a later attempt repeated.
+This module does not import torch: the page of a run of a million steps takes one to two seconds.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from pipeline.monitoring.telemetry import Account, Record, account, read_metrics
 from pipeline.values import counted, duration
 
 BAD_SAMPLE = re.compile(r"bad sample \d+ replaced: (?P<sample>.*): (?P<reason>[^:]*)$")
-LEASE_PERIODS = 1.2  # for which a lease of another machine is watched: 6 s, for `report` is not to wait for longer
-DRAW = "-seed-"  # in the name of a value that is of a single draw of the shots
+LEASE_PERIODS = 1.2  # time to observe the lease of another machine: 6 s, because `report` must not wait longer
+DRAW = "-seed-"  # part of a metric's name if the value is of a single draw of the few-shot samples
 CLOCK = "%Y-%m-%d %H:%M"
 DATE = len("2026-11-23 ")
-LOG_TAIL = 1 << 20  # bytes at the end of a log.txt that are looked through
-# A row a step, and a row a report, with the names of metrics.jsonl.
+LOG_TAIL = 1 << 20  # bytes at the end of log.txt that are searched
+# Columns of one row per step and one row per report, named as in metrics.jsonl.
 STEP = np.dtype([("step", int), ("samples_seen", float), ("loss", float), ("grad_norm", float), ("attempt", int)])
 REPORT = np.dtype([("step", int), ("samples_seen", float), ("lr", float), ("images_per_s", float)])
 REPORT_VALUES = itemgetter("step", "samples_seen", "lr", "images_per_s")
 
 
 class Incident(NamedTuple):
-    """A worker that ended an attempt."""
+    """A worker failure that ended an attempt."""
 
     time: str
     what: str
@@ -57,58 +57,58 @@ class Incident(NamedTuple):
 
 @dataclass
 class StageHistory:
-    """One stage of a run, as its folder shows it; the sets that it reads are loaded when they are asked for."""
+    """One stage of a run, read from its folder; its data sets are loaded on first access."""
 
     folder: Path
     name: str
-    address: str  # as commands name it: the folder, or its URL where that is a copy
+    address: str  # name of the stage in commands: its folder, or the URL if the folder is a copy
     record: dict[str, Any] = field(default_factory=dict)  # stage.json
     done: dict[str, Any] | None = None
-    task: dict[str, Any] = field(default_factory=dict)  # task.json, of a trained stage
+    task: dict[str, Any] = field(default_factory=dict)  # task.json of a trained stage
     provenance: dict[str, Any] = field(default_factory=dict)
     records: list[Record] = field(default_factory=list)  # metrics.jsonl
-    # Of these: the first of each attempt that has begun to train, all reports of steps, and those that went on.
+    # Selected from `records`: the start of each attempt, all step reports, and the reports that no attempt repeated.
     starts: list[Record] = field(default_factory=list)
     reports: list[Record] = field(default_factory=list)
     kept_reports: list[Record] = field(default_factory=list)
-    steps: np.recarray[Any, Any] = field(default_factory=lambda: np.recarray(0, STEP))  # that went on, in their order
-    lost: np.recarray[Any, Any] = field(default_factory=lambda: np.recarray(0, STEP))  # that were taken again
+    steps: np.recarray[Any, Any] = field(default_factory=lambda: np.recarray(0, STEP))  # final steps, in order
+    lost: np.recarray[Any, Any] = field(default_factory=lambda: np.recarray(0, STEP))  # steps that were repeated
     account: Account = field(default_factory=Account)  # where the wall time went
-    setup: dict[str, str] = field(default_factory=dict)  # of a trained stage: what is trained, how and where
+    setup: dict[str, str] = field(default_factory=dict)  # table for people: model, schedule, devices, …
     incidents: list[Incident] = field(default_factory=list)
-    problem: str = ""  # why the rest could not be read
-    result: str = ""  # what the stage came to, or how far it is
+    problem: str = ""  # why the folder could not be read completely
+    result: str = ""  # the outcome in one line, or the progress so far
 
     def of_kind(self, *kinds: str) -> list[Record]:
-        """Return the records of these kinds."""
+        """Return the records whose kind is one of `kinds`."""
         return [record for record in self.records if record["kind"] in kinds]
 
     def read_steps(self) -> None:
-        """Read every step that was reported: of several attempts that took it, the last is the one that went on."""
+        """Fill `steps`, `lost` and `kept_reports`; if several attempts trained a step, the last one is final."""
         kept = [np.recarray(0, STEP)]
         lost = [np.recarray(0, STEP)]
-        taken_later = math.inf  # the first of the steps behind a report that a later attempt has taken
+        repeated_from = math.inf  # first step that an attempt after this report trained again
         for report in reversed(self.reports):
             steps = np.recarray(len(report["losses"]), STEP)
-            behind = np.arange(len(steps))[::-1]  # steps between each and the end of the report
-            step = report["step"] - behind
+            steps_to_end = np.arange(len(steps))[::-1]  # from each step to the last step of the report
+            step = report["step"] - steps_to_end
             steps.step = step
-            steps.samples_seen = report["samples_seen"] - behind * self.record["config"]["batch_size"]
+            steps.samples_seen = report["samples_seen"] - steps_to_end * self.record["config"]["batch_size"]
             steps.loss = report["losses"]
             steps.grad_norm = report["grad_norms"]
             steps.attempt = report["attempt"]
-            went_on = step < taken_later
-            kept.append(steps[went_on])
-            lost.append(steps[~went_on])
-            if report["step"] < taken_later:
+            is_final = step < repeated_from
+            kept.append(steps[is_final])
+            lost.append(steps[~is_final])
+            if report["step"] < repeated_from:
                 self.kept_reports.append(report)
-            taken_later = min(taken_later, report["step"] - len(steps) + 1)
+            repeated_from = min(repeated_from, report["step"] - len(steps) + 1)
         self.kept_reports.reverse()
         self.steps = np.concatenate(kept[::-1]).view(np.recarray)
         self.lost = np.concatenate(lost[::-1]).view(np.recarray)
 
     def samples_at(self, step: int) -> float:
-        """Return how many samples were seen at a step, counted on from the next that is known."""
+        """Return the number of samples seen at a step, extrapolated from the nearest recorded step."""
         if not len(self.steps):
             return 0.0
         place = int(np.searchsorted(self.steps.step, step))
@@ -116,19 +116,19 @@ class StageHistory:
         return float(nearest.samples_seen + (step - nearest.step) * self.record["config"]["batch_size"])
 
     @property
-    def left_out(self) -> list[tuple[int, int]]:
-        """Return the stretches of steps, first and last as the log counts them, that were not finite and left out."""
+    def excluded_steps(self) -> list[tuple[int, int]]:
+        """Return ranges (first, last) of steps, counted as in the log, excluded because they were not finite."""
         path = self.folder / artifacts.EXCLUDED_STEPS
         if not path.exists():
             return []
-        stretches = []
+        ranges = []
         for first, stop in artifacts.read_record(path)["stretches"]:
-            stretches.append((first + 1, stop))
-        return stretches
+            ranges.append((first + 1, stop))
+        return ranges
 
     @cached_property
     def sets(self) -> dict[str, Index | str]:
-        """Return the sets that a trained stage reads, by their place in the config; a text where one cannot be read."""
+        """Return the data sets of a trained stage by their role; an error text instead of an unreadable set."""
         job = self.task.get("job", {})
         paths = {}
         for number, path in enumerate(job.get("train", []), 1):
@@ -147,22 +147,22 @@ class StageHistory:
         return sets
 
     def add_incidents(self) -> None:
-        """Read incidents.txt, and find the consequence of each incident."""
+        """Read incidents.txt and find the attempt that followed each incident."""
         for entry in read_incidents(self.folder):
-            # The clock has whole seconds: an attempt that began within the same second is a later one.
+            # The clock has whole seconds: treat an attempt that began in the same second as the next one.
             happened = time.mktime(time.strptime(entry.clock, "%Y-%m-%d %H:%M:%S"))
             consequence = "no attempt has trained since"
             for start in self.starts[1:]:
                 if start["time"] >= happened:
                     after = duration(start["time"] - happened)
-                    consequence = f"attempt {start['attempt']} went on {after} later with {start['world']} workers: "
+                    consequence = f"attempt {start['attempt']} resumed {after} later with {start['world']} workers: "
                     consequence += start["text"]
                     break
             self.incidents.append(Incident(entry.clock, entry.cause, entry.traceback, consequence))
 
     @cached_property
     def log_lines(self) -> list[str]:
-        """Return the last lines of the stage's log."""
+        """Return the lines of the last megabyte of the stage's log."""
         path = self.folder / "log.txt"
         if not path.exists():
             return []
@@ -172,7 +172,7 @@ class StageHistory:
 
     @property
     def named_bad_samples(self) -> dict[str, list[str]]:
-        """Return the bad samples that the log names, by reason: of each worker the first and every thousandth."""
+        """Return the bad samples in the log, by reason; each worker logs its first and then every thousandth."""
         samples: dict[str, list[str]] = {}
         for line in self.log_lines:
             match = BAD_SAMPLE.search(line)
@@ -187,20 +187,20 @@ class RunHistory:
 
     path: Path
     name: str
-    address: str  # as commands name it
+    address: str  # name of the run in commands
     stages: list[StageHistory]
     state: str  # "running", "done" or "stopped"
-    end: str  # of the last command, in words
-    command: str  # that goes on with it
+    end: str  # how the last command ended, in words
+    command: str  # command that resumes the run
 
     @property
     def trained(self) -> list[StageHistory]:
-        """Return the stages that have trained or are about to."""
+        """Return the stages that have trained or are about to train."""
         return [stage for stage in self.stages if stage.task]
 
 
 def read_run(path: Path, store: Storage | None = None) -> RunHistory:
-    """Read a run directory or a stage's folder, or the copy of those of a store. Raises UsageError for neither."""
+    """Read a run directory or one stage's folder; `store` if `path` is a local copy. Raises UsageError for neither."""
     run, folders = stage_folders(path)
     name = path.name
     if path != run:
@@ -212,26 +212,26 @@ def read_run(path: Path, store: Storage | None = None) -> RunHistory:
             f"  runs next to it: {', '.join(neighbours) or 'none'}"
         )
     storage = store or Folder(run)
-    # The lease of another machine is watched only for a moment.
+    # Observe the lease of another machine only briefly.
     last = read_command(run, storage, lambda text: None, LEASE_PERIODS)
     state = "stopped"
     end = "no command has ended yet"
     if last.exit_code is not None:
         state = "done" if last.exit_code == 0 else "stopped"
         end = f"{last.message} (exit {last.exit_code}, {last.time})"
-    # A copy of a run has no lease, which means nothing.
+    # A local copy of a run has no lease; its absence does not mean that the run was killed.
     elif last.state == "running" or (last.state == "killed" and not last.has_lease):
         state = "running"
         end = f"since {last.time}"
     elif last.state == "killed":
-        end = f"killed, or lost with its machine; begun {last.time}"
+        end = f"killed, or its machine was lost; started {last.time}"
     stages = [read_stage(folder, storage.address(folder.name)) for folder in folders]
     address = storage.address("" if path == run else path.name)
     return RunHistory(path, name, address, stages, state, end, last.command)
 
 
 def read_stage(folder: Path, address: str) -> StageHistory:
-    """Read a stage's folder; what was altered is said on the page, and the rest of the page is there."""
+    """Read a stage's folder; errors go to `problem`, so that the rest of the page can still be shown."""
     stage = StageHistory(folder, folder.name, address)
     try:
         stage.record = artifacts.read_record(folder / "stage.json")
@@ -253,7 +253,7 @@ def read_stage(folder: Path, address: str) -> StageHistory:
         stage.problem = one_line(str(error)) or type(error).__name__
         stage.task = {}
         stage.records = []
-        # Reports that were read whole stay: they tell how far the stage is.
+        # Keep the reports if all of them were read: they show the progress of the stage.
         if not len(stage.steps):
             stage.reports = []
 
@@ -266,7 +266,7 @@ def read_stage(folder: Path, address: str) -> StageHistory:
 
 
 def result_of(done: Mapping[str, Any]) -> str:
-    """Return what a finished stage resulted in: why it diverged, a sweep's choice, the sets it made, or its metrics."""
+    """Return the result of a finished stage: why it diverged, a sweep's choice, its new data sets, or its metrics."""
     outcome = outcome_of(done)
     if outcome.diverged or "summary" in done:
         return outcome.diverged or outcome.summary
@@ -276,12 +276,12 @@ def result_of(done: Mapping[str, Any]) -> str:
 
 
 def setup_of(stage: StageHistory) -> dict[str, str]:
-    """Return what a stage trains, how, when and where: in words, from its config and from its attempts."""
+    """Return a table that describes a stage's training: model, schedule, augmentation, time and devices."""
     config = stage.record["config"]
     model = stage.record["model"]
     optim = config["optim"]
     augment = config["data"]["augment"]
-    # 1. The model; its parameters are counted in the weights, without torch.
+    # 1. The model. Count its parameters in the weights file, which needs no torch.
     architecture = [str(config["model"].get("name", model["family"]))]
     for name in ("patch", "width", "depth", "heads", "units"):
         if name in model:
@@ -297,9 +297,9 @@ def setup_of(stage: StageHistory) -> dict[str, str]:
         architecture.append(f"{parameters:,} parameters")
 
     job = stage.task["job"]
-    first_weights = job.get("init") or "random"
+    initial_weights = job.get("init") or "random"
 
-    # 2. How long, and at which rate.
+    # 2. Length and learning rate.
     batch = counted(config["batch_size"], "image")
     steps = f"batches of {batch}, none yet"
     if stage.reports:
@@ -313,7 +313,7 @@ def setup_of(stage: StageHistory) -> dict[str, str]:
     if optim["clip"]:
         optimizer += f", gradients clipped at {optim['clip']:g}"
 
-    # 3. What becomes of an image.
+    # 3. Augmentation.
     changes = [f"{augment['crop']} crop"]
     if augment["crop"] == "inception":
         changes[0] += f" of at least {augment['min_area']:.0%}"
@@ -327,7 +327,7 @@ def setup_of(stage: StageHistory) -> dict[str, str]:
         if config[name]:
             changes.append(f"{name.replace('_', ' ')} {config[name]:g}")
 
-    # 4. When and where; attempts that were alike count once.
+    # 4. Time and devices; consecutive attempts on equal devices are listed once.
     when = time.strftime(CLOCK, time.localtime(artifacts.started_s(stage.folder)))
     if stage.records:
         ended = time.strftime(CLOCK, time.localtime(stage.records[-1]["time"]))
@@ -340,7 +340,7 @@ def setup_of(stage: StageHistory) -> dict[str, str]:
     return {
         "date and time": when,
         "model": ", ".join(architecture),
-        "first weights": first_weights.removeprefix(f"{job.get('run')}/"),
+        "initial weights": initial_weights.removeprefix(f"{job.get('run')}/"),
         "image size": " × ".join(map(str, model["image_size"])) + " pixels",
         "steps": steps,
         "learning rate": rate,
@@ -351,7 +351,7 @@ def setup_of(stage: StageHistory) -> dict[str, str]:
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested values with dotted names: {"optim": {"lr": 1}} → {"optim.lr": 1}; an empty section is a value."""
+    """Flatten nested values to dotted names: {"optim": {"lr": 1}} → {"optim.lr": 1}; an empty section is a value."""
     flattened: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping) and value:

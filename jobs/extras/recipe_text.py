@@ -1,4 +1,4 @@
-"""A recipe as text, resolved: for golden texts, records and people. And sections of a recipe as nested plain values.
+"""Resolved recipes as YAML text, for golden tests, records and people; conversions between nested and dotted fields.
 
 {"optim": {"lr": 0.1}}, "optim.lr" → 0.1
 """
@@ -14,19 +14,19 @@ from pipeline import config
 from pipeline.config import require
 from pipeline.recipe import to_yaml
 
-Section: TypeAlias = Mapping[str, object]  # nested, plain, not yet checked
+Section: TypeAlias = Mapping[str, object]  # nested plain values, not yet validated
 
 
 def resolved(campaign: Campaign) -> str:
     """Return the campaign as YAML with every default written out.
 
-    If a section has become several stages, the first is written out; the others show what is different.
+    If a section expands to several stages, the first is written in full; the others list only their differences.
     """
     sections: dict[str, object] = {
         "cluster": config.plain(campaign.cluster),
         "trackers": config.plain(campaign.trackers),
     }
-    first_runs: dict[tuple[str, str], Stage] = {}  # by the section and the kind
+    first_runs: dict[tuple[str, str], Stage] = {}  # by section and kind
     for stage in campaign.stages:
         first = first_runs.setdefault((stage.source, stage.kind.name), stage)
         values = config_as_known(campaign, stage)
@@ -45,15 +45,15 @@ def resolved(campaign: Campaign) -> str:
 
 
 def config_as_known(campaign: Campaign, stage: Stage) -> dict[str, object]:
-    """Return a stage's config as nested plain values, with a text in place of values that are not known yet."""
+    """Return a stage's config as nested plain values; values that are not known yet are replaced by a description."""
     values = config.plain(stage.config)
     for field in stage.pending:
-        values = with_fields(values, {field: in_words(campaign, stage, field)}, stage.name)
+        values = with_fields(values, {field: describe_value(campaign, stage, field)}, stage.name)
     return values
 
 
-def in_words(campaign: Campaign, stage: Stage, field: str) -> str:
-    """Return a value that another stage determines in words: the value, or how it will be found."""
+def describe_value(campaign: Campaign, stage: Stage, field: str) -> str:
+    """Describe a value that another stage determines: the value itself if known, and its source."""
     source, part = source_of(campaign, stage.references[field])
     text = source.kind.value_in_words(source.config, part)
     if field in stage.pending:
@@ -62,36 +62,36 @@ def in_words(campaign: Campaign, stage: Stage, field: str) -> str:
 
 
 def flat(fields: Section, where: str, prefix: str = "") -> dict[str, object]:
-    """Return nested fields by dotted name, {"optim": {"lr": 1}} → {"optim.lr": 1}; dotted names stay as they are.
+    """Flatten nested fields to dotted names, {"optim": {"lr": 1}} → {"optim.lr": 1}; dotted names stay unchanged.
 
-    Raises ConfigError for a field that is given both ways.
+    Raises ConfigError if a field is given in both forms.
     """
     values: dict[str, object] = {}
     for name, value in fields.items():
         key = f"{prefix}{name}"
         entries: dict[str, object] = {key: value}
-        # An empty section is a value: it takes the place of what stands there.
+        # An empty section is a value: it replaces the previous value.
         if isinstance(value, Mapping) and value:
             entries = flat(value, where, f"{key}.")
         for entry in entries:
-            require(entry not in values, f"{where} has {entry} twice, as {entry} and as a section")
+            require(entry not in values, f"{where} has {entry} twice: as {entry} and in a section")
         values |= entries
     return values
 
 
 def with_fields(section: Section, fields: Section, where: str) -> dict[str, object]:
-    """Return a copy of a section with fields set by dotted name. Raises ConfigError if one leads into a value."""
+    """Return a copy of a section with fields set by dotted name. Raises ConfigError if a parent is not a section."""
     changed = copy.deepcopy(dict(section))
     for key, value in fields.items():
         *path, last = key.split(".")
         place = changed
-        # Down to the section in which the field stands; the sections on the way that are missing are made.
+        # Walk to the section that contains the field and create missing sections on the way.
         for part in path:
             deeper = place.setdefault(part, {})
             if deeper is None:
                 deeper = place[part] = {}
             if not isinstance(deeper, dict):
-                raise ConfigError(f"{where} sets {key}, and {part} is {deeper!r}, no section")
+                raise ConfigError(f"{where} sets {key}, but {part} is {deeper!r}, not a section")
             place = deeper
         place[last] = copy.deepcopy(value)
     return changed

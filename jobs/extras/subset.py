@@ -1,4 +1,4 @@
-"""`patchline subset`: choose samples of a set, as an index over the same tars.
+"""`patchline subset`: select samples of a set and write an index of them over the same tars.
 
 patchline subset shards/photos/train --shots 10 --seed 0 --output shards/photos/train-10shot
 """
@@ -14,24 +14,29 @@ from jobs.commands.sets import CacheFolder, Name, Workers, cache_config, refuse_
 from jobs.named_stages import find_set
 from jobs.terminal import ProgressMeter, echo
 
-IndexPath = Annotated[str, typer.Argument(metavar="set", help="An index, or its folder.")]
+IndexPath = Annotated[str, typer.Argument(metavar="set", help="An index file, or the folder that contains it.")]
 SubsetFolder = Annotated[
-    list[str], typer.Option(help="Folder of the subset's index and tables: one of its own, for each part.")
+    list[str], typer.Option(help="Folder for the subset's index and tables; with several parts, one for each.")
 ]
-Keep = Annotated[list[str] | None, typer.Option(metavar="CLASS", help="A class to keep, by id or name; repeatable.")]
+Keep = Annotated[list[str] | None, typer.Option(metavar="CLASS", help="Keep this class (id or name); repeatable.")]
 Only = Annotated[
-    str | None, typer.Option(metavar="FILE", help="The samples to keep: a key a line, or shard, tab, key; or .json.")
+    str | None,
+    typer.Option(metavar="FILE", help="Samples to keep: one key, or shard, tab and key, per line; or a .json file."),
 ]
-But = Annotated[str | None, typer.Option(metavar="FILE", help="Samples to leave out, listed likewise; or leaks.json.")]
+But = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", help="Samples to exclude, in the same format as --only; or a leaks.json."),
+]
 Part = Annotated[
     list[str] | None,
     typer.Option(
         metavar="FIRST:STOP",
-        help="':98%', '98%:', ':50000' …; with --seed, of a permutation. Several, each with its --output, in one pass.",
+        help="Range of samples: ':98%', '98%:', ':50000' …; with --seed, of a permutation. Repeatable, with one "
+        "--output per --part; all parts are written in one pass.",
     ),
 ]
-Shots = Annotated[int | None, typer.Option(min=1, help="Samples of each class, as the few-shot probe draws them.")]
-Seed = Annotated[int | None, typer.Option(min=0, help="Of --shots, or of --part.")]
+Shots = Annotated[int | None, typer.Option(min=1, help="Samples per class, drawn like those of the few-shot probe.")]
+Seed = Annotated[int | None, typer.Option(min=0, help="Random seed of --shots or --part.")]
 
 
 def subset(
@@ -48,7 +53,7 @@ def subset(
     workers: Workers = 1,
     _debug: Debug = False,
 ) -> None:
-    """Choose samples of a set, as an index over the same tars: nothing is packed again."""
+    """Select samples of a set and write an index of them over the same tars; no image is copied."""
     from data.index.document import load_index
     from data.shards import subset
 
@@ -56,7 +61,7 @@ def subset(
     if len(ranges) != len(output) or (name and len(output) > 1):
         raise UsageError(
             f"{len(part or [])} --part, {len(output)} --output and {'a' if name else 'no'} --name\n"
-            "  expected an --output for each --part, and a --name of one subset alone"
+            "  expected one --output per --part, and --name only with a single subset"
         )
     classes = [int(entry) if entry.isascii() and entry.isdigit() else entry for entry in keep or []]
     subsets = []

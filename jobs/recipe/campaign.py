@@ -25,7 +25,7 @@ from data.errors import ConfigError
 from data.files import state_folder
 from jobs.cluster_config import ClusterConfig
 from jobs.named_stages import TABLE, find_set, find_stage
-from jobs.ownership import check_place
+from jobs.ownership import check_run_path
 from jobs.recipe import key
 from jobs.recipe.references import filled, references_in, with_field, with_values
 from jobs.recipe.validate import refuse, validate
@@ -60,9 +60,9 @@ def resolve(recipe: Recipe, kinds: Kinds) -> Campaign:
             "it packs\n"
             "  expected sets that every node can read, such as data.train: indexes/train of shards at s3://…\n"
             "  pack them first, with a run in a folder or `python -m jobs pack`; copy the tars to the store;\n"
-            "  then type python -m jobs index s3://BUCKET/SET --output indexes/train (docs/storage.md)",
+            "  then type python -m jobs index s3://BUCKET/SET --output indexes/train (docs/run-storage.md)",
         )
-    check_place(campaign.run)
+    check_run_path(campaign.run)
     campaign = with_values(replace(campaign, stages=tuple(stages.values())))
     # Every stage is checked before the first starts: the last must not be refused when the others have been computed.
     available = Available(campaign, checks_files=False)

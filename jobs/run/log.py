@@ -1,8 +1,8 @@
-"""What a command on a run shows, and keeps in the run directory.
+"""The output of a command on a run: lines in the terminal and in log.txt, status.json, and the closing table.
 
-- `RunLog` prints the lines of the workers and of the driver, and keeps them in log.txt.
-- `status_file` keeps status.json: whether the command runs, or how it ended. The exit code alone is not enough, because
-  Ray Jobs reduce it to 0 and 1.
+- `RunLog` prints the lines of the workers and of the driver, and writes them to log.txt.
+- `status_file` maintains status.json: whether the command is running, or how it ended. The exit code is not enough,
+  because Ray Jobs reduce it to 0 and 1.
 - `log_table` logs the closing table of a campaign, `log_next` the commands to type next.
 """
 
@@ -30,26 +30,26 @@ from pipeline.checkpoints.manifest import attempt_folder
 from pipeline.monitoring.telemetry import append_whole
 from pipeline.values import counted, duration
 
-QUIET_S = 10.0  # silence after which a wait says what it waits for
+QUIET_S = 10.0  # silence after which a line tells what the run is waiting for
 DRIVER_MARK = "[driver] "  # before the driver's own lines in a log.txt, as "[worker 2] " is before a worker's
 CLOCK = "%Y-%m-%d %H:%M:%S"
 STATUS_RESERVE_BYTES = 4096  # blanks in status.json: room for the message of an end on a full disk
 LONGEST_MESSAGE = 600  # characters of status.json's message; as JSON each may take six bytes
-MOST_VALUES = 6  # that a row of the closing table shows
+MOST_VALUES = 6  # in a row of the closing table
 
 
 class RunLog(Watcher):
-    """The log of a command: prints lines to the terminal, and keeps them in the run's log.txt and in the stage's.
+    """The log of a command: prints lines to the terminal, and writes them to the log.txt of the run and of the stage.
 
-    The lines that workers write into a stage's log.txt are printed and kept too. As a watcher it comes first, so that
-    it shows what the others log.
+    Lines of the workers, from the stage's log.txt, are printed and copied to the run's log.txt. It is the first
+    watcher, so that it shows the lines of the others.
     """
 
     def __init__(self, quiet: bool = False, start_timeout_s: float = 300.0, file: Path | None = None) -> None:
         self.file = file  # the run's log.txt, with every printed line of all stages and commands
         self.start_timeout_s = start_timeout_s
         self.stage_file: Path | None = None  # log.txt of the stage that runs; None between stages
-        self.last_wait: tuple[str, int] | None = None  # the wait that was reported last, and in which attempt
+        self.last_wait: tuple[str, int] | None = None  # the last reported wait, and its attempt
         self.shown_bytes: dict[Path, int] = {}  # log.txt → how much of it has been shown
         self.last_line_at = time.monotonic()
         # End the bar of the command so far: a terminal has only one.
@@ -57,7 +57,7 @@ class RunLog(Watcher):
         self.terminal = None if quiet else Terminal(sys.stdout)
 
     def __call__(self, text: str) -> None:
-        """Print a line of the driver, and keep it in the logs of the run and of the stage that runs."""
+        """Print a line of the driver, and write it to the logs of the run and of the running stage."""
         if self.stage_file is not None:
             lines = "".join(f"{DRIVER_MARK}{line}\n" for line in text.splitlines())
             # A full disk costs the line in the log; the terminal shows it.
@@ -87,12 +87,12 @@ class RunLog(Watcher):
     # -------------------------------------------------------------------- as a watcher
 
     def stage(self, context: Context) -> None:
-        """Log into this stage's folder from now on; what earlier commands logged there has been shown already."""
+        """Log into this stage's folder from now on; lines of earlier commands are not shown again."""
         self.stage_file = context.directory / "log.txt"
         self.shown_bytes.setdefault(self.stage_file, size_of(self.stage_file))
 
     def status(self, message: StatusMessage) -> None:
-        """Show new lines of the stage's log and its progress; after a silence, what the attempt waits for."""
+        """Show new lines of the stage's log and its progress; after a silence, show what the attempt is waiting for."""
         if message.state == "waiting":
             return
         self.show_new_lines(message)
@@ -100,7 +100,7 @@ class RunLog(Watcher):
             self.stage_file = None
             return
         report = message.report
-        # The newest report may come from the previous attempt, and says nothing about these workers.
+        # The newest report may come from the previous attempt, and not from these workers.
         if report is not None and report["attempt"] == message.attempt:
             text = f"{message.stage}  loss {report['loss']:.4f}"
             # Rank 0's clock may be ahead of this one.
@@ -110,13 +110,13 @@ class RunLog(Watcher):
             self.show_progress(max(message.step, report["step"]), report["steps"], text)
             return
 
-        # Before the first report: what the workers wait for, on the bar at once, as a line after a silence, each once.
+        # Before the first report, show what the run is waiting for: on the bar at once, as a line after a silence.
         started = len(list(attempt_folder(message.directory, message.attempt).glob("rank-*.json")))
-        wait = f"{started} workers are up, waiting for the first step"
+        wait = f"{started} workers have started; waiting for their first step"
         if not started:
             limit = duration(self.start_timeout_s)
-            wait = f"waiting for the workers to start, for up to {limit} (cluster.start_timeout_s)"
-        self.show_progress(0, None, f"{message.stage}: {wait.partition(', for up to')[0]}")
+            wait = f"waiting up to {limit} for the workers to start (cluster.start_timeout_s)"
+        self.show_progress(0, None, f"{message.stage}: {wait}")
         if time.monotonic() - self.last_line_at <= QUIET_S:
             return
         wait = f"[{message.directory.name}] {wait}"
@@ -125,7 +125,7 @@ class RunLog(Watcher):
         self.last_wait = (wait, message.attempt)
 
     def show_new_lines(self, message: StatusMessage) -> None:
-        """Show and keep what the workers have added to the stage's log.txt."""
+        """Show new lines of the stage's log.txt, and copy them to the run's log.txt."""
         log = message.directory / "log.txt"
         shown = self.shown_bytes.get(log, 0)
         if size_of(log) <= shown:
@@ -149,7 +149,7 @@ class RunLog(Watcher):
             return
         lost = self.terminal.close()
         if lost:
-            line = f"{lost} lines are not shown: in the last {CLOSE_S:g}s the terminal took none; {self.file} has all"
+            line = f"{lost} lines are not shown: the terminal accepted none for {CLOSE_S:g} s; all are in {self.file}"
             self.keep(line)
             write_last(line)
 
@@ -161,8 +161,8 @@ class RunLog(Watcher):
 def status_file(run: Path, command: str, keep: Callable[[str], None], lease: Lease) -> Iterator[None]:
     """Keep status.json up to date: running during the block, then done, or the exit code and message of its error.
 
-    `keep` receives the command and its end, for the run's log. Raises RunOwned instead of any other error if another
-    command has taken the run over: the file is that command's then.
+    `keep` writes the command and its end to the run's log. Raises RunOwned instead of any other error if another
+    command has taken the run over, because status.json then belongs to that command.
     """
     write_status(run, None, "running", command)
     keep(f"{time.strftime(CLOCK)} started: {command}")
@@ -215,7 +215,7 @@ def log_table(rows: Sequence[Mapping[str, Any]], log: Callable[[str], None]) -> 
 
 
 def result_parts(row: Mapping[str, Any]) -> list[str]:
-    """Return the parts of a stage's result: accuracies, a sweep's choice, shards written, or parameters kept."""
+    """Return the parts of a stage's result for the table: accuracies, chosen values, shards or parameters."""
     outcome = outcome_of(row)
     parts: list[str] = []
     if outcome.metrics:
@@ -237,7 +237,7 @@ def result_parts(row: Mapping[str, Any]) -> list[str]:
 
 
 def log_next(campaign: Campaign, rows: Sequence[Mapping[str, Any]], log: Callable[[str], None]) -> None:
-    """Log where the run is and, if it has made weights, what to type next with those of the last section.
+    """Log the run's address and, if it has made weights, commands to type next with those of the last section.
 
     For a sweep, these are the weights of the run with the best accuracy.
     """
@@ -256,14 +256,14 @@ def log_next(campaign: Campaign, rows: Sequence[Mapping[str, Any]], log: Callabl
         return
     is_vit = stage.model is not None and stage.model.family == "vit"
     evaluated = campaign.path_of(stage.config.data.evaluate) if stage.kind.trains else None
-    # As short as it can be typed here.
+    # Relative to the current directory, if possible.
     run = os.path.relpath(address) if Path(address).is_relative_to(Path.cwd()) else address
     weights = f"{run}/{stage.name}"
     commands = [["report", run, "--open"]]
     if evaluated is not None:
         if Path(evaluated).is_relative_to(Path.cwd()):
             evaluated = os.path.relpath(evaluated)
-        # A set of the run's own goes by its stage's name, as the weights do.
+        # A set made by this run is named by its stage, like the weights.
         made_by = STAGE_FOLDER.fullmatch(Path(evaluated).parent.name)
         if made_by is not None and Path(evaluated).parents[1] == Path(run):
             evaluated = f"{run}/{made_by['name']}/{Path(evaluated).name}"
@@ -273,4 +273,4 @@ def log_next(campaign: Campaign, rows: Sequence[Mapping[str, Any]], log: Callabl
     for command in commands:
         log(f"  {COMMAND} {shlex.join(command)}")
     if best and stage.kind.trains and stage.config.init is None:
-        log("to do better: more images, or `new` with more --minutes, or with trained weights as --init")
+        log("for better accuracy: use more images, or `new` with more --minutes or with pretrained weights (--init)")

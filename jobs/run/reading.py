@@ -20,11 +20,11 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from data.storage import Storage
 from jobs.named_stages import STAGE_FOLDER
-from jobs.ownership import LOST_PERIODS, LeaseRecord, judge
+from jobs.ownership import LOST_PERIODS, LeaseRecord, holder_state
 from pipeline import artifacts
 from pipeline.monitoring.telemetry import TAIL_BYTES, Record, records_in, without_single_seeds
 
-# How an incident begins in incidents.txt (supervisor.write_incident); a traceback has no such line.
+# First line of an incident in incidents.txt (supervisor.write_incident); tracebacks contain no such line.
 INCIDENT = re.compile(r"^(?=\d{4}-\d\d-\d\d \d\d:\d\d:\d\d )", re.MULTILINE)
 CLOCK_LENGTH = len("2026-11-22 08:00:00")
 
@@ -60,8 +60,8 @@ class LastCommand:
 def read_command(run: Path, storage: Storage, log: Callable[[str], None], periods: float = LOST_PERIODS) -> LastCommand:
     """Read how the last command on a run ended, or whether it still runs.
 
-    A killed command could not write its end: its lease tells. `log` receives what is being waited for, while the lease
-    of another machine is watched for so many `periods`. Raises StorageError.
+    A killed command could not record its end, so its lease is read. `log` reports a wait: a lease of another machine is
+    watched for at most `periods`. Raises StorageError.
     """
     try:
         last = json.loads((run / "status.json").read_text())
@@ -74,7 +74,7 @@ def read_command(run: Path, storage: Storage, log: Callable[[str], None], period
         return replace(command, state="done")
     if command.exit_code is not None:
         return command
-    state, seen = judge(storage, log, periods)
+    state, seen = holder_state(storage, log, periods)
     return replace(
         command,
         state="running" if state == "held" else "killed",
@@ -115,7 +115,7 @@ def read_outcome(folder: Path) -> StageOutcome | None:
 
 
 def outcome_of(done: Mapping[str, Any]) -> StageOutcome:
-    """Return what the content of a done.json says."""
+    """Return the outcome in the content of a done.json."""
     return StageOutcome(
         seconds=done["seconds"],
         metrics=without_single_seeds(done.get("metrics", {})),
@@ -197,7 +197,7 @@ class StageReader:
             self.key = directory.name.removeprefix(f"{self.stage}-")
 
     def read(self, state: StageState, attempt: int = 0, step: int = 0) -> StatusMessage:
-        """Return how the stage stands now. Raises OSError if the run directory does not answer."""
+        """Return the stage's current status. Raises OSError if the run directory does not answer."""
         records, self.offset = records_since(self.metrics, self.offset)
         for record in records:
             self.newest[record.get("kind", "")] = record
@@ -224,7 +224,7 @@ class StageReader:
 def records_since(path: Path, offset: int, most_bytes: int = TAIL_BYTES) -> tuple[list[Record], int]:
     """Return the records after `offset`, of at most `most_bytes`, and the offset for the next call.
 
-    An incomplete last line is left to the next call. Lines that are no records, such as one cut by the offset, are
+    An incomplete last line is left to the next call. Lines without a valid record, such as one cut by the offset, are
     excluded.
     """
     size = size_of(path)

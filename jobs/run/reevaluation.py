@@ -32,7 +32,7 @@ def evaluation_commands(campaign: Campaign, stage: Stage, changed: Collection[st
     cfg: TrainConfig = stage.config
     evaluate = ["evaluate", str(campaign.directory(stage))]
     settings = []
-    # Weights are evaluated with the preprocessing that is recorded with them, unless the command names another.
+    # Weights are evaluated with the preprocessing recorded with them, unless the command names another.
     if "data.preprocess" in changed and (cfg.data.preprocess is not None or stage.model is not None):
         preprocess = cfg.data.preprocess
         if preprocess is None and stage.model is not None:

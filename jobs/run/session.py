@@ -1,15 +1,15 @@
-"""One command's life on a run: own the directory, listen for signals, run the stages, leave status.json for others.
+"""Runs a campaign in one command: takes the lease, handles signals, runs the stages, and writes status.json.
 
 `run_campaign`, in order:
 1. take the run's lease (jobs/ownership.py): a second command on the run ends with exit code 73;
 2. for a run in an object store: fetch its small files, and store them again as they change (jobs/run/sync.py);
 3. start the watchers, such as the page and the gauges (jobs/run/watchers.py), and write status.json: running;
 4. catch SIGTERM, SIGHUP and Ctrl-C: the first requests a commit and exit code 75, a second Ctrl-C ends at once;
-5. refuse now what would be refused later: missing inputs from outside the campaign, sets that cannot be used, changed
+5. report errors early that would end the run later: missing inputs from outside the campaign, unusable sets, changed
    files of finished stages;
 6. start or join the Ray cluster, or start the fork server, if an unfinished stage needs workers;
 7. run the stages in order; skip finished ones and log the reason;
-8. log a table of what each stage did and the commands to type next;
+8. log a table of the stages' results and the commands to type next;
 9. write to status.json how the command ended, in any case, then let the watchers show it;
 10. close the watchers and the terminal, and leave the cluster.
 """
@@ -53,11 +53,11 @@ def run_campaign(
 
     `watchers` follow the run; a text "module:Class" names one that is created here. `fresh` restarts a half-done stage
     whose config has changed. `only` runs one stage or section, whose inputs must exist (`stages_of`). `quiet` prints
-    nothing to the terminal; log.txt has the lines.
+    nothing to the terminal, only to log.txt.
     """
     stages = stages_of(campaign, only)  # an unknown name is refused before anything is written
     log = RunLog(quiet, campaign.cluster.start_timeout_s, campaign.run / "log.txt")
-    # Its lines are shown and not kept: the log.txt of a run that another command owns is not ours.
+    # Its lines are only shown, because log.txt may belong to another command.
     lease = Lease(campaign.storage, log.show)
     watching = Watchers([log, *watchers], log)
     try:
@@ -102,7 +102,7 @@ def start_workers(cluster: ClusterConfig, log: RunLog) -> None:
     nodes_of(cluster).warm_up()
     load = os.getloadavg()[0]
     if cluster.backend == "processes" and load > 2 * cores():
-        log(f"busy: other programs run here (load {load:.0f} on {cores()} cores), it will take longer than planned")
+        log(f"this machine is busy (load {load:.0f} on {cores()} cores): the run will take longer than planned")
     warn_of_unused_gpus(cluster, log)
 
 
@@ -115,7 +115,7 @@ class Session:
     lease: Lease
     watching: Watchers
     stopper: "Stopper"
-    put_files: Callable[[], None]  # stores what has changed in the run's store; raises RunOwned if the run is lost
+    put_files: Callable[[], None]  # stores changed files in the run's store; raises RunOwned if the run is lost
     fresh: bool  # restart a half-done stage whose config has changed
 
     def run_or_skip(self, name: str) -> dict[str, Any]:
@@ -133,13 +133,13 @@ class Session:
             log=self.log,
             show_progress=self.log.show_progress,
             poll=self.poll,
-            stop_requested=self.stopper.is_asked,
+            stop_requested=self.stopper.is_stop_requested,
             check_owned=self.put_files,  # it checks first that the run is still ours
         )
-        # Before the stopper is asked: a signal between the two would take effect only after the stage.
+        # Before the check for a stop: a signal between the two would take effect only after the stage.
         self.stopper.works_here = not stage.kind.needs_workers
-        if self.stopper.is_asked():
-            raise Preempted(f"stopped before {name}; run the same command again to go on")
+        if self.stopper.is_stop_requested():
+            raise Preempted(f"stopped before {name}; run the same command again to resume")
         with self.watching.of_stage(context):
             outcome = run_stage(context, fresh=self.fresh)
         self.put_files()
@@ -147,7 +147,7 @@ class Session:
         return {"stage": name, "skipped": False, **outcome}
 
     def poll(self, attempt: int, step: int) -> None:
-        """Send the watchers how an attempt stands; called about twice a second while its workers run.
+        """Send the status of an attempt to the watchers; called about twice a second while its workers run.
 
         Raises RunOwned if another command took the run over while this process was frozen.
         """
@@ -155,7 +155,7 @@ class Session:
         self.watching.status("working", attempt, step)
 
     def report_skipped(self, stage: Stage, outcome: dict[str, Any]) -> None:
-        """Log why a finished stage is skipped, which settings have changed, and what evaluates it again."""
+        """Log why a finished stage is skipped, its changed settings, and the command that evaluates it again."""
         directory = self.campaign.directory(stage)
         end = "diverged" if DIVERGED in outcome else "finished"
         line = f"{stage.name}: skipped, {end} with the same config and inputs (key {stage.key[:8]})"
@@ -163,7 +163,7 @@ class Session:
         commands = evaluation_commands(self.campaign, stage, warnings)
         changes = [warnings.pop(field) for field in EVALUATION_FIELDS if commands and field in warnings]
         if warnings:
-            line += f", but for {'; '.join(warnings.values())}; move {directory} away to do it over"
+            line += f", except for {'; '.join(warnings.values())}; to run it again, move {directory} away"
         self.log(line)
         if commands:
             self.log(f"{stage.name}: evaluation settings changed since it finished: {'; '.join(changes)}")
@@ -173,7 +173,7 @@ class Session:
 
 
 class Stopper:
-    """Catches SIGTERM, SIGHUP and SIGINT: the first asks for a commit and code 75, a second SIGINT ends at once.
+    """Handles SIGTERM, SIGHUP and SIGINT: the first requests a commit and exit code 75, a second SIGINT ends at once.
 
     A run that another command has taken over ends without a commit, with RunOwned.
     """
@@ -181,40 +181,40 @@ class Stopper:
     def __init__(self, log: Callable[[str], None], lease: Lease) -> None:
         self.received: int | None = None  # the first signal
         self.lease = lease
-        self.works_here = False  # the driver itself is at work, and has nothing to commit: a stop ends it at once
+        self.works_here = False  # the driver itself is working, with nothing to commit: a stop ends it at once
         self.log = log
         signal.signal(signal.SIGTERM, self.handle)
         signal.signal(signal.SIGINT, self.handle)
-        # A closed terminal or a dropped ssh; under nohup it is ignored, and stays so.
+        # A closed terminal or a dropped ssh connection. Under nohup the signal stays ignored.
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             signal.signal(signal.SIGHUP, self.handle)
-        # The parent process may have held them back: a fork server of workers does.
+        # The parent process may have blocked these signals; a fork server does.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 
-    def is_asked(self) -> bool:
-        """Tell whether this process is to end."""
+    def is_stop_requested(self) -> bool:
+        """Return whether this process is asked to end."""
         return self.received is not None
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Remember the request; raise Preempted where the driver itself works, RunOwned where the run is lost.
+        """Record the request; raise Preempted if the driver itself is working, RunOwned if the run is lost.
 
         Raises KeyboardInterrupt at a second SIGINT.
         """
-        # A second SIGTERM asks for the same thing again; a second Ctrl-C is a person who does not want to wait.
+        # A second SIGTERM is a repetition; a second Ctrl-C comes from a person who does not want to wait.
         if self.received is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt("interrupted twice: ended without a commit; the last checkpoint stands")
+            raise KeyboardInterrupt("interrupted twice: ended without a commit; the last checkpoint is intact")
         if self.received is not None:
             return
         self.received = number
-        # The lease's own signal: nothing is committed or written any more (`Session.poll`).
+        # Sent by the lease because the run is lost: nothing may be committed or written now (`Session.poll`).
         if self.lease.lost is not None:
             if self.works_here:
                 raise self.lease.lost
             return
         name = signal.Signals(number).name
         if self.works_here:
-            raise Preempted(f"stopped by {name}; what is finished is kept, run the same command again to go on")
-        self.log(f"{name}: finishing the step, committing, then exit 75; Ctrl-C again ends at once")
+            raise Preempted(f"stopped by {name}; finished work is kept, run the same command again to resume")
+        self.log(f"{name}: finishing the step and committing, then exit code 75; press Ctrl-C again to end at once")
 
 
 def stages_of(campaign: Campaign, only: str | None) -> list[Stage]:
@@ -230,25 +230,25 @@ def stages_of(campaign: Campaign, only: str | None) -> list[Stage]:
     of_kind = [stage for stage in campaign.stages if stage.kind.name == only]
     sections = list(dict.fromkeys(stage.source for stage in of_kind))
     if len(sections) > 1:
-        found = f"{len(sections)} stages of kind {only}: {', '.join(sections)}"
-        raise ConfigError(f"the recipe has {found}; --only names one")
+        matches = f"{len(sections)} stages of kind {only}: {', '.join(sections)}"
+        raise ConfigError(f"the recipe has {matches}; name one of them with --only")
     if not sections:
         campaign.stage(only)  # raises ConfigError with the nearest name
     return [stage for stage in campaign.stages if stage.source in sections]
 
 
 def warn_of_unused_gpus(cluster: ClusterConfig, log: Callable[[str], None]) -> None:
-    """Report once that GPUs are there which no worker uses, and which key is to be set."""
+    """Log that GPUs are unused, and which setting would use them."""
     gpus, place = nodes_of(cluster).gpus_present()
     used = cluster.most * cluster.gpus_per_worker
-    unused = f"unused GPUs: {gpus - used} of the {gpus} of this {place}"
+    unused = f"unused GPUs: {gpus - used} of {gpus} in this {place}"
     if gpus and not used:
-        log(f"{unused}: the workers compute on the CPU; type cluster.gpus_per_worker=1 to use them")
-    # The rest of another cluster is for other people.
+        log(f"{unused}: the workers use the CPU; type cluster.gpus_per_worker=1 to use them")
+    # In a shared cluster, other people may use the remaining GPUs.
     elif gpus > used and place == "machine":
         workers_that_fit = gpus // cluster.gpus_per_worker
         key = "cluster.workers" if cluster.least == cluster.most else "cluster.workers.most"
         advice = f"type {key}={workers_that_fit} to use them"
         if workers_that_fit == cluster.most:
-            advice = f"too few for one more worker of {cluster.gpus_per_worker}"
+            advice = f"too few for another worker with {cluster.gpus_per_worker} GPUs"
         log(f"{unused}; {advice}")

@@ -1,7 +1,7 @@
-"""One stage of a campaign, run: what is checked before it, its work, and the files that record what it did.
+"""Runs one stage of a campaign: checks its inputs, lets it work, and records its outcome.
 
 `run_stage`, in order:
-1. check that the stages it reads have finished, and that what they made fits it;
+1. check that its parent stages have finished, and that their outputs fit;
 2. refuse a half-done stage of the same name with another config: undo the change, or start over with `--fresh`;
 3. write `stage.json`: the config that this folder belongs to, which a later start compares with its own;
 4. let the stage work (jobs/stages). If a run of a sweep diverges, this is its outcome, which the sweep's table shows;
@@ -32,14 +32,14 @@ from pipeline.monitoring.telemetry import account, read_metrics
 
 
 def run_stage(context: Context, *, fresh: bool) -> dict[str, Any]:
-    """Run a stage that has not finished; return the content of its done.json.
+    """Run an unfinished stage; return the content of its done.json.
 
     Raises ConfigError if a stage that it reads has not run, or, unless `fresh`, if it is half done with another config.
     """
     began = time.time()
     stage = context.stage
     directory = context.directory
-    # 1 and 2. Nothing is written before these have passed: a start that is refused leaves the run as it was.
+    # 1 and 2. Nothing is written before these have passed: a refused start leaves the run unchanged.
     check_parents(context)
     # Data that earlier stages made exists only now.
     available = Available(context.campaign)
@@ -60,7 +60,7 @@ def run_stage(context: Context, *, fresh: bool) -> dict[str, Any]:
     # A driver that was frozen, and woke up after another took the run over, must not record that its stage is done.
     context.check_owned()
 
-    # 5 and 6. Each file is written whole, and done.json last: it promises that all others exist.
+    # 5 and 6. Each file is written atomically, and done.json last: it implies that all others exist.
     files = outcome.pop("files", {})
     write_provenance(context, inputs, outcome)
     # Weights were read back by the worker that wrote them, before anybody else could have changed them.
@@ -84,7 +84,8 @@ def check_parents(context: Context) -> None:
         outcome = context.campaign.done(context.campaign.stage(parent))
         if outcome is None:
             raise ConfigError(
-                f"{stage.name}.{field} is {value}, which has not run\n  run the campaign, or {parent} alone first"
+                f"{stage.name}.{field} is {value}, which has not run\n"
+                f"  run the whole campaign, or first run --only {parent}"
             )
         if DIVERGED in outcome and not stage.kind.reads_outcomes:
             raise Diverged(f"{stage.name}.{field} is {value}, which has diverged\n  {outcome[DIVERGED]}")
@@ -108,7 +109,7 @@ def record_start(context: Context, began: float) -> None:
 
 
 def outcome_of_divergence(context: Context, error: StageFailed) -> dict[str, Any]:
-    """Return the outcome of a run of a sweep that has diverged. Raises every other error."""
+    """Return the outcome of a diverged run of a sweep. Raises every other error."""
     stage = context.stage
     # The largest learning rate of a grid may well diverge: the table shows it, and the other runs continue.
     if not stage.is_run or error.kind != Diverged.__name__:
@@ -119,7 +120,7 @@ def outcome_of_divergence(context: Context, error: StageFailed) -> dict[str, Any
 
 
 def write_provenance(context: Context, inputs: Mapping[str, object], outcome: Mapping[str, Any]) -> None:
-    """Write provenance.json: where the outcome comes from."""
+    """Write provenance.json: config, inputs, code and environment of the outcome."""
     stage = context.stage
     provenance: dict[str, Any] = {
         "stage": stage.name,

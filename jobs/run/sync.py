@@ -1,13 +1,13 @@
-"""A run in an object store: its small files are copied there and back.
+"""Synchronizes the small files of a run in an object store with its local folder.
 
 In the store, next to the checkpoints (data/bucket.py), under the run's URL:
-    leases/, attempts/      who owns the run (jobs/ownership.py); attempts/000000.json is the test of the store
+    leases/, attempts/      the owner of the run (jobs/ownership.py); attempts/000000.json tests the store
     status.json, log.txt, <stage>/stage.json, <stage>/weights.safetensors …    as in a run directory
 Here, in the run's local folder: the same small files, and sync.json, which names the owner of these files.
 
 One command on such a run, in order (`synced`), once it has the lease:
 1. fetch its small files, unless the last owner worked in this folder (`pull`);
-2. store what has changed every minute, in a thread, and at the end of each stage and of the command. Before each file,
+2. store changed files every minute in a thread, and at the end of each stage and of the command. Before each file,
    check that this command still owns the run.
 """
 
@@ -27,7 +27,7 @@ from pipeline.artifacts import DONE
 from pipeline.checkpoints.manifest import ATTEMPTS, attempt_folder
 
 SYNC_FILE = "sync.json"
-PUT_EVERY_S = 60.0  # between two rounds of the thread that stores what has changed
+PUT_EVERY_S = 60.0  # between two rounds of the thread that stores changed files
 NOT_SYNCED = ("checkpoints", ATTEMPTS, LEASES)  # folders: they have rules of their own
 
 Log = Callable[[str], None]
@@ -35,7 +35,7 @@ Log = Callable[[str], None]
 
 @contextmanager
 def synced(storage: Storage, lease: Lease, log: Log) -> Iterator[Callable[[], None]]:
-    """Keep a run's local folder and its URL equal during the block; yield the function that stores what has changed.
+    """Keep a run's local folder and its URL equal during the block; yield the function that stores changed files.
 
     That function raises RunOwned if another command took the run over; for a run in a folder it does nothing else.
     Raises StorageError.
@@ -45,7 +45,7 @@ def synced(storage: Storage, lease: Lease, log: Log) -> Iterator[Callable[[], No
         return
     # 1. The folder has the files of the last owner already if that command worked in it.
     sync = Sync(storage, lease, log)
-    has_files = lease.last_token == sync.last_token
+    has_files = lease.previous_token == sync.previous_token
     sync.pull(has_files)
     sync.note()
     # 2. A thread, because a large file takes minutes.
@@ -53,7 +53,7 @@ def synced(storage: Storage, lease: Lease, log: Log) -> Iterator[Callable[[], No
     thread = threading.Thread(target=sync.keep_putting, args=(has_ended,), name="sync", daemon=True)
     thread.start()
     try:
-        # What the last command here could not store: workers on other nodes may wait for the end of a stage.
+        # Files that the last command here could not store: workers on other nodes may wait for the end of a stage.
         if has_files:
             sync.put()
         yield sync.put
@@ -66,11 +66,11 @@ def synced(storage: Storage, lease: Lease, log: Log) -> Iterator[Callable[[], No
         try:
             sync.put()
         except (PatchlineError, OSError) as error:
-            log(f"the last lines of this command are in {sync.run} alone: {error}")
+            log(f"could not store the last lines of this command; they are only in {sync.run}: {error}")
 
 
 class Sync:
-    """The local folder of a run, and the same in an object store."""
+    """Copies changed small files between a run's local folder and its object store."""
 
     def __init__(self, store: Bucket, lease: Lease, log: Log) -> None:
         self.store = store
@@ -79,17 +79,17 @@ class Sync:
         self.log = log
         self.lock = threading.Lock()  # the thread and the command do not store files at the same time
         # The command that worked here last, and by name: size and mtime in ns of the files in the store.
-        self.last_token, self.known = last_owner(store.local)
+        self.previous_token, self.known = last_owner(store.local)
 
     def keep_putting(self, has_ended: threading.Event) -> None:
-        """Store what has changed repeatedly, as long as this command owns the run."""
+        """Store changed files repeatedly, as long as this command owns the run."""
         while not has_ended.wait(PUT_EVERY_S):
             try:
                 self.put()
             except RunOwned:
                 return
             except (PatchlineError, OSError) as error:
-                self.log(f"not all small files are in {self.store.url} yet: {error}")
+                self.log(f"could not store all small files in {self.store.url}, retrying: {error}")
 
     def pull(self, has_files: bool) -> None:
         """Fetch the run's small files. They replace the content of the folder if it has another owner's files."""
@@ -104,7 +104,7 @@ class Sync:
             self.known[name] = state_of(self.run / name)
 
     def put(self) -> None:
-        """Store every small file that has changed; the record that a stage is done comes last.
+        """Store every changed small file; the record of a finished stage comes last.
 
         Raises RunOwned if another command took the run over, StorageError.
         """
@@ -170,7 +170,7 @@ def last_owner(run: Path) -> tuple[str, dict[str, list[int]]]:
 
 
 def is_synced(name: Path) -> bool:
-    """Return whether a file of a run, named relative to it, is a small one that is both here and in the store."""
+    """Return whether a file, named relative to the run, is one of the synchronized small files."""
     is_elsewhere = any(part in NOT_SYNCED for part in name.parts[:-1])
     return not is_elsewhere and name.as_posix() != SYNC_FILE and not name.name.startswith(".tmp-")
 

@@ -8,7 +8,7 @@
 
 One command calls, in this order:
 1. `started`, when the run belongs to this command;
-2. for each stage that is not skipped: `stage`, then `status` about twice a second while its workers run. The state of
+2. for each stage, unless it is skipped: `stage`, then `status` about twice a second while its workers run. The state of
    the first message of a stage is "waiting", that of the last one "ended";
 3. `ended`, when status.json says how the command ended. It is not called if another command took the run over;
 4. `close`, when the lease of the run is released.
@@ -39,13 +39,13 @@ class Watcher:
         """Prepare to watch this stage."""
 
     def status(self, message: StatusMessage) -> None:
-        """Show how the stage stands. This is called from the driver's loop: return at once."""
+        """Show the stage's status. This is called from the driver's loop: return at once."""
 
     def ended(self) -> None:
         """Show how the command ended; the run still belongs to it."""
 
     def close(self) -> None:
-        """Release what the watcher holds."""
+        """Release the watcher's resources."""
 
 
 class Watchers:
@@ -92,7 +92,7 @@ class Watchers:
             self.status("ended")
 
     def status(self, state: StageState, attempt: int = 0, step: int = 0) -> None:
-        """Read how the stage stands and send it to every watcher."""
+        """Read the stage's status and send it to every watcher."""
         # A stale handle of a shared folder costs this message; the next one reads again.
         with suppress(OSError):
             assert self.reader is not None
@@ -102,7 +102,7 @@ class Watchers:
                     watcher.status(message)
 
     def close(self) -> None:
-        """Close the watchers, in reverse order: the terminal, which comes first, shows what the others log."""
+        """Close the watchers, in reverse order: the terminal, which comes first, shows the lines of the others."""
         for watcher in reversed(self.watchers):
             with self.failures_logged(watcher):
                 watcher.close()

@@ -146,7 +146,7 @@ class Training(StageKind):
             context,
             worlds=allowed_worlds(cfg, campaign.cluster),
             stall_s=cfg.stall_s,
-            handed_on=(EXCLUDED_STEPS,),
+            carried_files=(EXCLUDED_STEPS,),
             accompany=partial(accompany, companions),
         )
         # 3. What was done during training is finished; the records are all here from then on.

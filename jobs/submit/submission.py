@@ -1,15 +1,15 @@
-"""A campaign as a Ray job: submit, list, logs, stop, by the name of the run.
+"""Campaigns as Ray jobs: submit, list, show the logs and stop, by the name of the run.
 
 How a run is submitted:
-1. refuse secrets in the environment, a checkout too large to ship, and a run that has a job which is alive;
-2. ship the checkout, without what EXCLUDES and .gitignore name, and start `command` in it on the head node;
-3. name the job by the run and the number of the try: `/data/runs/digits` → `digits-002-4f1a`.
+1. refuse secrets in the environment, a checkout too large to ship, and a run that already has a live job;
+2. ship the checkout, without the files that EXCLUDES and .gitignore name, and start `command` in it on the head node;
+3. name the job after the run and the number of the try: `/data/runs/digits` → `digits-002-4f1a`.
 
 >>> submit("/data/runs/digits", ["python", "-m", "jobs", "run", "jobs/recipes/digits.yaml"])
 RayJob(id="digits-002-4f1a", run="/data/runs/digits", status="PENDING", started_s=1763800000.0, exit_code=None, …)
 
-A job is found again by the `run` in its metadata. Ray's table of jobs is lost with the head; the truth about a run is
-its directory.
+Jobs are found by the `run` in their metadata. Ray loses its table of jobs with the head; the state of a run is in its
+directory.
 """
 
 import asyncio
@@ -45,20 +45,20 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 MIB = 2**20
-UPLOAD_LIMIT_BYTES = 100 * MIB  # of the Jobs API, which answers 413 above it
-IGNORE_FILES = (".gitignore", ".rayignore")  # Ray reads both in every folder, for what lies below that folder
-STOP_GRACE_S = 120  # to finish the step and commit; Ray kills after 3 s by default
-STOP_WAIT_S = STOP_GRACE_S + 30  # the rest is for the status to follow
+UPLOAD_LIMIT_BYTES = 100 * MIB  # limit of the Jobs API, which answers 413 above it
+IGNORE_FILES = (".gitignore", ".rayignore")  # Ray reads both in every folder, for the contents of that folder
+STOP_GRACE_S = 120  # to finish the step and commit; Ray's default is 3 s
+STOP_WAIT_S = STOP_GRACE_S + 30  # 30 s more for the status to change
 LISTED_FIRST = {"RUNNING": 0, "PENDING": 1}
 POLL_S = 0.5
-LOOK_EVERY_S = 5.0  # of silence in a job's log, after which the head is asked for the job
+LOOK_EVERY_S = 5.0  # silence in a job's log after which the job's status is requested from the head
 LOOK_TIMEOUT_S = 10.0
-HEAD_PATIENCE_S = 60.0  # without an answer, after which a head is gone
-AGENT_WAIT_S = 300.0  # after `ray start`; on a busy machine of two cores the agent took more than a minute
+HEAD_PATIENCE_S = 60.0  # without an answer, after which the head is considered lost
+AGENT_WAIT_S = 300.0  # after `ray start`; on a busy machine with two cores the agent took more than a minute
 NO_AGENT = "No available agent to submit job"
 RAY_LINE = re.compile(r"^\d{4}-\d\d-\d\d [\d:,]+\tINFO job_manager\.py:\d+ -- .*\n", re.MULTILINE)
 
-# Ray's own stop does nothing to a job whose supervisor has no place yet. The supervisor is an actor, and its name ends
+# Ray's own stop has no effect on a job whose supervisor has no place yet. The supervisor is an actor whose name ends
 # with the job's id.
 KILL_PENDING = """
 import ray
@@ -72,14 +72,15 @@ for actor in list_actors(filters=[("state", "!=", "DEAD")], limit=10_000):
 
 @dataclass(frozen=True)
 class RayJob:
-    """A campaign as the cluster's table of jobs has it."""
+    """A submitted campaign, as listed in the cluster's table of jobs."""
 
     id: str
     run: str
-    status: str  # PENDING RUNNING STOPPED SUCCEEDED FAILED; in `list_jobs` PENDING also while its driver waits
-    started_s: float  # since 1970
+    # PENDING RUNNING STOPPED SUCCEEDED FAILED; in `list_jobs`, also PENDING while the driver waits for places
+    status: str
+    started_s: float  # seconds since 1970
     exit_code: int | None
-    last_line: str = ""  # that its driver has printed; only `list_jobs` reads it, and only of a job that runs
+    last_line: str = ""  # last line of a running job's output; set by `list_jobs` only
 
     @property
     def alive(self) -> bool:
@@ -100,13 +101,13 @@ def submit(
     environment: Mapping[str, str] = MappingProxyType({}),
     root: Path = ROOT,
 ) -> RayJob:
-    """Ship the checkout and run `command` in it on the cluster, as the next try of `run`.
+    """Ship the checkout to the cluster and run `command` in it, as the next try of `run`.
 
-    Raises RunOwned when a job of this run is alive, UsageError for what `environment` may not hold or a checkout
-    too large to ship, ClusterError when there is no cluster.
+    Raises RunOwned if the run has a live job, UsageError for secrets in `environment` or an oversized checkout,
+    ClusterError if there is no cluster.
     """
-    # Both are refused before there is a connection: Ray shows a job's environment in clear, and answers more than 100
-    # MiB with HTTP 413.
+    # Check these before connecting: Ray shows a job's environment to everybody, and answers more than 100 MiB with HTTP
+    # status 413.
     try:
         check_environment(environment)
     except ConfigError as error:
@@ -114,30 +115,30 @@ def submit(
     size = sum(measure(root).values())
     client = _connect()
     tries = _jobs_of_run(client, run)
-    # Two drivers would fight for the run; its lock holds too, but only the second job's log would say so.
+    # Two drivers would compete for the run. Its lease protects it too, but only the second job's log would show that.
     for job in tries:
         if job.alive:
             raise RunOwned(
                 f"{run} is owned by job {job.id}, {job.status} since {job.started}\n"
-                f"a run has one owner\n"
-                f"type `python -m jobs stop {run}` first, or follow it with `python -m jobs logs {run}`"
+                f"a run has one owner at a time\n"
+                f"type `python -m jobs stop {run}` to stop it, or `python -m jobs logs {run}` to follow it"
             )
-    # Of the run's name only letters that an id may have. The random end keeps ids apart where Ray's table was lost, and
-    # counting starts anew.
+    # Keep only characters that an id may contain. The random suffix keeps ids unique if Ray's table was lost and the
+    # count starts again.
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(run).name) or "run"
     job_id = f"{name}-{len(tries) + 1:03d}-{os.urandom(2).hex()}"
-    # Ray kills 3 s after SIGTERM unless told otherwise, too soon to commit. Unbuffered, so that `logs` shows a line
-    # when it is printed.
+    # By default Ray kills a job 3 s after SIGTERM, which is too soon to commit. Output is unbuffered, so that `logs`
+    # shows each line at once.
     variables = {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_GRACE_S), "PYTHONUNBUFFERED": "1", **environment}
     metadata = {"job_name": Path(run).name, "run": run}
     environment_of_job = {"excludes": EXCLUDES, "env_vars": variables}
     echo(f"shipping {root}: {size / MIB:.1f} MiB before compression")
-    # The `ray job submit` that does the same, but for Ray's own quoting, which mangles braces in the command.
+    # The equivalent `ray job submit`, except that Ray's own quoting breaks braces in the command.
     words = ["ray", "job", "submit", "--address", client.get_address(), "--submission-id", job_id, "--working-dir", "."]
     words += ["--metadata-json", json.dumps(metadata)]
     words += ["--runtime-env-json", json.dumps(environment_of_job)]
-    echo(f"the same by hand: {shlex.join([*words, '--', *command])}")
-    # Ray runs the command in a shell: shlex keeps braces and blanks of an override together.
+    echo(f"equivalent command: {shlex.join([*words, '--', *command])}")
+    # Ray runs the command in a shell: shlex protects braces and spaces in overrides.
     submit_job = partial(
         client.submit_job,
         entrypoint=shlex.join(command),
@@ -151,23 +152,23 @@ def submit(
 
 
 def list_jobs() -> list[RayJob]:
-    """Return every job that was submitted here: those that run, those that wait, then those that have ended.
+    """Return all jobs submitted by Patchline: running ones first, then waiting ones, then ended ones.
 
-    The latest of each kind stands first.
+    Within each group, the latest comes first.
     """
     client = _connect()
     jobs = []
     for job in reversed(_submitted_jobs(client)):
         if not job.run:
-            continue  # it was submitted without Patchline
+            continue  # not submitted by Patchline
         if job.status == "RUNNING":
-            # The Jobs API gives a log whole; it has a line a report, so that of a long campaign has some megabytes.
-            # There is none where the job's node is away.
+            # The Jobs API only returns complete logs; the log of a long campaign has some megabytes. There is no log
+            # if the job's node is unreachable.
             with suppress(RuntimeError):
                 lines = RAY_LINE.sub("", client.get_job_logs(job.id)).split("\n")
-                # What stands behind the last line break is half a line.
+                # The text after the last line break is an incomplete line.
                 if len(lines) > 1:
-                    # A driver that has started may still wait for its workers' places.
+                    # A running driver may still wait for places for its workers.
                     is_waiting = lines[-2].startswith(WAITING)
                     job = replace(job, last_line=lines[-2], status="PENDING" if is_waiting else "RUNNING")
         jobs.append(job)
@@ -175,36 +176,39 @@ def list_jobs() -> list[RayJob]:
 
 
 def status(run: str) -> RayJob:
-    """Return the latest job of the run. Raises UsageError when there is none, naming the runs that have one."""
+    """Return the latest job of the run. Raises UsageError if it has none, naming the runs with jobs."""
     return _latest_job(_connect(), run)
 
 
 def alive_job(run: str) -> RayJob | None:
-    """Return the run's job that waits or runs; None where there is none."""
+    """Return the run's waiting or running job; None if there is none."""
     alive = [job for job in _jobs_of_run(_connect(), run) if job.alive]
     return alive[-1] if alive else None
 
 
 def logs(run: str, *, write: Callable[[str], None] | None = None) -> RayJob:
-    """Write what the run's latest job prints, until it ends; to standard output, where no `write` is named.
+    """Write the output of the run's latest job until the job ends; to standard output by default.
 
-    Raises ClusterError where the cluster's head has not answered for HEAD_PATIENCE_S, or has lost its table of jobs.
+    Raises ClusterError if the cluster's head has not answered for HEAD_PATIENCE_S, or has lost its table of jobs.
     """
     client = _connect()
     job = _latest_job(client, run)
     address = client.get_address()
-    go_on = f"once a head is there, `python -m jobs submit` goes on; until then type `python -m jobs status {run}`"
+    advice = (
+        f"type `python -m jobs status {run}` to see its progress; "
+        "when a head is running again, `python -m jobs submit` resumes it"
+    )
     written = 0  # characters of the job's log
     texts = _tail(client, job.id)
-    answered_s = time.monotonic()  # when the head was last heard of
+    answered_s = time.monotonic()  # when the head last answered
     alive_s = time.monotonic()  # when the job was last known to be alive
     while True:
-        # 1. What the job prints. None ends the connection: the job has ended, or the head is away.
+        # 1. The job's output. None means that the connection has ended: the job has ended, or the head is unreachable.
         text: str | None = ""
         with suppress(queue.Empty):
             text = texts.get(timeout=LOOK_EVERY_S)
         if text:
-            # Without Ray's own line, before the driver's first, that an environment is being set up.
+            # Remove Ray's own line about setting up the environment, which precedes the driver's output.
             driver_text = RAY_LINE.sub("", text)
             if write is not None:
                 write(driver_text)
@@ -214,8 +218,8 @@ def logs(run: str, *, write: Callable[[str], None] | None = None) -> RayJob:
             answered_s = time.monotonic()
             continue
 
-        # 2. In a silence, is the head there, and the job alive? Ray's connection has no heartbeat, and a head that
-        #    loses its power closes none. Its client knows no deadline either.
+        # 2. After a silence: does the head answer, and is the job alive? Ray's connection has no heartbeat, a head that
+        #    loses power does not close it, and Ray's client has no timeout.
         try:
             jobs = _within(LOOK_TIMEOUT_S, lambda: _jobs_of_run(client, job.id))
             answered_s = time.monotonic()
@@ -225,20 +229,20 @@ def logs(run: str, *, write: Callable[[str], None] | None = None) -> RayJob:
                 raise ClusterError(
                     f"the cluster's head at {address} has not answered for {silent_s:.0f} s "
                     f"({type(error).__name__}); job {job.id} was {job.status}\n"
-                    "with a head its jobs are gone; what the run has committed is in its directory\n"
-                    f"{go_on}"
+                    "jobs end with their head; the run's checkpoints are in its directory\n"
+                    f"{advice}"
                 ) from None
             jobs = [job]
             if text is None:
                 time.sleep(LOOK_EVERY_S)
         if not jobs:
             raise ClusterError(
-                f"the cluster's head at {address} knows no job {job.id} any more: it was started anew\n"
-                f"what the run has committed is in its directory\n{go_on}"
+                f"the cluster's head at {address} does not know job {job.id}: it was restarted\n"
+                f"the run's checkpoints are in its directory\n{advice}"
             )
         if jobs[0].alive:
             alive_s = time.monotonic()
-        # Its last lines may come behind its end; the connection ends behind them.
+        # The job's last lines may arrive after its end; the connection ends after them.
         elif text is None or time.monotonic() - alive_s > LOOK_TIMEOUT_S:
             return jobs[0]
         if text is None:
@@ -246,7 +250,7 @@ def logs(run: str, *, write: Callable[[str], None] | None = None) -> RayJob:
 
 
 def _tail(client: "JobSubmissionClient", job_id: str, skip: int = 0) -> "queue.Queue[str | None]":
-    """Return a queue into which a thread puts what a job prints behind the first `skip` characters, and None last."""
+    """Return a queue that a thread fills with a job's output after the first `skip` characters; None comes last."""
     texts: queue.Queue[str | None] = queue.Queue()
 
     async def follow() -> None:
@@ -257,7 +261,7 @@ def _tail(client: "JobSubmissionClient", job_id: str, skip: int = 0) -> "queue.Q
             to_skip = max(0, to_skip - len(text))
 
     def work() -> None:
-        # How a connection breaks says nothing that the caller does not find out by asking.
+        # The caller finds out why the connection broke when it requests the job's status.
         with suppress(Exception):
             asyncio.run(follow())
         texts.put(None)
@@ -267,7 +271,7 @@ def _tail(client: "JobSubmissionClient", job_id: str, skip: int = 0) -> "queue.Q
 
 
 def _within(seconds: float, work: Callable[[], Value]) -> Value:
-    """Return what `work` returns or raises, or raise TimeoutError; a daemon thread may wait for it for ever."""
+    """Return or raise what `work` does, or raise TimeoutError; its daemon thread may then wait for ever."""
     future: Future[Value] = Future()
 
     def run() -> None:
@@ -281,25 +285,25 @@ def _within(seconds: float, work: Callable[[], Value]) -> Value:
 
 
 def stop(run: str) -> RayJob:
-    """Ask the run's latest job to commit and end, and wait for it; a pending one is ended where it waits.
+    """Ask the run's latest job to commit and end, and wait for its end; a pending job is cancelled.
 
-    Raises ClusterError when the job is still alive after STOP_WAIT_S.
+    Raises ClusterError if the job is still alive after STOP_WAIT_S.
     """
     client = _connect()
     job = _latest_job(client, run)
     if not job.alive:
         echo(f"job {job.id} has already ended: {job.status}")
         return job
-    echo(f"stopping job {job.id}: it finishes its step and commits, for up to {STOP_GRACE_S} s")
+    echo(f"stopping job {job.id}: waiting up to {STOP_GRACE_S} s for it to finish its step and commit")
     client.stop_job(job.id)
-    # Ray's stop does nothing to a job without a place: it stayed PENDING until Ray gave it up after 900 s (measured).
-    # A second job kills its supervisor: the Jobs API has no call for that, and may be all that we can reach.
+    # Ray's stop has no effect on a job without a place: it stayed PENDING until Ray gave up after 900 s (measured). The
+    # Jobs API cannot kill its supervisor and may be our only access to the cluster, so a second job kills it.
     if job.status == "PENDING":
         command = shlex.join(["python", "-c", KILL_PENDING.format(id=job.id)])
         helper = _submit_when_possible(partial(client.submit_job, entrypoint=command))
         while client.get_job_status(helper) in ("PENDING", "RUNNING"):
             time.sleep(POLL_S)
-        # Otherwise the helper would stay in the cluster's list of jobs.
+        # Remove the helper from the cluster's list of jobs.
         client.delete_job(helper)
 
     deadline = time.monotonic() + STOP_WAIT_S
@@ -310,20 +314,20 @@ def stop(run: str) -> RayJob:
     if job.alive:
         raise ClusterError(
             f"job {job.id} is still {job.status} after {STOP_WAIT_S} s\n"
-            f"its node may be gone, or busy writing\n"
-            f"type `python -m jobs stop {run}` again, or look at {client.get_address()}/#/jobs/{job.id}"
+            f"its node may be lost, or busy writing a checkpoint\n"
+            f"type `python -m jobs stop {run}` again, or see {client.get_address()}/#/jobs/{job.id}"
         )
     echo(f"job {job.id}: {job.status}")
     return job
 
 
-# ------------------------------------------------------------------------ what a job takes along
+# ------------------------------------------------------------------------ the size of a shipped checkout
 
 
 def measure(root: Path) -> dict[str, int]:
-    """Return the bytes of all that Ray would ship from `root`, before compression, by entry of its first two levels.
+    """Return the uncompressed bytes that Ray would ship from `root`, by entry of its first two levels.
 
-    Raises UsageError, naming the largest, when that is more than the Jobs API takes.
+    Raises UsageError with the largest entries if the total exceeds the limit of the Jobs API.
     """
     sizes: Counter[str] = Counter()
 
@@ -333,7 +337,7 @@ def measure(root: Path) -> dict[str, int]:
                 patterns = PathSpec.from_lines("gitignore", (folder / name).read_text().splitlines())
                 excludes = [*excludes, (folder, patterns)]
         for path in folder.iterdir():
-            # As Ray does: a pattern that ends with a slash matches what lies in a folder, and never the folder itself.
+            # Like Ray: a pattern with a trailing slash matches the contents of a folder, but not the folder itself.
             if any(patterns.match_file(path.relative_to(base)) for base, patterns in excludes):
                 continue
             if path.is_dir():
@@ -346,9 +350,9 @@ def measure(root: Path) -> dict[str, int]:
     if sizes.total() > UPLOAD_LIMIT_BYTES:
         largest = ", ".join(f"{name} {size / MIB:.0f} MiB" for name, size in sizes.most_common(5))
         raise UsageError(
-            f"the checkout is {sizes.total() / MIB:.0f} MiB, Ray takes {UPLOAD_LIMIT_BYTES / MIB:.0f}\n"
+            f"the checkout has {sizes.total() / MIB:.0f} MiB, but Ray accepts {UPLOAD_LIMIT_BYTES / MIB:.0f} MiB\n"
             f"largest: {largest}\n"
-            f"move them out of {root}, or name them in .rayignore"
+            f"move them out of {root}, or list them in .rayignore"
         )
     return dict(sizes)
 
@@ -357,19 +361,18 @@ def measure(root: Path) -> dict[str, int]:
 
 
 def _connect() -> "JobSubmissionClient":
-    """Return a client of the cluster that the environment names, or of a cluster of this machine."""
+    """Return a client for the cluster in the environment variables, or for a cluster on this machine."""
     address = os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS", "")
-    # Ray reads the variable that this sets when it is imported.
+    # This sets a variable that Ray reads when it is imported.
     use_token_if_any()
     from ray.job_submission import JobSubmissionClient
 
-    # Ray would print a line about every file that it leaves out of the package, every upload and the end of every log,
-    # and warn at every upload that `.venv` is left out, which EXCLUDES names. Some of its loggers have set a level of
-    # their own when they were imported; those that come later take that of "ray".
+    # Otherwise Ray logs every file that it excludes, every upload and the end of every log, and warns at every upload
+    # that `.venv` is excluded. Loggers that exist already may have their own level; later ones inherit that of "ray".
     for name in ("ray", *logging.root.manager.loggerDict):
         if name.partition(".")[0] == "ray":
             logging.getLogger(name).setLevel(logging.ERROR)
-    # Tried first, because Ray's client takes a minute to fail, and its message says less.
+    # Checked first, because Ray's client takes a minute to fail, with a less helpful message.
     if address not in ("", "auto"):
         require_reachable(address)
     try:
@@ -385,43 +388,43 @@ def _connect() -> "JobSubmissionClient":
 
 
 def _submit_when_possible(submit_job: Callable[[], str]) -> str:
-    """Submit a job and return its id; a head that has just started cannot take jobs yet, and is asked again.
+    """Submit a job and return its id; retry while the head has just started and cannot accept jobs yet.
 
-    Raises ClusterError where it takes none for AGENT_WAIT_S.
+    Raises ClusterError if the head accepts no job for AGENT_WAIT_S.
     """
     deadline = time.monotonic() + AGENT_WAIT_S
-    has_said = False
+    is_reported = False
     while True:
         try:
             return submit_job()
         except RuntimeError as error:
-            # The head answers this when its agent, which runs jobs and starts last, is not there after 10 s.
+            # The head answers this after 10 s without its agent, which runs jobs and starts last.
             if NO_AGENT not in str(error):
                 raise
-            if not has_said:
-                echo(f"waiting for the agent of the cluster's head, which runs jobs; for up to {AGENT_WAIT_S:.0f} s")
-                has_said = True
+            if not is_reported:
+                echo(f"waiting up to {AGENT_WAIT_S:.0f} s for the agent of the cluster's head, which runs jobs")
+                is_reported = True
         if time.monotonic() > deadline:
             raise ClusterError(
-                f"the cluster's head takes no jobs: its agent has not started within {AGENT_WAIT_S:.0f} s\n"
-                "the head may be overloaded, or another Ray of that machine has its port, 52365\n"
-                "look at the head's /tmp/ray/session_latest/logs/dashboard_agent.log; for a port of its own type\n"
+                f"the cluster's head accepts no jobs: its agent has not started within {AGENT_WAIT_S:.0f} s\n"
+                "the head may be overloaded, or another Ray on its machine may use the agent's port, 52365\n"
+                "see /tmp/ray/session_latest/logs/dashboard_agent.log on the head; to use another port, type\n"
                 "`ray start --head --dashboard-agent-listen-port PORT`"
             )
         time.sleep(POLL_S)
 
 
 def _submitted_jobs(client: "JobSubmissionClient") -> list[RayJob]:
-    """Return the jobs of the cluster, oldest first."""
+    """Return all jobs of the cluster, oldest first."""
     jobs = []
     for details in client.list_jobs():
-        # A driver that merely joined the cluster has no submission id.
+        # A driver that joined the cluster without being submitted has no submission id.
         if details.submission_id:
             job = RayJob(
                 id=details.submission_id,
                 run=(details.metadata or {}).get("run", ""),
                 status=str(details.status),
-                started_s=(details.start_time or 0) / 1000,  # Ray has milliseconds
+                started_s=(details.start_time or 0) / 1000,  # Ray uses milliseconds
                 exit_code=details.driver_exit_code,
             )
             jobs.append(job)
@@ -429,7 +432,7 @@ def _submitted_jobs(client: "JobSubmissionClient") -> list[RayJob]:
 
 
 def _jobs_of_run(client: "JobSubmissionClient", run: str) -> list[RayJob]:
-    """Return the jobs of a run, which may be named by a job's id as well, oldest first."""
+    """Return the jobs of a run, oldest first; `run` may also be the id of a job."""
     return [job for job in _submitted_jobs(client) if run in (job.run, job.id)]
 
 
@@ -439,7 +442,7 @@ def _latest_job(client: "JobSubmissionClient", run: str) -> RayJob:
         return jobs[-1]
     runs = sorted({job.run for job in _submitted_jobs(client)} - {""})
     raise UsageError(
-        f"no job of {run} at {client.get_address()}\n"
-        f"runs with jobs there: {', '.join(runs) or 'none'}; a restart of the head forgets them\n"
+        f"no job for {run} at {client.get_address()}\n"
+        f"runs with jobs there: {', '.join(runs) or 'none'} (the list is lost when the head restarts)\n"
         f"type `python -m jobs list`, or `python -m jobs status` with the run's directory"
     )

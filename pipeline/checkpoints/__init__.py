@@ -1,1 +1,1 @@
-"""What a run saves: how it is written and committed, verified, read and pruned."""
+"""Checkpoints: written, committed, verified, read and deleted."""

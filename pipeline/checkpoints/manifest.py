@@ -1,12 +1,12 @@
-"""What a checkpoint says about itself, and whether files have the bytes that were promised; all without torch.
+"""The manifest of a checkpoint: its contents, and the digests that verify the files; all of it without torch.
 
     MANIFEST.json   {"step": 1200, …, "files": {"rank-00000.safetensors": {"bytes": 4096, …}}, "sha256": "9f3c…"}
 
-Of a worker's file it holds the sha256 of the whole and a short digest of every chunk, so that a reader of a part can
-check that part alone.
+For each worker's file it holds the sha256 of the whole file and a short digest of every chunk, so that a reader of a
+part can verify only that part.
 
-`status` reads manifests, and a record of a stage (pipeline/artifacts.py) promises files in the same way: neither needs
-torch, which takes 1.4 CPU-seconds to import. The checkpoints themselves: pipeline/checkpoints/reader.py.
+This module does without torch, whose import takes 1.4 CPU-seconds: `status` reads manifests, and the records of a stage
+(pipeline/artifacts.py) list files in the same way. The checkpoints themselves: pipeline/checkpoints/reader.py.
 """
 
 import errno
@@ -24,75 +24,76 @@ from data.seal import Unsealed, seal, unseal
 from data.storage import Folder, Storage
 
 SCHEMA = 1
-ATTEMPTS = "attempts"  # in the run: a file for each attempt that was claimed
-# With these errors the file itself is bad; any other error means the storage is, and no checkpoint is to blame.
+ATTEMPTS = "attempts"  # folder of the run with one file per claimed attempt
+# These errors mean that the file itself is bad. Any other error is a failure of the storage, not of a checkpoint.
 UNREADABLE = {errno.EIO, errno.ENOENT, errno.EISDIR, errno.ENOTDIR}
-# A reader of a small range reads up to two chunks too much; a digest is 16 characters of the manifest.
+# A reader of a small range reads up to two chunks too many; each digest takes 16 characters of the manifest.
 LEAST_CHUNK = 1 << 18  # bytes
 MOST_CHUNKS = 1 << 12  # of a file
 DIGEST_LENGTH = 16  # hexadecimal digits of a chunk's digest
 
 
 class FileRecord(TypedDict):
-    """Holds what a record promises of one file."""
+    """Size and digest of one file, as a record promises them."""
 
     bytes: int
     sha256: str
 
 
 class ChunkedRecord(FileRecord):
-    """Holds what a manifest promises of one worker's file."""
+    """Size and digests of one worker's file, as the manifest promises them."""
 
-    chunk_bytes: int  # of all chunks but the last, which may be shorter
-    # XXH3 of 64 bits finds any accident, as sha256 does, and costs a fifteenth: 27 GB/s here (benchmarks/README.md).
-    chunks: str  # the digests of all chunks, one behind the other
+    chunk_bytes: int  # of every chunk; the last may be shorter
+    # 64-bit XXH3 detects accidental changes as sha256 does, at a fifteenth of the cost: 27 GB/s here
+    # (benchmarks/README.md).
+    chunks: str  # the concatenated digests of all chunks
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Holds what a checkpoint says about itself; it is plain data that prints."""
+    """The contents of a checkpoint's manifest; plain data that prints."""
 
     step: int
     samples_seen: int
-    updates: int  # optimizer updates: step less skipped ones
+    updates: int  # optimizer updates: steps without the skipped ones
     ledger: str
     attempt: int
     world: int
     zero: int
-    config: dict[str, Any]  # forbidden fields of the stage, for the diff at resume
+    config: dict[str, Any]  # "forbid" fields of the stage, to show differences when a resume is refused
     key: str  # of the stage
-    code: str  # version of the code that wrote it
+    code: str  # version of the code that wrote the checkpoint
     bad_samples: int = 0
-    # Ranges of samples that weigh nothing, each behind the step from which on (pipeline/extras/replays/masking.py).
+    # Ranges of masked samples: (first step that masks them, …), see pipeline/extras/replays/masking.py.
     masked: Sequence[Sequence[int]] = field(default_factory=list)
-    metrics: dict[str, float] = field(default_factory=dict)  # empty now: what a step scores is known after its commit
+    metrics: dict[str, float] = field(default_factory=dict)  # empty: a step is evaluated after its commit
     files: dict[str, ChunkedRecord] = field(default_factory=dict)  # by name
     schema: int = SCHEMA
 
     @property
     def name(self) -> str:
-        """Return the name of the checkpoint that the save becomes."""
+        """Return the name of the checkpoint that a save becomes when it is committed."""
         return f"step-{self.step:010d}"
 
     @property
     def total_bytes(self) -> int:
-        """Return the size of all files."""
+        """Return the total size of all files."""
         return sum(file["bytes"] for file in self.files.values())
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A file of a checkpoint is not what was committed: another checkpoint may be whole."""
+    """A file of a checkpoint differs from what was committed; another checkpoint may be intact."""
 
 
 class NewerSchema(CheckpointError):
-    """The checkpoint was written by a newer Patchline: it is sound, only not for this code, and never quarantined."""
+    """The checkpoint was written by a newer version of Patchline: it is intact and must not be quarantined."""
 
 
 # ------------------------------------------------------------------------ names
 
 
 def newest_attempt(storage: Storage) -> int:
-    """Return the highest attempt number claimed in a run; 0 where there is none. Raises StorageError, OSError."""
+    """Return the highest attempt number claimed in a run; 0 if there is none. Raises StorageError, OSError."""
     newest = 0
     for name in storage.list(ATTEMPTS):
         number = name.removeprefix(f"{ATTEMPTS}/").removesuffix(".json")
@@ -102,15 +103,15 @@ def newest_attempt(storage: Storage) -> int:
 
 
 def attempt_folder(directory: Path, attempt: int) -> Path:
-    """Return where the workers of an attempt leave their records, logs and places, in their stage's directory.
+    """Return the folder for the records, logs and phases of an attempt's workers, inside their stage's folder.
 
-    `attempt` counts over the whole run, because it fences late commits; logs and metrics.jsonl have the same number.
+    `attempt` counts over the whole run, because it fences off late commits; logs and metrics.jsonl use the same number.
     """
     return directory / "attempts" / f"attempt-{attempt:06d}"
 
 
 def committed(folder: Path) -> list[Path]:
-    """List the checkpoints in a folder, newest step first, and of one step the later attempt first."""
+    """List the checkpoints in a folder, newest step first; for equal steps the later attempt first."""
     return [folder / name for name in Folder(folder).published("")]
 
 
@@ -123,21 +124,21 @@ def step_of(checkpoint: Path) -> int:
 
 
 def sealed(manifest: Manifest) -> bytes:
-    """Return the content of a manifest file."""
+    """Return the content of a manifest file, sealed with its digest."""
     return seal(asdict(manifest)).encode()
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """Read what a checkpoint says about itself.
+    """Read and check the manifest of a checkpoint.
 
-    Raises CheckpointError where the manifest is missing, torn, altered, of another step or newer than this code.
-    Raises OSError where the storage fails, which says nothing about the checkpoint.
+    Raises CheckpointError if the manifest is missing, torn, altered, of another step, or newer than this code. Raises
+    OSError if the storage fails, which says nothing about the checkpoint.
     """
     return manifest_in(Folder(checkpoint.parent), checkpoint.name)
 
 
 def manifest_in(storage: Storage, checkpoint: str) -> Manifest:
-    """Do what `read_manifest` does, of a checkpoint by its name in the storage; raises StorageError too."""
+    """Read a manifest like `read_manifest`, but by the checkpoint's name in a storage; also raises StorageError."""
     path = f"{storage.address(checkpoint)}/{MANIFEST}"
     try:
         content = storage.read(f"{checkpoint}/{MANIFEST}")
@@ -147,11 +148,11 @@ def manifest_in(storage: Storage, checkpoint: str) -> Manifest:
         raise DamagedCheckpoint(f"{path}: no such file")
     try:
         values = unseal(content)
-        # Refused before the fields are read, which a newer schema may have renamed; and never passed over for an older
-        # checkpoint, because that would throw away progress.
+        # Check the schema before the fields, which a newer schema may have renamed. Falling back to an older checkpoint
+        # instead would lose progress.
         if values["schema"] > SCHEMA:
             raise NewerSchema(
-                f"{storage.address(checkpoint)} has schema {values['schema']}, this code reads up to {SCHEMA}\n"
+                f"{storage.address(checkpoint)} has schema {values['schema']}, but this code reads up to {SCHEMA}\n"
                 "  update Patchline to load it"
             )
         manifest = Manifest(**values)
@@ -159,31 +160,31 @@ def manifest_in(storage: Storage, checkpoint: str) -> Manifest:
         raise CheckpointError(f"{path}: {error}") from None
     except (KeyError, TypeError):
         raise CheckpointError(f"{path} is not a manifest") from None
-    # A folder that was renamed by hand would be loaded as another step than its weights are of.
+    # Otherwise a folder renamed by hand would be loaded as another step than that of its weights.
     name = checkpoint.rpartition("/")[2]
     if name.startswith("step-") and step_of(Path(name)) != manifest.step:
-        raise CheckpointError(f"{path} is of step {manifest.step}, the folder's name says {step_of(Path(name))}")
+        raise CheckpointError(f"{path} is of step {manifest.step}, but the folder's name says {step_of(Path(name))}")
     return manifest
 
 
 def sizes_in(storage: Storage, folder: str) -> dict[str, int]:
-    """Return the bytes of every file of a folder, by its name in there. Raises StorageError, OSError."""
+    """Return the size of every file in a folder, by its name there. Raises StorageError, OSError."""
     return {name.removeprefix(f"{folder}/"): size for name, size in storage.list(folder).items()}
 
 
 def inspect_checkpoint(storage: Storage, checkpoint: str) -> Manifest:
-    """Read the manifest, and look whether the files that it names are there, in their sizes, and no others.
+    """Read a checkpoint's manifest, and check that exactly the listed files exist with the listed sizes.
 
-    Raises CheckpointError naming the file and what differs; OSError, StorageError where the storage fails.
+    Raises CheckpointError naming the file and the difference; OSError or StorageError if the storage fails.
     """
     address = storage.address(checkpoint)
     present = sizes_in(storage, checkpoint)
-    # Not opened where it is no regular file: to read from a pipe would be to wait for ever.
+    # Listed first, because opening something that is not a regular file, such as a pipe, could block for ever.
     if MANIFEST not in present:
         raise DamagedCheckpoint(f"{address}/{MANIFEST}: no such file")
     manifest = manifest_in(storage, checkpoint)
     del present[MANIFEST]
-    # A file too many is refused like one too few: it is not what was committed.
+    # An additional file is refused like a missing one: this is not what was committed.
     missing = sorted(manifest.files.keys() - present.keys())
     extra = sorted(present.keys() - manifest.files.keys())
     if missing or extra:
@@ -195,7 +196,7 @@ def inspect_checkpoint(storage: Storage, checkpoint: str) -> Manifest:
 
 
 def unreadable(path: Path | str, error: OSError) -> Exception:
-    """Return the error to raise: about this file where the file is bad, the same OSError where the storage is."""
+    """Return the error to raise: DamagedCheckpoint if the file is bad, the same OSError if the storage fails."""
     if error.errno in UNREADABLE:
         return DamagedCheckpoint(f"{path}: {error.strerror or error}")
     return error
@@ -205,14 +206,14 @@ def unreadable(path: Path | str, error: OSError) -> Exception:
 
 
 def digest(content: memoryview) -> ChunkedRecord:
-    """Return the record of a file with this content."""
+    """Return the size and digests of a file with this content."""
     chunk_bytes = chunk_bytes_of(len(content))
     chunks = (content[start : start + chunk_bytes] for start in range(0, len(content), chunk_bytes))
     return digest_chunks(chunks, chunk_bytes)
 
 
 def chunk_bytes_of(size: int) -> int:
-    """Return how large the chunks of a file are: a power of two."""
+    """Return the chunk size for a file of this size: a power of two."""
     chunk_bytes = LEAST_CHUNK
     while chunk_bytes * MOST_CHUNKS < size:
         chunk_bytes *= 2
@@ -220,21 +221,21 @@ def chunk_bytes_of(size: int) -> int:
 
 
 def digest_chunks(chunks: Iterable[memoryview], chunk_bytes: int) -> ChunkedRecord:
-    """Return the record of the file that has these chunks, of which each is looked at once."""
-    whole = hashlib.sha256()
+    """Return the size and digests of a file with these chunks, each of which is read once."""
+    file_digest = hashlib.sha256()
     digests: list[str] = []
     size = 0
     for chunk in chunks:
-        whole.update(chunk)
-        # The second digest finds the chunk in the processor's cache.
+        file_digest.update(chunk)
+        # The second digest finds the chunk in the CPU cache.
         digests.append(xxh3_64_hexdigest(chunk))
         size += len(chunk)
-    return {"bytes": size, "sha256": whole.hexdigest(), "chunk_bytes": chunk_bytes, "chunks": "".join(digests)}
+    return {"bytes": size, "sha256": file_digest.hexdigest(), "chunk_bytes": chunk_bytes, "chunks": "".join(digests)}
 
 
 def check_size(path: Path, expected: FileRecord) -> None:
-    """Raise DamagedCheckpoint unless this is a regular file of the size that the manifest gives it."""
-    # To read from a pipe would be to wait for ever.
+    """Raise DamagedCheckpoint unless the path is a regular file of the recorded size."""
+    # Opening a pipe would block for ever.
     if not path.is_file():
         raise DamagedCheckpoint(f"{path} is not a regular file")
     size = path.stat().st_size
@@ -243,11 +244,11 @@ def check_size(path: Path, expected: FileRecord) -> None:
 
 
 def chunks_of(path: Path, chunk_bytes: int) -> Iterator[memoryview]:
-    """Iterate a file's chunks; each is gone when the next one is asked for."""
+    """Iterate the chunks of a file; each is overwritten when the next one is read."""
     memory = memoryview(bytearray(chunk_bytes))
     with open(path, "rb", buffering=0) as file:
         while length := file.readinto(memory):
-            # A read may end early, and a chunk is whole all the same.
+            # A read may return fewer bytes than requested; fill the chunk anyway.
             while length < chunk_bytes and (more := file.readinto(memory[length:])):
                 length += more
             yield memory[:length]

@@ -1,1 +1,1 @@
-"""What DeepSpeed is given and how it is told from outside: parameters, norms, the user's own file."""
+"""The DeepSpeed engine: its settings, its parameters and state, gradient norms, and exact mode."""

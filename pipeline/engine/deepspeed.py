@@ -1,17 +1,17 @@
-"""DeepSpeed's insides, at each ZeRO stage: the only file with names that DeepSpeed's documentation lacks.
+"""DeepSpeed's private names at each ZeRO stage: the only file that uses names missing from DeepSpeed's documentation.
 
-1. `import_deepspeed` imports the package, and checks that what `NAMES` says of its modules is there.
-2. DeepSpeed makes its optimizer, which holds fp32 masters and moments. STATES has a ZeroState for it, which checks the
-   names of that optimizer: Replicas at ZeRO 0, Partitions at 1 and 2, Shards at 3.
-3. Every step: `gradients` gives what this worker owns of the averaged gradient, as the few flat tensors that the
-   optimizer steps. The engine adds up their norm over the workers, and decides. `apply` has the optimizer step, and
-   brings the weights that compute up to the masters; or `drop` makes the gradient, and the step, not have been.
-4. A checkpoint: `owned` gives views of what this worker owns of a parameter, `refresh` follows a restore.
+1. `import_deepspeed` imports the package and checks that its modules have the names in `NAMES`.
+2. DeepSpeed creates its optimizer, which holds fp32 master weights and moments. STATES has a ZeroState for each kind
+   of optimizer and checks its names: Replicas at ZeRO 0, Partitions at 1 and 2, Shards at 3.
+3. In each step `gradients` returns this worker's part of the averaged gradient, as the few flat tensors that the
+   optimizer steps. The engine sums their norm over the workers and decides: `apply` steps the optimizer and updates the
+   computing weights from the master weights; `drop` discards the gradient and the step.
+4. For a checkpoint, `owned` returns views of what this worker owns of a parameter; `refresh` is called after a restore.
 
-DeepSpeed's own `step` would look for overflow and take the norm parameter by parameter, and read each from the device.
-What else its `step` does is done here in its order, with its own functions.
+DeepSpeed's own `step` would look for overflow and compute the norm parameter by parameter, reading each from the
+device. Everything else that it does is done here in the same order, with its own functions.
 
-In:  ZeRO 2, two workers, and on rank 0 the gradient of "head.weight" elements 0 … 4 lies in DeepSpeed's buckets
+In:  ZeRO 2, two workers; on rank 0 the gradient of "head.weight", elements 0 … 4, is in DeepSpeed's buckets
 Out: one fp32 tensor for each parameter group on rank 0, and after `apply` the same weights on both workers
 """
 
@@ -30,12 +30,12 @@ from torch import Tensor
 
 from data.errors import ConfigError
 
-# What this worker has of one of DeepSpeed's parameters: (first element, flat views of what follows it, by kind).
+# What this worker has of one of DeepSpeed's parameters: (first element, flat views from that element on, by kind).
 Part: TypeAlias = tuple[int, dict[str, Tensor]]
 
-EXPECTED = "0.19.8"  # whose insides these are; pyproject.toml pins it, and a test compares the two
+EXPECTED = "0.19.8"  # the version with these private names; pyproject.toml pins it, and a test compares the two
 
-# Every name that is used here and that DeepSpeed's documentation does not have, by what has it.
+# The undocumented names of DeepSpeed used here, by their owner.
 NAMES: dict[str, str] = {
     "deepspeed.ops": "__compatible_ops__",
     "deepspeed.runtime.compiler": "compile",
@@ -60,48 +60,49 @@ NAMES: dict[str, str] = {
 
 
 def check_names(owner: object, of: str) -> None:
-    """Raise ConfigError where what NAMES calls `of` lacks a name: DeepSpeed is another version than was tested."""
+    """Raise ConfigError if the object lacks a name listed in NAMES[of]: this version of DeepSpeed is not supported."""
     missing = [name for name in NAMES[of].split() if not has_name(owner, name)]
     if missing:
         version = import_module("deepspeed").__version__
         raise ConfigError(
             f"DeepSpeed {version}: {of} has no {', '.join(missing)}\n"
-            f"  expected DeepSpeed {EXPECTED}, whose insides Patchline uses (pipeline/engine/deepspeed.py)\n"
+            f"  expected DeepSpeed {EXPECTED}, whose private names Patchline uses (pipeline/engine/deepspeed.py)\n"
             f"  type: pip install deepspeed=={EXPECTED}"
         )
 
 
 def has_name(owner: object, name: str) -> bool:
-    """Return whether something has an attribute, without computing one that a module makes at its first access."""
+    """Return whether an object has an attribute, without computing one that a module creates at its first access."""
     if not isinstance(owner, ModuleType) or name in vars(owner):
         return hasattr(owner, name)
-    # `deepspeed.ops.__getattr__` compares its argument with the one name that it makes.
+    # `deepspeed.ops.__getattr__` compares its argument with the single name that it creates.
     make = vars(owner).get("__getattr__")
     return make is not None and name in make.__code__.co_consts
 
 
 def import_deepspeed() -> ModuleType:
-    """Import DeepSpeed without what it loads for a worker that never uses it; a fork server does so for its workers.
+    """Import DeepSpeed without parts that workers never use; a fork server does this once for its workers.
 
-    Raises ConfigError where it lacks a name that is used here.
+    Raises ConfigError if DeepSpeed lacks a name used here.
     """
+    # The import is inside this function because DeepSpeed reads the variable when it is imported.
     # DeepSpeed looks for an accelerator when it is imported; the import waits until the variable is set.
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     import deepspeed
 
-    # DeepSpeed finds out at the first access which of its operators it could build: it starts compilers, asks every GPU
-    # for its properties, and on CPUs builds this operator (81 CPU-seconds), which it never uses. A build that is killed
-    # leaves a lock on which every later run hangs; one that loads leaves 69 MB per worker in /dev/shm. Nothing here
-    # needs another operator, so the answer is set before anything reads it.
+    # At the first access DeepSpeed finds out which operators it can build: it starts compilers, queries every GPU, and
+    # on CPUs builds this operator (81 CPU-seconds) but never uses it. A killed build leaves a lock on which every later
+    # run hangs; a loaded one leaves 69 MB per worker in /dev/shm. No operator is needed here, so the answer is set
+    # before anything reads it.
     check_names(deepspeed.ops, "deepspeed.ops")
     deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
 
-    # Torch's optimizers import it at their first step, for a CPU-second of every worker; a fork server pays it once.
+    # Torch's optimizers import this at their first step: one CPU-second per worker, but only once in a fork server.
     import_module("torch._dynamo")
     for name in NAMES:
         if not name.startswith("deepspeed."):
-            continue  # of what there is only with an engine
-        owner: object = None  # has nothing
+            continue  # this owner exists only once there is an engine
+        owner: object = None  # if the module is missing: has no names
         with suppress(ModuleNotFoundError):
             module, _, class_name = name.rpartition(".")
             is_class = class_name[0].isupper()
@@ -109,8 +110,8 @@ def import_deepspeed() -> ModuleType:
         check_names(owner, name)
     from deepspeed.runtime import compiler
 
-    # ZeRO asks whether the optimizer is Muon, which wraps its functions in torch.compile where it is imported, for
-    # 0.9 CPU-seconds. With this in its place they stay as they are.
+    # ZeRO checks whether the optimizer is Muon. Importing Muon wraps its functions in torch.compile, which takes 0.9
+    # CPU-seconds; with this replacement they stay unwrapped.
     compile_of_deepspeed = compiler.compile
     compiler.compile = lambda: lambda function: function
     try:
@@ -121,9 +122,9 @@ def import_deepspeed() -> ModuleType:
 
 
 def check_zero_section(section: Mapping[str, Any]) -> None:
-    """Raise ValueError, pydantic's with `errors()`, where DeepSpeed's schema refuses a value of zero_optimization."""
-    # Left to find out what it computes on, DeepSpeed warns where there is no GPU. The environment stays as it was:
-    # workers that inherit it may have other devices.
+    """Raise ValueError (pydantic's, with `errors()`) if DeepSpeed's schema rejects a value of zero_optimization."""
+    # Without the variable DeepSpeed warns on machines without a GPU. It is removed again, because workers that inherit
+    # the environment may have other devices.
     key = "DS_ACCELERATOR"
     is_named = key in os.environ
     os.environ.setdefault(key, "cuda" if torch.cuda.is_available() else "cpu")
@@ -137,10 +138,10 @@ def check_zero_section(section: Mapping[str, Any]) -> None:
 
 @contextmanager
 def one_optimizer_class() -> Iterator[None]:
-    """Have DeepSpeed engines that are made in the block take at stage 1 the optimizer class that stage 2 takes.
+    """Make DeepSpeed use the same optimizer class at ZeRO 1 as at ZeRO 2, for engines created in the `with` block.
 
-    Where bf16 gradients are added up in fp32 DeepSpeed has another class for stage 1, which has no fragments, though
-    the class that it has for both stages can do it at either.
+    If bf16 gradients are summed in fp32, DeepSpeed uses another class at ZeRO 1, which has no fragments, although the
+    class for ZeRO 2 supports both stages.
     """
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
@@ -160,7 +161,7 @@ def one_optimizer_class() -> Iterator[None]:
 
 @contextmanager
 def one_order_of_layers() -> Iterator[None]:
-    """Have ZeRO 3 take it, within the block, that the other workers run the layers in the same order, unasked."""
+    """Skip ZeRO 3's check, inside the `with` block, that all workers run the layers in the same order."""
     from deepspeed.runtime.zero import partitioned_param_coordinator
 
     original = partitioned_param_coordinator.assert_ints_same_as_other_ranks
@@ -172,7 +173,7 @@ def one_order_of_layers() -> Iterator[None]:
 
 
 def over_gloo() -> bool:
-    """Return whether the workers reach one another over gloo; a traced step answers as real workers would."""
+    """Return whether the workers communicate over gloo; traced steps replace this function."""
     return dist.get_backend() == "gloo"
 
 
@@ -180,15 +181,16 @@ def over_gloo() -> bool:
 
 
 class ZeroState(ABC):
-    """Knows what differs from stage to stage; `zero` is the optimizer that DeepSpeed has made, at stage 0 torch's.
+    """Base class of what differs between ZeRO stages.
 
-    `optimizer` is torch's. `flats` are the fp32 tensors that it steps on this worker; its state hangs on them.
+    `zero` is DeepSpeed's optimizer (torch's at ZeRO 0), `optimizer` is torch's. `flats` are the fp32 tensors that
+    torch's optimizer steps on this worker; its state belongs to them.
     """
 
-    is_shared = True  # every worker owns a part of the gradient, not all of it
+    is_shared = True  # whether every worker owns only a part of the gradient
 
     def __init__(self, engine: Any, optimizer: torch.optim.Optimizer, flats: list[Tensor]) -> None:
-        self.engine = engine  # DeepSpeed's
+        self.engine = engine  # DeepSpeed's engine
         self.zero = engine.optimizer
         self.optimizer = optimizer
         self.flats = flats
@@ -198,11 +200,11 @@ class ZeroState(ABC):
         """Return what this worker owns of one of DeepSpeed's parameters; every element has exactly one owner."""
 
     def held(self, p: Any, kinds: tuple[str, ...]) -> Part:
-        """Return what this worker holds of a parameter: where all hold everything, more than it owns."""
+        """Return what this worker holds of a parameter: more than it owns if every worker holds everything."""
         return self.owned(p, kinds)
 
     def link_state(self) -> None:
-        """Have `owned` find the optimizer's state, which has just been made."""
+        """Make `owned` find the optimizer's state, which has just been created."""
         return
 
     @abstractmethod
@@ -210,26 +212,26 @@ class ZeroState(ABC):
         """Return this worker's part of the step's averaged gradient."""
 
     def note_norm(self, norm: float) -> None:
-        """Tell DeepSpeed, which counts the steps that were skipped, the gradient's norm; infinite for a skipped one."""
-        if self.is_shared:  # DeepSpeed has no count of them at stage 0
+        """Tell DeepSpeed the gradient norm, infinite for a skipped step: it counts skipped steps."""
+        if self.is_shared:  # at ZeRO 0 DeepSpeed does not count them
             self.zero.overflow = math.isinf(norm)
             self.zero._global_grad_norm = norm
 
     @abstractmethod
     def apply(self) -> None:
-        """Collective: step, and bring the weights that compute up to the masters."""
+        """Collective: step the optimizer, and update the computing weights from the master weights."""
 
     def drop(self) -> None:
-        """Forget the gradient: neither weights nor moments change."""
+        """Discard the gradient; weights and moments stay unchanged."""
         for flat in self.flats:
             flat.grad = None
 
     def step_flat(self, number: int) -> None:
-        """Have the optimizer step one of `flats` with the gradient that it holds."""
+        """Step the optimizer for one of `flats`, with the gradient that it holds."""
         self.zero._optimizer_step(number)
 
     def refresh(self) -> None:
-        """Collective: bring the weights that compute up to the masters, which have been changed from outside."""
+        """Collective: update the computing weights from the master weights, which were changed from outside."""
         return
 
 
@@ -243,7 +245,7 @@ class Replicas(ZeroState):
         super().__init__(engine, zero, [p for group in zero.param_groups for p in group["params"]])
 
     def owned(self, p: Any, kinds: tuple[str, ...]) -> Part:
-        """Return an equal part of what every worker has, for the last worker a shorter one."""
+        """Return an equal part of what every worker has; the last worker's part may be shorter."""
         part = math.ceil(p.numel() / dist.get_world_size())
         start = min(dist.get_rank() * part, p.numel())
         stop = min(start + part, p.numel())
@@ -251,7 +253,7 @@ class Replicas(ZeroState):
         return start, {kind: view[start:stop] for kind, view in views.items()}
 
     def held(self, p: Any, kinds: tuple[str, ...]) -> Part:
-        """Return everything."""
+        """Return the whole parameter."""
         views = {}
         for kind in kinds:
             views[kind] = p.data.view(-1) if kind == "master" else self.zero.state[p][kind].view(-1)
@@ -262,33 +264,33 @@ class Replicas(ZeroState):
         return [p.grad for p in self.flats if p.grad is not None]
 
     def apply(self) -> None:
-        """Do nothing: `step` of DeepSpeed's engine, called next, is the optimizer's. In the others it takes no step.
+        """Do nothing: the next call of the engine's `step` steps the optimizer; at the other stages it does not.
 
-        A parameter whose gradient `drop` has taken away is passed over there.
+        There, a parameter whose gradient was removed by `drop` is skipped.
         """
 
     def step_flat(self, number: int) -> None:
-        """Step all parameters where the last one's turn has come: torch's optimizer steps them together."""
+        """Step all parameters when it is the turn of the last one: torch's optimizer steps them together."""
         if number + 1 == len(self.flats):
             self.zero.step()
 
 
 class Partitions(ZeroState):
-    """ZeRO 1 and 2: a flat fp32 tensor for each parameter group holds this worker's part of it."""
+    """ZeRO 1 and 2: one flat fp32 tensor for each parameter group holds this worker's part of it."""
 
     def __init__(self, engine: Any) -> None:
         zero = engine.optimizer
         check_names(zero, "the optimizer of ZeRO 1 and 2")
-        super().__init__(engine, zero.optimizer, zero.single_partition_of_fp32_groups)  # a master for each group
+        super().__init__(engine, zero.optimizer, zero.single_partition_of_fp32_groups)  # one master for each group
         for p in engine.module.parameters():
             check_names(p, "a parameter of ZeRO 1 and 2")
             if p._hp_mapping is not None:
                 check_names(p._hp_mapping, "the mapping of a parameter of ZeRO 1 and 2")
-        # `apply` or `drop` is called in place of DeepSpeed's own step.
+        # Replaces DeepSpeed's own step; `apply` or `drop` is called instead.
         zero.step = lambda: None
 
     def owned(self, p: Any, kinds: tuple[str, ...]) -> Part:
-        """Return what this worker's flat partition holds of the parameter, perhaps nothing: DeepSpeed has a map."""
+        """Return what this worker's flat partition holds of the parameter, possibly nothing, by DeepSpeed's mapping."""
         mapping = p._hp_mapping
         if mapping is None:
             return 0, {}
@@ -298,12 +300,12 @@ class Partitions(ZeroState):
         return mapping.lp_fragment_address.start, views
 
     def link_state(self) -> None:
-        """Link parameters to their state anew: DeepSpeed does it once, and fails with several parameter groups."""
+        """Link parameters to their state again: DeepSpeed does it once, and fails with several parameter groups."""
         self.zero._hp_optimizer_states_linked = False
         self.zero._lazy_init_hp_params_optimizer_state()
 
     def gradients(self) -> list[Tensor]:
-        """Put the reduced gradients end to end, in fp32; what they lay in is free afterwards."""
+        """Concatenate the reduced gradients in fp32, and free the memory that held them."""
         from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
 
         zero = self.zero
@@ -318,7 +320,7 @@ class Partitions(ZeroState):
             zero._release_preflattened_grad_buffers(group)
             zero.averaged_gradients[group] = None
             zero.all_grad_tensors[group] = None
-        # The next accumulation counts anew, as behind DeepSpeed's own step.
+        # Restart the count for the next accumulation, as DeepSpeed's own step does.
         zero.micro_step_id = INITIAL_MICRO_STEP_ID
         return [flat.grad for flat in self.flats]  # type: ignore[misc]
 
@@ -330,7 +332,7 @@ class Partitions(ZeroState):
         self.zero.update_lp_params()
 
     def refresh(self) -> None:
-        """Gather the weights of all workers; gloo's all-gather, which DeepSpeed calls, takes four times as long."""
+        """Gather the weights of all workers; on gloo by broadcasts, because its all-gather takes four times as long."""
         if not over_gloo():
             self.zero.update_lp_params()
             return
@@ -346,22 +348,22 @@ class Shards(ZeroState):
     def __init__(self, engine: Any) -> None:
         zero = engine.optimizer
         check_names(zero, "the optimizer of ZeRO 3")
-        super().__init__(engine, zero.optimizer, zero.fp32_partitioned_groups_flat)  # a master for each sub-group
+        super().__init__(engine, zero.optimizer, zero.fp32_partitioned_groups_flat)  # one master for each sub-group
         for p in engine.module.parameters():
             check_names(p, "a parameter of ZeRO 3")
-        # `apply` or `drop` is called in place of DeepSpeed's own step.
+        # Replaces DeepSpeed's own step; `apply` or `drop` is called instead.
         zero.step = lambda: None
-        # At the end of every backward pass DeepSpeed's host waits until the gradients are reduced, and the device has
-        # nothing to do until the next micro-batch is launched. Nothing is read there: it is enough that what the device
-        # computes next waits for the stream of the reduction.
+        # After every backward pass DeepSpeed's host waits until the gradients are reduced, and the device idles until
+        # the next micro-batch is launched. The host reads nothing there, so it is enough that the device's next work
+        # waits for the stream of the reduction.
         stream = zero.reduce_and_partition_stream
-        if stream is not None:  # a CPU has none
+        if stream is not None:  # None on a CPU
             from deepspeed.accelerator import get_accelerator
 
             stream.synchronize = lambda: get_accelerator().current_stream().wait_stream(stream)
 
     def owned(self, p: Any, kinds: tuple[str, ...]) -> Part:
-        """Return one of the equal parts that every parameter is cut into, without the padding of the last."""
+        """Return this worker's part of the parameter, cut into equal parts, without the padding of the last."""
         part = p.ds_tensor.numel()
         start = dist.get_rank() * part
         length = max(min(part, p.ds_numel - start), 0)
@@ -372,18 +374,18 @@ class Shards(ZeroState):
         return start, views
 
     def gradients(self) -> list[Tensor]:
-        """Put the reduced gradients end to end, in fp32; the weights that were gathered are given back."""
+        """Concatenate the reduced gradients in fp32, and release the gathered weights."""
         zero = self.zero
         zero._pre_step()
         zero._partition_all_parameters()
         for group in range(len(zero.fp16_groups)):
             zero._prepare_sub_group(group, set())
-        # The flat gradients are copies of what lies in the parameters.
+        # The flat gradients are copies, so those in the parameters can be freed.
         zero.zero_grad(set_to_none=True)
         return [flat.grad for flat in self.flats]  # type: ignore[misc]
 
     def apply(self) -> None:
-        """Step sub-group by sub-group, then gather the parameters that are never partitioned."""
+        """Step sub-group by sub-group, then gather the never partitioned parameters."""
         zero = self.zero
         for group in range(len(zero.fp16_groups)):
             self.step_flat(group)
@@ -392,18 +394,18 @@ class Shards(ZeroState):
         zero._post_step(set())
 
     def refresh(self) -> None:
-        """Copy masters to weights, which DeepSpeed does only in its own step, and gather them anew."""
+        """Copy master weights to the computing weights, which DeepSpeed does only in its own step, and gather again."""
         zero = self.zero
         for group, flat in enumerate(self.flats):
             zero.fp16_partitioned_groups_flat[group].data.copy_(flat.data)
             zero._unflatten_partitioned_parameters(group)
-        # Parameters gathered before, and the small ones that are never partitioned, still have the old values, and the
-        # next forward pass would compute with them.
+        # Parameters gathered earlier, and small ones that ZeRO never partitions, still have the old values,
+        # which the next forward pass would use.
         self.engine.empty_partition_cache()
         if zero.persistent_parameters:
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
 
-# By ZeRO stage, to be made of DeepSpeed's engine; raises ConfigError where DeepSpeed's optimizer or its parameters lack
-# a name that is used here.
+# The ZeroState class of each ZeRO stage, to be created from DeepSpeed's engine. Raises ConfigError if DeepSpeed's
+# optimizer or its parameters lack a name used here.
 STATES: dict[int, Callable[[Any], ZeroState]] = {0: Replicas, 1: Partitions, 2: Partitions, 3: Shards}

@@ -1,17 +1,17 @@
-"""Whether a resume repeats the bits of a run on this device, and the kernels that make a GPU repeat them.
+"""Says whether a resume repeats the bits of a run on this device, and selects deterministic kernels on a GPU.
 
 1. `use_deterministic_kernels` is called in exact mode on a GPU, before CUDA starts.
-2. `resume_line` says in the line that opens an attempt what a resume repeats:
+2. `resume_line` describes in an attempt's first log line what a resume repeats:
 
     In:  Conditions(is_gpu=True, world=2, zero=2, backend="nccl")
     Out: "a resume may differ in the last bits: GPU kernels may add in any order, NCCL chooses the order of its sums"
 
-What torch 2.13 does under `torch.use_deterministic_algorithms(True)`, by its sources and documentation:
-- Flash attention adds dQ in a fixed order, and memory-efficient attention no longer splits the keys
-  (aten/src/ATen/native/transformers/cuda/attention_backward.cu). Neither does so with `warn_only=True`.
-- cuDNN's attention is refused (check_cudnn_deterministic in sdp_utils.cpp).
-- Inductor chooses no kernel by its time (`torch._inductor.config.deterministic`).
-- cuBLAS must have CUBLAS_WORKSPACE_CONFIG, or torch raises at the first matrix product.
+Effects of `torch.use_deterministic_algorithms(True)` in torch 2.13, by its sources and documentation:
+- Flash attention adds dQ in a fixed order, and memory-efficient attention does not split the keys
+  (aten/src/ATen/native/transformers/cuda/attention_backward.cu). With `warn_only=True` neither is the case.
+- cuDNN's attention is rejected (check_cudnn_deterministic in sdp_utils.cpp).
+- Inductor does not choose kernels by timing them (`torch._inductor.config.deterministic`).
+- cuBLAS needs CUBLAS_WORKSPACE_CONFIG; otherwise torch raises at the first matrix product.
 """
 
 import os
@@ -22,23 +22,24 @@ import torch
 from data.errors import ConfigError
 
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
-CUBLAS_VALUES = (":4096:8", ":16:8")  # with which cuBLAS repeats its bits; the first needs 32 MiB and is the faster one
+CUBLAS_VALUES = (":4096:8", ":16:8")  # with these values cuBLAS is deterministic; the first needs 32 MiB and is faster
 
 
 def use_deterministic_kernels() -> None:
-    """Have torch compute with kernels that give the same bits every time; call it before CUDA starts.
+    """Make torch use deterministic kernels; call it before CUDA starts.
 
-    An operator that has no such kernel raises at its first use. Raises ConfigError if the environment forbids it.
+    An operator without a deterministic kernel raises at its first use. Raises ConfigError if the environment forbids
+    determinism.
     """
     value = os.environ.setdefault(CUBLAS_VARIABLE, CUBLAS_VALUES[0])
     if value not in CUBLAS_VALUES:
         raise ConfigError(
-            f"{CUBLAS_VARIABLE} is {value!r}: with it cuBLAS may add in another order each time\n"
+            f"{CUBLAS_VARIABLE} is {value!r}: with this value cuBLAS may add in a different order each time\n"
             f"  expected {' or '.join(CUBLAS_VALUES)}, because exact_parts promises the same bits\n"
             f"  type unset {CUBLAS_VARIABLE}, or cluster.environment.{CUBLAS_VARIABLE}={CUBLAS_VALUES[0]}"
         )
     torch.use_deterministic_algorithms(True)
-    # Torch would fill every new tensor with NaN, which finds bugs and changes no bit of a correct program.
+    # Otherwise torch fills every new tensor with NaN, which helps to find bugs but changes no bit of a correct program.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
@@ -50,7 +51,7 @@ def use_deterministic_kernels() -> None:
 
 @dataclass(frozen=True)
 class Conditions:
-    """What the bits of a step depend on, besides the recipe's other keys, the data and the versions."""
+    """The conditions that the bits of a step depend on, besides other recipe keys, the data and package versions."""
 
     is_gpu: bool
     world: int  # workers
@@ -59,13 +60,13 @@ class Conditions:
     is_compiled: bool = False
     decodes_on_gpu: bool = False
     pools: bool = False  # the model has a ResNet's max pooling
-    backend: str = "gloo"  # over which the workers talk, or "nccl"
+    backend: str = "gloo"  # of the workers' communication, or "nccl"
 
 
 def doubts(now: Conditions) -> list[str]:
-    """Return why a resume under the same conditions may differ in its last bits; nothing if it repeats every bit.
+    """Return the reasons why a resume under the same conditions may differ in the last bits; empty if it cannot.
 
-    On a GPU only what torch documents as deterministic is left out.
+    On a GPU only operations that torch documents as deterministic are trusted.
     """
     if not now.is_gpu:
         return []
@@ -84,9 +85,9 @@ def doubts(now: Conditions) -> list[str]:
 
 
 def changes(before: Conditions, now: Conditions) -> list[str]:
-    """Return what has changed since the checkpoint was saved that changes the bits from there on."""
-    # On CPUs exact mode has the same bits at every world and ZeRO stage. On GPUs that has not been measured: the stage
-    # decides at which address a weight begins, and cuBLAS may choose its kernel by that.
+    """Return the changes since the checkpoint was saved that affect the bits from here on."""
+    # On CPUs exact mode gives the same bits at every world size and ZeRO stage. On GPUs this has not been measured: the
+    # stage decides the address of a weight, and cuBLAS may choose its kernel by the address.
     if now.exact_parts and not now.is_gpu:
         return []
     texts = []
@@ -98,7 +99,7 @@ def changes(before: Conditions, now: Conditions) -> list[str]:
 
 
 def resume_line(now: Conditions, before: Conditions | None = None) -> str:
-    """Return what a resume of this attempt repeats, and for an attempt that resumes, whether this one does.
+    """Return a text that says what a resume of this attempt repeats and, if this is a resume, whether the bits changed.
 
     `before` are the conditions of the checkpoint that the attempt resumes from.
     """

@@ -1,19 +1,19 @@
-"""The engine whose weights have the same bits at every world size: gradients summed by a fixed tree over fixed parts.
+"""Exact mode: an engine whose weights have the same bits at every world size, because gradients are summed in a tree.
 
-1. The global batch is cut into `parts` contiguous ranges of slots, whatever the world size.
-2. A part's gradient is the sum of its micro-batches in their order.
+1. The global batch is divided into `parts` contiguous ranges of slots, independent of the world size.
+2. A part's gradient is the sum over its micro-batches in order.
 3. A worker owns neighbouring parts and sums them pairwise, neighbours first: ((0 + 1) + (2 + 3)) + …
-4. The workers' sums form the rest of the same tree (`tree_sum`).
-5. Every worker clips, and steps the masters that its ZeRO partition holds.
+4. The sums of the workers form the rest of the same tree (`tree_sum`).
+5. Every worker clips the gradient, and updates the master weights in its ZeRO partition.
 
 In:  4 parts at world size 2: rank 0 has g0, g1 and rank 1 has g2, g3
 Out: (g0 + g1) + (g2 + g3) on both; one worker with all four parts adds the same numbers in the same order
 
-Beside the sum go numbers that tell, if the step is ever taken again with another result, where it began to differ
-(`Trace`): they are the same at every world size, but for the last.
+Each step also records numbers (`Trace`) that show where a repeated step with a different result started to differ. All
+but the last of them are the same at every world size.
 
-DeepSpeed's own reduction, clipping and step are not used, its partitions of masters and moments and its gathering of
-weights are. `docs/exact.md` has the reasons and the price.
+DeepSpeed's partitions of master weights and moments and its gathering of weights are used; its reduction, clipping and
+step are not. `docs/exact.md` has the reasons and the cost.
 """
 
 import math
@@ -36,72 +36,72 @@ from pipeline.training_config import TrainConfig
 from pipeline.training_data import BYTES_BF16, BYTES_FP32
 
 
-def swap(give: Tensor, take: Tensor, peer: int) -> None:
-    """Send `give` to a worker while `take` is filled with what it sends."""
-    if give.is_cuda and over_gloo():
-        # gloo sends and receives host memory alone. Workers that share a GPU use it.
-        received = torch.empty_like(take, device="cpu")
-        swap(give.cpu(), received, peer)
-        take.copy_(received)
+def exchange(outgoing: Tensor, incoming: Tensor, peer: int) -> None:
+    """Send `outgoing` to a worker, and fill `incoming` with what that worker sends."""
+    if outgoing.is_cuda and over_gloo():
+        # Workers that share a GPU use gloo, which only transfers host memory.
+        received = torch.empty_like(incoming, device="cpu")
+        exchange(outgoing.cpu(), received, peer)
+        incoming.copy_(received)
         return
-    sending = dist.P2POp(dist.isend, give, peer)
-    receiving = dist.P2POp(dist.irecv, take, peer)
-    # Both at once: two workers that each send first and receive afterwards would wait for each other.
+    sending = dist.P2POp(dist.isend, outgoing, peer)
+    receiving = dist.P2POp(dist.irecv, incoming, peer)
+    # Both at once: two workers that both send first and then receive would wait for each other.
     for request in dist.batch_isend_irecv([sending, receiving]):
         request.wait()
 
 
 def tree_sum(flat: Tensor) -> None:
-    """Collective, in place: the sum over a power of two of workers, as ((0 + 1) + (2 + 3)) + …, on all of them.
+    """Collective: sum a tensor in place over a power of two of workers, as ((0 + 1) + (2 + 3)) + …, on all of them.
 
-    Recursive halving, then doubling (Thakur, Rabenseifner, Gropp 2005): it sends as much as a ring does. Which worker
-    adds an element does not matter, because a + b = b + a to the bit.
+    Recursive halving, then doubling (Thakur, Rabenseifner, Gropp 2005), which transfers as much as a ring does. It does
+    not matter which worker adds an element, because a + b = b + a to the bit.
     """
     rank = dist.get_rank()
     levels = dist.get_world_size().bit_length() - 1
-    halves: list[tuple[Tensor, Tensor]] = []  # of each level: (the half this worker sums, the half its peer sums)
+    halves: list[tuple[Tensor, Tensor]] = []  # by level: (the half this worker sums, the half its peer sums)
 
-    # Halving: at level n the peer is 2ⁿ ranks away. Each of the two sums one half of what is left.
+    # Halving: at level n the peer is 2ⁿ ranks away. Each of the two sums one half of the remaining span.
     span = flat
     for level in range(levels):
-        # Both peers cut alike, also where the length is odd: the first half is the longer one.
+        # Both peers cut at the same place; if the length is odd, the first half is longer.
         low, high = span.tensor_split(2)
         if rank >> level & 1:
-            kept, sent = high, low
+            own, sent = high, low
         else:
-            kept, sent = low, high
-        received = torch.empty_like(kept)
-        swap(sent, received, rank ^ 1 << level)
-        halves.append((kept, sent))
-        span = kept.add_(received)
+            own, sent = low, high
+        received = torch.empty_like(own)
+        exchange(sent, received, rank ^ 1 << level)
+        halves.append((own, sent))
+        span = own.add_(received)
 
-    # Doubling: back up the tree, every worker gets the halves that the others have summed.
+    # Doubling: back up the tree, every worker receives the halves that the others have summed.
     for level in reversed(range(levels)):
-        kept, sent = halves[level]
-        swap(kept, sent, rank ^ 1 << level)
+        own, sent = halves[level]
+        exchange(own, sent, rank ^ 1 << level)
 
 
 @dataclass(frozen=True)
 class FlatPlan:
-    """Says which elements of a flat tensor of the optimizer are which elements of the whole gradient."""
+    """The correspondence between a flat tensor of the optimizer and the whole gradient."""
 
     flat: Tensor
-    places: list[tuple[slice, slice]]  # (in the flat, in the whole gradient)
+    places: list[tuple[slice, slice]]  # (range in `flat`, range in the whole gradient)
 
 
 def checksum(flat: Tensor) -> Tensor:
-    """Return a number, exact in float64, that any flipped bit of an fp32 tensor changes."""
-    # Two elements at a time, as one integer of 64 bits: the sum of single ones takes ten times as long on a CPU.
+    """Return a checksum of an fp32 tensor, exact in float64, that changes with any flipped bit."""
+    # Two elements at a time, as one 64-bit integer: single elements take ten times as long on a CPU.
     bits = flat.detach().flatten().view(torch.int32)
     first = bits.storage_offset() % 2
     stop = first + (len(bits) - first) // 2 * 2
     total = bits[first:stop].view(torch.int64).sum() + bits[:first].sum() + bits[stop:].sum()
-    # Both halves count: a flip changes one of them, or one by what it does not carry to the other.
+    # Both halves count: a flipped bit changes one of them, directly or by a missing carry into the other.
     return ((total & 0xFFFFFFFF) + (total >> 32 & 0xFFFFFFFF)).double()
 
 
 class ExactEngine(Engine):
-    """Does what Engine does, with sums in the fixed order; `loss` is the last step's mean, summed as gradients are."""
+    """An Engine that sums in a fixed order; `loss` is the last step's mean loss, summed like the gradient."""
 
     def __init__(
         self,
@@ -113,32 +113,32 @@ class ExactEngine(Engine):
         *,
         parts: int,
     ) -> None:
-        """Takes what an Engine takes and the number of parts: a power of two, and a multiple of the world size."""
+        """Like Engine; `parts` is a power of two and a multiple of the world size."""
         super().__init__(model, decayed, optim, settings, polyak)
         world = dist.get_world_size()
         self.micro_batches = self.engine.gradient_accumulation_steps() * world  # of the global batch
         assert parts % world == 0 and self.micro_batches % parts == 0, (parts, self.micro_batches)
-        self.part_length = self.micro_batches // parts  # micro-batches
+        self.part_length = self.micro_batches // parts  # micro-batches per part
         self.parts_here = parts // world
-        # Past DeepSpeed's hooks on the output, which start its own reduction, whose order depends on the world size.
+        # Bypass DeepSpeed's hooks on the output, which would start a reduction whose order depends on the world size.
         self.forward = self.model
         self.loss = 0.0
-        self._spans = [*self.sizes.values(), 1]  # of the flat vector: the gradient of every parameter, the loss
-        self._part: Tensor | None = None  # the sum of a part's micro-batches so far, flat
-        self._sums: list[Tensor] = []  # of 2ⁿ parts each, waiting for their neighbours; the largest first
-        self._seen = 0  # micro-batches of this step
+        self._spans = [*self.sizes.values(), 1]  # lengths in the flat vector: the gradients of all parameters, the loss
+        self._part: Tensor | None = None  # flat sum of the current part's micro-batches
+        self._sums: list[Tensor] = []  # sums of 2ⁿ parts each that wait for their neighbours, the largest first
+        self._seen = 0  # micro-batches of this step so far
         self.parts = parts
         self.trace: Trace = Trace([], [], [])  # of the last step
-        self._of_parts: list[Tensor] = []  # loss and checksum of each part that is closed
-        # Where the elements of each flat tensor of the optimizer lie in the whole gradient.
+        self._of_parts: list[Tensor] = []  # loss and checksum of each completed part
+        # Find the position of each flat tensor of the optimizer in the whole gradient.
         first_of: dict[str, int] = {}  # element of the whole gradient at which a parameter begins
         total = 0
         for name, size in self.sizes.items():
             first_of[name] = total
             total += size
 
-        # Fragments are views; the storage that a view lies in tells which flat it belongs to. Its own address does, and
-        # not that of its numbers: fake tensors, with which a step's memory is planned, have none.
+        # Fragments are views; the storage of a view identifies its flat tensor. Compare the address of the storage
+        # object, not of its data: the fake tensors used to plan a step's memory have no data.
         plans: dict[int, FlatPlan] = {}
         for flat in self.state.flats:
             plans[flat.untyped_storage()._cdata] = FlatPlan(flat, [])
@@ -152,16 +152,16 @@ class ExactEngine(Engine):
         self._plans = list(plans.values())
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of `loss` / (accumulation × world) to that of its part."""
-        # Divided by a number that is the same at every world size.
+        """Add the gradient of `loss` / (accumulation × world) to the gradient of the current part."""
+        # The divisor is the same at every world size.
         loss = loss / self.micro_batches
-        # Not `backward`: that would run DeepSpeed's hooks. A parameter that is not used gets zeros: places stay.
+        # Not loss.backward(), which would run DeepSpeed's hooks. Unused parameters get zeros and keep their places.
         names, parameters = zip(*self.model.named_parameters(), strict=True)
         gradients = dict(zip(names, torch.autograd.grad(loss, parameters, materialize_grads=True), strict=True))
         if self._part is None:
-            # fp32 also where weights are bf16: sums of many small numbers lose their last bits in bf16.
+            # In fp32 even if weights are bf16: sums of many small numbers would lose their last bits in bf16.
             self._part = torch.zeros(sum(self._spans), device=loss.device)
-        # The loss travels behind the gradient, so that its mean over the batch is summed in the same order.
+        # The loss follows the gradient, so that its mean over the batch is summed in the same order.
         addends: list[Tensor] = []
         for member in self.members.values():
             addends.append(gradients[member.holder].reshape(-1)[member.start : member.start + member.size])
@@ -170,21 +170,21 @@ class ExactEngine(Engine):
             view.add_(addend)
 
     def end_micro_batch(self, rate: float, numbers: Tensor | None = None) -> list[float]:
-        """Close a micro-batch; the last of a part closes the part, and the last of the step takes the step.
+        """End a micro-batch; the last one of a part completes the part, and the last one of a step takes the step.
 
-        Returns what Engine's does.
+        Returns the same as Engine.end_micro_batch.
         """
         self._seen += 1
         if self._seen % self.part_length:
             return []
-        # Neighbouring sums of equally many parts are added up, as a binary counter carries. After the fourth part (100
-        # in binary: two carries) the sums of parts 3, and of 1 + 2, are waiting to be added.
+        # Add neighbouring sums of equally many parts, like the carries of a binary counter. After the fourth part (100
+        # in binary: two carries) part 3 and the sum of parts 1 and 2 are waiting to be added.
         assert self._part is not None
         finished = self._part
         self._part = None
         self._of_parts.append(torch.stack([finished[-1].double(), checksum(finished[:-1])]))
         closed_parts = self._seen // self.part_length
-        carries = (closed_parts & -closed_parts).bit_length() - 1  # zeros at its end
+        carries = (closed_parts & -closed_parts).bit_length() - 1  # trailing zeros of the number in binary
         for _ in range(carries):
             finished = self._sums.pop().add_(finished)
         self._sums.append(finished)
@@ -195,33 +195,33 @@ class ExactEngine(Engine):
 
     @torch.no_grad()
     def _step(self, rate: float, numbers: Tensor | None) -> list[float]:
-        """Sum over workers, clip, update; a gradient that is not finite touches nothing, on any worker."""
-        # A power of two of parts leaves exactly one sum; more would be a bug in the carries.
+        """Sum over the workers, clip and update; a non-finite gradient changes nothing on any worker."""
+        # With a power of two of parts exactly one sum is left.
         (total,) = self._sums
         self._sums = []
         tree_sum(total)
         gradient = total[:-1]
-        # The trace: every worker fills in its own places, so that the sum over workers has all of them.
+        # For the trace every worker fills in its own entries, so the sum over the workers contains all of them.
         rank = dist.get_rank()
         of_parts = 2 * self.parts
         trace = torch.zeros(of_parts + dist.get_world_size(), dtype=torch.float64, device=total.device)
-        mine = slice(rank * self.parts_here, (rank + 1) * self.parts_here)
-        trace[:of_parts].view(2, self.parts)[:, mine] = torch.stack(self._of_parts, 1)
+        own_parts = slice(rank * self.parts_here, (rank + 1) * self.parts_here)
+        trace[:of_parts].view(2, self.parts)[:, own_parts] = torch.stack(self._of_parts, 1)
         self._of_parts = []
         for flat in self.state.flats:
             for tensor in (flat, *map(self.state.optimizer.state[flat].get, self.state_names)):
                 trace[of_parts + rank] += checksum(tensor)
-        # Of the whole gradient, on every worker alike: a sum over partitions would depend on where they are cut.
+        # The norm of the whole gradient, on every worker: a sum over partitions would depend on the world size.
         norm_here = torch.linalg.vector_norm(gradient)
-        of_workers = trace if numbers is None else torch.cat([trace, numbers])
-        dist.all_reduce(of_workers)
-        # Read together: the host waits for the device once a step.
-        norm, loss, *values = torch.cat([norm_here.double().reshape(1), total[-1:].double(), of_workers]).tolist()
+        step_numbers = trace if numbers is None else torch.cat([trace, numbers])
+        dist.all_reduce(step_numbers)
+        # Read everything with a single copy: the host waits for the device once a step.
+        norm, loss, *values = torch.cat([norm_here.double().reshape(1), total[-1:].double(), step_numbers]).tolist()
         self.gradient_norm = norm
         self.loss = loss
         self.trace = Trace(values[: self.parts], values[self.parts : of_parts], values[of_parts : len(trace)])
         sums = values[len(trace) :]
-        # All workers hold the same bits, so all of them skip the step together, without asking one another.
+        # All workers have the same bits, so all of them skip the step without further communication.
         if not math.isfinite(norm):
             return sums
         if self.clip:
@@ -229,7 +229,7 @@ class ExactEngine(Engine):
         for group in self.state.optimizer.param_groups:
             group["lr"] = rate
 
-        # Each flat gets its elements of the gradient; elements that are padding get 0.
+        # Each flat tensor gets its elements of the gradient; padding gets 0.
         for number, plan in enumerate(self._plans):
             flat_gradient = torch.zeros_like(plan.flat)
             for in_flat, in_whole in plan.places:
@@ -243,35 +243,35 @@ class ExactEngine(Engine):
         return sums
 
     def mean_loss(self, loss_sum: float, samples: int) -> float:
-        """Return the last step's mean loss, which is summed in the fixed order, as the gradient is."""
+        """Return the last step's mean loss, which was summed in the fixed order like the gradient."""
         return self.loss
 
     def report_start(self, cfg: TrainConfig, telemetry: Telemetry, step: int) -> None:
-        """Collective: measure and report the price of the exact sum.
+        """Collective: measure and report the cost of the exact sum.
 
-        Also reports which of the conditions that the bits depend on have changed since the previous attempt.
+        Also reports changes since the previous attempt in the conditions that the bits depend on.
         """
         tree_s, plain_s = self.price()
         if dist.get_rank() != 0:
             return
         world = dist.get_world_size()
-        # For each parameter a worker holds at most a micro-batch's gradient in the precision of computing and, in
-        # fp32, its part's sum, one sum for each level of the worker's subtree, and the optimizer's share.
+        # Memory per parameter of a worker: a micro-batch's gradient in the precision of computing; in fp32 the sum of a
+        # part, one sum for each level of the worker's subtree, and its share of the optimizer's gradient.
         levels = (cfg.exact_parts // world).bit_length() - 1
-        of_a_parameter = BYTES_FP32 * (1 + levels + 1 / world)
-        of_a_parameter += BYTES_BF16 if cfg.precision == "bf16" else BYTES_FP32
-        mb = sum(self.sizes.values()) * of_a_parameter / 1e6
+        bytes_per_parameter = BYTES_FP32 * (1 + levels + 1 / world)
+        bytes_per_parameter += BYTES_BF16 if cfg.precision == "bf16" else BYTES_FP32
+        mb = sum(self.sizes.values()) * bytes_per_parameter / 1e6
         line = (
             f"exact in {cfg.exact_parts} parts: every step waits {tree_s:.3f}s for the sum over {world} workers "
-            f"(one all-reduce: {plain_s:.3f}s); up to {mb:,.1f} MB of gradients a worker"
+            f"(one all-reduce: {plain_s:.3f}s); up to {mb:,.1f} MB of gradients per worker"
         )
-        # What the last bits of a gradient depend on besides the config: with 2 threads instead of 1, 20,218,211 of the
+        # Besides the config, the last bits depend on these values: with 2 threads instead of 1, 20,218,211 of the
         # 21,669,514 gradient elements of S/16 differed (docs/exact.md).
         computes_on = torch.backends.cpu.get_cpu_capability()
         if torch.cuda.is_available():
             computes_on = torch.cuda.get_device_name()
         now = {"threads": torch.get_num_threads(), "torch": torch.__version__, "processor": computes_on}
-        # Read before this attempt's own record is written.
+        # Read before this attempt writes its own record.
         earlier = read_metrics(telemetry.directory, "exact")
         telemetry.report("exact", {"step": step, "sum_s": tree_s, "all_reduce_s": plain_s, **now}, line)
         if not earlier:
@@ -282,7 +282,7 @@ class ExactEngine(Engine):
             telemetry.log(f"the bits may differ from here on: {'; '.join(changed)}")
 
     def price(self, rounds: int = 3) -> tuple[float, float]:
-        """Collective: measure the seconds of a sum over the workers, and of the backend's all-reduce of as much."""
+        """Collective: measure the seconds of a tree sum over the workers, and of an all-reduce of the same size."""
         flat = torch.zeros(sum(self._spans), device=next(self.model.parameters()).device)
         tree_seconds = []
         all_reduce_seconds = []
@@ -293,11 +293,11 @@ class ExactEngine(Engine):
 
 
 def seconds_of(add_up: Callable[[Tensor], object], flat: Tensor) -> float:
-    """Collective: measure how long a sum over the workers takes once all have come to it."""
-    # Without it the time would hold how much later the slowest worker came.
+    """Collective: measure the seconds that a sum over the workers takes once all of them have arrived."""
+    # Without the barrier the time would include the wait for the slowest worker.
     dist.barrier()
     began = time.monotonic()
     add_up(flat)
-    # A GPU works on after the call has returned: reading an element waits for it.
+    # A GPU still computes after the call returns; reading an element waits for it.
     float(flat[0])
     return time.monotonic() - began

@@ -1,14 +1,15 @@
-"""Two flat parameters a block instead of twelve: what DeepSpeed is given, while a model keeps its names and its code.
+"""Merges the parameters of each block into two flat ones for DeepSpeed, without changing the model's names or code.
 
-What the host does in a step of ZeRO grows with the number of parameters, whatever their size: hooks, buckets, norms,
-gathering. The 392 of H/14 become 72, and a step costs the host little more than in plain torch (benchmarks/README.md).
+The host's work in a ZeRO step (hooks, buckets, norms, gathering) grows with the number of parameters, whatever their
+sizes. The 392 parameters of H/14 become 72, and a step costs the host hardly more than in plain torch
+(benchmarks/README.md).
 
-1. `FlatBlocks` takes the parameters out of every block (`models.blocks`) and leaves two in it: its kernels end to end,
-   which decay, and all the rest, which does not.
-2. When the block is called, views of the two are put where its layers look for their weights and biases; when it
-   returns they are taken away. At ZeRO 3 they would keep the gathered block in memory. Until the backward pass
-   autograd's saved views do so all the same: only `checkpoint_blocks` frees it earlier.
-3. Nothing outside the engine knows of it: `members` says which elements of which parameter are those of today.
+1. `FlatBlocks` removes the parameters of every block (`models.blocks`) and adds two: one with all its kernels end to
+   end, which have weight decay, and one with the rest, which has none.
+2. When the block is called, its layers get views of the two as their weights and biases; when it returns, the views are
+   removed, because at ZeRO 3 they would keep the gathered block in memory. Autograd's saved views still do so until the
+   backward pass; only `checkpoint_blocks` frees it earlier.
+3. Nothing outside the engine depends on this: `members` maps each original parameter to elements of a flat one.
 
 In:  a block "blocks.0" with norm1.weight and norm1.bias of 32 elements, attention.qkv.weight (96, 32), …
 Out: parameters "blocks.0.flat_decayed", "blocks.0.flat_rest", and {"blocks.0.norm1.weight": FlatMember(rest, 0, 32),
@@ -26,76 +27,76 @@ from torch import Tensor, nn
 
 import models
 
-# Names of a block's two parameters. Their order is that of every torch optimizer's groups and of every gradient.
+# Names of a block's two parameters, in the order of the optimizer's groups and of every gradient.
 DECAYED = "flat_decayed"
 REST = "flat_rest"
-# What layers hold while their block does not compute: None would be a layer without weights, which computes something
-# else; with no elements every layer raises, and it can still be printed.
+# Placeholder for a layer's weights while its block does not compute. None would mean a layer without a bias, which
+# computes something else; an empty tensor makes every layer raise, and the layer can still be printed.
 NOTHING = torch.empty(0)
 
 
 @dataclass(frozen=True)
 class FlatMember:
-    """Says which elements of a parameter that the engine holds are a parameter of the model as it was."""
+    """The location of an original parameter: a range of elements in a parameter that the engine holds."""
 
-    holder: str  # name of the parameter that the engine holds; the model's own, where it was left alone
-    start: int  # its element at which this one begins
-    size: int  # elements
+    holder: str  # name of the engine's parameter; the original name if the parameter was not merged
+    start: int  # first element in it
+    size: int  # number of elements
 
 
 @dataclass(frozen=True)
 class Spot:
-    """Says where a layer looks for a weight or a bias."""
+    """The attribute of a layer that holds a weight or a bias."""
 
     layer: nn.Module
     name: str
     shape: torch.Size
 
     def fill(self, value: Tensor) -> None:
-        """Put a tensor there that is no parameter."""
-        # Past `Module.__setattr__`, which takes 1.1 µs instead of 0.1 to find that this is none.
+        """Set the attribute to a plain tensor, not a parameter."""
+        # Bypasses `Module.__setattr__`, which takes 1.1 µs instead of 0.1.
         self.layer.__dict__[self.name] = value
 
 
 @dataclass(frozen=True)
 class Flat:
-    """Holds how a flat parameter of a block is cut: the n-th of `sizes` goes to the n-th of `spots`."""
+    """The layout of a block's flat parameter: the n-th of `sizes` elements belong to the n-th of `spots`."""
 
-    name: str  # of the parameter in its block
+    name: str  # of the flat parameter in its block
     sizes: list[int] = field(default_factory=list)  # elements
     spots: list[Spot] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Views:
-    """Gives the layers of one block their weights and biases while the block computes."""
+    """Gives the layers of a block views of its flat parameters as weights and biases, while the block computes."""
 
     flats: list[Flat]
 
     def put(self, block: nn.Module, inputs: object) -> None:
-        """Cut the flat parameters, and put each view where its layer looks for it."""
+        """Split the flat parameters, and set each view as the weight or bias of its layer."""
         for flat in self.flats:
             parts = getattr(block, flat.name).split(flat.sizes)
             for part, spot in zip(parts, flat.spots, strict=True):
-                # A vector has its shape already: two thirds of them are, and each view costs the backward pass a node.
+                # Two thirds of the views are vectors and need no reshaping, which would cost the backward pass a node.
                 spot.fill(part if part.shape == spot.shape else part.view(spot.shape))
 
     def take_away(self, block: nn.Module, inputs: object, output: object) -> None:
-        """Leave the layers as `FlatBlocks` left them, without weights."""
+        """Remove the views from the layers, as before the block was called."""
         for flat in self.flats:
             for spot in flat.spots:
                 spot.fill(NOTHING)
 
 
 class FlatBlocks:
-    """Replaces the parameters of each block of a model, in place.
+    """Replaces the parameters of each block of a model in place.
 
-    `members` says of every parameter, under its name and in the order that it had in the model, where it is now;
-    `decayed` names those with weight decay now.
+    `members` gives the new location of every original parameter, by its name and in the original order; `decayed` names
+    the new parameters with weight decay.
     """
 
     def __init__(self, model: nn.Module, decayed: Set[str]) -> None:
-        """`decayed` names the parameters with weight decay as they are in the model."""
+        """Replace the parameters; `decayed` names the original parameters with weight decay."""
         self.members: dict[str, FlatMember] = {}
         for name, parameter in model.named_parameters():
             self.members[name] = FlatMember(name, 0, parameter.numel())
@@ -113,7 +114,7 @@ class FlatBlocks:
             self._views.append((block, Views(flats)))
 
     def _flatten(self, block_name: str, block: nn.Module, flat_name: str, names: list[str]) -> Flat:
-        """Take these parameters out of a block's layers, and give the block a new one that holds them end to end."""
+        """Remove these parameters from a block's layers, and add one to the block that holds them end to end."""
         holder = f"{block_name}.{flat_name}"
         flat = Flat(flat_name)
         values: list[Tensor] = []
@@ -137,12 +138,12 @@ class FlatBlocks:
         return flat
 
     @contextmanager
-    def while_deepspeed_is_made(self) -> Iterator[None]:
-        """Hide the layers of all blocks in here; behind it the model computes again.
+    def during_deepspeed_setup(self) -> Iterator[None]:
+        """Hide the layers of all blocks from DeepSpeed during the `with` block; afterwards add the hooks for the views.
 
-        At ZeRO 3 DeepSpeed puts four hooks on every layer that it sees; in a block none has anything to gather any
-        more. Its own way of leaving layers out, "leaf modules", brings a backward hook of torch with it, which costs
-        as much and does not go with `torch.autograd.grad` (pipeline/engine/exact.py).
+        At ZeRO 3 DeepSpeed adds four hooks to every layer that it sees, but the layers inside a block have nothing left
+        to gather. Its own option to skip layers, "leaf modules", adds a backward hook of torch, which costs as much and
+        is incompatible with `torch.autograd.grad` (pipeline/engine/exact.py).
         """
         layers_of: list[tuple[nn.Module, dict[str, nn.Module | None]]] = []
         for block, _ in self._views:
@@ -153,8 +154,8 @@ class FlatBlocks:
         finally:
             for block, layers in layers_of:
                 block._modules = layers
-        # Only now: hooks run in the order in which they came, and ZeRO 3 has to gather a block before it is cut.
+        # Added last: hooks run in the order of their registration, and ZeRO 3 must gather a block before it is split.
         for block, views in self._views:
             block.register_forward_pre_hook(views.put)
-            # Also where the block raises, which recomputing does on purpose once it has what the backward pass needs.
+            # Also if the block raises, as recomputation does on purpose once it has all that the backward pass needs.
             block.register_forward_hook(views.take_away, always_call=True)

@@ -1,1 +1,1 @@
-"""Accuracy of a model, its features, and the few-shot probe on them."""
+"""Evaluation: accuracy of a model, and probes of its features."""

@@ -1,9 +1,9 @@
-"""Weights to evaluate, of any kind that the project reads: their digest, their model and the names of its classes.
+"""Loads weights of any supported kind for evaluation: their digest, their model and their class names.
 
-1. A folder of ours is compared with what its maker recorded; its digest is the sha256 of weights.safetensors.
-2. Weights of others are read where they take pixels from −1 to 1, as ours do; other means and deviations are refused.
-3. An official .npz, and a timm or Hugging Face folder or file, have no record: their digest is the sha256 of the file,
-   with that of the config.json beside it where that tells the model.
+1. A folder written by this project is verified against its record; its digest is the sha256 of weights.safetensors.
+2. Foreign weights are accepted only if they expect pixels from −1 to 1, as ours do.
+3. An official .npz, or a timm or Hugging Face folder or file, has no record: its digest is the sha256 of the file,
+   combined with that of the config.json next to it if that describes the model.
 """
 
 import hashlib
@@ -19,18 +19,18 @@ from data.errors import DataError
 from models.weights.folder import CONFIG, THEIR_CONFIG, THEIR_PREPROCESSOR, THEIR_WEIGHTS
 from pipeline import artifacts
 
-# Whatever refuses a file: torch, numpy, safetensors and our own checks each raise their own.
+# Errors of unreadable files: torch, numpy, safetensors and our own checks each raise their own.
 UNREADABLE = (ValueError, OSError, EOFError, KeyError, TypeError, zipfile.BadZipFile, safetensors.SafetensorError)
 
 
 def is_foreign(path: str) -> bool:
-    """Return whether there are weights of another project at a path, and no folder that a stage or `import` wrote."""
+    """Return whether a path holds weights of another project, rather than a folder written by a stage or `import`."""
     is_ours = (Path(path) / CONFIG).is_file()
     return not is_ours and files_of(path)[0].is_file()
 
 
 def files_of(path: str) -> list[Path]:
-    """Return the file of foreign weights, and the config beside it; `file.npz:img` names a part of a file."""
+    """Return the file of foreign weights and the config next to it; `file.npz:img` names a part of a file."""
     if ".npz" in Path(path).name:
         file = Path(path)
         if not file.exists():
@@ -43,14 +43,14 @@ def files_of(path: str) -> list[Path]:
 
 
 def digest_of(path: str, log: Callable[[str], None]) -> str:
-    """Return the digest of weights. Raises DataError where they are missing or not what their maker wrote, OSError."""
+    """Return the digest of weights. Raises DataError if they are missing or altered, OSError."""
     if not is_foreign(path):
         return artifacts.check_weights(Path(path), log).sha256
-    file, *beside = files_of(path)
+    file, *configs = files_of(path)
     digest = artifacts.digest_of(file)["sha256"]
-    # The config beside the file decides the model, and the part after a colon which tensors are read.
+    # The config next to the file decides the model, and the part after a colon which tensors are read.
     described = []
-    for config in beside:
+    for config in configs:
         if config.is_file():
             described.append(artifacts.digest_of(config)["sha256"])
     part = ""
@@ -62,7 +62,7 @@ def digest_of(path: str, log: Callable[[str], None]) -> str:
 
 
 def load(path: str, overrides: Mapping[str, object]) -> "models.Model":
-    """Load the model behind a path; `overrides` are what its file cannot tell. Raises DataError, which names it."""
+    """Load the model at a path; `overrides` are options that its file cannot provide. Raises DataError naming it."""
     refuse_other_pixels(path)
     try:
         return models.load(path, **overrides)
@@ -71,21 +71,20 @@ def load(path: str, overrides: Mapping[str, object]) -> "models.Model":
 
 
 def training_sets(path: str) -> tuple[list[dict[str, str | None]], str]:
-    """Return the sets that weights were trained on, {"path", "digest", "part_of"} each, and where the records end ("":
-    nowhere).
+    """Return the sets that weights were trained on, {"path", "digest", "part_of"} each, and where the records end.
 
-    The records are the provenance.json of the weights' stage, of the stage that it started from, and so on; they hold
-    the digests that the sets had then. Weights of others, and imported and exported ones, have no such record. Raises
-    DataError for an altered record.
+    The second value is the path at which the records end, or "" if they are complete. The records are the
+    provenance.json of the weights' stage, of the stage that it started from, and so on, with the sets' digests at that
+    time. Foreign, imported and exported weights have no such record. Raises DataError for an altered record.
     """
     sets: dict[str, dict[str, str | None]] = {}
-    sha256: str | None = None  # of the weights that the stage before has started from
+    sha256: str | None = None  # of the weights that the previous stage started from
     while True:
         folder = Path(path)
         inputs = None
         if (folder / artifacts.PROVENANCE).is_file():
             inputs = artifacts.read_record(folder / artifacts.PROVENANCE).get("inputs")
-        # Other weights may lie there by now, whose sets are not these.
+        # If other weights have replaced them, this record lists the sets of the other weights.
         is_other = sha256 is not None and sha256 != artifacts.recorded_sha256(folder)
         if inputs is None or is_other:
             return list(sets.values()), path
@@ -99,7 +98,7 @@ def training_sets(path: str) -> tuple[list[dict[str, str | None]], str]:
 
 
 def recorded_preprocessing(path: str) -> models.Preprocessing | None:
-    """Return how the pixels were made that weights were judged on; None where nothing says so. Raises DataError."""
+    """Return how pixels were prepared when weights were evaluated; None if unknown. Raises DataError."""
     try:
         return models.load_preprocessing(path)
     except UNREADABLE as error:
@@ -107,9 +106,9 @@ def recorded_preprocessing(path: str) -> models.Preprocessing | None:
 
 
 def refuse_other_pixels(path: str) -> None:
-    """Raise DataError where the files beside weights of others say that pixels are not brought to −1 … 1.
+    """Raise DataError if the files of foreign weights say that pixels are not scaled to −1 … 1.
 
-    The values of such weights would be wrong, and nothing would show it.
+    The values of such weights would be wrong without any sign of it.
     """
     if not is_foreign(path) or ".npz" in Path(path).name:
         return
@@ -124,11 +123,11 @@ def refuse_other_pixels(path: str) -> None:
                 values = described.get(section, {})
             means = values.get("mean", values.get("image_mean")) or [0.5]
             deviations = values.get("std", values.get("image_std")) or [0.5]
-        except (OSError, ValueError, AttributeError):  # there is none, or it is no JSON object
+        except (OSError, ValueError, AttributeError):  # missing, or not a JSON object
             continue
         if set(means) | set(deviations) != {0.5}:
             raise DataError(
                 f"{folder / name}: pixels are normalised by mean {means} and deviation {deviations}\n"
-                "  expected 0.5 and 0.5, pixels from −1 to 1, as everything here makes them: values would be wrong\n"
-                "  give weights that take such pixels"
+                "  expected 0.5 and 0.5, pixels from −1 to 1, as everywhere here; values would be wrong\n"
+                "  use weights that expect such pixels"
             )

@@ -1,8 +1,8 @@
-"""The document of an evaluation, evaluation.json: each value with its interval, and all that it traces back to.
+"""Builds evaluation.json: every value with its confidence interval, and everything that it can be traced back to.
 
 {"schema": 2,
  "weights": {"path": "…/finetune-1a2b3c4d", "digest": "9f3c…", "model": {…},
-             "trained_on": {"sets": [{"path": "…", "digest": "…", "part_of": null}, …],    a subset: of what digest
+             "trained_on": {"sets": [{"path": "…", "digest": "…", "part_of": null}, …],    part_of: digest of a set
                             "unknown": ""}},                                               or where the records end
  "results": [{
    "code": "77ab…",                                               the version that computed it
@@ -11,16 +11,17 @@
    "protocol": {"name": "fewshot", "fields": {…}, "digest": "…"},
    "values": {"5shot": {"value": 0.91, "low": 0.88, "high": 0.94, "samples": 360, "interval": "95 %, over 3 draws …",
                         "seeds": {"0": 0.90, …}, "sd": 0.012, "right": "…"}, …},        bits (S, N) in base64
-   "classes": [{"id": 0, "name": "zero", "value": …, "low": …, "high": …, "samples": 36}, …],       of per-class alone
-   "shots": {"5shot": {"0": [[shard, sample], …], …}},       of fewshot alone; numbers in the training set's index
-   "chosen": {"l2": 0.01, …},                                                                      of logistic alone
-   "leaks": "not checked"                       or {…, "train": the sets that were compared with this one,
-                                                    "checked", "not_checked": those of them, and others, that the
-                                                    weights or the protocol learned from, "leaked": 7, "values": {…}}
+   "classes": [{"id": 0, "name": "zero", "value": …, "low": …, "high": …, "samples": 36}, …],       only of per-class
+   "shots": {"5shot": {"0": [[shard, sample], …]}, …},       only of fewshot; numbers in the training set's index
+   "chosen": {"l2": 0.01, …},                                                                      only of logistic
+   "leaks": "not checked"                       or {…, "train": the sets that this one was compared with,
+                                                    "checked", "not_checked": of all sets that the weights or the
+                                                    protocol learned from, "leaked": 7, "values": {…}}
  }, …]}
 
-Nothing in it depends on when, where or on how many workers it was computed, but for the paths. The digest of a set is
-its index's; that of a protocol is the sha256 of {"fields": …, "protocol": name} as JSON with sorted keys.
+Except for the paths, nothing in it depends on when, where or on how many workers it was computed. The digest of a set
+is that of its index. The digest of a protocol is the sha256 of {"fields": …, "protocol": name} as JSON with sorted
+keys.
 """
 
 import base64
@@ -38,9 +39,9 @@ if TYPE_CHECKING:  # both import torch
     from pipeline.evaluation.features import FeatureStore
     from pipeline.evaluation.probes import Outcome
 
-SCHEMA = 2  # 1 had other intervals
+SCHEMA = 2  # schema 1 had other intervals
 NAME = "evaluation.json"
-NOT_CHECKED = "not checked"  # for leaks
+NOT_CHECKED = "not checked"  # value of "leaks"
 OUTCOMES = ("evaluate", "evaluate_failed", "evaluate_skipped")  # kinds of records in metrics.jsonl
 
 Entry = dict[str, Any]  # JSON
@@ -56,7 +57,7 @@ def result_of(
     train: "FeatureStore | None",
     leaked: Sequence[int] | None,
 ) -> Entry:
-    """Return the result of a protocol on a set; `leaked` are numbers of samples, None where there was no leak check."""
+    """Return the result of a protocol on a set; `leaked` are sample numbers, or None without a leak check."""
     everything = np.ones(len(test.rows), bool)
     values, classes = value_entries(outcome, protocol, test, everything)
     result: Entry = {
@@ -71,7 +72,7 @@ def result_of(
     if classes:
         result["classes"] = classes
     if outcome.shots and train is not None:
-        # The shots of every value and seed are [shard, sample], numbers within the training set's index.
+        # Shots are [shard, sample] for every value and seed, with numbers in the training set's index.
         shots: Entry = {}
         for value, of_seeds in outcome.shots.items():
             shots[value] = {}
@@ -93,23 +94,23 @@ def result_of(
 def value_entries(
     outcome: "Outcome", protocol: Protocol, test: "FeatureStore", chosen: np.ndarray
 ) -> tuple[dict[str, Entry], list[Entry]]:
-    """Return a protocol's values, and the classes of per-class, over the chosen samples of the set: (N,) bool.
+    """Return a protocol's values, and the classes for per-class, over the chosen samples of the set: (N,) bool.
 
-    Intervals are those of intervals.py; `sd`, the deviation between seeds, stands beside them.
+    The intervals come from intervals.py; `sd` is the standard deviation between seeds.
     """
     interval = protocol.kind.interval
     samples = int(chosen.sum())
     values: dict[str, Entry] = {}
     classes: list[Entry] = []
     for name, right_of_seeds in outcome.right.items():
-        right = np.stack(right_of_seeds)[:, chosen]  # (S, N), of every seed, or once
+        right = np.stack(right_of_seeds)[:, chosen]  # (S, N), one row per seed; a single row without seeds
         shares = []
         for is_right in right:
             shares.append(int(is_right.sum()) / max(samples, 1))
 
-        # The mean over classes, each with the same weight.
+        # The mean over classes, with equal weights.
         if interval == "classes":
-            # An entry for each class that has samples; a sample with several labels counts in each of their classes.
+            # One entry per class with samples; a sample with several labels counts in each of their classes.
             labels = test.labels[chosen]
             row, column = np.nonzero(labels >= 0)
             of_class = np.bincount(labels[row, column])
@@ -128,7 +129,7 @@ def value_entries(
                 "interval": "95 %, over test samples, of the mean over these classes",
             }
             continue
-        # The share of the samples that were right: once, or the mean over several seeds.
+        # The share of right samples: a single one, or the mean over several seeds.
         low, high = intervals.over_draws(right)
         values[name] = {
             "value": sum(shares) / len(shares),
@@ -149,14 +150,14 @@ def value_entries(
 
 
 def right_of(entry: Entry) -> np.ndarray:
-    """Return what was right by a value's entry: (S, N) bool, of every seed or once."""
+    """Decode which samples were right from a value's entry: (S, N) bool, one row per seed."""
     draws = len(entry.get("seeds", [0]))
     bits = np.unpackbits(np.frombuffer(base64.b64decode(entry["right"]), np.uint8), count=draws * entry["samples"])
     return bits.reshape(draws, entry["samples"]).astype(bool)
 
 
 def share_entry(right: int, samples: int) -> Entry:
-    """Return a share of samples with its interval."""
+    """Return the share of right samples with its interval."""
     share = right / max(samples, 1)
     low, high = intervals.wilson(share, samples)
     return {"value": share, "low": low, "high": high, "samples": samples}
@@ -176,9 +177,9 @@ def metrics_with_seeds(result: Entry) -> dict[str, float]:
 
 
 class EvaluationRecord(TypedDict):
-    """Holds the outcome of an evaluation during training: the kind, values and line of its record in metrics.jsonl."""
+    """The record of an evaluation during training in metrics.jsonl: its kind, values and log line."""
 
-    kind: str  # of OUTCOMES
+    kind: str  # one of OUTCOMES
     values: dict[str, float | int | str]
     line: str
 
@@ -186,7 +187,7 @@ class EvaluationRecord(TypedDict):
 def evaluation_record(
     step: int, values: Mapping[str, float | int], where: Mapping[str, float | str], remark: str = ""
 ) -> EvaluationRecord:
-    """Return the record of an evaluation; it has every seed of the few-shot probe, the line their mean."""
+    """Return the record of an evaluation: its values include every few-shot seed, its log line only their mean."""
     scores = {name: value for name, value in values.items() if isinstance(value, float)}
     shown = [f"{name} {value:.4f}" for name, value in without_single_seeds(scores).items()]
     line = f"evaluate step {step}  {'  '.join(shown)}{remark}"
@@ -194,47 +195,47 @@ def evaluation_record(
 
 
 def skipped_record(step: int, reason: str) -> EvaluationRecord:
-    """Return the record of a step that is not evaluated."""
+    """Return the record of a step whose evaluation was skipped."""
     line = f"evaluate step {step} SKIPPED: {reason}"
     return {"kind": "evaluate_skipped", "values": {"step": step, "reason": reason}, "line": line}
 
 
 def recorded_steps(records: Iterable[Mapping[str, Any]]) -> set[int]:
-    """Return the steps whose evaluation has an outcome in metrics.jsonl: a value, an error, or a reason for neither."""
+    """Return the steps whose evaluation has an outcome in metrics.jsonl: values, an error, or a reason to skip it."""
     steps: set[int] = set()
     for record in records:
         if record["kind"] == "start":
-            # Steps after the one that an attempt starts from are taken, and evaluated, again.
+            # An attempt repeats the steps after the one that it starts from, and their evaluations.
             steps = {step for step in steps if step <= record["step"]}
         elif record["kind"] in OUTCOMES:
             steps.add(record["step"])
     return steps
 
 
-# ------------------------------------------------------------------------------------------------ the whole
+# ------------------------------------------------------------------------------------------------ the whole document
 
 
 def log_table(document: Entry, log: Callable[[str], None]) -> None:
-    """Log a document's values, a line each: set, value, interval, deviation between draws, samples, leaks."""
+    """Log a document's values as a table with columns for set, value, interval, deviation, samples and leaks."""
     rows: list[tuple[str, ...]] = [("set", "protocol", "value", "95 % interval", "sd", "samples", "leaks")]
     trained_on = {compared["digest"] for compared in document["weights"]["trained_on"]["sets"]}
     for result in document["results"]:
         leaks = result["leaks"]
         for name, entry in result["values"].items():
-            verdict = NOT_CHECKED
+            text = NOT_CHECKED
             if leaks != NOT_CHECKED:
                 clean = leaks["values"][name]
                 compared = ", ".join(source["digest"][:8] for source in leaks["train"])
-                verdict = f"{clean['value']:.2%} without {leaks['leaked']} shared with {compared}"
-                # Of what has been learned from, nothing was compared: a value without leaks would tell nothing.
+                text = f"{clean['value']:.2%} without {leaks['leaked']} shared with {compared}"
+                # If none of the sets learned from was compared, a value without leaks would be meaningless.
                 if leaks["not_checked"] and not leaks["checked"]:
-                    verdict = f"compared with {compared} alone"
+                    text = f"compared only with {compared}"
                 for missed in leaks["not_checked"]:
-                    verdict += f"; {missed['path']} ({missed['digest'][:8]}) {NOT_CHECKED}"
+                    text += f"; {missed['path']} ({missed['digest'][:8]}) {NOT_CHECKED}"
                 if document["weights"]["trained_on"]["unknown"]:
-                    verdict += f"; what {document['weights']['trained_on']['unknown']} was trained on: {NOT_CHECKED}"
+                    text += f"; training sets of {document['weights']['trained_on']['unknown']}: {NOT_CHECKED}"
             if result["set"]["digest"] in trained_on:
-                verdict = f"the weights were trained on this set; {verdict}"
+                text = f"the weights were trained on this set; {text}"
             deviation = "-"
             if "sd" in entry:
                 deviation = f"± {entry['sd']:.2%}"
@@ -242,12 +243,12 @@ def log_table(document: Entry, log: Callable[[str], None]) -> None:
                 deviation = "one draw"
             interval = f"{entry['low']:.2%} to {entry['high']:.2%}"
             samples = f"{entry['samples']:,}"
-            rows.append((result["set"]["name"], name, f"{entry['value']:.2%}", interval, deviation, samples, verdict))
-    # A column that says nothing of any value is left out.
+            rows.append((result["set"]["name"], name, f"{entry['value']:.2%}", interval, deviation, samples, text))
+    # Omit columns without information.
     for column, nothing in ((6, NOT_CHECKED), (4, "-")):
         if all(row[column] == nothing for row in rows[1:]):
             rows = [(*row[:column], *row[column + 1 :]) for row in rows]
-    # Each column is as wide as its widest cell.
+    # Pad each column to its widest cell.
     widths = [0] * len(rows[0])
     for row in rows:
         for column, cell in enumerate(row):
@@ -260,9 +261,9 @@ def log_table(document: Entry, log: Callable[[str], None]) -> None:
 
 
 def entries_of(document: Entry) -> dict[str, Entry]:
-    """Return the entry of every value by its name, with the set's name in front where there are several sets.
+    """Return every value's entry by name; if there are several sets, the name starts with that of the set.
 
-    Each also has "whole": the digest of its set, and "" where not every sample of it could be read.
+    Each entry gets "whole": the digest of its set, or "" if some samples of it could not be read.
     """
     names = {result["set"]["name"] for result in document["results"]}
     entries: dict[str, Entry] = {}

@@ -1,19 +1,19 @@
-"""Evaluates weights by protocols on sets, in each worker: the only place where sets meet a model in evaluation.
+"""Evaluates weights by protocols on sets, on each worker: the only place in evaluation where sets meet a model.
 
-The training loop and an asynchronous evaluation (in_training.py) and the stages `evaluate` and `fewshot` (worker.py)
-all call `Evaluator.evaluate`:
+The training loop and asynchronous evaluation (in_training.py) and the stages `evaluate` and `fewshot` (worker.py) all
+call `Evaluator.evaluate`:
 
-1. Each set passes through the model once, for all the protocols that use it. A worker reads its part of the set and
-   sends labels, predictions and features to rank 0 (features.py).
-2. Rank 0 computes one protocol after the other (protocols.py); the others wait.
+1. Each set passes through the model once, for all protocols that use it. A worker reads its part of the set and sends
+   labels, predictions and features to rank 0 (features.py).
+2. Rank 0 computes one protocol after another (protocols.py); the other workers wait.
 3. Each request has a result in the form of evaluation.json (document.py).
 
 In:  [Request("/shards/test", None, Protocol("top-1", {}))]
 Out: [{"set": {"judged": 360, …}, "values": {"top-1": {"value": 0.91, "low": …}}, …}] at rank 0, [] elsewhere
 
-`EvaluationGroup` keeps the workers together: no batch goes into the model alone, about once a second every worker hears
-of a stop and of a worker that cannot go on, and each of the two is raised on all workers alike. A process without a
-group, as that of an asynchronous evaluation, is alone: its own error comes out as it is.
+`EvaluationGroup` keeps the workers together: they pass a batch through the model only when all have one, and about once
+a second they exchange stop requests and failures, either of which is raised on all workers alike. A process without a
+group, such as one for asynchronous evaluation, raises its own errors directly.
 """
 
 import time
@@ -43,70 +43,70 @@ from pipeline.values import duration
 
 Result = TypeVar("Result")
 
-BEAT_S = 1.0  # between two beats in which all workers take part
-PROGRESS_S = 20.0  # between two lines that say how far a pass over a set is
+BEAT_S = 1.0  # between two exchanges of all workers
+PROGRESS_S = 20.0  # between two log lines about the progress of a pass over a set
 
 
 # ------------------------------------------------------------------------------------------------ the group
 
 
 class EvaluationStopped(Preempted):
-    """The run was asked to stop, and all workers have left an evaluation between two batches."""
+    """The run was requested to stop, and all workers left an evaluation between two batches."""
 
 
 class EvaluationFailed(PatchlineError):
-    """An evaluation cannot be finished, which all workers know; carries the exit code of the failure."""
+    """An evaluation failed, which all workers know; carries the exit code of the failure."""
 
     exit_code: int
 
     def __init__(self, message: str, exit_code: int, path: str | None = None) -> None:
         super().__init__(message)
         self.exit_code = exit_code
-        self.path = path  # of the set that could not be passed through the model; None: a protocol failed
+        self.path = path  # of the set that could not be read; None if a protocol failed
 
 
 @dataclass(frozen=True)
 class EvaluationGroup:
-    """Gives a worker its view of the group that evaluates. All methods are collective."""
+    """The group of workers that evaluate together, as one worker sees it. All methods are collective."""
 
     phases: Phases
     device: torch.device
-    wants_stop: Callable[[], bool]  # of this worker
-    step: int = 0  # of the weights, in phases
+    wants_stop: Callable[[], bool]  # whether this worker was requested to stop
+    step: int = 0  # of the weights, for the phases
 
     def agree_to_continue(self, failure: Exception | None = None, *, is_working: bool = False) -> bool:
-        """Return whether a worker `is_working` alone; the phases' log gets the traceback of `failure`.
+        """Exchange failures and stop requests; return whether any worker is working (`is_working`).
 
-        Raises EvaluationFailed where a worker has a failure and EvaluationStopped where one wants to stop, on all
-        workers alike.
+        Raises EvaluationFailed if any worker has a failure, and EvaluationStopped if any was requested to stop, on all
+        workers alike. The traceback of `failure` goes to the log of the phases.
         """
         if not dist.is_initialized():
             if failure is not None:
                 raise failure
             if self.wants_stop():
-                raise EvaluationStopped("stopped in an evaluation")
+                raise EvaluationStopped("stopped during an evaluation")
             return is_working
         flags = torch.tensor([failure is not None, self.wants_stop(), is_working], dtype=torch.float64)
         flags = flags.to(self.device)
         dist.all_reduce(flags)
         failures, stops, working = flags.tolist()
         if failures:
-            mine = None
+            own_failure = None
             if failure is not None:
                 traceback.print_exception(failure, file=self.phases.log)
                 self.phases.log.flush()
-                mine = (f"worker {dist.get_rank()}: {type(failure).__name__}: {failure}", exit_code(failure))
-            all_failures: list[tuple[str, int] | None] = [mine] * dist.get_world_size()
-            dist.all_gather_object(all_failures, mine)
+                own_failure = (f"worker {dist.get_rank()}: {type(failure).__name__}: {failure}", exit_code(failure))
+            all_failures: list[tuple[str, int] | None] = [own_failure] * dist.get_world_size()
+            dist.all_gather_object(all_failures, own_failure)
             for first_failure in all_failures:
                 if first_failure is not None:
                     raise EvaluationFailed(*first_failure) from failure
         if stops:
-            raise EvaluationStopped("stopped in an evaluation")
+            raise EvaluationStopped("stopped during an evaluation")
         return working > 0
 
     def run_on_rank_0(self, work: Callable[[Beat], Result], phase: str) -> Result | None:
-        """Return the value of `work(beat)` at rank 0, which calls `beat` between two pieces of work; None elsewhere.
+        """Run `work(beat)` on rank 0 and return its value; `work` must call `beat` regularly. None on other ranks.
 
         Raises EvaluationFailed and EvaluationStopped, on all workers alike.
         """
@@ -117,13 +117,13 @@ class EvaluationGroup:
 
         def beat() -> None:
             nonlocal last_heard
-            # The watchdog sees that rank 0 moves, and rank 0 hears of a stop.
+            # Tell the watchdog that rank 0 is working, and learn about stop requests.
             if time.monotonic() - last_heard >= BEAT_S:
                 self.phases.enter(phase, self.step)
                 self.agree_to_continue(is_working=True)
                 last_heard = time.monotonic()
 
-        # Rank 0 stays the worker behind: it has entered one phase fewer than those that wait for it.
+        # Rank 0 has entered one phase fewer than the workers that wait, so the watchdog blames it if it hangs.
         with self.phases.rank_0_phase(phase, self.step, is_rank_0):
             if not is_rank_0:
                 while self.agree_to_continue():
@@ -133,7 +133,7 @@ class EvaluationGroup:
             failure = None
             try:
                 result = work(beat)
-            except (EvaluationFailed, EvaluationStopped):  # raised by a beat: the others have heard it
+            except (EvaluationFailed, EvaluationStopped):  # raised by a beat, on all workers
                 raise
             except Exception as error:
                 failure = error
@@ -146,16 +146,16 @@ class EvaluationGroup:
 
 @dataclass(frozen=True)
 class Request:
-    """Asks for the values of a protocol on a set."""
+    """A request for the values of a protocol on a set."""
 
     test: str  # absolute path or URL of the set's index
-    train: str | None  # of the set that a protocol of features learns from
+    train: str | None  # index of the set that a protocol of features learns from
     protocol: Protocol
-    # A prediction is right where it is the sample's first label: the few-shot probe of training and of the stage
-    # fewshot, whose curves go on as they began. Otherwise it may be any of the sample's labels.
+    # Whether a prediction must be the sample's first label, rather than any of its labels. The few-shot probe, in
+    # training and in the stage fewshot, has always used the first, so its curves stay comparable.
     first_label: bool = False
-    leaked: Sequence[int] | None = None  # samples of the test set that a leak check names; None: no leak check
-    # Samples that the result shows with their predictions, beside counts by class; of protocols of the head.
+    leaked: Sequence[int] | None = None  # leaked samples of the test set; None: no leak check
+    # Number of samples to include in the result with their predictions, next to counts by class; protocols of the head.
     examples: int = 0
 
 
@@ -166,37 +166,37 @@ class Evaluator:
     group: EvaluationGroup
     model: nn.Module
     dtype: torch.dtype
-    folder: Path  # where rank 0 keeps features, in files that have no name and go with the process
+    folder: Path  # for rank 0's unnamed files of features, which disappear with the process
     preprocess: str  # evaluation ops
-    micro_batch: int  # images that go through the model at once; the same images at any number of workers
-    max_labels: int = 1  # of a sample
+    micro_batch: int  # images per forward pass; the batches are the same at any number of workers
+    max_labels: int = 1  # most labels of a sample
     cache: CacheConfig | None = None
-    ranks: Sequence[int] = (0,)  # the parts of each set that this process reads, of `world` parts
+    ranks: Sequence[int] = (0,)  # the parts of each set that this process reads, out of `world` parts
     world: int = 1
-    indexes: Mapping[str, Index] = field(default_factory=dict)  # by path, those that are loaded already
-    log: Callable[[str], None] | None = None  # for lines about the progress of rank 0, which the others share
+    indexes: Mapping[str, Index] = field(default_factory=dict)  # already loaded indexes, by path
+    log: Callable[[str], None] | None = None  # receives rank 0's lines about the progress
 
     def evaluate(self, requests: Sequence[Request]) -> list[document.Entry]:
-        """Collective: return each request's result (document.result_of) at rank 0, and nothing elsewhere.
+        """Collective: return each request's result (document.result_of) at rank 0, and an empty list elsewhere.
 
-        Raises EvaluationFailed, which names the set or the protocol, and EvaluationStopped, on all workers alike; in a
-        process without a group the error itself.
+        Raises EvaluationFailed, which names the set or the protocol, and EvaluationStopped, on all workers alike; a
+        process without a group raises the original error.
         """
         results: list[document.Entry] = []
         stores: dict[str, FeatureStore] = {}
         try:
             for number, request in enumerate(requests):
-                # The features of two sets are kept at a time: others go unless a later request needs them.
+                # Only the features of two sets are kept at a time, unless a later request needs others.
                 needed_later: set[str | None] = set()
                 for later in requests[number:]:
                     needed_later |= {later.train, later.test}
-                for kept in stores.keys() - needed_later:
-                    stores.pop(kept).close()
+                for unneeded in stores.keys() - needed_later:
+                    stores.pop(unneeded).close()
                 for path in (request.train, request.test):
                     if path is not None and path not in stores:
                         stores[path] = self.collect(path, requests)
                 self.report(f"{request.test}: {request.protocol.name}")
-                # Rank 0 computes the protocol from what was collected.
+                # Rank 0 computes the protocol from the collected features or predictions.
                 work = partial(result_of, request, stores, self.group.device)
                 try:
                     result = self.group.run_on_rank_0(work, "protocol")
@@ -212,7 +212,7 @@ class Evaluator:
         return results
 
     def collect(self, path: str, requests: Sequence[Request]) -> FeatureStore:
-        """Collective: pass a set through the model; rank 0's store has all that the requests need of it."""
+        """Collective: pass a set through the model; rank 0's store gets everything that the requests need."""
         best = 0
         with_features = False
         for request in requests:
@@ -221,7 +221,7 @@ class Evaluator:
             if not request.protocol.kind.best and path in (request.test, request.train):
                 with_features = True
         try:
-            # Where a worker cannot read the index of the set, all workers hear of it.
+            # If one worker cannot read the index, all workers must learn of it.
             index = self.indexes.get(path)
             failure = None
             if index is None:
@@ -230,29 +230,29 @@ class Evaluator:
                 except Exception as error:
                     failure = error
                 self.group.agree_to_continue(failure)
-            assert index is not None, "a failure has been raised"
+            assert index is not None, "otherwise a failure was raised"
             store = FeatureStore(index, self.folder)
             collect(
                 self.model,
-                # A full disk at rank 0 is raised where the next batch is asked for, so that all workers hear of it.
-                self.together(store.watching(self.batches(index)), index, path),
+                # A full disk at rank 0 is raised when the next batch is requested, so that all workers learn of it.
+                self.in_lockstep(store.watching(self.batches(index)), index, path),
                 store,
                 self.dtype,
                 self.group.device,
                 with_features=with_features,
                 best=best,
-                # Rank 0 waits here for the others' batches: one that hangs while it computes has entered a phase fewer.
+                # Rank 0 waits here for the others' batches; a worker that hangs has entered one phase fewer.
                 on_computed=partial(self.group.phases.enter, "gather", self.group.step),
             )
         except EvaluationFailed as error:
             raise EvaluationFailed(f"{path}: {error}", error.exit_code, path) from error
         return store
 
-    def together(self, batches: Iterator[EvaluationBatch], index: Index, path: str) -> Iterator[EvaluationBatch]:
-        """Iterate batches, each once every worker has its own, and log now and then how far they are.
+    def in_lockstep(self, batches: Iterator[EvaluationBatch], index: Index, path: str) -> Iterator[EvaluationBatch]:
+        """Iterate batches in step with all other workers, and log the progress from time to time.
 
-        Raises EvaluationFailed or EvaluationStopped, on all workers alike, where a worker cannot read on or is asked to
-        stop.
+        Raises EvaluationFailed or EvaluationStopped, on all workers alike, if a worker cannot continue or was requested
+        to stop.
         """
         began = time.monotonic()
         last_report = began
@@ -262,13 +262,13 @@ class Evaluator:
             failure = None
             try:
                 batch = next(batches, None)
-            except Exception as error:  # reading and decoding may raise any
+            except Exception as error:  # reading and decoding may raise anything
                 failure = error
             self.group.agree_to_continue(failure)
             if batch is None:
                 break
             yield batch
-            # All workers have passed as many batches, but for the last.
+            # All workers have passed equally many batches, except for the last one.
             passed = min(passed + self.micro_batch * self.world // len(self.ranks), index.samples)
             if time.monotonic() - last_report > PROGRESS_S:
                 last_report = time.monotonic()
@@ -276,9 +276,9 @@ class Evaluator:
         self.report(f"{path}: {index.samples:,} images in {duration(time.monotonic() - began)}")
 
     def batches(self, index: Index) -> Iterator[EvaluationBatch]:
-        """Iterate this process's batches of a set, each entered as a phase that names the shards which are read.
+        """Iterate this process's batches of a set, entering a phase with the shards being read before each batch.
 
-        An error in the opening of the set is raised at the first batch.
+        An error while opening the set is raised at the first batch.
         """
         phases = self.group.phases
         step = self.group.step
@@ -294,10 +294,10 @@ class Evaluator:
                 cache=self.cache,
             )
             batches = iter(samples)
-            # The set reads one batch ahead: while it gives the first it reads two, and with any other the next one.
+            # The set reads one batch ahead: it reads two batches before it returns the first, then one each time.
             being_read = samples.rows[: 2 * size]
             for number in range(len(samples)):
-                # "first … last" of the shards; "" where nothing is left to read, or the batch is padding alone.
+                # "first … last" of the shards; "" if nothing is left to read or the batch contains only padding.
                 shards = ""
                 if being_read:
                     first, _ = samples.place(being_read[0])
@@ -307,15 +307,15 @@ class Evaluator:
                         shards += f" … {index.shards[last].name}"
                 phases.enter("evaluate", step, shards)
                 batch = next(batches)
-                # Again: a worker that waits for the others' batches has entered one phase more than one that reads.
+                # Enter it again: a worker waiting for the others then has one phase more than one that still reads.
                 phases.enter("evaluate", step, shards)
                 yield batch
                 being_read = samples.rows[(number + 2) * size : (number + 3) * size]
-            # No shard is read any more: a worker that hangs in the reduction must not be blamed on the last one.
+            # No shard is being read any more, so a worker that hangs in the reduction must not name the last one.
             phases.enter("evaluate", step)
 
     def report(self, line: str) -> None:
-        """Log a line, at rank 0 of a caller that wants lines."""
+        """Log a line at rank 0, if the caller has asked for log lines."""
         if self.log is not None and (not dist.is_initialized() or dist.get_rank() == 0):
             self.log(line)
 
@@ -323,7 +323,7 @@ class Evaluator:
 def result_of(request: Request, stores: Mapping[str, FeatureStore], device: torch.device, beat: Beat) -> document.Entry:
     """Compute a request's protocol from the stores of its sets, and return the result.
 
-    Raises DataError where no sample of a set could be read, ConfigError where the protocol does not fit the sets.
+    Raises DataError if no sample of a set could be read, ConfigError if the protocol does not fit the sets.
     """
     test = stores[request.test]
     train = None
@@ -348,7 +348,7 @@ def result_of(request: Request, stores: Mapping[str, FeatureStore], device: torc
 def examples_of(test: FeatureStore, most: int) -> list[document.Entry]:
     """Return samples with labels, prediction and confidence: the most confident mistakes first, then right ones.
 
-    At least a quarter of them are right where there are so many, from all parts of the set, the most confident first.
+    At least a quarter are right predictions, if there are enough: from all parts of the set, most confident first.
     """
     predicted = test.predictions[:, 0]
     confidences = test.all_confidences[test.is_there]
@@ -370,9 +370,9 @@ def examples_of(test: FeatureStore, most: int) -> list[document.Entry]:
 
 
 def class_counts(test: FeatureStore) -> list[list[int]]:
-    """Return a row for each class with samples: label, samples, right ones, what most others are taken for, how many.
+    """Return a row for each class with samples: label, samples, right ones, most frequent wrong prediction, its count.
 
-    A sample with several labels counts in each of their classes. Of a class without mistakes the last two are −1 and 0.
+    A sample with several labels counts in each of their classes. In a class without mistakes the last two are −1 and 0.
     """
     predicted = test.predictions[:, 0].astype(int)
     sample, column = np.nonzero(test.labels >= 0)
@@ -380,7 +380,7 @@ def class_counts(test: FeatureStore) -> list[list[int]]:
     is_right = (test.labels == predicted[:, None]).any(axis=1)[sample]
     samples = np.bincount(label)
     right = np.bincount(label[is_right], minlength=len(samples))
-    # Each kind of mistake with its number, as one number: label and prediction.
+    # Encode each kind of mistake, label and prediction, as a single number.
     classes = max(predicted.max(), label.max(initial=0)) + 1
     mistakes, times = np.unique(label[~is_right] * classes + predicted[sample][~is_right], return_counts=True)
     most_often: dict[int, list[int]] = {}

@@ -1,16 +1,16 @@
-"""The features, predictions and labels of every sample of a set, kept by rank 0 alone: features on disk.
+"""Computes the features, predictions and labels of every sample of a set; rank 0 stores them, the features on disk.
 
-1. Every worker computes one batch of its part of the set and sends it to rank 0, which receives one batch at a time.
-2. Rank 0 writes the features where the sample's number in the set says: the file is in the order of the set at any
-   world size. It is preallocated, so that a disk without room is refused at the first batch, and has no name, so that
-   it goes with the process however that ends.
-3. A protocol reads as many rows at a time as fit in memory: `blocks`.
+1. Every worker computes the batches of its part of the set and sends them to rank 0, which receives one at a time.
+2. Rank 0 writes features at the position of the sample's number, so the file has the order of the set at any world
+   size. The file is preallocated, so that a full disk is detected at the first batch, and unnamed, so that it
+   disappears with the process however it ends.
+3. A protocol reads as many rows at a time as fit into memory: `blocks`.
 
     store = FeatureStore(index, folder)
     collect(model, store.watching(batches), store, torch.float32, device)
-    store.rows, store.labels, store.features(store.rows[:100])          of rank 0; those of the others stay empty
+    store.rows, store.labels, store.features(store.rows[:100])          only on rank 0; other ranks' stores stay empty
 
-A worker holds one batch; rank 0 two, and of each sample its label lists and predictions: some ten numbers.
+A worker holds one batch in memory. Rank 0 holds two, and labels and predictions of each sample: about ten numbers.
 """
 
 import os
@@ -28,34 +28,34 @@ from data.evaluation import EvaluationBatch
 from data.index.index import Index
 from models.catalog import normalise
 
-# N samples of the set, b rows of a batch, D features, L labels of a sample at most, K best classes
+# N samples of the set, b rows of a batch, D features, L most labels of a sample, K best classes
 
-BLOCK = 4096  # rows that are read at a time: 12 MiB of 768 features
+BLOCK = 4096  # rows read at a time: 12 MiB of 768 features
 FEATURE_BYTES = 4  # float32
 
-Beat = Callable[[], None]  # called between two blocks of a long computation, which its errors end
+Beat = Callable[[], None]  # called between two blocks of a long computation, which ends if it raises
 
 
 class FeatureStore:
-    """Rows by the number of their sample in the set; samples that could not be read have none."""
+    """Labels, predictions and features by the sample's number in the set; unreadable samples have no row."""
 
     def __init__(self, index: Index, folder: Path) -> None:
         self.index = index
-        self.folder = folder  # where the file without a name takes its room
+        self.folder = folder  # for the unnamed file
         self.starts = index.starts
         self.is_there = np.zeros(index.samples, bool)
-        self.all_labels = np.empty((0, 1), np.int64)  # (N, L) from the first batch on, padded with −1
+        self.all_labels = np.empty((0, 1), np.int64)  # (N, L) after the first batch, padded with −1
         self.all_predictions: np.ndarray | None = None  # (N, K), the best class first
-        self.all_confidences = np.zeros(index.samples, np.float32)  # (N,), the softmax of the best class
+        self.all_confidences = np.zeros(index.samples, np.float32)  # (N,), softmax of the best class
         self.file: IO[bytes] | None = None
         self.width = 0  # D
-        self.row_bytes = 0  # of a sample's features
-        self.failure: OSError | None = None  # why nothing more could be kept
+        self.row_bytes = 0  # bytes of a sample's features
+        self.failure: OSError | None = None  # error after which nothing more is stored
 
     # -------------------------------------------------------------------------------------------- writing
 
     def watching(self, batches: Iterable[EvaluationBatch]) -> Iterator[EvaluationBatch]:
-        """Iterate batches; raise OSError, where the next one is asked for, once something could not be kept."""
+        """Iterate batches; after a failed write raise its OSError when the next batch is requested."""
         for batch in batches:
             yield batch
             if self.failure is not None:
@@ -69,9 +69,9 @@ class FeatureStore:
         predictions: Tensor | None = None,
         confidences: Tensor | None = None,
     ) -> None:
-        """Keep the rows of a batch by their numbers (b,) in the set, those with −1 left out.
+        """Store the rows of a batch at their numbers (b,) in the set; rows with number −1 are skipped.
 
-        A disk that refuses the features (b, D) is remembered in `failure`; from then on nothing is kept.
+        If the disk rejects the features (b, D), the error is stored in `failure`, and no more features are stored.
         """
         is_good = (numbers >= 0).cpu().numpy()
         rows = numbers.cpu().numpy()[is_good]
@@ -94,14 +94,14 @@ class FeatureStore:
                 self.width = features.shape[1]
                 self.row_bytes = self.width * FEATURE_BYTES
                 self.file = tempfile.TemporaryFile(dir=self.folder, prefix="features-")  # noqa: SIM115 (until `close`)
-                # All of it now: an hour into the pass would be a bad moment to learn that the disk is too small.
+                # Reserve all of it now, rather than find out after an hour that the disk is too small.
                 os.posix_fallocate(self.file.fileno(), 0, max(self.index.samples * self.row_bytes, 1))
-            kept = np.ascontiguousarray(features.cpu().numpy()[is_good], np.float32)
+            rows_to_write = np.ascontiguousarray(features.cpu().numpy()[is_good], np.float32)
             first = 0
             for run in runs_of(rows):
-                content = kept[first : first + len(run)].tobytes()
+                content = rows_to_write[first : first + len(run)].tobytes()
                 offset = int(run[0]) * self.row_bytes
-                # A single call may write less than all of it.
+                # A single call may write only a part.
                 written = 0
                 while written < len(content):
                     written += os.pwrite(self.file.fileno(), content[written:], offset + written)
@@ -113,22 +113,22 @@ class FeatureStore:
 
     @property
     def rows(self) -> np.ndarray:
-        """Return the numbers of the samples that are there, in the order of the set."""
+        """Return the numbers of the readable samples, in the order of the set."""
         return np.flatnonzero(self.is_there)
 
     @property
     def labels(self) -> np.ndarray:
-        """Return the labels (rows, L) of the samples that are there, padded with −1; probes learn the first."""
+        """Return the labels (rows, L) of the readable samples, padded with −1; probes learn the first one."""
         return self.all_labels[self.rows]
 
     @property
     def predictions(self) -> np.ndarray:
-        """Return the best classes (rows, K) of the samples that are there, the best first."""
+        """Return the best classes (rows, K) of the readable samples, the best first."""
         assert self.all_predictions is not None, "the pass over the set was made without the head"
         return self.all_predictions[self.is_there]
 
     def features(self, rows: np.ndarray) -> Tensor:
-        """Return the features (len(rows), D) float32 of samples by their numbers, read from the file."""
+        """Read the features (len(rows), D) float32 of samples, given by their numbers, from the file."""
         assert self.file is not None, "the pass over the set was made without features"
         parts = []
         for run in runs_of(rows):
@@ -138,7 +138,7 @@ class FeatureStore:
         return torch.from_numpy(np.concatenate(parts))
 
     def blocks(self, rows: np.ndarray | None = None, size: int = BLOCK) -> Iterator[tuple[slice, Tensor]]:
-        """Iterate features block by block: which of the `rows` (all that are there), and their features (size, D)."""
+        """Iterate features in blocks: (slice of `rows`, features (size, D)); by default all readable samples."""
         if rows is None:
             rows = self.rows
         for first in range(0, len(rows), size):
@@ -146,14 +146,14 @@ class FeatureStore:
             yield place, self.features(rows[place])
 
     def close(self) -> None:
-        """Give the file's room back."""
+        """Close the file, which frees its disk space."""
         if self.file is not None:
             self.file.close()
             self.file = None
 
 
 def runs_of(rows: np.ndarray) -> list[np.ndarray]:
-    """Cut rows where one does not follow the one before: each run is read or written at once."""
+    """Split row numbers into runs of consecutive numbers; each run can be read or written with one call."""
     if len(rows) == 0:
         return []
     return np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
@@ -170,11 +170,11 @@ def collect(
     best: int = 0,
     on_computed: Callable[[], None] | None = None,
 ) -> None:
-    """Collective: pass a set through the model once; rank 0's store keeps features, and the `best` classes of the head.
+    """Collective: pass a set through the model once; rank 0's store gets features and the head's `best` classes.
 
-    The model computes in eval mode and without gradients; its mode is restored afterwards. `on_computed` is called
-    between a batch's computation and its sending.
-    `samples` comes from `store.watching`, so that every worker hears of a disk that is full.
+    The model runs in eval mode without gradients; its mode is restored afterwards. `on_computed` is called after a
+    batch is computed and before it is sent. `samples` must come from `store.watching`, so that every worker learns of
+    a full disk.
     """
     rank = 0
     world = 1
@@ -186,15 +186,15 @@ def collect(
     model.eval()
     try:
         with torch.no_grad():
-            # Every worker gets equally many batches: ZeRO-3 gathers weights in lockstep.
+            # Every worker gets the same number of batches, because ZeRO 3 gathers weights in lockstep.
             for batch in samples:
                 rows = model.features(normalise(batch.images, dtype, device))  # type: ignore[operator]
-                # The numbers of the samples in the set; −1 for padding and for samples that could not be read.
+                # Numbers of the samples in the set; −1 for padding and unreadable samples.
                 shards, places = batch.ids.unbind(1)
                 numbers = torch.where(batch.mask, starts[shards.clamp(min=0)] + places, -1)
                 computed = {"numbers": numbers.to(device), "labels": batch.labels.to(device)}
                 if best:
-                    # Stable, so that of equal outputs the lowest class comes first, whatever the device.
+                    # Stable, so that among equal outputs the lowest class comes first on every device.
                     logits = model.head(rows).float()  # type: ignore[operator]
                     order = logits.sort(dim=1, descending=True, stable=True)
                     computed["predictions"] = order.indices[:, :best].contiguous()
@@ -209,8 +209,8 @@ def collect(
                         dist.send(tensor, 0)
                     continue
                 store.keep(**computed)
-                # One worker after the other into the same memory: a gather would hold those of all workers at once.
-                # The tensors of all workers have the same shapes.
+                # Receive from one worker after another into the same memory; a gather would hold all at once. The
+                # tensors of all workers have the same shapes.
                 received = {}
                 if world > 1:
                     received = {name: torch.empty_like(tensor) for name, tensor in computed.items()}

@@ -1,12 +1,12 @@
-"""Evaluations of a trained stage by the workers that train it: between the steps, and at its end.
+"""Evaluates a trained stage on the workers that train it: between training steps and at the end of the stage.
 
-All evaluate the weights at a step in the same way (`evaluate_weights`):
-1. `LoopEvaluator.resume`: at the start of an attempt, the step whose evaluation a stop or a kill cut short;
+All of these evaluate the weights at a step in the same way (`evaluate_weights`):
+1. `LoopEvaluator.resume`: at the start of an attempt, if a stop or a kill interrupted the evaluation of its step;
 2. `LoopEvaluator.evaluate_during_training`: between two steps; training continues even if the evaluation fails;
-3. `LoopEvaluator.evaluate_at_end`: of the weights that the stage ends with; a failure ends the stage.
+3. `LoopEvaluator.evaluate_at_end`: the weights that the stage ends with; a failure ends the stage.
 
-A stage without sets to evaluate on has a StageEvaluator (pipeline/hooks.py) in its place, and loads nothing of this. A
-hook may bring an evaluator that has checkpoints evaluated elsewhere (`request`).
+A stage without sets to evaluate on uses StageEvaluator (pipeline/hooks.py) and does not import this module. A hook may
+bring an evaluator that has checkpoints evaluated elsewhere (`request`).
 """
 
 import time
@@ -29,9 +29,9 @@ from pipeline.monitoring.telemetry import read_metrics
 from pipeline.training_config import TrainConfig
 from pipeline.worker import Job, Progress, Setup
 
-EXAMPLES = 32  # samples of an evaluation that are kept with their predictions
-WORTH_SPARING = 0.05  # share of the time that evaluations take, from which on a line says that others may do them
-TRIES = 3  # of one evaluation whose workers die or hang
+EXAMPLES = 32  # samples of an evaluation to store with their predictions
+WORTH_SPARING = 0.05  # share of the time spent on evaluations from which a log line suggests evaluating elsewhere
+TRIES = 3  # attempts at one evaluation whose workers die or hang
 
 # ------------------------------------------------------------------------------------------------ one evaluation
 
@@ -48,10 +48,10 @@ def evaluate_weights(
     world: int,
     indexes: Mapping[str, Index],
 ) -> tuple[dict[str, float | int], list[str]]:
-    """Collective: evaluate a model as the recipe of its stage says: accuracy, and the few-shot probe.
+    """Collective: evaluate a model as its stage's recipe says: accuracy and the few-shot probe.
 
-    Returns, at rank 0, the values as metrics.jsonl has them, and warnings about samples that cannot be read; "accuracy"
-    comes with "judged", the samples that could be read. The other arguments are those of Evaluator.
+    Returns, at rank 0, the values for metrics.jsonl, and warnings about unreadable samples; "accuracy" comes with
+    "judged", the number of readable samples. The other arguments are those of Evaluator.
     """
     requests = []
     if job.evaluate:
@@ -63,9 +63,9 @@ def evaluate_weights(
         model=model,
         dtype=torch.bfloat16 if cfg.precision == "bf16" else torch.float32,
         folder=folder,
-        # big_vision's few-shot evaluation squashes an image to a square (SPEC 2.5); a recipe names other ops.
+        # big_vision's few-shot evaluation squashes images to a square (SPEC 2.5); a recipe may name other ops.
         preprocess=cfg.data.preprocess or f"resize({model_config.image_size})",
-        # Training fitted this many images in memory, so evaluation, which keeps no activations, does too.
+        # Training fitted this many images in memory; evaluation keeps no activations, so it fits too.
         micro_batch=cfg.micro_batch,
         max_labels=cfg.data.max_labels,
         cache=cfg.data.cache,
@@ -81,18 +81,18 @@ def evaluate_weights(
         if request.protocol.name != "top-1":
             values |= document.metrics_with_seeds(result)
             continue
-        # For the run's page; a disk that refuses them costs the page a few pictures.
+        # For the run's report; if the disk rejects them, the report only lacks a few pictures.
         with suppress(OSError):
             examples = {"step": group.step, "set": request.test, "samples": result["examples"]}
             examples["classes"] = result["class_counts"]
             artifacts.write_record(Path(job.directory) / artifacts.EXAMPLES, examples)
-        judged = result["set"]["judged"]
-        values |= {"accuracy": result["values"]["top-1"]["value"], "judged": judged}
-        unreadable = result["set"]["samples"] - judged
-        # A damaged set must not pass for a worse or better model.
+        readable = result["set"]["judged"]
+        values |= {"accuracy": result["values"]["top-1"]["value"], "judged": readable}
+        unreadable = result["set"]["samples"] - readable
+        # Without a warning, a damaged set could look like a worse or better model.
         if unreadable:
             warnings.append(
-                f"evaluate: {unreadable} bad samples of {request.test} count neither way; see `jobs data check`"
+                f"evaluate: {unreadable} bad samples of {request.test} were excluded; list them with `jobs data check`"
             )
     return values, warnings
 
@@ -101,78 +101,78 @@ def evaluate_weights(
 
 
 class LoopEvaluator(StageEvaluator):
-    """Evaluates a stage with the workers that train it, who stop training for it."""
+    """Evaluates a stage on the workers that train it, which pause training in the meantime."""
 
     def __init__(self, cfg: TrainConfig, job: Job, last_step: int) -> None:
         super().__init__(cfg, job, last_step)
         self.begin(0)
 
     def begin(self, step: int) -> None:
-        """Measure the price of evaluations from here on: building and restoring are not training."""
-        self.first_step = step  # complete steps when the attempt began to train
+        """Start to measure the cost of evaluations now, without the time for building and restoring."""
+        self.first_step = step  # completed steps when the attempt began to train
         self.began = time.monotonic()
-        self.evaluated_s = 0.0  # of all evaluations since
+        self.evaluated_s = 0.0  # of all evaluations since then
         self.is_price_reported = False
 
     def is_due(self, step: int) -> bool:
-        """Return whether to evaluate between this step and the next; the last one is evaluated at the end."""
+        """Return whether to evaluate after this step; the last step is evaluated at the end instead."""
         every = self.cfg.evaluate_every
         return every > 0 and step % every == 0 and step != self.last_step
 
     def resume(self, worker: Setup, progress: Progress) -> bool:
-        """Collective: at the start of an attempt, evaluate its step if that is due; return False if stopped in that.
+        """Collective: evaluate the step that an attempt starts from, if due; return False if stopped meanwhile.
 
-        After TRIES attempts that ended before the step had a value it is skipped, and reported.
+        If TRIES attempts ended before the step had a result, it is skipped and that is reported.
         """
         is_due = [False]
         if worker.group.rank == 0:
             stage = Path(self.job.directory)
             step = progress.step
-            # If a disk refuses, the step is not evaluated; training matters more.
+            # If the disk fails here, the step is not evaluated; training is more important.
             with suppress(OSError):
                 is_due = [self.was_due(worker, step) and step not in self.recorded(stage)]
                 starts = [record for record in read_metrics(stage, "start") if record["step"] == step]
-                # The evaluation may be what ends the attempts: then training would never continue.
+                # The evaluation itself may kill the attempts; without a limit training would never continue.
                 if is_due[0] and len(starts) >= TRIES:
                     is_due = [False]
                     worker.group.telemetry.report(
-                        **document.skipped_record(step, f"{TRIES} attempts have ended before it had a value")
+                        **document.skipped_record(step, f"{TRIES} attempts ended before it had a result")
                     )
         dist.broadcast_object_list(is_due, src=0)
         return not is_due[0] or self.evaluate_during_training(worker, progress)
 
     def was_due(self, worker: Setup, step: int) -> bool:
-        """Return whether a step that was taken is one to evaluate between the steps of this stage."""
+        """Return whether a completed step is one that should be evaluated during training."""
         has_sets = bool(self.job.evaluate or self.job.probe_train)
-        # The step that a branch begins with belongs to its trunk, and the last step is evaluated at the end.
+        # The first step of a branch belongs to its trunk, and the last step is evaluated at the end.
         is_between = self.cfg.first_step < step < worker.data.steps
         return has_sets and is_between and self.cfg.evaluate_every > 0 and step % self.cfg.evaluate_every == 0
 
     def recorded(self, stage: Path) -> set[int]:
-        """Return the steps whose evaluation has an outcome: a value, an error, or a reason why there is none."""
+        """Return the steps whose evaluation has an outcome: values, an error, or a reason for skipping it."""
         return document.recorded_steps(read_metrics(stage, None))
 
     def evaluate_during_training(self, worker: Setup, progress: Progress) -> bool:
-        """Collective: evaluate between two steps; return False if the run was asked to stop meanwhile.
+        """Collective: evaluate between two steps; return False if the run was requested to stop meanwhile.
 
-        An evaluation that fails is reported, and training continues: the weights do not depend on it.
+        A failed evaluation is reported and training continues, because the weights do not depend on it.
         """
         seconds_before = self.evaluated_s
         try:
             self.evaluate(worker, progress)
         except EvaluationStopped:
             if worker.group.rank == 0:
-                worker.group.telemetry.log(f"evaluate step {progress.step}: stopped, it is done later")
+                worker.group.telemetry.log(f"evaluate step {progress.step}: stopped; it will be evaluated later")
             return False
         except EvaluationFailed as error:
-            report_failure(worker, progress, error, "training goes on without it")
+            report_failure(worker, progress, error, "training continues without it")
         seconds = self.evaluated_s - seconds_before
         if worker.group.rank == 0 and seconds > 0:
             self.report_cost(worker, progress.step, seconds)
         return True
 
     def report_cost(self, worker: Setup, step: int, seconds: float) -> None:
-        """Log once an attempt, after its first evaluation that follows a step, what share of the time that took."""
+        """Log the share of time spent on evaluations; once per attempt, after its first evaluation."""
         if self.is_price_reported or step <= self.first_step:
             return
         self.is_price_reported = True
@@ -181,46 +181,47 @@ class LoopEvaluator(StageEvaluator):
         step_s = busy_s / max(step - self.first_step, 1)
         share = seconds / (seconds + every * step_s)
         worker.group.telemetry.log(
-            f"evaluated in the loop: {seconds:.2f}s every {every} steps, {share:.1%} of the time{self.advice(share)}"
+            f"evaluation during training: {seconds:.2f}s every {every} steps, {share:.1%} of the time"
+            f"{self.advice(share)}"
         )
 
     def advice(self, share: float) -> str:
-        """Return what to do about evaluations that take this share of the time, for the end of a log line."""
-        # Where each evaluated step is saved for its value, the steps have to wait for it.
+        """Return the end of a log line that suggests evaluating elsewhere; "" if that would save little time."""
+        # If evaluated steps are saved for their values, training must wait for the values anyway.
         if self.cfg.saves_evaluated or share < WORTH_SPARING:
             return ""
-        return "; evaluate_on=spare evaluates commits beside training, where the cluster has room"
+        return "; with evaluate_on=spare a spare worker evaluates checkpoints during training, if the cluster has room"
 
     def evaluate_at_end(self, worker: Setup, progress: Progress) -> None:
-        """Collective: evaluate the weights that the stage ends with, which are committed; averaged ones if it has them.
+        """Collective: evaluate the committed weights that the stage ends with; the averaged ones if it has them.
 
-        Raises EvaluationFailed, whose exit code ends the stage, and EvaluationStopped. After either, the same command
-        begins with this evaluation.
+        Raises EvaluationFailed, whose exit code ends the stage, or EvaluationStopped. In both cases the same command
+        starts again with this evaluation.
         """
         polyak = self.cfg.polyak
         try:
             if polyak:
                 with worker.engine.averaged():
-                    self.evaluate(worker, progress, f"  of the weights averaged by {polyak}")
+                    self.evaluate(worker, progress, f"  of the weights averaged with decay {polyak}")
             else:
                 self.evaluate(worker, progress)
         except EvaluationStopped:
             raise EvaluationStopped(
-                f"stopped in the evaluation of step {progress.step}, which is committed; run the same command again: "
-                "it goes on with the evaluation"
+                f"stopped during the evaluation of step {progress.step}, which is committed; "
+                "run the same command again to repeat the evaluation"
             ) from None
         except EvaluationFailed as error:
-            report_failure(worker, progress, error, "the stage ends, its last step is committed")
+            report_failure(worker, progress, error, "the stage ends; its last step is committed")
             raise EvaluationFailed(
                 f"the evaluation of step {progress.step} failed: {error}\n"
                 f"  all {progress.step} steps are committed in {worker.saver.checkpoints.address}; no training is "
                 "lost\n"
-                "  repair the set, then run the same command again: it goes on with the evaluation",
+                "  repair the set, then run the same command again to repeat the evaluation",
                 error.exit_code,
             ) from error
 
     def evaluate(self, worker: Setup, progress: Progress, remark: str = "") -> None:
-        """Collective: evaluate the engine's weights on the sets that the recipe names, and report the values.
+        """Collective: evaluate the engine's weights on the recipe's sets, and report the values.
 
         Raises EvaluationFailed and EvaluationStopped, on all workers alike.
         """
@@ -251,7 +252,7 @@ class LoopEvaluator(StageEvaluator):
 
 
 def report_failure(worker: Setup, progress: Progress, error: EvaluationFailed, consequence: str) -> None:
-    """Record a failed evaluation, and log in one line why it failed and what follows for the stage."""
+    """Record a failed evaluation, and log the reason and the consequence for the stage in one line."""
     values = {"step": progress.step, "error": str(error), "exit_code": error.exit_code}
     line = f"evaluate step {progress.step} FAILED ({one_line(str(error))}); {consequence}"
     worker.group.telemetry.report("evaluate_failed", values, line)

@@ -1,4 +1,4 @@
-"""Probes of frozen features: what a model's features are worth, learned from a training set, judged on a test set.
+"""Probes: measure the quality of frozen features with simple classifiers, fitted on a training set, tested on another.
 
   few_shot   ridge regression on a few images a class, in closed form
   linear     the same on all images
@@ -25,11 +25,11 @@ from pipeline.config import require
 from pipeline.evaluation.features import Beat, FeatureStore
 from pipeline.evaluation.protocols import L2, PROTOCOLS, FewShotConfig, LinearConfig, LogisticConfig, NeighboursConfig
 
-# N rows (of the test set: those that are there), D features, C classes, L labels of a sample at most
+# N readable rows of the test set, D features, C classes, L most labels of a sample
 
 BIAS = 100.0  # value of the constant feature: large, so that its weight is almost unregularised
 TEST_BLOCK = 1024  # test rows of kNN; with a block of 4,096 training rows: 16 MiB of similarities
-TOLERANCE = 1e-7  # of logistic regression's largest gradient, and of the change of its loss: converged
+TOLERANCE = 1e-7  # logistic regression has converged if its largest gradient or the change of its loss is below this
 
 
 # ------------------------------------------------------------------------------------------------ inputs and outcome
@@ -37,39 +37,39 @@ TOLERANCE = 1e-7  # of logistic regression's largest gradient, and of the change
 
 @dataclass(frozen=True)
 class Inputs:
-    """Holds the inputs of a protocol, at rank 0."""
+    """The inputs of a protocol, at rank 0."""
 
     name: str  # of the protocol
     train: FeatureStore | None  # None for protocols of the head
     test: FeatureStore
-    labels: np.ndarray  # (N, L) of the test set, padded with −1: a prediction is right where it is any of them
+    labels: np.ndarray  # (N, L) of the test set, padded with −1; a prediction is right if it is any of them
     device: torch.device
     beat: Beat
 
     def is_right(self, predicted: np.ndarray) -> np.ndarray:
-        """(N,) or (N, K) → (N,) bool: one of the predictions is one of the labels; padding of −1 equals none."""
+        """Return (N,) bool: whether any prediction, (N,) or (N, K), is one of the labels; the padding −1 never is."""
         return (predicted.reshape(len(predicted), -1, 1) == self.labels[:, None, :]).any((1, 2))
 
     def training_set(self) -> FeatureStore:
-        """Return the training set of a protocol of features."""
-        assert self.train is not None, "the stage refuses a protocol of features without a training set"
+        """Return the training set; only protocols of features have one."""
+        assert self.train is not None, "the stage rejects a protocol of features without a training set"
         return self.train
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Holds the outcome of a protocol on a test set."""
+    """The outcome of a protocol on a test set."""
 
-    right: dict[str, list[np.ndarray]]  # value → of every seed, or once: (N,) bool, whether a sample was right
-    shots: dict[str, dict[str, list[int]]] = field(default_factory=dict)  # value → seed → numbers of the samples
-    chosen: dict[str, float] = field(default_factory=dict)  # settings that held-out training samples selected
+    right: dict[str, list[np.ndarray]]  # by value: (N,) bool for each seed, or once: whether a sample was right
+    shots: dict[str, dict[str, list[int]]] = field(default_factory=dict)  # by value and seed: numbers of the samples
+    chosen: dict[str, float] = field(default_factory=dict)  # settings selected on held-out training samples
 
 
 # ------------------------------------------------------------------------------------------------ linear maps
 
 
 class LinearMap(NamedTuple):
-    """Scores features by regularised least squares."""
+    """A linear map fitted by regularised least squares."""
 
     mean: Tensor  # (D,)
     std: Tensor  # (D,)
@@ -81,7 +81,7 @@ class LinearMap(NamedTuple):
 
 
 class Regression(NamedTuple):
-    """Scores features by logistic regression: ((features − mean) / std) @ weights + bias."""
+    """A logistic regression: scores are ((features − mean) / std) @ weights + bias."""
 
     mean: Tensor  # (D,)
     std: Tensor  # (D,)
@@ -94,7 +94,7 @@ class Regression(NamedTuple):
 
 
 def predict(fitted: LinearMap | Regression, store: FeatureStore, rows: np.ndarray, beat: Beat) -> np.ndarray:
-    """Return the class (rows,) with the largest score of a store's rows."""
+    """Return the class with the largest score for each of the rows of a store."""
     predicted = []
     for _, features in store.blocks(rows):
         predicted.append(fitted.scores(features).argmax(1).cpu().numpy())
@@ -103,18 +103,18 @@ def predict(fitted: LinearMap | Regression, store: FeatureStore, rows: np.ndarra
 
 
 def standardised(features: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """(N, D) → (N, D + 1): centred, scaled, and with the constant feature at the end."""
+    """Centre and scale features (N, D), and append the constant feature: (N, D + 1)."""
     return pad((features - mean) / std, (0, 1), value=BIAS)
 
 
 def moments(store: FeatureStore, rows: np.ndarray, beat: Beat) -> tuple[Tensor, Tensor]:
-    """Return mean and population deviation + 1e-5 (D,) of a store's rows, in float64."""
+    """Return mean and population standard deviation + 1e-5, both (D,), of a store's rows, in float64."""
     total = torch.zeros(store.width, dtype=torch.float64)
     for _, features in store.blocks(rows):
         total += features.double().sum(0)
         beat()
     mean = total / len(rows)
-    # A second pass, because the difference of large squares would lose digits.
+    # In a second pass, because the difference of large squares would lose digits.
     squares = torch.zeros_like(total)
     for _, features in store.blocks(rows):
         squares += (features.double() - mean).square().sum(0)
@@ -125,14 +125,14 @@ def moments(store: FeatureStore, rows: np.ndarray, beat: Beat) -> tuple[Tensor, 
 # ------------------------------------------------------------------------------------------------ least squares
 
 # The few-shot probe, exactly as big_vision evaluators/fewshot_lsr.py computes it (paper, section 4.1):
-# 1. of every class of the training set, `shots` rows are picked by a seed;
-# 2. features are standardised with the picked rows' mean and deviation;
-# 3. a linear map from features to {−1, 1}^C is fitted to the picked rows in closed form: regularised least squares;
-# 4. the class with the largest score is the prediction on the test set.
+# 1. pick `shots` rows of every class of the training set, by a seed;
+# 2. standardise features with the mean and deviation of the picked rows;
+# 3. fit a linear map from features to {−1, 1}^C on the picked rows in closed form: regularised least squares;
+# 4. predict the class with the largest score on the test set.
 
 
 def few_shot(inputs: Inputs, settings: FewShotConfig) -> Outcome:
-    """Fit the closed form to the shots of every seed; values are 1shot, 5shot, …"""
+    """Fit the closed form to the shots of every seed; the values are 1shot, 5shot, …"""
     train = inputs.training_set()
     test = inputs.test
     rows = train.rows
@@ -159,24 +159,24 @@ def linear(inputs: Inputs, settings: LinearConfig) -> Outcome:
 
 
 def fit(x: Tensor, labels: Tensor, l2: float = L2) -> LinearMap:
-    """Fit the map to features (N, D) and labels (N,), in float64.
+    """Fit the linear map to features (N, D) and labels (N,), in float64.
 
-    That is at least as close to the original's float32 answer as its own platforms are to each other.
+    The result is at least as close to the original's float32 result as its own platforms are to each other.
     """
     x = x.double()
     mean = x.mean(0)
     std = x.std(0, correction=0) + 1e-5
     x = standardised(x, mean, std)
-    # Classes are counted from these rows: a class above them in the test set can only be predicted wrongly.
+    # Classes are counted in these rows: a test sample of a higher class can only be predicted wrongly.
     y = 2.0 * one_hot(labels.long()).double() - 1
-    # Ridge regression by the eigenvectors of the smaller of the two Gram matrices, the cheaper one to decompose.
+    # Ridge regression through the eigenvectors of the smaller of the two Gram matrices, which is cheaper to decompose.
     if len(x) < x.shape[1]:
         return LinearMap(mean, std, x.T @ solve_gram(x @ x.T, y, l2))
     return LinearMap(mean, std, solve_gram(x.T @ x, x.T @ y, l2))
 
 
 def fit_all(train: FeatureStore, l2: float, beat: Beat) -> LinearMap:
-    """Fit the map to every row of a training set, as `fit` would where it all fitted in memory."""
+    """Fit the linear map to every row of a training set that need not fit in memory; the result is that of `fit`."""
     labels = torch.from_numpy(train.labels[:, 0])
     classes = int(labels.max()) + 1
     mean, std = moments(train, train.rows, beat)
@@ -191,7 +191,7 @@ def fit_all(train: FeatureStore, l2: float, beat: Beat) -> LinearMap:
 
 
 def solve_gram(gram: Tensor, y: Tensor, l2: float) -> Tensor:
-    """(K, K), (K, C) → (K, C): what a Gram matrix with `l2` on its diagonal takes to y."""
+    """Solve (gram + l2 · I) x = y for a Gram matrix (K, K) and targets (K, C); return x (K, C)."""
     values, vectors = torch.linalg.eigh(gram)
     return (vectors / (values + l2)) @ vectors.T @ y
 
@@ -200,12 +200,12 @@ def solve_gram(gram: Tensor, y: Tensor, l2: float) -> Tensor:
 
 
 def knn(inputs: Inputs, settings: NeighboursConfig) -> Outcome:
-    """Have the training samples whose features point most nearly where a test sample's do vote for its class.
+    """Predict the class of a test sample by a vote of the training samples with the most similar features.
 
-    Features are scaled to length 1; the similarity of two is their product, the cosine of the angle between them.
-    Weighted as in DINO's eval_knn.py (Caron et al. 2021, appendix F.1), each of the k nearest votes with
-    exp(similarity / 0.07); plain, with 1. The class with the most votes is the prediction; of equal ones the lowest.
-    Values are knn-10, knn-20, … Raises ConfigError where k is larger than the training set.
+    The similarity of two samples is the cosine of the angle between their features. With weights, each of the k nearest
+    neighbours votes with exp(similarity / 0.07), as in DINO's eval_knn.py (Caron et al. 2021, appendix F.1); without,
+    with 1. The class with the most votes wins; among equal ones the lowest. The values are knn-10, knn-20, … Raises
+    ConfigError if k is larger than the training set.
     """
     train = inputs.training_set()
     most = max(settings.k)
@@ -216,10 +216,10 @@ def knn(inputs: Inputs, settings: NeighboursConfig) -> Outcome:
     classes = int(labels.max()) + 1
     predicted: dict[int, list[Tensor]] = {k: [] for k in settings.k}
     for _, block in inputs.test.blocks(size=TEST_BLOCK):
-        # The nearest training rows of each test row: the best so far compete with those of one block after the other.
+        # Find the nearest training rows of each test row: compare the best so far with one block after another.
         queries = normalize(block.to(device))  # (n, D)
         similarities = queries.new_empty(len(queries), 0)  # (n, ≤ k), the largest first
-        neighbours = torch.empty(len(queries), 0, dtype=torch.long, device=device)  # whose they are
+        neighbours = torch.empty(len(queries), 0, dtype=torch.long, device=device)  # the training rows with them
         for place, features in train.blocks():
             of_block = queries @ normalize(features.to(device)).T
             numbers = torch.arange(place.start, place.stop, device=device).expand(len(queries), -1)
@@ -228,7 +228,7 @@ def knn(inputs: Inputs, settings: NeighboursConfig) -> Outcome:
             neighbours = torch.cat([neighbours, numbers], dim=1).gather(1, chosen)
             inputs.beat()
 
-        # One neighbour after the other votes: added at once, a GPU would sum them in an order of its own each time.
+        # Neighbours vote one after another: a GPU would add them all at once in a different order each time.
         weights = torch.ones_like(similarities, dtype=torch.float64)
         if settings.weighted:
             weights = (similarities.double() / settings.temperature).exp()
@@ -247,18 +247,19 @@ def knn(inputs: Inputs, settings: NeighboursConfig) -> Outcome:
 # ------------------------------------------------------------------------------------------------ logistic regression
 
 # The linear probe of CLIP (Radford et al. 2021, appendix A.3) and of DINOv2 (eval/log_regression.py): L-BFGS on all
-# rows, no augmentation, and a grid of penalties, compared on a part of the training set that the fit has not seen.
+# rows, no augmentation, and a grid of penalties compared on a held-out part of the training set.
 #
 #     minimised: mean over rows of cross-entropy(W x + b, label) + l2 / 2 · sum of W²; b is not penalised
 #
 # Rows are summed in float64 in a fixed order. scikit-learn's LogisticRegression with C = 1 / (l2 · rows) minimises the
-# same.
+# same objective.
 
 
 def logistic(inputs: Inputs, settings: LogisticConfig) -> Outcome:
-    """Fit a logistic regression with the l2 of the grid that predicts held-out training rows best.
+    """Fit a logistic regression, with the l2 of the grid that predicts held-out training rows best.
 
-    Of equal ones the larger l2 is taken, and fitted to all rows. Raises ConfigError where no row is left to fit.
+    Among equally good values the largest l2 is used; it is then fitted to all rows. Raises ConfigError if no rows are
+    left to fit.
     """
     train = inputs.training_set()
     device = inputs.device
@@ -266,7 +267,7 @@ def logistic(inputs: Inputs, settings: LogisticConfig) -> Outcome:
     accuracies: dict[str, float] = {}
     l2 = settings.l2[0]
     if len(settings.l2) > 1:
-        # The rows that are held out and those that are fitted, both in the order of the set.
+        # Held-out rows and rows to fit, both in the order of the set.
         order = np.random.default_rng(settings.seed).permutation(len(train.rows))
         count = max(1, round(settings.held_out * len(train.rows)))
         require(
@@ -276,7 +277,7 @@ def logistic(inputs: Inputs, settings: LogisticConfig) -> Outcome:
         held_out = train.rows[np.sort(order[:count])]
         fitted_rows = train.rows[np.sort(order[count:])]
         best = -1.0
-        # From the largest on: each fit begins where the one before ended, and of equal ones the larger stays.
+        # From the largest l2 on: each fit starts from the previous one, and among equal ones the larger l2 stays.
         regression = None
         for penalty in sorted(settings.l2, reverse=True):
             regression = fit_logistic(train, fitted_rows, penalty, settings.iterations, device, beat, regression)
@@ -300,7 +301,7 @@ def fit_logistic(
     beat: Beat,
     start: Regression | None = None,
 ) -> Regression:
-    """Fit the regression to a store's rows by L-BFGS, from `start` or from zero."""
+    """Fit the regression to a store's rows by L-BFGS, starting from `start` or from zero."""
     labels = torch.from_numpy(store.all_labels[:, 0]).to(device)
     classes = int(labels.max()) + 1
     mean, std = moments(store, rows, beat)
@@ -342,12 +343,12 @@ def fit_logistic(
 
 
 def best_classes(inputs: Inputs, settings: None) -> Outcome:
-    """Compare the head's best classes with the labels: top-1, top-5, real, per-class."""
+    """Compare the head's best classes with the labels, for top-1, top-5, real and per-class."""
     best = PROTOCOLS[inputs.name].best
     return Outcome({inputs.name: [inputs.is_right(inputs.test.predictions[:, :best])]})
 
 
-# By the names of PROTOCOLS: what computes a protocol's outcome from the inputs and its settings.
+# For each name in PROTOCOLS, the function that computes the outcome from the inputs and the protocol's settings.
 COMPUTE: dict[str, Callable[[Inputs, Any], Outcome]] = {
     "top-1": best_classes,
     "top-5": best_classes,

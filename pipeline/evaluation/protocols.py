@@ -1,17 +1,17 @@
-"""The protocols by which weights are evaluated: each is one row of PROTOCOLS, and one function of probes.py.
+"""The evaluation protocols: each is one row of PROTOCOLS and one function in probes.py.
 
-Of the head, every prediction being right where it is one of the sample's labels:
-  top-1, top-5    the sample's label is the best, or one of the five best classes
-  real            top-1 on the labels of Beyer et al. 2020 (ReaL): any of several; images without one are left out
-  per-class       the mean over classes of the share right in each (mean per-class accuracy), and each class by name
-Of the features alone, learned from a training set and evaluated on the test set:
+Protocols of the head; a prediction is right if it is any of the sample's labels:
+  top-1, top-5    the best class, or one of the five best classes, is right
+  real            top-1 on the labels of Beyer et al. 2020 (ReaL), several per image; unlabelled images are excluded
+  per-class       mean over classes of the share of right samples (mean per-class accuracy), and each class by name
+Protocols of features, fitted on a training set and evaluated on the test set:
   fewshot, linear, knn, logistic
 
-A protocol's outcome says of every test sample whether it was right; document.py makes values and intervals of that.
+A protocol's outcome says for every test sample whether it was right; document.py turns it into values and intervals.
 
-To add a protocol: a row here, and in COMPUTE of probes.py a function of `Inputs` and its settings that returns an
-`Outcome`. A protocol with settings also has a field of its name in jobs/stages/evaluate.py. Nothing here imports torch:
-a recipe is checked without it.
+To add a protocol, add a row here and a function to COMPUTE in probes.py that takes `Inputs` and the protocol's settings
+and returns an `Outcome`. A protocol with settings also needs a field with its name in jobs/stages/evaluate.py. This
+module does not import torch, because recipes are checked without it.
 """
 
 from collections.abc import Callable
@@ -31,8 +31,8 @@ from pipeline.training_config import L2, ProbeConfig
 class FewShotConfig:
     """Protocol fewshot: the paper's few-shot accuracy (section 4.1), as big_vision computes it."""
 
-    shots: tuple[int, ...] = (1, 5, 10, 25)  # training images a class (big_vision configs/common_fewshot.py)
-    seeds: tuple[int, ...] = (0, 1, 2)  # of the pick of the shots; the value is the mean over them
+    shots: tuple[int, ...] = (1, 5, 10, 25)  # training images per class (big_vision configs/common_fewshot.py)
+    seeds: tuple[int, ...] = (0, 1, 2)  # for picking the shots; the value is the mean over them
     l2: float = L2  # weight of the ridge regression's penalty (big_vision configs/common_fewshot.py)
 
     def __post_init__(self) -> None:
@@ -43,7 +43,7 @@ class FewShotConfig:
 
 @dataclass(frozen=True)
 class LinearConfig:
-    """Protocol linear: the map of the few-shot probe, fitted to all training images."""
+    """Protocol linear: the linear map of the few-shot probe, fitted to all training images."""
 
     l2: float = L2  # weight of the ridge regression's penalty
 
@@ -55,8 +55,8 @@ class LinearConfig:
 class NeighboursConfig:
     """Protocol knn: a vote of the nearest training samples."""
 
-    k: tuple[int, ...] = (10, 20)  # neighbours that vote; a value each (DINO eval_knn.py: 20 did best)
-    weighted: bool = True  # by exp(cosine / temperature); else each neighbour has one vote
+    k: tuple[int, ...] = (10, 20)  # numbers of neighbours, with one value for each (DINO eval_knn.py: 20 was best)
+    weighted: bool = True  # votes weighted by exp(cosine / temperature); otherwise equal votes
     temperature: float = 0.07  # of the weights (DINO eval_knn.py)
 
     def __post_init__(self) -> None:
@@ -68,10 +68,10 @@ class NeighboursConfig:
 class LogisticConfig:
     """Protocol logistic: logistic regression on frozen features."""
 
-    l2: tuple[float, ...] = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)  # penalties to choose from, for the mean loss
-    held_out: float = 0.1  # share of the training rows that chooses among several (DINOv2)
-    seed: int = 0  # of the draw of these rows
-    iterations: int = 1000  # of L-BFGS, at most (CLIP A.3)
+    l2: tuple[float, ...] = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)  # penalties of the mean loss to choose from
+    held_out: float = 0.1  # share of the training rows used to choose the penalty (DINOv2)
+    seed: int = 0  # for drawing these rows
+    iterations: int = 1000  # most iterations of L-BFGS (CLIP A.3)
 
     def __post_init__(self) -> None:
         require(min(self.l2, default=-1.0) >= 0, f"logistic.l2 is {self.l2}, expected one or more, 0 or larger")
@@ -85,24 +85,24 @@ class LogisticConfig:
 
 @dataclass(frozen=True)
 class ProtocolKind:
-    """A row of PROTOCOLS."""
+    """A row of PROTOCOLS: the properties of one kind of protocol."""
 
-    settings: type | None = None  # frozen dataclass; a section of the protocol's name in a recipe
-    best: int = 0  # classes of the head that are looked at, the best ones; 0: a protocol of features
-    interval: Literal["share", "seeds", "classes"] = "share"  # the value's kind (document.value_entries)
-    value_names: Callable[[Any], list[str]] | None = None  # of the settings; None: one value, named as the protocol
+    settings: type | None = None  # frozen dataclass of the section with the protocol's name in a recipe
+    best: int = 0  # number of the head's best classes to check; 0: a protocol of features
+    interval: Literal["share", "seeds", "classes"] = "share"  # kind of interval (document.value_entries)
+    value_names: Callable[[Any], list[str]] | None = None  # from the settings; None: one value with the protocol's name
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """Names a way to evaluate, whole: the same fields always give the same value."""
+    """A fully specified protocol: the same fields always give the same value."""
 
     name: str
-    fields: dict[str, Any]  # as JSON has them
+    fields: dict[str, Any]  # JSON values
 
     @property
     def kind(self) -> ProtocolKind:
-        """Return the protocol's row."""
+        """Return the protocol's row in PROTOCOLS."""
         return PROTOCOLS[self.name]
 
     @property
@@ -112,7 +112,7 @@ class Protocol:
 
     @property
     def settings(self) -> Any:
-        """Return the settings as an instance of their class; None for a protocol without any."""
+        """Return the settings as an instance of their class; None if the protocol has no settings."""
         if self.kind.settings is None:
             return None
         return config.build(self.kind.settings, self.fields["options"], "options")
@@ -132,22 +132,22 @@ PROTOCOLS: dict[str, ProtocolKind] = {
     "knn": ProtocolKind(NeighboursConfig, value_names=lambda settings: [f"knn-{k}" for k in settings.k]),
     "logistic": ProtocolKind(LogisticConfig),
 }
-FEATURES = tuple(name for name, kind in PROTOCOLS.items() if not kind.best)  # those that need a training set
+FEATURES = tuple(name for name, kind in PROTOCOLS.items() if not kind.best)  # protocols that need a training set
 
 
 # ------------------------------------------------------------------------------------------------ a recipe's choice
 
 
 def probe_protocol(probe: ProbeConfig) -> Protocol:
-    """Return the protocol fewshot with the settings of a probe."""
+    """Return the fewshot protocol with the settings of a probe."""
     settings = FewShotConfig(probe.shots, probe.seeds, probe.l2)
     return Protocol("fewshot", config.as_json({"options": asdict(settings)}))
 
 
 def protocols_of(names: tuple[str, ...], stage_config: object, common: dict[str, Any]) -> list[Protocol]:
-    """Return the protocols of these names; a field of the stage's config holds the settings of each that has some.
+    """Build the protocols with these names; their settings are fields of the stage's config.
 
-    `common` are fields of all: how images are prepared, the precision, the batches.
+    `common` are the fields that all share: preprocessing, precision, batch size.
     """
     protocols = []
     for name in names:
@@ -159,7 +159,7 @@ def protocols_of(names: tuple[str, ...], stage_config: object, common: dict[str,
 
 
 def check_names(names: tuple[str, ...]) -> None:
-    """Raise ConfigError where there is no such protocol, or where none or the same twice is named."""
+    """Raise ConfigError if a name is unknown or repeated, or if there are no names."""
     for name in names:
         require(
             name in PROTOCOLS,

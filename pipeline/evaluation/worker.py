@@ -1,11 +1,12 @@
-"""A worker of a stage that evaluates weights and trains nothing (evaluate, fewshot).
+"""The worker of a stage that only evaluates weights (evaluate, fewshot).
 
-1. It joins the group, is checked as in training, and loads the whole model: workers share nothing but the sets.
-2. It evaluates as everywhere (evaluator.py). A stop takes effect between two batches, or within about
-   a second while rank 0 computes. Nothing of an attempt that was stopped is kept.
+1. It joins the group, passes the same start checks as in training, and loads the whole model: workers share only the
+   sets.
+2. It evaluates with evaluator.py. A stop takes effect between two batches, or within about a second while rank 0
+   computes. A stopped attempt leaves no results.
 
 In:  {"init": "/runs/x/finetune-1a2b3c4d", "requests": [{"test": "/shards/test", "protocol": {…}, …}], …}
-Out: {"results": [{"set": {…}, "values": {"top-1": {…}}, …}]}, of rank 0, one a request (document.result_of)
+Out: {"results": [{"set": {…}, "values": {"top-1": {…}}, …}]} from rank 0, one per request (document.result_of)
 """
 
 import os
@@ -31,37 +32,37 @@ from pipeline.evaluation.protocols import Protocol
 from pipeline.monitoring.telemetry import append_whole
 from pipeline.monitoring.watchdog import Phases
 
-COLLECTIVE_TIMEOUT_S = 1800.0  # as TrainConfig.timeout_s; `stall_s` ends a hang long before
+COLLECTIVE_TIMEOUT_S = 1800.0  # as TrainConfig.timeout_s; `stall_s` ends a hang long before that
 
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """How the workers of such a stage evaluate; the fields are those of both stages' configs."""
+    """How the workers of such a stage evaluate; the fields exist in the configs of both stages."""
 
     preprocess: str  # evaluation ops
-    max_labels: int  # of a sample
-    micro_batch: int  # images a worker at a time
-    precision: Literal["bf16", "fp32"]  # in which the model computes
-    stall_s: float  # in which no worker enters a new phase; then the attempt ends and the next begins
+    max_labels: int  # most labels of a sample
+    micro_batch: int  # images per worker and forward pass
+    precision: Literal["bf16", "fp32"]  # of the model's computations
+    stall_s: float  # without any worker entering a new phase; then the attempt is restarted
     cache: CacheConfig  # of remote shards, on every node
-    model: dict[str, Any] = field(default_factory=dict)  # what a weights file of others cannot tell
+    model: dict[str, Any] = field(default_factory=dict)  # model options that a foreign weights file cannot provide
 
 
 def worker(task: Mapping[str, Any]) -> dict[str, list[Entry]]:
-    """Do one worker's share; rank 0's value holds the results.
+    """Evaluate the task's requests on this worker; rank 0 returns the results.
 
-    Raises EvaluationFailed and Preempted, on all workers alike, where one cannot read on or gets a SIGTERM.
+    Raises EvaluationFailed if a worker cannot continue, and Preempted after a SIGTERM, on all workers alike.
     """
-    # The driver imports this module, and does not need deepspeed.
+    # Imported here, because the driver imports this module without deepspeed.
     from pipeline.process_group import check_start, fetch_init, join_group
     from pipeline.worker import handle_sigterm
 
     cfg = config.build(WorkerConfig, task["config"], "config")
     folder = Path(task["folder"])
-    asked_to_stop = threading.Event()
-    handle_sigterm(asked_to_stop)
+    stop = threading.Event()
+    handle_sigterm(stop)
     phases = Phases(folder, int(os.environ["RANK"]), cfg.stall_s)
-    # Entered before the group is joined, where a worker waits for a lost peer: the watchdog sees nothing but phases.
+    # Before joining the group, which waits for other workers: the watchdog sees only phases.
     phases.enter("join", 0)
     device = join_group(COLLECTIVE_TIMEOUT_S)
     storage = open_storage(Path(task["run"]), task["remote"])
@@ -82,11 +83,11 @@ def worker(task: Mapping[str, Any]) -> dict[str, list[Entry]]:
         dtype = torch.bfloat16
 
     def log(text: str) -> None:
-        """Write a line into the stage's log, which the driver shows."""
+        """Write a line to the stage's log, which the driver shows."""
         append_whole(folder.parents[1] / "log.txt", f"{printable_lines(text)}\n".encode())
 
     evaluator = Evaluator(
-        group=EvaluationGroup(phases, device, asked_to_stop.is_set),
+        group=EvaluationGroup(phases, device, stop.is_set),
         model=any_weights.load(task["init"], cfg.model).to(device, dtype),
         dtype=dtype,
         folder=folder,
@@ -105,13 +106,13 @@ def worker(task: Mapping[str, Any]) -> dict[str, list[Entry]]:
     try:
         results = evaluator.evaluate(requests)
     except EvaluationFailed as error:
-        # Where a protocol failed, and no set, its message has the remedy.
+        # If a protocol failed rather than a set, its message already says what to do.
         remedy = ""
         if error.path is not None:
             remedy = "\n  repair the set, then run the same command again"
         raise EvaluationFailed(f"{error}{remedy}", error.exit_code, error.path) from error
     except EvaluationStopped:
-        raise Preempted("stopped between two batches; run the same command again to begin anew") from None
+        raise Preempted("stopped between two batches; run the same command again to start over") from None
     dist.barrier()
     phases.close()
     dist.destroy_process_group()

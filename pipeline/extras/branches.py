@@ -18,7 +18,7 @@ class BranchConfig(TrainConfig):
     """Adds `begin` and `law` to a trained stage."""
 
     # a branch: go on from this commit of the stage that `init` names, with its moments and the order of its samples;
-    # all values are that stage's, but for the steps and the cool-down (docs/scaling.md); null: weights alone, step 0
+    # all values are that stage's, but for the steps and the cool-down (docs/studies.md); null: weights alone, step 0
     begin: int | None = None
     # "@figure/figure.json" of a figure with a fit: what it foretells is logged before the first step and compared after
     # the last

@@ -9,7 +9,7 @@ With parameters and training samples as x this is the third approach of Hoffmann
    drawn from itself, with the noise of its residuals, which few points do not tell exactly: it is drawn too, as 1 / χ.
 3. Leave the largest out: the law of all other points says where the largest lies, before it is looked at.
 
-`test_power_law.py` plants laws, and counts how often the intervals hold their parameters (docs/sweeps.md).
+`test_power_law.py` plants laws, and counts how often the intervals hold their parameters (docs/studies.md).
 """
 
 import itertools

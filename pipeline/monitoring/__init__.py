@@ -1,1 +1,1 @@
-"""What a run says of itself, where its time went, and who holds it up."""
+"""Logs and metrics of a run, the accounting of its time, and the watchdog."""

@@ -273,7 +273,7 @@ def append_whole(path: Path, content: bytes) -> bool:
     try:
         handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         try:
-            # A disk that is filling up may accept only some of the bytes; that line counts as lost.
+            # An almost full disk may accept only some of the bytes; that line counts as lost.
             return os.write(handle, content) == len(content)
         finally:
             os.close(handle)
@@ -421,7 +421,7 @@ class Account:
         return line
 
 
-# Fields of an Account that are overhead, and their names in the log.
+# The overhead fields of an Account, and their names in the log.
 OVERHEADS = {
     "start": "start-up",
     "data": "data loading",

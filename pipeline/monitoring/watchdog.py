@@ -1,20 +1,19 @@
-"""Finds the worker that the others wait for: every worker says which phase it enters, and the driver judges.
+"""Detects a worker that holds up the others: workers report the phases they enter, and the driver watches them.
 
-1. A worker calls `Phases.enter`: `rank-00003.phase`, beside its other files of the attempt, then holds one line
+1. A worker calls `Phases.enter`; `rank-00003.phase`, among its other files of the attempt, then holds the line
 
        {"entered": 4711, "phase": "data", "step": 1200, "shard": "train-000017.tar"}
 
-   overwritten in place by a single write (2 µs). The file is in a folder of the node's own (`node_folder`), so that a
-   shared folder that hangs does not hide where the worker is.
+   overwritten in place by a single write (2 µs). The file is in a folder local to the node (`node_folder`), so that a
+   shared folder that hangs does not hide the worker's phase.
 2. The agent of each node reads the file (`read_phase`) and reports it to the driver, which calls `Watch.find_stall`
-   once a second. The driver compares phases with earlier reports on its own clock, so clocks may differ between nodes.
-3. When no worker has entered a phase for `stall_s`, the look returns a verdict: the rank that holds up the others, and
-   why. All workers enter the same phases in the same order, so the one that has entered the fewest is behind.
-4. `Watch.slow` tells which worker the others have waited for in most of the last looks, though it does move.
+   once a second. The driver compares phases with earlier reports by its own clock; the nodes' clocks do not matter.
+3. If no worker has entered a phase for `stall_s`, it returns the rank that holds up the others, and why. All workers
+   enter the same phases in the same order, so the worker with the fewest phases is the late one.
+4. `Watch.slow` names a worker that still moves but made the others wait in most of the recent checks.
 
-From the start (join, build, restore) through the steps to evaluate, finish and end, there is no phase without a judge.
-On a GPU a phase is entered when its kernels are queued; a device that hangs shows in the next phase that waits for it,
-`reduce`.
+Every phase is watched: from the start (join, build, restore) through the steps to evaluate, finish and end. On a GPU a
+phase is entered when its kernels are queued; a hanging device shows in the next phase that waits for it, `reduce`.
 """
 
 import faulthandler
@@ -28,21 +27,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 STEP = ("data", "forward", "backward", "reduce", "save")  # phases of the training loop, in which a slow worker shows
-WAITING = ("backward", "reduce", "save")  # phases with collectives: who is there may be waiting for the others
-# At this share of the time-out a worker writes its stacks into its log: later the driver may have ended it already.
+WAITING = ("backward", "reduce", "save")  # phases with collectives: a worker here may be waiting for the others
+# A worker dumps its stacks into its log at this share of the time-out, before the driver ends it.
 DUMP_AT = 0.8
-LINE_BYTES = 2048  # of a phase file; always all of them, so that a shorter line leaves nothing of a longer one
-LONGEST_SHARD = 150  # characters; as JSON each may take twelve bytes, and a line that is cut off is no JSON
-# A worker is slow when it was alone behind in this share of so many looks of the driver, which looks once a second.
-SLOW_LOOKS = 30
+LINE_BYTES = 2048  # fixed length of a phase file, so that a short line leaves nothing of a longer one
+LONGEST_SHARD = 150  # characters; each may take twelve bytes in JSON, and a truncated line would not be valid JSON
+# A worker is slow if it was the only late one in this share of this many checks; the driver checks once a second.
+SLOW_CHECKS = 30
 SLOW_SHARE = 0.9
-NODE_FOLDER = "PATCHLINE_NODE_FOLDER"  # a worker's variable: its attempt's folder on this node alone
-STOP_FILE = "stop"  # appears in the node's folder when the driver wants the worker group to commit and end
+NODE_FOLDER = "PATCHLINE_NODE_FOLDER"  # environment variable of a worker: its attempt's folder local to this node
+STOP_FILE = "stop"  # created in the node's folder when the driver wants the worker group to commit and end
 PHASE_FILE = "rank-{:05d}.phase"  # in the node's folder
 
 
 def node_folder(attempt_folder: Path) -> Path:
-    """Return the folder of an attempt that this node shares with no other; without an agent, the attempt's own."""
+    """Return this node's local folder of an attempt; without an agent, the attempt's own folder."""
     return Path(os.environ.get(NODE_FOLDER, attempt_folder))
 
 
@@ -50,39 +49,39 @@ def node_folder(attempt_folder: Path) -> Path:
 
 
 class Phases:
-    """Writes a worker's phase file. It never fails: a worker that cannot say where it is still trains."""
+    """Writes a worker's phase file; errors are ignored, because a worker that cannot report its phase still trains."""
 
     def __init__(self, folder: Path, rank: int, stall_s: float) -> None:
         self.stall_s = stall_s
-        self.entered = 0  # phases so far
+        self.entered = 0  # phases entered so far
         folder.mkdir(parents=True, exist_ok=True)
         self.handle = os.open(node_folder(folder) / PHASE_FILE.format(rank), os.O_WRONLY | os.O_CREAT, 0o666)
         self.log = open(folder / f"rank-{rank:05d}.log", "a")  # noqa: SIM115 (faulthandler writes until close)
 
     def enter(self, phase: str, step: int, shard: str = "") -> None:
-        """Say that this worker is in `phase` from now on; a phase that lasts leaves its stacks in the log.
+        """Record that this worker enters `phase`; if the phase lasts too long, its stacks are dumped into the log.
 
-        `step` counts the steps that are whole.
+        `step` is the number of completed steps.
         """
         self.entered += 1
         if len(shard) > LONGEST_SHARD:
-            # Names of shards differ at their end.
+            # Names of shards differ at the end.
             shard = "…" + shard[1 - LONGEST_SHARD :]
         line = json.dumps({"entered": self.entered, "phase": phase, "step": step, "shard": shard}).encode()
-        # One write at a fixed place and of a fixed length: the driver, which reads at any moment, finds a whole line.
+        # A single write of fixed length at a fixed place: the driver may read at any moment and finds a whole line.
         with suppress(OSError):
             os.pwrite(self.handle, line[: LINE_BYTES - 1].ljust(LINE_BYTES - 1) + b"\n", 0)
-        # Setting the timer anew cancels the one before. It writes the stacks even while Python is stuck in a library.
+        # This replaces the previous timer. It dumps the stacks even while Python is stuck in a library.
         faulthandler.dump_traceback_later(self.stall_s * DUMP_AT, file=self.log)
 
     @contextmanager
     def rank_0_phase(self, phase: str, step: int, is_rank_0: bool) -> Iterator[None]:
-        """Put rank 0 into `phase` and the others into "wait"; rank 0 follows them when it is done.
+        """Enter `phase` on rank 0 and "wait" on the others; afterwards rank 0 enters "wait" too.
 
-        All enter both phases, so that their counts stay comparable.
+        All workers enter both phases, so that their counts remain comparable.
         """
         self.enter(phase, step)
-        # Those that wait have then entered one phase more than rank 0, so rank 0 counts as the one behind.
+        # The waiting workers have then entered one phase more than rank 0, so rank 0 counts as the late one.
         if not is_rank_0:
             self.enter("wait", step)
         yield
@@ -90,7 +89,7 @@ class Phases:
             self.enter("wait", step)
 
     def close(self) -> None:
-        """Stop the timer of the stacks and close both files."""
+        """Cancel the timer that dumps the stacks, and close both files."""
         faulthandler.cancel_dump_traceback_later()
         os.close(self.handle)
         self.log.close()
@@ -101,11 +100,11 @@ class Phases:
 
 @dataclass(frozen=True)
 class PhaseReport:
-    """Says where a worker is; of two workers the one that has entered fewer phases is behind."""
+    """A worker's current phase, and how many phases it has entered: the worker with the fewest is behind."""
 
-    entered: int  # phases so far
+    entered: int  # phases entered so far
     phase: str
-    step: int  # steps that are whole
+    step: int  # completed steps
     shard: str
 
     def __str__(self) -> str:
@@ -113,14 +112,14 @@ class PhaseReport:
         if self.phase == "save":
             return f"save of step {self.step}{shard}"
         if self.phase in STEP:
-            return f"{self.phase} of step {self.step + 1}{shard}"  # which is not whole yet
+            return f"{self.phase} of step {self.step + 1}{shard}"  # the step in progress
         if self.step:
             return f"{self.phase} after step {self.step}{shard}"
         return f"{self.phase}{shard}"
 
 
 def read_phase(folder: Path, rank: int) -> PhaseReport | None:
-    """Return where a worker of this node says that it is; None where it has said nothing."""
+    """Return the phase that a worker of this node last reported; None if it has reported none."""
     try:
         fields = json.loads((folder / PHASE_FILE.format(rank)).read_bytes())
     except (OSError, ValueError):
@@ -130,17 +129,17 @@ def read_phase(folder: Path, rank: int) -> PhaseReport | None:
 
 @dataclass(frozen=True)
 class Stall:
-    """Names the worker that holds up the worker group, and says why."""
+    """A worker that holds up the worker group, and the reason."""
 
     rank: int
     cause: str
 
 
 class Watch:
-    """Watches the workers of one attempt, whose places the agents of their nodes report.
+    """Watches the workers of one attempt, whose phases the nodes' agents report.
 
-    `start_s`, where it is longer than `stall_s`, is how long the workers may take to be placed and to import what they
-    need. `clock` returns seconds.
+    `start_s`, if longer than `stall_s`, is the time that workers may take to be placed and to import their packages.
+    `clock` returns seconds.
     """
 
     def __init__(
@@ -150,87 +149,87 @@ class Watch:
         self.stall_s = stall_s
         self.start_s = max(start_s, stall_s)
         self.clock = clock
-        self.last_sign: float | None = None  # when a worker was last seen in a new phase; at first the first look
+        self.last_sign: float | None = None  # when any worker last entered a new phase; initially the first check
         self.places: dict[int, PhaseReport] = {}  # by rank, as last reported
-        self.looks = 0  # during steps, since `slow` last told
-        self.behind: Counter[int] = Counter()  # by rank: in how many of them all others waited for it
+        self.checks = 0  # checks during training steps since `slow` last returned a result
+        self.behind: Counter[int] = Counter()  # by rank: in how many of these checks all others waited for it
 
     def find_stall(self, reported: Mapping[int, PhaseReport], frozen: Callable[[int], bool]) -> Stall | None:
-        """Tell which worker has held up all the others for longer than the time-out; None while any worker moves.
+        """Return the worker that has held up the others for longer than the time-out; None while any worker moves.
 
-        `reported` are the workers' places by rank, of the same moment as far as possible. `frozen` tells whether the
-        process of a rank is stopped by a signal.
+        `reported` are the workers' phases by rank, from about the same moment. `frozen` returns whether the process of
+        a rank is stopped by a signal.
         """
-        # Counted from the first look: there may be no report of any worker for a long time.
+        # Counted from the first check, because there may be no report of any worker for a long time.
         if self.last_sign is None:
             self.last_sign = self.clock()
         for rank, place in reported.items():
             known = self.places.get(rank)
-            # Judged by the count, on this clock: a phase may follow one of the same name, and nodes' clocks differ.
+            # Compare counts, not names: a phase may follow another of the same name. Use only this machine's clock.
             if known is None or place.entered != known.entered:
                 self.last_sign = self.clock()
                 self.places[rank] = place
         idle_s = self.clock() - self.last_sign
         has_all = len(self.places) == self.world
 
-        # Only in the steps do all workers do equally much; elsewhere rank 0 may be behind for good reasons.
+        # Only in training steps do all workers have equal work; elsewhere rank 0 may be late for good reasons.
         if has_all and all(place.phase in STEP for place in self.places.values()):
-            self.looks += 1
+            self.checks += 1
             if self.world > 1:
                 last = min(self.places, key=lambda rank: self.places[rank].entered)
-                # Being ahead is not waiting: a worker that still computes would not go on sooner if the last one came.
+                # Being ahead is not waiting: a worker that computes would not finish sooner if the last one arrived.
                 waiting = 0
                 for place in self.places.values():
                     waiting += place.phase in WAITING and place.entered > self.places[last].entered
                 if waiting == self.world - 1:
                     self.behind[last] += 1
 
-        # A worker that has never been seen may still be importing, which takes longer than any phase.
+        # A worker without a report may still be importing, which takes longer than any phase.
         limit_s = self.start_s
         if has_all:
             limit_s = self.stall_s
         if idle_s <= limit_s:
             return None
 
-        # The workers that are missing; where all are there, those furthest behind, which may be several.
+        # Late are the workers without a report or, if all have reported, those with the fewest phases.
         if has_all:
             fewest = min(place.entered for place in self.places.values())
             late = [rank for rank in range(self.world) if self.places[rank].entered == fewest]
         else:
             late = [rank for rank in range(self.world) if rank not in self.places]
-        # A worker that is stopped by a signal explains why the rest do not move.
+        # A worker stopped by a signal explains why the others do not move.
         for rank in late:
             if frozen(rank):
-                return Stall(rank, f"frozen: stopped by a signal, {idle_s:.0f}s without a sign of life")
-        # From outside, no more can be told than this.
+                return Stall(rank, f"frozen: stopped by a signal, {idle_s:.0f}s without progress")
+        # More cannot be found out from outside.
         rank = late[0]
         if not has_all:
-            cause = f"does not start, {idle_s:.0f}s without a sign of life"
+            cause = f"does not start, {idle_s:.0f}s without progress"
         elif self.places[rank].phase == "data":
-            # In this phase a worker waits for nobody but the storage and its own decoding processes.
+            # In this phase a worker waits only for the storage and its own decoding processes.
             cause = f"stalled reader: {idle_s:.0f}s without a batch"
         elif self.world == 1:
             cause = f"stuck for {idle_s:.0f}s"
         elif len(late) == self.world:
-            # All are in the same phase: no single worker is to blame, so the collective itself is named.
+            # All are in the same phase: no single worker is to blame, so name the collective.
             cause = f"stuck collective: all {self.world} workers are there for {idle_s:.0f}s"
         else:
-            cause = f"stuck for {idle_s:.0f}s, the others wait for it"
+            cause = f"stuck for {idle_s:.0f}s; the other workers are waiting for it"
         return Stall(rank, cause)
 
     def slow(self) -> tuple[int, float] | None:
-        """Return (rank, share of the looks in which the others waited for it alone), where that is nearly always.
+        """Return (rank, share of checks in which all others waited only for it) if that share is at least SLOW_SHARE.
 
-        It answers once for every `SLOW_LOOKS` looks, and returns None in between.
+        Returns a result once every `SLOW_CHECKS` checks, and None in between.
         """
-        if self.looks < SLOW_LOOKS:
+        if self.checks < SLOW_CHECKS:
             return None
-        # Counting begins anew after every telling, so that a worker that has recovered is not named for its past.
-        looks = self.looks
+        # Restart the count each time, so that a recovered worker is not reported for its past.
+        checks = self.checks
         most_behind = self.behind.most_common(1)
-        self.looks = 0
+        self.checks = 0
         self.behind = Counter()
         for rank, times in most_behind:
-            if times >= SLOW_SHARE * looks:
-                return rank, times / looks
+            if times >= SLOW_SHARE * checks:
+                return rank, times / checks
         return None

@@ -1,4 +1,4 @@
-"""Runs as their folders show them, made by hand: records and metrics without any training."""
+"""Run folders for tests, written by hand: records and metrics without any training."""
 
 import json
 import time
@@ -16,6 +16,8 @@ KEY = "1a2b3c4d" * 8
 EPOCH = 1_795_400_000.0
 VERSIONS = {"python": "3.11.7", "torch": "2.13.0", "deepspeed": "0.19.8", "ray": "2.60.0", "numpy": "2.4.6"}
 ENVIRONMENT = {**VERSIONS, "machine": "x86_64"}
+SPIKE = {"kind": "spike", "step": 14, "grad_norm": 321.5, "limit": 12.0, "ids": [[0, 0, 1]]}
+SPIKE["recent"] = [{"step": 14, "loss": 9.5, "grad_norm": 321.5, "ledger": "0" * 12}]
 
 
 def make_run(
@@ -28,7 +30,7 @@ def make_run(
     ledgers: dict[int, str] | None = None,
     train: str = "train",
 ) -> Path:
-    """Write a run whose one stage has trained for so many steps, in one attempt; return the stage's folder."""
+    """Write a run with one stage that has trained `steps` steps in one attempt; return the stage's folder."""
     recipe = run.parent / f"{run.name}.yaml"
     recipe.parent.mkdir(parents=True, exist_ok=True)
     recipe.write_text(TINY.format(run=run, shards=shards))
@@ -51,15 +53,33 @@ def make_run(
     return folder
 
 
+def make_restarted_run(run: Path, shards: Path) -> Path:
+    """Write a run that was killed at step 24 and repeated the steps from 17 on; return the stage's folder.
+
+    It also has a spike, evaluations, an incident, a bad sample and excluded steps.
+    """
+    folder = make_run(run, shards)
+    second = [start(2, 16), report(2, 20, 28, [1.0, 0.75, 0.5, 0.625], "a" * 64)]
+    second += [report(2, 28, 28, [0.4] * 8, "b" * 64)]
+    add(folder, SPIKE, *second)
+    add(folder, {"kind": "evaluate", "step": 8, "accuracy": 0.5, "judged": 100, "seconds": 1.5})
+    values = {"accuracy": 0.8125, "judged": 352, "5shot": 0.7, "5shot-seed-0": 0.6, "5shot-seed-1": 0.8}
+    add(folder, {"kind": "evaluate", "step": 28, **values})
+    (folder / "incidents.txt").write_text(incident(15, "worker 1 on n7, in backward of step 24: killed by SIGKILL"))
+    (folder / "log.txt").write_text("[worker 1] bad sample 1 replaced: train-000001.tar k7: not a JPEG\n")
+    artifacts.write_record(folder / artifacts.EXCLUDED_STEPS, {"stretches": [[20, 22]]})
+    return folder
+
+
 def start(attempt: int, step: int, **values: Any) -> dict[str, Any]:
-    """A "start" record."""
+    """Return a "start" record."""
     record = {"kind": "start", "time": EPOCH + step, "attempt": attempt, "step": step, "world": 2, "claimed": EPOCH}
     record |= {"text": f"random weights, step {step}", "hardware": "Xeon", "drop": [], "code": "c0de" * 16}
     return {**record, "versions": VERSIONS, "threads": 1, **values}
 
 
 def report(attempt: int, last: int, steps: int, losses: list[float], ledger: str) -> dict[str, Any]:
-    """A "train" record; gradient norms are ten times the losses."""
+    """Return a "train" record; gradient norms are ten times the losses."""
     count = len(losses)
     return {
         "kind": "train",
@@ -93,7 +113,7 @@ def add(folder: Path, *records: dict[str, Any]) -> None:
 
 
 def change(path: Path, *keys: str, value: Any) -> None:
-    """Change an entry of a sealed record."""
+    """Change an entry of a record and renew its checksum."""
     record = artifacts.read_record(path)
     inner = record
     for key in keys[:-1]:
@@ -103,12 +123,12 @@ def change(path: Path, *keys: str, value: Any) -> None:
 
 
 def change_metrics(folder: Path, kind: str, **values: Any) -> None:
-    """Change values of all records of a kind."""
+    """Change values in all records of one kind in metrics.jsonl."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     lines = [json.dumps({**record, **(values if record["kind"] == kind else {})}) for record in records]
     (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
 
 
 def incident(at_s: float, what: str, traceback: str = "") -> str:
-    """An entry of incidents.txt."""
+    """Return an entry of incidents.txt."""
     return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(EPOCH + at_s))} {what}\n{traceback}\n"

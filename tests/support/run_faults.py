@@ -190,7 +190,7 @@ def hanging(places: str) -> None:
     before(StageCheckpoints, "choose", lambda checkpoints, attempt, *args: attempt == attempts.get("restore"), sleep)
     before(train, "finish_step", at(attempts.get("collective", 0), 31), sleep)
     before(train, "export_weights", at(attempts.get("finish", 0)), sleep)
-    batches, agreed = train.micro_batches, evaluation.Evaluator.together
+    batches, agreed = train.micro_batches, evaluation.Evaluator.in_lockstep
 
     def micro_batches(worker: start.Worker, start_step: int) -> Any:
         for batch in batches(worker, start_step):
@@ -198,14 +198,14 @@ def hanging(places: str) -> None:
                 sleep()
             yield batch
 
-    def together(evaluator: evaluation.Evaluator, *args: Any) -> Any:
+    def in_lockstep(evaluator: evaluation.Evaluator, *args: Any) -> Any:
         for batch in agreed(evaluator, *args):
             if evaluator.folder.name == f"attempt-{attempts.get('evaluate', 0):06d}" and on_rank_1():
                 sleep()
             yield batch
 
     train.micro_batches = micro_batches  # type: ignore[assignment]
-    evaluation.Evaluator.together = together  # type: ignore[method-assign]
+    evaluation.Evaluator.in_lockstep = in_lockstep  # type: ignore[method-assign]
 
 
 def on_rank_1() -> bool:

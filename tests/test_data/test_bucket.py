@@ -145,7 +145,7 @@ def test_the_other_stores_clients_do_what_a_run_asks_of_them(scheme, proxy, tmp_
     "url", ["s3://", "s3://bucket", "s3://bucket/", "s3://bucket/a/../b", "s3://key:secret@bucket/a"]
 )
 def test_a_url_that_names_no_folder_in_a_bucket_is_refused(url) -> None:
-    with pytest.raises(ConfigError, match="expected a bucket and a folder in it") as error:
+    with pytest.raises(ConfigError, match="expected only a bucket and a folder in it") as error:
         check_store_url(url)
     assert "secret" not in str(error.value)
 

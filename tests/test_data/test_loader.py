@@ -116,21 +116,21 @@ class Undone:
         self.decoder = decoder
         self.pending = deque()
 
-    def brief(self):
+    def send_decoder(self):
         pass
 
     def submit(self, task):
         self.pending.append(task)
 
-    def answer(self, timeout_s):
+    def result(self, timeout_s):
         task = self.pending.popleft()
         self.arrays = self.decoder.layout.arrays(bytearray(self.decoder.layout.bytes))
         return task, 0, self.decoder.run(task, self.arrays)
 
-    def lend(self, offset):
+    def arrays_at(self, offset):
         return self.arrays
 
-    def end(self):
+    def close(self):
         pass
 
 
@@ -249,7 +249,7 @@ def test_the_example_of_evaluation_is_what_happens(tmp_path):
             samples = [str(sample) if sample >= 0 else "−" for sample in batch.ids[:, 1].tolist()]
             batches.append(" ".join(samples))
         given_by.append(", ".join(batches))
-    example = f"worker 0 gives the samples {given_by[0]}; worker 1 gives {given_by[1]}"
+    example = f"worker 0 yields the samples {given_by[0]}; worker 1 yields {given_by[1]}"
     assert f"10 samples, 2 workers, batches of 3: {example}" in data.evaluation.__doc__
 
 

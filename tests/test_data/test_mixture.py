@@ -127,7 +127,7 @@ def test_a_lost_shard_ends_the_run_unless_the_config_drops_it_and_then_the_count
     assert np.array_equal(ids(4), early), "computed before the shard was lost"
     capsys.readouterr()
     assert main(["run", str(mixed)]) == 0
-    assert "but for data.drop: ['low-000003.tar'] → []; move" in capsys.readouterr().out
+    assert "except for data.drop: ['low-000003.tar'] → []; to run it again, move" in capsys.readouterr().out
 
 
 def test_a_dropped_shard_is_named_as_far_as_it_takes_to_tell_it_from_others(shards, tmp_path):

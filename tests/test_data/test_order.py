@@ -75,18 +75,22 @@ def words(numbers) -> str:
 
 def test_the_example_at_the_top_of_the_module_is_what_happens():
     order = Order([3, 4, 2], seed=0, batch_size=4, lanes=2, shuffle_block=3)
-    story = data.order.__doc__.partition("Shards of 3, 4 and 2 samples")[2].replace(",", "")
+    story = data.order.__doc__.partition("shards of 3, 4 and 2 samples")[2].replace(",", "")
     permuted_shards, starts = order._epoch_shards(0)
-    assert f"permutes the shards to {words(permuted_shards)} which start at the positions {words(starts)}\n" in story
+    visited = words(permuted_shards)
+    assert f"visits the shards in the order {visited}; they start at the positions {words(starts)}\n" in story
     for step in (0, 1):
-        _, positions = order._places(step)
+        _, positions = order._positions(step)
         _, shard, sample = order.batch(step)
         held = [f"({a} {b})" for a, b in zip(shard, sample, strict=True)]
         assert f"step {step} takes the positions {words(positions[:2])} | {words(positions[2:])} which hold" in story
         assert f"(shard sample) {words(held[:2])} | {words(held[2:])}\n" in story
-    _, positions = order._places(2)
+    _, positions = order._positions(2)
     epoch, shard, sample = order.batch(2)
-    assert f"step 2 takes the position {positions[0]} which holds ({shard[0]} {sample[0]}): all 9 are used" in story
+    assert (
+        f"step 2 takes the position {positions[0]} which holds ({shard[0]} {sample[0]}); all 9 samples are used"
+        in story
+    )
     assert epoch.tolist() == [0, 1, 1, 1]
 
 
@@ -130,7 +134,7 @@ def test_numbers_that_give_no_order_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             Order([10], **{"seed": 0, "batch_size": 12, **options})
-    with pytest.raises(ValueError, match="pack some first"):
+    with pytest.raises(ValueError, match="pack a data set first"):
         Order([0, 0], seed=0, batch_size=4)
 
 
@@ -184,7 +188,7 @@ def test_any_mixture_has_exact_shares_and_every_sample_once_in_each_set_s_epoch(
     try:
         mixture = Mixture(sizes, groups=groups, weights=weights, seed=0, batch_size=batch)
     except ValueError as error:
-        assert min(weights) / sum(weights) * batch < 1 and "without a sample" in str(error)
+        assert min(weights) / sum(weights) * batch < 1 and "without a slot" in str(error)
         return
     exact = np.array(weights) / sum(weights) * batch
     assert sum(mixture.shares) == batch and (abs(np.array(mixture.shares) - exact) < 1).all()

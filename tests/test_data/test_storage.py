@@ -26,7 +26,7 @@ from jobs.__main__ import main
 from jobs.cluster import supervisor
 from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster_config import ClusterConfig
-from jobs.extras.planning.run_folders import looked_at
+from jobs.extras.planning.run_folders import readable_run
 from jobs.ownership import Lease, claim_attempt
 from jobs.run import sync
 from pipeline import artifacts
@@ -132,7 +132,7 @@ def test_an_owner_frozen_between_its_last_look_and_the_commit_commits_nothing(
         return create(self, name, content)
 
     monkeypatch.setattr(Bucket, "create_once", create_late)
-    with pytest.raises(RunOwned, match="step 30 is not committed: a newer attempt has taken its place"):
+    with pytest.raises(RunOwned, match="step 30 is not committed: a newer attempt has replaced it"):
         group.save(30)
     assert_is_step(starts[0][0], 20)
     assert committed_steps(run) == [20, 10]
@@ -177,7 +177,7 @@ def test_of_a_flipped_bit_the_one_before_is_loaded(file, group, run, bucket, tmp
     bucket.put_object(Key=name, Body=bytes(content))
     chosen, said = start(run, tmp_path / "other", monkeypatch)
     assert_is_step(chosen, 10)
-    assert len(said) == 1 and file in said[0] and "trying the one before it" in said[0]
+    assert len(said) == 1 and file in said[0] and "trying the previous checkpoint" in said[0]
     assert objects(bucket, run)[key(20, file)] == content, "a person may want to look at it"
     assert key(20, REFUSED) in objects(bucket, run)
     # It is not tried again.
@@ -463,7 +463,7 @@ def test_what_was_not_put_before_a_kill_is_still_there_in_the_same_folder(run, m
     with synced(Bucket(run, machines[0]), said.append):
         assert (machines[0] / "log.txt").read_text() == "never put\n"
         assert Bucket(run, SCRATCH).read("log.txt") == b"never put\n", "workers on other nodes may need it"
-    assert said[-1].startswith("no sign of life: taking the run over")
+    assert said[-1].startswith("taking the run over: no sign of life")
 
 
 def test_an_owner_that_is_dead_is_followed_and_puts_nothing_when_it_wakes_up(run, machines, bucket) -> None:
@@ -471,7 +471,7 @@ def test_an_owner_that_is_dead_is_followed_and_puts_nothing_when_it_wakes_up(run
     frozen = left_elsewhere(run, machines[0])
     (machines[0] / "log.txt").write_text("of the frozen one")
     with synced(Bucket(run, machines[1]), said.append):
-        assert "no sign of life: taking the run over" in said[-1]
+        assert "taking the run over: no sign of life" in said[-1]
         (machines[1] / "log.txt").write_text("of the new one")
         with pytest.raises(RunOwned):
             sync.Sync(Bucket(run, machines[0]), frozen, print).put()
@@ -486,10 +486,10 @@ def test_a_reader_leaves_the_folder_of_another_node_of_a_run_that_lives_as_it_is
         (machines[1] / "stage" / "checkpoints").mkdir(parents=True)
         (machines[1] / "stage" / "metrics.jsonl").write_text("of this node\n")
         before = files_of(machines[1])
-        with looked_at(Bucket(run, machines[1])) as folder:
+        with readable_run(Bucket(run, machines[1])) as folder:
             assert files_of(folder) == {"log.txt": "of the driver\n"}
         assert files_of(machines[1]) == before and not folder.exists()
-        with looked_at(Bucket(run, machines[0])) as folder:
+        with readable_run(Bucket(run, machines[0])) as folder:
             assert folder != machines[1]
 
 
@@ -590,7 +590,7 @@ def test_status_and_checkpoints_read_a_run_in_a_store(group, run, bucket, tmp_pa
     bucket.put_object(Key=f"{prefix}/{key(20, 'rank-00001.safetensors')}", Body=b"half")
     assert main(["checkpoints", "verify", f"{run}/{STAGE}"]) == 74
     said = capsys.readouterr().out
-    assert f"step-0000000020-000001  BAD: {run}/{key(20, 'rank-00001.safetensors')}: 4 bytes" in said
+    assert f"step-0000000020-000001  DAMAGED: {run}/{key(20, 'rank-00001.safetensors')}: 4 bytes" in said
     assert "step-0000000010-000001  whole" in said
     # Nothing is deleted in favour of a bad one.
     assert main(["checkpoints", "prune", run]) == 74

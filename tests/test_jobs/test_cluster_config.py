@@ -1,4 +1,4 @@
-"""The section `cluster:`: which sizes make sense, and which environment variables workers may be given."""
+"""The section `cluster:`: valid sizes, and environment variables that workers may get."""
 
 import pytest
 
@@ -9,7 +9,7 @@ pytestmark = pytest.mark.quick
 
 
 @pytest.mark.parametrize(("field", "value"), [("workers", 0), ("cpus_per_worker", 0), ("gpus_per_worker", -1)])
-def test_a_size_that_makes_no_sense_is_refused(field, value) -> None:
+def test_invalid_size_is_refused(field, value) -> None:
     with pytest.raises(ConfigError, match=f"{field} is {value}, expected"):
         ClusterConfig(**{field: value})
 
@@ -20,7 +20,7 @@ def test_a_range_of_workers_allows_every_number_in_it_the_largest_first() -> Non
     assert list(some.worlds) == [4, 3, 2]
 
 
-def test_one_number_of_workers_allows_itself_alone() -> None:
+def test_single_number_of_workers_allows_only_itself() -> None:
     three = ClusterConfig(workers=3)
     assert (three.least, three.most, three.world) == (3, 3, 3)
     assert list(three.worlds) == [3]
@@ -29,20 +29,20 @@ def test_one_number_of_workers_allows_itself_alone() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
-        ("AWS_SECRET_ACCESS_KEY", "abc", "looks like a secret by its name"),
-        ("WANDB_API_KEY", "abc", "looks like a secret by its name"),
-        ("PROXY", "http://me:pass@proxy:8080", "looks like a secret by its value"),
-        ("WHO", "AKIA" + "A1B2C3D4E5F6G7H8", "looks like a secret by its value"),
-        ("NCCL DEBUG", "INFO", "is no name of a variable"),
-        ("RANK", "0", "is set for every worker by its rank"),
-        ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1", "is set for workers on CPUs by Patchline"),
+        ("AWS_SECRET_ACCESS_KEY", "abc", r"looks like a secret \(by its name\)"),
+        ("WANDB_API_KEY", "abc", r"looks like a secret \(by its name\)"),
+        ("PROXY", "http://me:pass@proxy:8080", r"looks like a secret \(by its value\)"),
+        ("WHO", "AKIA" + "A1B2C3D4E5F6G7H8", r"looks like a secret \(by its value\)"),
+        ("NCCL DEBUG", "INFO", "is not a variable name"),
+        ("RANK", "0", "must not be set here"),
+        ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1", "Patchline sets it for workers on CPUs"),
     ],
 )
-def test_a_variable_that_would_tell_a_secret_or_break_the_group_is_refused(name, value, reason) -> None:
+def test_variable_with_a_secret_or_of_a_rank_is_refused(name, value, reason) -> None:
     with pytest.raises(ConfigError, match=reason) as caught:
         ClusterConfig(environment={name: value})
-    assert value == "0" or value not in str(caught.value), "the message is printed and kept"
+    assert value == "0" or value not in str(caught.value), "the message is printed and stored"
 
 
-def test_what_is_no_secret_is_let_through() -> None:
+def test_variables_without_secrets_are_accepted() -> None:
     ClusterConfig(environment={"TOKENIZERS_PARALLELISM": "false", "NCCL_SOCKET_IFNAME": "^lo,docker0", "P": "a:b@c"})

@@ -119,7 +119,7 @@ def test_checks_are_data_in_the_order_in_which_they_are_made(recipe: Path) -> No
     results = {stage.name: validate(stage, available) for stage in loaded.stages}
     (failure,) = results["pretrain"]
     assert (failure.level, failure.subject, failure.exit_code) == ("FAIL", "inputs", 65)
-    assert failure.text == "pretrain.data.train: /nowhere: there is no such index"
+    assert failure.text == "pretrain.data.train: /nowhere: this index does not exist"
     assert results["finetune"] == []
     assert [result.text for result in results["fewshot"]] == ["fewshot.init: no weights.safetensors in /neither"]
     assert results["fewshot"][0].remedy == "  give a folder that holds one, or @stage"

@@ -1,4 +1,4 @@
-"""The lease of a run: who holds it lives, or does not, told without a clock; real processes, killed and frozen."""
+"""The lease of a run: whether its holder is alive, without comparing clocks; with real processes, killed and frozen."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ import pytest
 from data.errors import RunOwned
 from data.storage import Folder
 from jobs import ownership
-from jobs.ownership import Lease, judge, newest_lease
+from jobs.ownership import Lease, holder_state, newest_lease
 from tests.support.drives import fork_process
 
 pytestmark = pytest.mark.quick
@@ -22,7 +22,7 @@ LOST_S = ownership.LOST_PERIODS * PERIOD_S
 
 
 def hold(run: Path, machine: str, said: Path) -> None:
-    """Hold a run's lease until this process is ended; `machine` is where it says that it is, "" for here."""
+    """Hold a run's lease until this process ends, pretending to run on `machine` ("": this one)."""
     ownership.PERIOD_S = PERIOD_S
     signal.signal(signal.SIGTERM, lambda number, frame: said.with_name("asked").touch())
     lease = Lease(Folder(run), print)
@@ -41,7 +41,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def holder(tmp_path: Path) -> Iterator[Callable[[str], Any]]:
-    """Start a process that holds the lease of tmp_path / "run"."""
+    """Start processes that hold the lease of tmp_path / "run"."""
     started = []
 
     def start(machine: str = "") -> Any:
@@ -70,7 +70,7 @@ def holder(tmp_path: Path) -> Iterator[Callable[[str], Any]]:
         ("another", signal.SIGSTOP, "lost", True),
     ],
 )
-def test_whether_a_holder_lives_is_known_here_at_once_and_elsewhere_by_what_changes(
+def test_life_of_a_holder_is_known_at_once_here_and_by_watching_elsewhere(
     machine, blow, state, waits, holder, tmp_path
 ) -> None:
     process = holder(machine)
@@ -81,13 +81,13 @@ def test_whether_a_holder_lives_is_known_here_at_once_and_elsewhere_by_what_chan
         else:
             process.join()
     began = time.monotonic()
-    found, seen = judge(Folder(tmp_path / "run"), lambda text: None)
+    found, seen = holder_state(Folder(tmp_path / "run"), lambda text: None)
     took_s = time.monotonic() - began
     assert found == state and seen is not None and f"process {process.pid} on " in seen.holder
     assert took_s < LOST_S / 2 or (waits and (state == "held" or took_s >= LOST_S)), took_s
 
 
-def test_a_unit_that_its_host_starts_again_does_not_wait_for_the_lease_of_its_last_start(tmp_path, monkeypatch) -> None:
+def test_restarted_unit_does_not_wait_for_the_lease_of_its_last_start(tmp_path, monkeypatch) -> None:
     here = {"this_job": "unit patchline-driver@digits.service", "gethostname": "h0", "this_system": "3d12"}
     storage = Folder(tmp_path / "run")
 
@@ -100,30 +100,30 @@ def test_a_unit_that_its_host_starts_again_does_not_wait_for_the_lease_of_its_la
     last = Lease(storage, print)
     last.record["machine"] = "the last boot of h0"
     last.take()
-    # Another unit, host or system, or a command that knows no system, watches the lease.
+    # On another unit, host or system, or without a system id, a command watches the lease.
     for change in ({"this_job": "unit b"}, {"gethostname": "h1"}, {"this_system": "77ab"}, {"this_system": ""}, {}):
         be_at(**change)
         began = time.monotonic()
-        assert judge(storage, print) == ("lost", newest_lease(storage))
+        assert holder_state(storage, print) == ("lost", newest_lease(storage))
         assert (time.monotonic() - began >= LOST_S) == bool(change), change
 
 
-def test_a_run_without_a_lease_a_released_and_a_torn_one(tmp_path) -> None:
+def test_missing_released_and_torn_leases_are_distinguished(tmp_path) -> None:
     storage = Folder(tmp_path / "run")
-    assert judge(storage, print) == ("free", None)
+    assert holder_state(storage, print) == ("free", None)
     with Lease(storage, print) as first:
         assert first.number == 1
-    state, seen = judge(storage, print)
+    state, seen = holder_state(storage, print)
     assert state == "free" and seen is not None and seen.is_released
     with Lease(storage, print) as second:
-        assert (second.number, second.last_token) == (2, first.record["token"])
-        assert sorted(storage.list("leases")) == ["leases/000002.json"], "the one before it is of no use any more"
+        assert (second.number, second.previous_token) == (2, first.record["token"])
+        assert sorted(storage.list("leases")) == ["leases/000002.json"], "older leases are deleted"
     (tmp_path / "run" / "leases" / "000002.json").write_text('{"token": ')
-    state, seen = judge(storage, print)
-    assert state == "lost" and seen is not None and "torn or altered" in seen.holder
+    state, seen = holder_state(storage, print)
+    assert state == "lost" and seen is not None and "incomplete or altered" in seen.holder
 
 
-def test_a_holder_that_has_lost_the_run_is_told_once_and_does_not_touch_the_new_lease(tmp_path) -> None:
+def test_holder_that_lost_the_run_is_informed_once_and_does_not_touch_the_new_lease(tmp_path) -> None:
     said: list[str] = []
     signals: list[int] = []
     former = signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
@@ -132,7 +132,7 @@ def test_a_holder_that_has_lost_the_run_is_told_once_and_does_not_touch_the_new_
             new = lost.content()
             assert Folder(tmp_path / "run").create_once("leases/000002.json", new)
             lost.thread.join(10)
-            assert "taken over, nothing of this command is committed any more" in said[-1]
+            assert "another command has taken the run over, this one can no longer commit" in said[-1]
             for refused in (lost.check, lost.check_at_end, lost.confirm):
                 with pytest.raises(RunOwned, match=f"run is owned by process {os.getpid()} on"):
                     refused()
@@ -142,7 +142,7 @@ def test_a_holder_that_has_lost_the_run_is_told_once_and_does_not_touch_the_new_
     assert signals == [signal.SIGTERM]
 
 
-def test_a_holder_asks_the_storage_only_after_it_did_not_run_for_a_while(tmp_path, monkeypatch) -> None:
+def test_holder_reads_the_storage_only_after_it_was_frozen(tmp_path, monkeypatch) -> None:
     lease = Lease(Folder(tmp_path / "run"), print)
     lease.take()
     asked: list[float] = []
@@ -155,7 +155,7 @@ def test_a_holder_asks_the_storage_only_after_it_did_not_run_for_a_while(tmp_pat
         assert len(asked) == expected, gap
 
 
-def test_whoever_sees_the_storage_can_ask_a_holder_to_stop(holder, tmp_path) -> None:
+def test_holder_can_be_stopped_through_the_storage(holder, tmp_path) -> None:
     process = holder("another")
     storage = Folder(tmp_path / "run")
     seen = newest_lease(storage)
@@ -163,11 +163,11 @@ def test_whoever_sees_the_storage_can_ask_a_holder_to_stop(holder, tmp_path) -> 
     said: list[str] = []
     ownership.stop_holder(storage, seen, said.append, 30.0)
     process.join(10)
-    assert process.exitcode == 0 and "has ended; see how" in said[-1]
+    assert process.exitcode == 0 and "has ended; to see how" in said[-1]
     assert sorted(storage.list("leases")) == ["leases/000001.json"]
 
 
-def test_a_full_disk_takes_a_renewal(tmp_path, monkeypatch) -> None:
+def test_lease_is_renewed_on_a_full_disk(tmp_path, monkeypatch) -> None:
     with Lease(Folder(tmp_path / "run"), print) as lease:
         file = tmp_path / "run" / "leases" / "000001.json"
         size = file.stat().st_size
@@ -177,8 +177,8 @@ def test_a_full_disk_takes_a_renewal(tmp_path, monkeypatch) -> None:
             assert file.stat().st_size == size and newest_lease(lease.storage).record["renewals"] == 10**count + 1
 
 
-def test_who_takes_a_run_leaves_what_another_command_is_about_to_create(tmp_path: Path) -> None:
-    """Of twenty that started at once one had its file deleted under its hands, and ended with an I/O error."""
+def test_taking_a_lease_keeps_the_temporary_files_of_other_commands(tmp_path: Path) -> None:
+    """Found when twenty commands started at once: one lost its temporary file and ended with an I/O error."""
     leases = tmp_path / "leases"
     leases.mkdir()
     theirs = leases / ".tmp-4194305-1-000001.json"

@@ -1,4 +1,4 @@
-"""What a command shows of itself: from its first second on, once, and nothing of what ends before."""
+"""The activity of a command: shown once, after its first second, and not at all if it ends earlier."""
 
 import threading
 
@@ -10,14 +10,14 @@ from jobs.__main__ import main
 pytestmark = pytest.mark.quick
 
 
-def test_a_command_that_takes_longer_says_what_it_does_once(monkeypatch, capsys):
+def test_slow_command_shows_its_activity_once(monkeypatch, capsys):
     monkeypatch.setattr(terminal, "WAIT_S", 0.05)
     monkeypatch.setattr("jobs.commands.status.print_status", lambda run: threading.Event().wait(0.5))
     assert main(["status", "runs/x"]) == 0
     assert capsys.readouterr().err == "status: starting …\n"
 
 
-def test_what_is_shown_is_what_is_done_now_and_a_quick_command_shows_nothing(monkeypatch, capsys):
+def test_current_activity_is_shown_and_a_quick_command_shows_nothing(monkeypatch, capsys):
     activity = terminal.Activity()
     activity.now("reading …")
     activity.end()
@@ -27,4 +27,4 @@ def test_what_is_shown_is_what_is_done_now_and_a_quick_command_shows_nothing(mon
     activity.timer.join(10)
     activity.end()
     assert capsys.readouterr().err == "writing\\x1b[2J …\n"
-    assert not activity.show(1, 2, "images"), "no terminal"
+    assert not activity.show(1, 2, "images"), "stdout is not a terminal"

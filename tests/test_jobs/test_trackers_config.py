@@ -17,7 +17,7 @@ def test_metrics_go_to_an_address_or_an_absolute_folder(uri: str) -> None:
     ("uri", "message"),
     [
         ("mlruns", r"mlflow\.uri is mlruns, expected https://…, or an absolute folder\n  type the path: /…"),
-        ("https://me:hunter2@mlflow.example", "looks like a secret by its value"),
+        ("https://me:hunter2@mlflow.example", r"looks like a secret \(by its value\)"),
     ],
 )
 def test_a_relative_folder_and_a_password_are_refused(uri: str, message: str) -> None:

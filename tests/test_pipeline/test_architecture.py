@@ -1,4 +1,4 @@
-"""The model of a `model:` section, whether a stage can train it, and the images that it takes."""
+"""The model of a `model:` section, whether a stage can train it, and its image size."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +33,7 @@ RESNET: Any = SimpleNamespace(image_size=(32, 48), family="bit")
         ("resize(48)", RESNET, None),
     ],
 )
-def test_ops_make_images_of_the_models_size(ops, model, size) -> None:
+def test_ops_must_produce_images_of_the_models_size(ops, model, size) -> None:
     if size is None:
         check_shape(ops, model, "data.preprocess")
         return
@@ -50,12 +50,12 @@ def test_ops_make_images_of_the_models_size(ops, model, size) -> None:
         ("resize(48, antialias=False)", (48, 48), (48, 48), "bilinear"),
         ("decode|resize_tf1(48)", (48, 48), (48, 48), "bilinear of TensorFlow 1"),
         ("resize_small(64)|central_crop((32, 48))", (32, 48), 64, "area"),
-        # What other libraries cannot be told is kept as ops alone.
+        # Preprocessing without an equivalent in other libraries is recorded only as ops.
         ("central_crop(48)", (48, 48), None, "bilinear"),
         ("resize(64)|central_crop(48)|resize(32)", (32, 32), None, "bilinear"),
     ],
 )
-def test_the_preprocessing_that_exports_tell_of(ops, size, resize, interpolation) -> None:
+def test_preprocessing_recorded_with_exported_weights(ops, size, resize, interpolation) -> None:
     expected = Preprocessing(ops or "resize((32, 48))", size, resize, interpolation)
     assert preprocessing_of(ops, WIDE) == expected
 
@@ -63,7 +63,7 @@ def test_the_preprocessing_that_exports_tell_of(ops, size, resize, interpolation
 # ------------------------------------------------------------------------ models of stages
 
 
-def test_a_section_with_a_name_is_a_model_and_one_without_changes_that_of_init() -> None:
+def test_section_without_a_name_changes_the_model_of_init() -> None:
     described = model_config({"name": "mu/8", "image_size": 32, "classes": 10})
     assert described == models.config_of("mu/8", 32, 10)
     assert model_config({"image_size": 64}, described) == models.config_of("mu/8", 64, 10)
@@ -79,11 +79,13 @@ def test_classification_starts_from_the_vit_inside_a_masked_model() -> None:
         trained_model(TrainConfig(steps=1, objective="masked", model={"name": "mu/8", "image_size": 32, "classes": 1}))
 
 
-def test_a_set_with_more_classes_than_the_head_is_refused_with_the_number_to_type() -> None:
+def test_set_with_more_classes_than_the_head_is_refused_with_the_number_to_set() -> None:
     cfg = TrainConfig(steps=1)
     model = models.config_of("mu/8", 32, 10)
     check_model(cfg, model, {"/shards/train": 10})
-    with pytest.raises(DataError, match=r"/shards/train has labels up to 10, the model has 10 classes\n.*classes=11"):
+    with pytest.raises(
+        DataError, match=r"/shards/train has labels up to 10, but the model has only 10 classes\n.*classes=11"
+    ):
         check_model(cfg, model, {"/shards/train": 11})
     with pytest.raises(ConfigError, match=r"model\.image_size is 32×48, expected a square"):
         check_model(cfg, models.config_of("mu/8", (32, 48), 10), {})

@@ -1,4 +1,4 @@
-"""What one stage hands to the next is still what it wrote, bit for bit, or the file is named and nothing starts."""
+"""The next stage reads exactly what a stage wrote, bit for bit; otherwise the file is named and nothing starts."""
 
 import json
 import random
@@ -25,12 +25,12 @@ from tests.support import campaigns
 from tests.support.recipes import TINY
 
 STAGES = ("pretrain", "resize", "finetune", "fewshot")
-LOGS = {"log.txt", "metrics.jsonl", "examples.json"}  # nothing is made of them
+LOGS = {"log.txt", "metrics.jsonl", "examples.json"}  # no result depends on them
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
-    """The recipe of a finished campaign of four stages."""
+    """Return the recipe of a finished run of four stages."""
     folder = tmp_path_factory.mktemp("artifacts")
     recipe = folder / "tiny.yaml"
     recipe.write_text(TINY.format(run=folder / "run", shards=shards))
@@ -45,7 +45,7 @@ def stage_folder(recipe: Path, name: str) -> Path:
 
 @contextmanager
 def flipped(file: Path, bit: int) -> Iterator[None]:
-    """The file with one bit changed; put back afterwards."""
+    """Change one bit of the file for the duration of the block."""
     original = file.read_bytes()
     damaged = bytearray(original)
     damaged[bit // 8] ^= 1 << bit % 8
@@ -59,7 +59,7 @@ def some_bits(file: Path, count: int, seed: int) -> list[int]:
 
 
 def command(arguments: list[str]) -> int:
-    """Return the exit code of a command; if a kind comes first, of a run of that stage alone."""
+    """Return the exit code of a command; if the first word is a kind of stage, of a run of only that stage."""
     if arguments[0] not in STAGES:
         return main(arguments)
     kind, *words = arguments
@@ -67,7 +67,7 @@ def command(arguments: list[str]) -> int:
 
 
 def refused(arguments: list[str], file: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """What the command said when it ended with 65 and named the file."""
+    """Return the output of a command that must exit with 65 and name the file."""
     capsys.readouterr()
     code = command(arguments)
     said = capsys.readouterr().err
@@ -75,7 +75,7 @@ def refused(arguments: list[str], file: Path, capsys: pytest.CaptureFixture[str]
     return said
 
 
-def test_each_stage_records_the_sha256_of_every_file_that_it_hands_on(made):
+def test_stage_records_the_sha256_of_every_output_file(made):
     for name in STAGES:
         folder = stage_folder(made, name)
         done = json.loads((folder / "done.json").read_text())
@@ -86,13 +86,13 @@ def test_each_stage_records_the_sha256_of_every_file_that_it_hands_on(made):
             assert record == {"bytes": (folder / file).stat().st_size, "sha256": digest}
 
 
-def test_files_of_weights_have_one_name():
-    """The records have it without importing what writes the files."""
+def test_weight_file_names_agree_between_packages():
+    """The records use the names without importing the modules that write the files."""
     assert artifacts.WEIGHT_FILES == (files.WEIGHTS, files.CONFIG, files.CLASSES, files.PREPROCESSING)
 
 
 @pytest.mark.parametrize("flips_per_file", [3, pytest.param(8, marks=pytest.mark.slow)])
-def test_every_flipped_bit_in_what_a_finished_campaign_hands_on_is_found(made, capsys, flips_per_file):
+def test_flipped_bits_in_outputs_of_a_finished_run_are_detected(made, capsys, flips_per_file):
     folders = sorted(path for path in made.parent.glob("run/*-*") if path.is_dir())
     flips = 0
     for folder in folders:
@@ -107,7 +107,7 @@ def test_every_flipped_bit_in_what_a_finished_campaign_hands_on_is_found(made, c
     assert sorted(path for path in made.parent.glob("run/*-*") if path.is_dir()) == folders, "nothing was started"
 
 
-def test_a_bit_in_any_byte_of_a_record_is_found(made, tmp_path):
+def test_flipped_bit_in_any_byte_of_a_record_is_detected(made, tmp_path):
     original = (stage_folder(made, "fewshot") / "done.json").read_bytes()
     file = tmp_path / "done.json"
     for position in range(len(original)):
@@ -118,7 +118,7 @@ def test_a_bit_in_any_byte_of_a_record_is_found(made, tmp_path):
             artifacts.read_record(file)
 
 
-def test_the_way_out_can_be_typed_where_a_folder_s_name_has_blanks(tmp_path):
+def test_remedy_quotes_folder_names_with_blanks(tmp_path):
     folder = tmp_path / "my run" / "pretrain-1a2b3c4d"
     folder.mkdir(parents=True)
     artifacts.write_record(folder / "done.json", {"key": "1a2b"})
@@ -131,7 +131,7 @@ def test_the_way_out_can_be_typed_where_a_folder_s_name_has_blanks(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["weights.safetensors", "model.json"])
-def test_whoever_reads_weights_checks_them_first(made, tmp_path, capsys, name):
+def test_every_reader_of_weights_verifies_them(made, tmp_path, capsys, name):
     resized = stage_folder(made, "resize")
     file = resized / name
     cv2.imwrite(str(tmp_path / "photo.png"), np.zeros((24, 24, 3), np.uint8))
@@ -157,7 +157,7 @@ def test_whoever_reads_weights_checks_them_first(made, tmp_path, capsys, name):
     (tmp_path / "elsewhere").rename(file)
 
 
-def test_the_way_out_that_is_printed_makes_the_same_weights_again(made, tmp_path, shards, capsys):
+def test_printed_remedy_recreates_the_same_weights(made, tmp_path, shards, capsys):
     recipe = tmp_path / "tiny.yaml"
     recipe.write_text(TINY.format(run=tmp_path / "run", shards=shards))
     shutil.copytree(made.parent / "run", tmp_path / "run")
@@ -174,7 +174,7 @@ def test_the_way_out_that_is_printed_makes_the_same_weights_again(made, tmp_path
     assert (folder / "weights.safetensors").read_bytes() == weights
 
 
-def test_imported_weights_are_verified_and_a_folder_without_digests_is_accepted_and_said(made, tmp_path, capsys):
+def test_imported_weights_are_verified_and_missing_digests_are_logged(made, tmp_path, capsys):
     models.save(models.build("mu/8", 24, 10), tmp_path / "bare")
     assert main(["import", str(tmp_path / "bare"), str(tmp_path / "in")]) == 0
     assert f"unverified: {tmp_path / 'bare'} has no digests" in capsys.readouterr().out
@@ -192,7 +192,7 @@ def test_imported_weights_are_verified_and_a_folder_without_digests_is_accepted_
     assert "unverified" not in capsys.readouterr().out
 
 
-def test_weights_of_a_checkpoint_are_exported_with_digests_and_by_a_sealed_model(made, tmp_path, capsys):
+def test_checkpoint_export_has_digests_and_a_sealed_model(made, tmp_path, capsys):
     folder = stage_folder(made, "pretrain")
     export = ["checkpoints", "export", str(folder), "--to", str(tmp_path / "out")]
     for bit in some_bits(folder / "stage.json", 8, seed=14):
@@ -205,11 +205,11 @@ def test_weights_of_a_checkpoint_are_exported_with_digests_and_by_a_sealed_model
         refused(["export", str(tmp_path / "out"), str(tmp_path / "x"), "--format", "timm"], ours, capsys)
 
 
-def test_a_stage_hands_on_no_weights_of_a_checkpoint_that_has_changed_since_its_commit(made):
+def test_stage_exports_no_weights_from_a_checkpoint_changed_after_its_commit(made):
     loaded = campaigns.load(made, [])
     folder = loaded.directory(loaded.stage("pretrain"))
     newest = manifest.committed(folder / "checkpoints")[0]
-    # What of a worker is used up to the weights; the last evaluation is over, during which the bit has changed.
+    # The parts of a worker that the export uses; the bit changed during the last evaluation.
     worker: Any = SimpleNamespace(
         job=SimpleNamespace(directory=str(folder)),
         saver=SimpleNamespace(checkpoint_of=lambda step: Chosen(newest.name, newest, manifest.read_manifest(newest))),
@@ -225,7 +225,7 @@ def test_a_stage_hands_on_no_weights_of_a_checkpoint_that_has_changed_since_its_
     assert (folder / "weights.safetensors").read_bytes() == weights
 
 
-def test_replay_and_status_name_a_record_that_has_changed(made, capsys):
+def test_replay_and_status_report_a_changed_record(made, capsys):
     folder = stage_folder(made, "pretrain")
     with flipped(folder / "task.json", 8 * 300):
         refused(["replay", str(folder), "step=3"], folder / "task.json", capsys)
@@ -234,7 +234,7 @@ def test_replay_and_status_name_a_record_that_has_changed(made, capsys):
         assert f"CANNOT TELL: {folder / 'done.json'} has changed" in capsys.readouterr().out
 
 
-def test_a_check_that_takes_long_says_so(made, capsys, monkeypatch):
+def test_slow_check_is_logged(made, capsys, monkeypatch):
     monkeypatch.setattr(artifacts, "SAY_AFTER_S", 0.0)
     assert main(["run", str(made)]) == 0
     assert f"checked 0.0 GB in {stage_folder(made, 'pretrain')} in 0 s" in capsys.readouterr().out

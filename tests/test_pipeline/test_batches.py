@@ -1,4 +1,4 @@
-"""From a micro-batch to images and a loss: the values that depend on the samples alone."""
+"""From a micro-batch to images and a loss: values depend only on the samples."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -30,20 +30,20 @@ def batch_of(labels: list[list[int]], masked: list[bool] | None = None) -> Batch
     return Batch(0, images, torch.tensor(labels), ids, (), Wait(0.0, 0.0, 0.0), mask)
 
 
-def test_pixels_become_minus_one_to_one() -> None:
+def test_pixels_are_scaled_to_minus_one_to_one() -> None:
     pixels = torch.tensor([0, 51, 128, 255], dtype=torch.uint8)
     images = normalise(pixels, torch.float32, torch.device("cpu"))
     np.testing.assert_allclose(images, [-1.0, -0.6, 0.003922, 1.0], atol=1e-6)
 
 
-def test_a_masked_row_is_grey_and_has_no_label() -> None:
+def test_masked_row_is_grey_and_unlabelled() -> None:
     batch = without_rows(batch_of([[3], [4]]), np.array([False, True]))
     assert batch.labels.tolist() == [[3], [-1]]
     assert batch.images[0].unique().tolist() == [200]
     assert batch.images[1].unique().tolist() == [128]
 
 
-def test_the_seed_of_a_draw_depends_on_recipe_step_samples_and_purpose() -> None:
+def test_seed_depends_on_recipe_step_samples_and_purpose() -> None:
     ids = torch.tensor([[0, 1, 2]])
     seed = seed_of_micro_batch(0, 5, ids)
     others = {
@@ -57,7 +57,7 @@ def test_the_seed_of_a_draw_depends_on_recipe_step_samples_and_purpose() -> None
     assert 0 <= seed < 2**60
 
 
-def test_samples_without_weight_are_marked_and_not_in_the_mean() -> None:
+def test_masked_samples_are_marked_and_excluded_from_the_mean() -> None:
     planned = Ids(np.zeros(3, np.int64), np.array([0, 0, 1]), np.array([4, 7, 7]))
     order = SimpleNamespace(batch=lambda step: planned)
     hook = SimpleNamespace(masked=lambda step, shard, sample: (shard == 0) & (sample == 7))
@@ -69,7 +69,7 @@ def test_samples_without_weight_are_marked_and_not_in_the_mean() -> None:
     assert planned_ids(worker, 3) is planned
 
 
-def test_the_loss_is_a_sum_over_the_samples_that_have_a_weight() -> None:
+def test_loss_is_the_sum_over_unmasked_samples() -> None:
     logits = torch.tensor([[2.0, -1.0], [0.5, 0.5]])
     worker: Any = SimpleNamespace(
         cfg=TrainConfig(steps=1, loss="softmax"),

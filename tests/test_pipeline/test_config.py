@@ -34,7 +34,7 @@ TAGGED = [
 
 
 @pytest.mark.parametrize("kind", TAGGED, ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
-def test_every_field_says_what_a_resume_may_change(kind):
+def test_every_field_has_a_resume_tag(kind):
     nested = {f.name for f in dataclasses.fields(kind) if dataclasses.is_dataclass(f.type) or "Config" in str(f.type)}
     fields = {field.name for field in dataclasses.fields(kind)}
     tagged = set(config.resume_tags(kind))
@@ -42,7 +42,7 @@ def test_every_field_says_what_a_resume_may_change(kind):
     assert tagged <= fields, "a tag names a field that is gone"
 
 
-def test_tags_reach_into_named_sections_and_into_classes_without_tags():
+def test_tags_apply_to_named_sections_and_classes_without_tags():
     cfg = TrainConfig(steps=1, data=DataConfig(mixture={"a": MixedConfig("x", 1.0)}))
     free, forbid = config.tagged(cfg, "free"), config.tagged(cfg, "forbid")
     assert forbid["data.mixture.a.weight"] == 1.0 and "data.augment.min_area" in forbid
@@ -51,7 +51,7 @@ def test_tags_reach_into_named_sections_and_into_classes_without_tags():
 
 @dataclasses.dataclass(frozen=True)
 class Grown:
-    """A config that was given every field but its first later."""
+    """A config whose fields were all added later, except the first."""
 
     steps: int = 1
     seed: int | None = None
@@ -61,15 +61,15 @@ class Grown:
     LATER: ClassVar[tuple[str, ...]] = ("seed", "partial", "rename")
 
 
-def test_a_later_field_is_left_out_while_it_has_its_default_and_not_while_it_is_empty():
+def test_later_field_is_omitted_at_its_default_but_not_if_empty():
     assert config.tagged(Grown(), "forbid") == {"steps": 1}
     assert config.tagged(Grown(seed=0), "forbid") == {"steps": 1, "seed": 0}
     assert config.tagged(Grown(partial=True, rename={"a": "b"}), "forbid").keys() == {"steps", "partial", "rename"}
-    # Of no default that equals it to Python alone.
+    # Not for a value of another type that merely equals the default in Python.
     assert config.tagged(Grown(partial=0), "forbid") == {"steps": 1, "partial": 0}
 
 
-def test_a_part_and_a_part_of_a_permutation_by_seed_0_are_two_subsets():
+def test_subset_with_seed_0_differs_from_one_without_a_seed():
     part = pack.SetConfig(source="subset", path="p", part=":98%")
     drawn = dataclasses.replace(part, seed=0)
     assert config.tagged(drawn, "forbid") == config.tagged(part, "forbid") | {"seed": 0}
@@ -88,12 +88,12 @@ def test_a_part_and_a_part_of_a_permutation_by_seed_0_are_two_subsets():
         ),
     ],
 )
-def test_a_wrong_value_names_its_key_what_was_found_and_what_was_expected(changes, message):
+def test_wrong_value_is_reported_with_key_value_and_expectation(changes, message):
     with pytest.raises(ConfigError, match=message):
         config.build(TrainConfig, {"data": {"train": "x"}, **changes}, "s")
 
 
-# What each config needs besides the field that is wrong; the others need nothing.
+# Fields that a config requires besides the wrong one; other configs require none.
 NEEDED = {
     TrainConfig: {"steps": 1, "data": {"train": "x"}},
     FullConfig: {"steps": 1, "data": {"train": "x"}},
@@ -106,7 +106,7 @@ NEEDED = {
 
 
 def numeric_fields() -> list[tuple[type, str, bool, bool]]:
-    """(config class, field, is it a float, is it a list) of everything in a recipe that is a number."""
+    """Return (config class, field, is a float, is a list) for every numeric field of a recipe."""
     fields = []
     for kind in (*TAGGED, AugmentConfig, CacheConfig, ProbeConfig):
         for name, hint in get_type_hints(kind).items():
@@ -124,7 +124,7 @@ def numeric_fields() -> list[tuple[type, str, bool, bool]]:
 def test_negative_infinite_and_undefined_numbers_are_refused_in_every_config(kind, field, is_float, is_list):
     wrong = [-1]
     if field == "seed":
-        wrong = [2**63]  # any 64 bits are a seed
+        wrong = [2**63]  # any 64-bit number is a valid seed
     if is_float:
         wrong += [math.nan, math.inf, -math.inf]
     for value in wrong:
@@ -135,15 +135,15 @@ def test_negative_infinite_and_undefined_numbers_are_refused_in_every_config(kin
             config.build(kind, values, "s")
 
 
-def test_the_numbers_of_a_recipe_are_all_found():
-    """So that the test above cannot pass by looking at nothing."""
+def test_search_finds_all_numeric_fields():
+    """The test above must not pass without checking anything."""
     fields = {f"{kind.__name__}.{field}" for kind, field, _, _ in numeric_fields()}
     expected = "TrainConfig.stall_s DataConfig.lanes ProbeConfig.shots SetConfig.classes ClusterConfig.backoff_s"
     assert set(expected.split()) <= fields and len(fields) > 60
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../../x", "a/b", "a b", "é", "a\n", "x" * 65])
-def test_a_name_that_is_no_file_name_is_refused_wherever_it_is_given(name):
+def test_name_unsuitable_as_a_file_name_is_refused(name):
     digits = {"source": "digits"}
     with pytest.raises(ConfigError, match=r"a set is called .*\n  expected 1 to 64 of the characters"):
         config.build(pack.PackConfig, {"sets": {"train": digits, name: digits}}, "s")

@@ -1,4 +1,4 @@
-"""Fine-tuning step by step as the original: from its published file through transfer, loss, schedule and SGD."""
+"""Fine-tuning follows the original step by step: published weights, transfer, loss, schedule and SGD."""
 
 import json
 from dataclasses import replace
@@ -38,7 +38,7 @@ def batch(arrays, step: int) -> tuple[Tensor, Tensor]:
 
 
 def start(arrays) -> nn.Module:
-    """The pretrained file at the new size, with a new head."""
+    """Return the pretrained model at the new size, with a new head."""
     pretrained = models.load(GOLDEN / "finetune_e2e.pretrained.npz")
     size, classes = settings_of(arrays)["finetune_res"], settings_of(arrays)["finetune_classes"]
     target = replace(pretrained.config, image_size=(size, size), classes=classes, representation=None)
@@ -58,14 +58,14 @@ def eval_logits(model: nn.Module, arrays) -> Tensor:
         return model.eval()(torch.from_numpy(arrays["eval_images"]).permute(0, 3, 1, 2))
 
 
-def test_the_new_size_starts_from_resized_positions_and_a_head_of_zeros(arrays):
+def test_new_size_starts_from_resized_positions_and_a_zero_head(arrays):
     model = start(arrays)
     table = model.positions[0].table.detach()
     np.testing.assert_allclose(table, arrays["pos_embedding_at_start"], atol=1e-5, rtol=0)
     assert not eval_logits(model, arrays).any() and not arrays["logits_at_start"].any()
 
 
-def test_the_first_gradient_of_every_parameter_is_the_originals(arrays):
+def test_first_gradient_of_every_parameter_matches_the_original(arrays):
     model = start(arrays)
     model.head.weight.data = torch.from_numpy(arrays["gradcheck_head_kernel"]).T.clone()
     images, targets = batch(arrays, 0)
@@ -78,7 +78,7 @@ def test_the_first_gradient_of_every_parameter_is_the_originals(arrays):
         np.testing.assert_allclose(gradient, arrays[f"gradcheck/{key}"], atol=1e-5, rtol=1e-5, err_msg=key)
 
 
-def test_every_loss_and_where_the_fine_tune_ends_are_the_originals(arrays):
+def test_losses_and_final_weights_match_the_original(arrays):
     settings = settings_of(arrays)
     model = start(arrays)
     schedule = ScheduleConfig(decay="cosine", warmup_steps=settings["warmup_steps"])

@@ -1,4 +1,4 @@
-"""Spikes, stretches that are excluded, and the end of a run that can no longer succeed."""
+"""Spikes, excluded steps, and the end of a run that cannot recover."""
 
 import math
 from pathlib import Path
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.quick
 
 
 class Listening(savers.Quiet):
-    """Telemetry that keeps lines and records."""
+    """Telemetry that collects lines and records."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -35,7 +35,7 @@ class Listening(savers.Quiet):
 
 @pytest.fixture
 def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return what makes the Health of a single worker whose run has committed steps 10 and 20."""
+    """Return a function that creates the Health of a single worker whose run has committed steps 10 and 20."""
     group = savers.with_steps(tmp_path / "run")
     # A group of one worker needs no process group.
     monkeypatch.setattr(health, "dist", savers.ALONE)
@@ -48,7 +48,7 @@ def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return make
 
 
-def test_excluded_steps_are_jumped_over_and_not_counted_as_seen(watch) -> None:
+def test_excluded_steps_are_skipped_and_not_counted_as_seen(watch) -> None:
     health = watch([[30, 33], [20, 25], [25, 30]])
     assert [health.next_step(step) for step in (19, 20, 24, 32, 33)] == [19, 33, 33, 33, 33]
     assert health.samples_seen(20) == 20 * 16
@@ -56,7 +56,7 @@ def test_excluded_steps_are_jumped_over_and_not_counted_as_seen(watch) -> None:
     assert health.samples_seen(22) == 20 * 16
 
 
-def test_a_spike_is_ten_times_the_usual_norm_and_reported_once_a_stretch(watch) -> None:
+def test_spike_is_ten_times_the_median_norm_and_reported_once(watch) -> None:
     health = watch()
     for step in range(1, 17):
         health.count_step(step, 2.0, 1.0, "a" * 64, [[0, 0, step]])
@@ -71,7 +71,7 @@ def test_a_spike_is_ten_times_the_usual_norm_and_reported_once_a_stretch(watch) 
     assert [record["step"] for record in spikes[0]["recent"]] == list(range(1, 19))
 
 
-def test_steps_in_a_row_that_are_not_finite_are_counted_and_named(watch) -> None:
+def test_consecutive_non_finite_steps_are_counted_and_logged(watch) -> None:
     health = watch()
     counts = []
     for step, norm in enumerate((1.0, math.nan, math.inf, 1.0, math.nan), start=1):
@@ -81,7 +81,7 @@ def test_steps_in_a_row_that_are_not_finite_are_counted_and_named(watch) -> None
     assert "step 2: non-finite gradient; step skipped, weights unchanged; " in health.telemetry.lines[1]
 
 
-def test_a_run_goes_back_once_and_diverges_if_that_has_not_helped(watch, tmp_path: Path) -> None:
+def test_run_rolls_back_once_and_diverges_if_that_did_not_help(watch, tmp_path: Path) -> None:
     health = watch()
     health.skipped_in_a_row = 5
     with pytest.raises(RolledBack, match=r"rolling back to step 20, excluding steps 21 … 27"):
@@ -94,14 +94,14 @@ def test_a_run_goes_back_once_and_diverges_if_that_has_not_helped(watch, tmp_pat
         again.roll_back_or_fail(32)
 
 
-def test_a_commit_since_the_run_went_back_allows_it_to_go_back_again(watch, tmp_path: Path) -> None:
+def test_commit_after_a_roll_back_allows_another_roll_back(watch, tmp_path: Path) -> None:
     health = watch([[3, 8]])
     with pytest.raises(RolledBack):
         health.roll_back_or_fail(27)
     assert read_record(tmp_path / EXCLUDED_STEPS)["stretches"] == [[3, 8], [20, 27]]
 
 
-def test_the_first_bad_sample_of_a_worker_is_named_and_every_thousandth(watch) -> None:
+def test_first_and_every_thousandth_bad_sample_are_logged(watch) -> None:
     health = watch()
     bad = BadSample("train-000001.tar", "0007", "no JPEG")
 

@@ -1,4 +1,4 @@
-"""Hooks attach to a real run, by name; their keys stay flat, and a name that is none is refused."""
+"""Hooks attach to a real run by name; their keys stay flat, and unknown names are refused."""
 
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ def run(sets: Path, folder: Path, hooks: dict[str, Any], **values: Any) -> tuple
     return result, folder / "stage"
 
 
-def test_each_moment_of_a_stage_reaches_a_hook_once_and_in_order(sets: Path, tmp_path: Path) -> None:
+def test_hook_methods_are_called_once_in_order(sets: Path, tmp_path: Path) -> None:
     notes = tmp_path / "notes"
     every_two = {"evaluate_every": 2, "save_every": 3, "log_every": 6, "notes": str(notes)}
     result, stage = run(sets, tmp_path, {RECORDER: {}}, **every_two)
@@ -52,11 +52,11 @@ def test_each_moment_of_a_stage_reaches_a_hook_once_and_in_order(sets: Path, tmp
     evaluated = [["is_over", 2], ["is_over", 4]]
     first = [["begin", 0], ["is_over", 0], ["before_record", 1]]  # the first step is logged
     assert calls == [*first, evaluated[0], *saves, evaluated[1], *last, ["choose"]]
-    # The other worker is asked in nothing that rank 0 decides.
+    # Only rank 0 is asked for decisions.
     others = [call for call in calls_of(notes, 1) if call[0] != "masked"]
     assert others == [call for call in calls if call[0] not in ("is_over", "choose")]
 
-    # Each step asks once for the whole batch, then for each micro-batch of this worker.
+    # Each step calls it once for the whole batch, then for each micro-batch of this worker.
     asked = [call[1:] for call in calls_of(notes, 0) if call[0] == "masked"]
     expected = []
     for step in range(6):
@@ -65,7 +65,7 @@ def test_each_moment_of_a_stage_reaches_a_hook_once_and_in_order(sets: Path, tmp
     assert {record["noted"] for record in read_metrics(stage, "train")} == {"train"}
 
 
-def test_a_hook_ends_a_stage_and_chooses_the_weights_that_it_exports(sets: Path, tmp_path: Path) -> None:
+def test_hook_ends_a_stage_and_chooses_the_exported_weights(sets: Path, tmp_path: Path) -> None:
     notes = tmp_path / "notes"
     values = {"evaluate_every": 2, "save_every": 2, "notes": str(notes)}
     result, stage = run(sets, tmp_path, {RECORDER: {"over": 4, "best": 2}}, **values)
@@ -82,7 +82,7 @@ def test_a_hook_ends_a_stage_and_chooses_the_weights_that_it_exports(sets: Path,
         assert weight.equal(of_checkpoint[name]), name
 
 
-def test_a_hook_changes_no_bit_of_a_run_that_it_only_watches(sets: Path, tmp_path: Path) -> None:
+def test_passive_hook_changes_no_bit(sets: Path, tmp_path: Path) -> None:
     weights = []
     for hooks in ({}, {RECORDER: {}}):
         folder = tmp_path / str(len(hooks))
@@ -93,7 +93,7 @@ def test_a_hook_changes_no_bit_of_a_run_that_it_only_watches(sets: Path, tmp_pat
     assert weights[0] == weights[1]
 
 
-def test_samples_without_weight_are_marked_in_the_ledger_and_change_the_weights(sets: Path, tmp_path: Path) -> None:
+def test_masked_samples_are_marked_in_the_ledger_and_change_the_weights(sets: Path, tmp_path: Path) -> None:
     ledgers = []
     weights = []
     for hooks in ({}, {NO_WEIGHT: {"shard": 1}}):
@@ -113,12 +113,12 @@ def test_samples_without_weight_are_marked_in_the_ledger_and_change_the_weights(
 @pytest.mark.parametrize(
     "name", ["pipeline.extras.best:Nothing", "pipeline.extras.nothing:Best", "pipeline.extras.best:best_of", "best"]
 )
-def test_a_name_that_is_no_hook_is_refused_with_what_one_looks_like(name: str) -> None:
+def test_unknown_hook_name_is_refused_with_an_example(name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         load_classes([name])
 
 
 @pytest.mark.quick
-def test_a_hook_has_at_most_six_methods_which_do_nothing() -> None:
+def test_hook_has_at_most_six_methods_that_do_nothing_by_default() -> None:
     methods = [name for name in vars(Hook) if not name.startswith("_") and callable(vars(Hook)[name])]
     assert len([name for name in methods if name != "Config"]) <= 6

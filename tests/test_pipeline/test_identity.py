@@ -1,4 +1,4 @@
-"""Which of several workers and nodes is unlike the others: by the majority of the nodes, and a tie is said as one."""
+"""Differences between workers and nodes: the majority of the nodes decides, and a tie is reported as one."""
 
 import shutil
 from pathlib import Path
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def torch(*versions: str) -> list[Any]:
-    """Workers with these versions of torch, "a" to "z"; each on a node of its own."""
+    """Return workers with these versions of torch, "a" to "z", each on a separate node."""
     return [worker(rank, packages={"torch": version}) for rank, version in enumerate(versions)]
 
 
@@ -36,22 +36,22 @@ def torch(*versions: str) -> list[Any]:
         (torch("b", "a", "c", "a", "b", "a"), "worker 0 on n0 (and 2 more) has torch b, 3 of 6 nodes a"),
         (torch("a", "b"), "worker 1 on n1 has torch b, worker 0 on n0 a: a tie, each on 1 of 2 nodes"),
         (torch("b", "b", "a", "a", "c"), "worker 2 on n2 (and 2 more) has torch a, worker 0 on n0 b: a tie, each on 2"),
-        # Eight workers of a node are one node.
+        # Eight workers on one node count as one node.
         (
             [{**each, "node": "n0"} for each in torch(*"bbbbbbbb")] + torch(*"aaaaaaaaaaa")[8:],
             "worker 0 on n0 (and 7 more) has torch b, 3 of 4 nodes a",
         ),
-        # A node without a worker has a vote.
+        # A node without a worker counts too.
         ([*torch("a", "b"), {**torch("b")[0], "rank": NO_RANK, "node": "s"}], "worker 0 on n0 has torch a, 2 of 3"),
     ],
 )  # fmt: skip
-def test_the_odd_one_out_is_named_by_the_majority_of_the_nodes(workers, said) -> None:
+def test_difference_names_the_minority_of_the_nodes(workers, said) -> None:
     (difference,) = differences(workers, MUST_BE_EQUAL)
     assert str(difference).startswith(said)
     assert difference.is_tie == ("a tie" in said)
 
 
-def test_other_code_and_other_devices_are_named() -> None:
+def test_different_code_and_devices_are_reported() -> None:
     group = [worker(0), worker(1, code="b" * 64), worker(2, code="c" * 64)]
     assert code_mismatch(group, "a" * 64) == (
         "worker 1 on n1 (and 1 more) runs other code than this command: bbbbbbbbbbbb in /p, this command aaaaaaaaaaaa"
@@ -63,7 +63,7 @@ def test_other_code_and_other_devices_are_named() -> None:
     ]
 
 
-def test_the_version_of_a_gpus_driver_is_read_where_the_kernel_says_it(tmp_path, monkeypatch) -> None:
+def test_gpu_driver_version_is_read_from_proc(tmp_path, monkeypatch) -> None:
     path = tmp_path / "version"
     monkeypatch.setattr(identity, "NVIDIA_DRIVER", path)
     assert identity.identity("cpu")["driver"] == ""
@@ -74,7 +74,7 @@ def test_the_version_of_a_gpus_driver_is_read_where_the_kernel_says_it(tmp_path,
 
 
 @pytest.mark.parametrize(("text", "expected"), [("1", 1), ("2", 2), ("0", None), ("two", None), ("-1", None)])
-def test_workers_share_a_gpu_if_the_environment_says_how_many(text, expected, monkeypatch) -> None:
+def test_workers_share_a_gpu_if_the_environment_allows_it(text, expected, monkeypatch) -> None:
     monkeypatch.setenv(WORKERS_PER_GPU, text)
     if expected is not None:
         assert workers_per_gpu() == expected
@@ -84,12 +84,12 @@ def test_workers_share_a_gpu_if_the_environment_says_how_many(text, expected, mo
 
 
 @pytest.mark.parametrize("source", ["data/images/jpeg.cpp", "data/order.py", "models/weights/npz.py"])
-def test_a_changed_source_is_another_version(source, tmp_path, monkeypatch) -> None:
+def test_changed_source_changes_the_code_version(source, tmp_path, monkeypatch) -> None:
     for package in identity.PACKAGES:
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(identity, "ROOT", tmp_path)
     unchanged = identity.code_version.__wrapped__()
-    assert unchanged == identity.code_version()  # wherever the checkout lies
+    assert unchanged == identity.code_version()  # independent of the checkout's location
     with open(tmp_path / source, "a") as file:
         file.write("\n")
     assert identity.code_version.__wrapped__() != unchanged

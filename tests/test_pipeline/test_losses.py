@@ -1,4 +1,4 @@
-"""Losses, targets and mixup against arrays that the original code produced, and by hand."""
+"""Losses, targets and mixup, compared with arrays from the original code and with hand calculations."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.quick
 
 @pytest.mark.parametrize("loss", ["sigmoid", "softmax"])
 @pytest.mark.parametrize("kind", ["onehot", "multihot", "mixed"])
-def test_every_golden_loss_is_met(loss, kind):
+def test_losses_match_golden_values(loss, kind):
     arrays = read_golden("losses.npz")
     ours = LOSSES[loss](torch.from_numpy(arrays["logits"]), torch.from_numpy(arrays[f"labels_{kind}"]).float())
     np.testing.assert_allclose(ours.numpy(), arrays[f"{loss}_{kind}_per_example"], rtol=1e-5, atol=1e-5)
@@ -25,7 +25,7 @@ def test_padded_label_lists_become_multi_hot_targets():
     assert torch.allclose(dense_targets(labels[:1], 4, smoothing=0.2), torch.tensor([[0.05, 0.05, 0.85, 0.05]]))
 
 
-def test_mixup_blends_with_the_neighbour_by_the_larger_share():
+def test_mixup_gives_the_image_itself_the_larger_share():
     images, targets = torch.eye(4).reshape(4, 1, 2, 2), torch.eye(4)
     mixed, labels = mixup(images, targets, 0.2, (0, 5))
     share = labels.max().item()

@@ -1,7 +1,7 @@
-"""What only a GPU can show, for whoever has one: `make gpu`. Each test is rehearsed on the CPU, as far as that goes.
+"""Tests that need a GPU (`make gpu`); each has a rehearsal on the CPU, as far as possible.
 
-A test marked `gpu` is skipped where torch sees no GPU. Its twin on the CPU runs the same lines with what a CPU has in
-the place of NCCL, fused kernels and pinned memory: it shows that the test can run, and nothing about a GPU.
+A test marked `gpu` is skipped if torch sees no GPU. Its rehearsal runs the same lines with what a CPU has in
+place of NCCL, fused kernels and pinned memory: it shows that the test can run, but nothing about a GPU.
 """
 
 from types import SimpleNamespace
@@ -27,13 +27,13 @@ from tests.support import campaigns, on_device
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 DEVICES = [GPU, "cpu"]
-DEVICES_SLOW = [GPU, pytest.param("cpu", marks=pytest.mark.slow)]  # what starts workers or compiles
-# Without it cuBLAS may add up in another order each time, and torch refuses to be deterministic.
+DEVICES_SLOW = [GPU, pytest.param("cpu", marks=pytest.mark.slow)]  # for tests that start workers or compile
+# Without it cuBLAS may add in a different order each time, and torch raises in deterministic mode.
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
 def workers_on(device: str) -> int:
-    """Every GPU of this machine, as far as they share a batch of 8; two processes on a CPU."""
+    """Return the number of workers: the GPUs of this machine that divide a batch of 8, or two processes on a CPU."""
     if device == "cpu":
         return 2
     count = 1
@@ -47,7 +47,7 @@ def cluster_of(device: str, workers: int, **options: Any) -> ClusterConfig:
 
 
 class Operators(TorchDispatchMode):
-    """Remembers the names of the operators that torch runs."""
+    """Records the names of the operators that torch runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Operators(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
-# cuDNN's is the same algorithm; which of the two torch takes depends on the GPU.
+# cuDNN's has the same algorithm; which of the two torch uses depends on the GPU.
 FLASH = {
     "cuda": {"aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_cudnn_attention"},
     "cpu": {"aten::_scaled_dot_product_flash_attention_for_cpu"},
@@ -68,7 +68,7 @@ FLASH = {
 @pytest.mark.parametrize("queries", [None, 1], ids=["all tokens", "class token alone"])
 @pytest.mark.parametrize("head", [64, 80], ids=["B/16 and L/16", "H/14"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_attention_is_computed_by_a_flash_kernel_forward_and_backward(device, head, queries):
+def test_attention_uses_a_flash_kernel_forward_and_backward(device, head, queries):
     """On a CPU in float32: in bfloat16 two plain products are faster there (models/vit.py)."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     torch.manual_seed(0)
@@ -93,13 +93,13 @@ def test_attention_is_computed_by_a_flash_kernel_forward_and_backward(device, he
 
 
 def off_by(tensor: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest difference as a share of the largest number that is expected."""
+    """Return the largest difference as a share of the largest expected number."""
     difference = (tensor.detach().double().cpu() - expected.detach()).abs().max()
     return float(difference / expected.detach().abs().max())
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_adamw_is_fused_on_a_gpu_alone_and_its_steps_are_those_of_the_formula(device):
+def test_adamw_is_fused_only_on_a_gpu_and_follows_the_formula(device):
     torch.manual_seed(0)
     model = torch.nn.Linear(7, 5, bias=False).to(device)
     optimizer = build_optimizer(model, {"weight"}, OptimConfig(lr=0.01, weight_decay=0.1))
@@ -121,7 +121,7 @@ def test_adamw_is_fused_on_a_gpu_alone_and_its_steps_are_those_of_the_formula(de
 
 
 @pytest.mark.parametrize("device", DEVICES_SLOW)
-def test_compiled_blocks_give_the_logits_and_gradients_of_plain_ones(device):
+def test_compiled_blocks_match_logits_and_gradients_of_plain_ones(device):
     torch.manual_seed(0)
     images = torch.randn(2, 3, on_device.SIDE, on_device.SIDE, device=device)
     results = []
@@ -136,10 +136,10 @@ def test_compiled_blocks_give_the_logits_and_gradients_of_plain_ones(device):
         torch.testing.assert_close(compiled, plain, rtol=1e-3, atol=1e-4)
 
 
-def test_the_process_group_and_later_ones_are_bound_to_the_gpu_of_the_worker(monkeypatch):
-    """What torch holds of a group of its own without a network, where LOCAL_RANK is not the rank; NCCL is not asked.
+def test_all_process_groups_are_bound_to_the_workers_gpu(monkeypatch):
+    """Check torch's process group without a network, with LOCAL_RANK different from the rank; NCCL is not started.
 
-    Left to itself NCCL takes, for a barrier that comes first, the GPU with the number of the rank.
+    By default, if the first collective is a barrier, NCCL uses the GPU numbered like the global rank.
     """
     form = dist.init_process_group
     asked = []
@@ -156,7 +156,7 @@ def test_the_process_group_and_later_ones_are_bound_to_the_gpu_of_the_worker(mon
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setattr(dist, "init_process_group", form_without_network)
-    monkeypatch.setattr(dist, "new_group", dist.new_group)  # which `join_group` replaces
+    monkeypatch.setattr(dist, "new_group", dist.new_group)  # restores what `join_group` replaces
     without_deepspeed = SimpleNamespace(init_distributed=lambda **_: None)
     monkeypatch.setattr(process_group, "import_deepspeed", lambda: without_deepspeed)
     own = torch.device("cuda", 1)
@@ -171,7 +171,7 @@ def test_the_process_group_and_later_ones_are_bound_to_the_gpu_of_the_worker(mon
 
 @pytest.fixture(scope="module", params=DEVICES_SLOW)
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
-    """The device, and what every worker of a group has seen that trained, saved and restored there."""
+    """Train, save and restore in a group; return the device and the observations of every worker."""
     folder = tmp_path_factory.mktemp("trained")
     seen = run_worker_group(
         on_device.train_save_and_restore,
@@ -183,7 +183,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return request.param, seen
 
 
-def test_the_workers_talk_over_nccl_each_on_a_gpu_of_its_own(trained):
+def test_workers_use_nccl_with_one_gpu_each(trained):
     device, seen = trained
     world = len(seen)
     expected_sum = [world * (world + 1) / 2] * 3
@@ -194,9 +194,7 @@ def test_the_workers_talk_over_nccl_each_on_a_gpu_of_its_own(trained):
 
 
 @pytest.mark.parametrize("zero", ["1", "2", "3"])
-def test_every_zero_stage_trains_with_the_fused_optimizer_and_restores_what_it_saved_through_pinned_memory(
-    trained, zero
-):
+def test_every_zero_stage_trains_fused_and_restores_through_pinned_memory(trained, zero):
     device, seen = trained
     for worker in seen:
         stage = worker["stages"][zero]
@@ -207,7 +205,7 @@ def test_every_zero_stage_trains_with_the_fused_optimizer_and_restores_what_it_s
 
 
 @pytest.mark.parametrize("device", DEVICES_SLOW)
-def test_exact_parts_with_deterministic_kernels_give_the_same_bits_twice_and_at_every_world(device, tmp_path):
+def test_exact_parts_give_the_same_bits_twice_and_at_every_world_size(device, tmp_path):
     digests = set()
     for world in {1, workers_on(device)}:
         seen: Any = run_worker_group(
@@ -223,8 +221,8 @@ def test_exact_parts_with_deterministic_kernels_give_the_same_bits_twice_and_at_
 
 
 @pytest.mark.parametrize("device", DEVICES_SLOW)
-def test_a_worker_that_runs_out_of_memory_is_known_by_what_it_says(device, tmp_path):
-    """By this the driver adds what to lower (`restarts.LESS_MEMORY`; whole runs: test_checkpoint_runs.py)."""
+def test_out_of_memory_error_is_recognised_by_its_message(device, tmp_path):
+    """The driver then adds advice on what to lower (`restarts.LESS_MEMORY`; whole runs: test_checkpoint_runs.py)."""
     with pytest.raises(WorkerGroupError) as error:
         run_worker_group(
             on_device.run_out_of_memory, {}, cluster=cluster_of(device, 1), name="group", directory=tmp_path
@@ -235,7 +233,7 @@ def test_a_worker_that_runs_out_of_memory_is_known_by_what_it_says(device, tmp_p
 
 
 @pytest.mark.parametrize("device", DEVICES_SLOW)
-def test_a_campaign_trains_in_bf16_commits_and_is_judged(device, recipe):
+def test_run_trains_in_bf16_commits_and_is_evaluated(device, recipe):
     overrides = [
         "pretrain.precision=bf16",
         "pretrain.zero=2",

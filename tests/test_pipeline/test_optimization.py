@@ -1,4 +1,4 @@
-"""Optimizers and schedules against arrays that the original code produced."""
+"""Optimizers and schedules, compared with arrays from the original code."""
 
 import json
 
@@ -26,18 +26,20 @@ def schedule_of(case: dict) -> ScheduleConfig:
     )
 
 
-def test_every_golden_schedule_is_met():
+def test_schedules_match_golden_values():
     arrays = read_golden("lr_schedules.npz")
     cases = json.loads(str(arrays["cases_json"]))
     for number, case in cases.items():
         total, peak = case["kwargs"]["total_steps"], case["kwargs"]["base"]
         ours = [learning_rate(int(s), total, peak, schedule_of(case)) for s in arrays[f"steps_{number}"]]
-        np.testing.assert_allclose(ours, arrays[f"lr_{number}"], rtol=1e-5, atol=3e-8 * peak)  # theirs is float32
+        np.testing.assert_allclose(
+            ours, arrays[f"lr_{number}"], rtol=1e-5, atol=3e-8 * peak
+        )  # the original computes in float32
     assert len(cases) == 5
 
 
 def flat_model(arrays) -> tuple[nn.Module, dict[str, str]]:
-    """The golden parameters under names without slashes, and those names by golden key."""
+    """Return the golden parameters under names without slashes, and those names by golden key."""
     keys = [key.removeprefix("init/") for key in arrays.files if key.startswith("init/")]
     model = nn.Module()
     names = {key: key.replace("/", "-").replace("head-", "head.") for key in keys}
@@ -49,7 +51,7 @@ def flat_model(arrays) -> tuple[nn.Module, dict[str, str]]:
 
 
 def config_of(meta: dict) -> tuple[OptimConfig, float, int]:
-    """The original's settings in ours: its decay is not multiplied by the rate, torch's is (SPEC 2.2)."""
+    """Convert the original's settings: its decay is not multiplied by the rate, torch's is (SPEC 2.2)."""
     if "momentum" in meta:
         schedule = ScheduleConfig(decay=meta["decay"], warmup_steps=meta["warmup_steps"])
         cfg = OptimConfig(name="sgd", lr=meta["base_lr"], weight_decay=0.0, clip=meta["clip"], schedule=schedule)
@@ -70,7 +72,7 @@ def config_of(meta: dict) -> tuple[OptimConfig, float, int]:
 
 
 @pytest.mark.parametrize("name", ["optim_pretrain_adam", "optim_pretrain_adam_headwd_noclip", "optim_finetune_sgd"])
-def test_every_step_of_the_original_optimizer_chain_is_met(name):
+def test_every_optimizer_step_matches_the_original(name):
     arrays = read_golden(f"{name}.npz")
     cfg, clip, total = config_of(json.loads(str(arrays["meta_json"])))
     model, names = flat_model(arrays)
@@ -89,13 +91,13 @@ def test_every_step_of_the_original_optimizer_chain_is_met(name):
             np.testing.assert_allclose(parameters[ours].detach().numpy(), expected, atol=1e-6, err_msg=f"{step} {key}")
 
 
-def test_decay_falls_on_kernels_alone():
+def test_only_kernels_have_weight_decay():
     model = nn.Linear(3, 2)
     groups = build_optimizer(model, {"weight"}, OptimConfig(weight_decay=0.1)).param_groups
     assert [(len(g["params"]), g["weight_decay"]) for g in groups] == [(1, 0.1), (1, 0.0)]
 
 
-def test_a_step_has_the_hooks_and_the_name_in_a_profile_that_torchs_own_has():
+def test_step_keeps_torchs_hooks_and_profiler_name():
     model = nn.Linear(3, 2)
     torchs = torch.optim.AdamW(model.parameters())
     seen = []
@@ -119,8 +121,8 @@ def test_ranges_are_checked(wrong):
 
 
 @pytest.mark.parametrize(("supports", "peak"), [((100, 200, 300, 400, 500), 0.003), ((7, 11, 30, 41), 0.5)])
-def test_a_staircase_is_the_rule_of_bit(supports, peak):
-    """An independent walk: a linear rise, and a division by ten in every update after a support that has passed."""
+def test_staircase_schedule_matches_the_bit_rule(supports, peak):
+    """Compare with an independent loop: a linear rise, and a division by ten after each drop step."""
     first, *drops, steps = supports
     schedule = ScheduleConfig(decay="constant", warmup_steps=first, drops=tuple(drops))
     rate = peak
@@ -133,6 +135,6 @@ def test_a_staircase_is_the_rule_of_bit(supports, peak):
 
 
 @pytest.mark.parametrize("fields", [{"drops": (5,)}, {"decay": "constant", "drops": (5, 5)}])
-def test_a_staircase_has_steps_that_rise_and_no_other_schedule_has_any(fields):
+def test_drops_must_ascend_and_need_a_constant_schedule(fields):
     with pytest.raises(ConfigError, match="expected rising steps with decay: constant"):
         ScheduleConfig(**fields)

@@ -1,4 +1,4 @@
-"""Phases of a stage: what they compute and which shapes they have; those of token dropping are in its own test."""
+"""Phases of a stage: their FLOPs and shapes; phases of token dropping are tested in its own file."""
 
 import pytest
 
@@ -25,18 +25,18 @@ def test_a_stage_without_extras_is_one_phase_of_whole_images() -> None:
     assert smaller_sizes([phase], MODEL) == ()
 
 
-def test_each_step_has_its_phase_and_the_steps_after_the_end_the_last() -> None:
+def test_each_step_has_its_phase_and_later_steps_the_last() -> None:
     assert [phase_at(step, PHASES).steps.start for step in (0, 9, 10, 15, 16, 19, 25)] == [0, 0, 10, 10, 16, 16, 16]
 
 
-def test_shapes_are_told_from_those_of_evaluation() -> None:
+def test_shapes_are_compared_with_those_of_evaluation() -> None:
     assert smaller_sizes(PHASES, MODEL) == ((16, 16),)
     assert not has_one_shape(PHASES, MODEL)
     assert has_whole_images(PHASES)
     assert not has_whole_images(PHASES[1:2])
 
 
-def test_the_operations_of_steps_are_those_of_their_phases() -> None:
+def test_flops_of_steps_are_those_of_their_phases() -> None:
     small = models.training_flops(models.config_of("mu/8", 16, 10), 1)
     dropped = models.training_flops(MODEL, 1, 4)
     whole = models.training_flops(MODEL, 1)

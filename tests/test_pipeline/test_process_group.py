@@ -1,4 +1,4 @@
-"""Before workers train: what must be alike is refused where it is not, what should be is said; and what it costs."""
+"""Start checks: incompatible workers are refused, other differences are logged."""
 
 import re
 import socket
@@ -23,7 +23,7 @@ TWO = ClusterConfig(workers=2, backend="processes")
 
 
 def logged(arrivals: list[Arrival], claimed: float) -> list[str]:
-    """The lines that rank 0 logs of these workers."""
+    """Return the lines that rank 0 logs about these workers."""
     lines: list[str] = []
     log_differences(arrivals, claimed, lines.append)
     return lines
@@ -39,7 +39,7 @@ def test_no_difference_is_reported_for_identical_workers() -> None:
     assert logged([Arrival(each, 100.0, True) for each in group], claimed=90.0) == []
 
 
-def test_a_step_that_has_no_room_is_told_with_the_worker_and_what_is_free() -> None:
+def test_step_that_does_not_fit_is_reported_with_worker_and_free_memory() -> None:
     gib = 2**30
     gpus = [Arrival(worker(rank, device="H100"), 0.0, True, room) for rank, room in enumerate((40 * gib, 20 * gib))]
     check_device_memory(gpus, 20 * gib)
@@ -50,11 +50,11 @@ def test_a_step_that_has_no_room_is_told_with_the_worker_and_what_is_free() -> N
     # Workers that compute on the CPU share their node's memory.
     cpus = [Arrival(worker(rank, node="n"), 0.0, True, 50 * gib) for rank in range(3)]
     check_device_memory(cpus, 16 * gib)
-    with pytest.raises(ClusterError, match=r"and 3 such share 50.0 GiB"):
+    with pytest.raises(ClusterError, match=r"and 3 such workers share 50.0 GiB of free memory"):
         check_device_memory(cpus, 17 * gib)
 
 
-def test_a_clock_is_named_that_is_more_than_a_second_off() -> None:
+def test_clock_difference_above_a_second_is_logged() -> None:
     arrivals = [Arrival(worker(rank), clock_s, True) for rank, clock_s in enumerate((100.0, 100.9, 97.5))]
     assert logged(arrivals, claimed=100.5)[0].startswith(
         "the clock of worker 2 on n2 is 2.5 s behind the clock of worker 0"
@@ -69,7 +69,7 @@ def test_a_clock_is_named_that_is_more_than_a_second_off() -> None:
 
 
 def start(tmp_path: Path, act: str = "") -> Any:
-    """Have two real workers check their start; worker 1 is made to be otherwise."""
+    """Run the start check on two real workers; `act` makes worker 1 differ."""
     task = preflights.start_task(tmp_path, act)
     return run_worker_group(preflights.start, task, cluster=TWO, name="group", directory=tmp_path)
 
@@ -83,7 +83,7 @@ def start(tmp_path: Path, act: str = "") -> Any:
         pytest.param("other torch", r"worker 1 on \S+ has torch 1.0, 1 of 1 nodes 2", marks=pytest.mark.slow),
     ],
 )
-def test_a_worker_that_does_not_fit_is_refused(act, message, tmp_path) -> None:
+def test_incompatible_worker_is_refused(act, message, tmp_path) -> None:
     if act in ("own disk", "no claim") and hosts.missing():
         pytest.skip(hosts.missing())
     with pytest.raises(WorkerGroupError) as caught:
@@ -94,7 +94,7 @@ def test_a_worker_that_does_not_fit_is_refused(act, message, tmp_path) -> None:
     assert "\n  expected: " in caught.value.cause
 
 
-def test_a_clock_that_is_off_is_said_and_the_look_at_all_takes_a_tenth_of_a_second(tmp_path) -> None:
+def test_start_check_logs_a_wrong_clock(tmp_path) -> None:
     value = start(tmp_path, "other clock")
     print(f"check_start on two workers: {value['seconds']:.3f} s")
     (line,) = value["said"]
@@ -115,7 +115,7 @@ def test_a_clock_that_is_off_is_said_and_the_look_at_all_takes_a_tenth_of_a_seco
         (
             "nccl",
             [("n1", "GLOO_SOCKET_IFNAME=e"), ("n2", "GLOO_SOCKET_IFNAME=e")],
-            "NCCL over the interface that it picks",
+            "NCCL over the default interface",
         ),
         (
             "nccl",
@@ -125,7 +125,7 @@ def test_a_clock_that_is_off_is_said_and_the_look_at_all_takes_a_tenth_of_a_seco
         ("nccl", [(f"n{node}", f"NCCL_SOCKET_IFNAME=e{node}") for node in range(10)], None),
     ],
 )
-def test_the_network_line_names_interfaces_and_settings(backend, settings, expected, monkeypatch) -> None:
+def test_network_line_lists_interfaces_and_settings(backend, settings, expected, monkeypatch) -> None:
     places = [(node, dict(word.split("=") for word in text.split())) for node, text in settings]
 
     def gather(gathered: list[object], own: object) -> None:
@@ -139,12 +139,12 @@ def test_the_network_line_names_interfaces_and_settings(backend, settings, expec
     log_network(lines.append)
     if expected is None:
         shown = ", ".join(f"e{node} on n{node}" for node in range(8))
-        expected = f"NCCL over {shown} and 2 nodes more"
+        expected = f"NCCL over {shown} and 2 more nodes"
     (line,) = lines
     assert line.replace("; GLOO_SOCKET_IFNAME=e", "") == f"network: {expected}"
 
 
-# ------------------------------------------------------------------------ which GPU, and over what the workers talk
+# ------------------------------------------------------------------------ GPU and backend of a worker
 
 
 @pytest.mark.quick
@@ -152,9 +152,7 @@ def test_the_network_line_names_interfaces_and_settings(backend, settings, expec
     ("local_rank", "count", "per_gpu", "expected"),
     [(0, 1, 1, 0), (3, 4, 1, 3), (1, 1, 2, 0), (3, 2, 2, 1), (1, 1, 1, None), (2, 1, 2, None)],
 )
-def test_every_worker_has_the_gpu_of_its_number_or_is_refused(
-    local_rank, count, per_gpu, expected, monkeypatch
-) -> None:
+def test_worker_gets_the_gpu_of_its_local_rank_or_is_refused(local_rank, count, per_gpu, expected, monkeypatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", str(local_rank))
     monkeypatch.setenv(WORKERS_PER_GPU, str(per_gpu))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
@@ -176,8 +174,8 @@ def test_every_worker_has_the_gpu_of_its_number_or_is_refused(
         ([(0, 26, 0), (1, 26, 0)], "nccl"),
     ],
 )
-def test_workers_that_share_a_gpu_talk_over_gloo_and_others_over_nccl(addresses, backend, tmp_path) -> None:
-    """Real workers join with the addresses of GPUs that are not there; NCCL itself is not started."""
+def test_workers_that_share_a_gpu_use_gloo_and_others_nccl(addresses, backend, tmp_path) -> None:
+    """Join real workers with made-up GPU addresses; NCCL itself is not started."""
     asked = run_worker_group(
         preflights.choose_backend, {"addresses": addresses}, cluster=TWO, name="group", directory=tmp_path
     )

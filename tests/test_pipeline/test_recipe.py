@@ -18,13 +18,13 @@ def test_overrides_reach_into_the_recipe_and_stage_references_need_no_quotes(tmp
 
 
 @pytest.mark.parametrize("text", ["a: [", "- 1\n- 2\n"])
-def test_a_broken_recipe_is_refused(tmp_path: Path, text: str):
+def test_broken_recipe_is_refused(tmp_path: Path, text: str):
     (tmp_path / "r.yaml").write_text(text)
     with pytest.raises(ConfigError):
         read_recipe(tmp_path / "r.yaml")
 
 
-def test_a_missing_recipe_and_a_word_that_is_no_override_are_refused(tmp_path: Path):
+def test_missing_recipe_and_malformed_override_are_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="no recipe at"):
         read_recipe(tmp_path / "none.yaml")
     with pytest.raises(ConfigError, match=r"is a folder\n  expected a recipe, a YAML file"):
@@ -38,14 +38,14 @@ def test_environment_values_stay_unresolved_in_saved_yaml(monkeypatch: pytest.Mo
     assert "hunter2" not in to_yaml({"a": "${oc.env:PATCHLINE_SECRET}"})
 
 
-def test_a_value_may_refer_to_another_and_one_that_is_not_there_is_named():
+def test_interpolations_are_resolved_and_missing_ones_reported():
     assert with_overrides({"a": 1, "b": "${a}"}, []) == {"a": 1, "b": 1}
     with pytest.raises(ConfigError, match=r"^Interpolation key 'missing' not found\n  in b$"):
         with_overrides({"b": "${missing}"}, [])
 
 
-def test_another_model_keeps_of_the_recipes_what_the_data_says() -> None:
-    """A width that the recipe gave its own model would make S/16 another model without a word."""
+def test_another_model_keeps_only_image_size_and_classes() -> None:
+    """A width from the recipe's own model would silently make S/16 another model."""
     recipe = {"pretrain": {"model": {"name": "mu/8", "width": 192, "image_size": 64, "classes": 3}}}
     written_as_text = {"pretrain": {"model": "mu/8"}}
     another = with_overrides(recipe, ["pretrain.model=S/16", "pretrain.model.dropout=0.1"])
@@ -56,8 +56,8 @@ def test_another_model_keeps_of_the_recipes_what_the_data_says() -> None:
     assert replaced == {"pretrain": {"model": {"name": "B/16", "image_size": 64, "classes": 3}}}
     quoted = with_overrides(recipe, ['pretrain.model={"name": B/16, classes: 5}'])
     assert quoted == {"pretrain": {"model": {"name": "B/16", "image_size": 64, "classes": 5}}}
-    # What only looks like a name: a text with one in it, and a section of its own.
+    # Values that only resemble a name: a text that contains one, and a section with one.
     for value in ('{stem: "{name"}', "{stem: [a, name]}", "{inner: {name: x}}"):
         assert with_overrides(recipe, [f"pretrain.model={value}"])["pretrain"]["model"]["width"] == 192, value
     merged = with_overrides(recipe, ["pretrain.model={dropout: 0.1}"])
-    assert merged["pretrain"]["model"]["width"] == 192  # without a name a section is merged, as any other
+    assert merged["pretrain"]["model"]["width"] == 192  # a section without a name is merged like any other

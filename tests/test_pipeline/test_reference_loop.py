@@ -1,7 +1,7 @@
-"""The product trains, evaluates and probes as a plain torch loop that shares no code with `pipeline/` does.
+"""Patchline trains, evaluates and probes like a plain torch loop that shares no code with `pipeline/`.
 
-test_twin.py has the original's own trace; this is for what the trace does not hold. No tolerance is chosen: the
-loop runs in float64 and in float32, and the product may be FACTOR times as far from the one as the other is.
+test_twin.py compares with the original's trace; this file covers the rest. No tolerance is chosen: the
+loop runs in float64 and float32, and Patchline may differ from float64 by FACTOR times what float32 does.
 """
 
 import json
@@ -32,18 +32,18 @@ FACTOR = 4  # as in test_twin.py: two correct float32 runs differ by their noise
 
 @dataclass(frozen=True)
 class World:
-    """The sets, and what the product made of every case."""
+    """The sets, and Patchline's results for every case."""
 
     sets: Path
     images: dict[str, Images]
     given: nn.Module  # the weights to start from
-    folder: Path  # of the stages, by the name of their case
-    timeouts: dict[int, list[float]]  # of the process groups, by the number of workers
+    folder: Path  # of the stages, named like their cases
+    timeouts: dict[int, list[float]]  # of the process groups, by number of workers
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    """Run all cases: those of one world size in one worker group, one after the other."""
+    """Run all cases; those with the same world size run in one worker group, one after another."""
     folder = tmp_path_factory.mktemp("reference")
     images = runs.make_sets(folder / "sets")
     given = runs.given_weights(folder / "given")
@@ -62,14 +62,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a case should give, by the plain loop in float64 and in float32."""
+    """Expected results of a case, from the plain loop in float64 and float32."""
 
     network: nn.Module
     exact: Trained
     rounded: Trained
 
     def noise(self, values_of: Callable[[Trained], Tensor]) -> Tensor:
-        """How far float32 may be from float64: FACTOR times what it is, or its last bit where that is more."""
+        """Return the tolerance: FACTOR times the difference of float32 and float64, or the last bit if that is more."""
         exact = values_of(self.exact).double()
         distance = (values_of(self.rounded).double() - exact).abs().max()
         last_bit = exact.abs().max() * torch.finfo(torch.float32).eps
@@ -77,7 +77,7 @@ class Expected:
 
 
 def start_of(case: Case, given: nn.Module) -> nn.Module:
-    """The network that a case starts from, as the product's documents say."""
+    """Return the initial network of a case, as documented."""
     if not case.keeps_weights:
         return models.from_config(given.config, torch.Generator().manual_seed(case.plan.seed))
     network = models.from_config(given.config)
@@ -89,14 +89,14 @@ def start_of(case: Case, given: nn.Module) -> nn.Module:
 
 
 def without_dropout(network: nn.Module) -> nn.Module:
-    """A network of the same weights that has no dropout in training either."""
+    """Return a network with the same weights but without dropout in training."""
     plain = models.from_config(replace(network.config, dropout=0.0))
     plain.load_state_dict(network.state_dict())
     return plain
 
 
 def follow(case: Case, world: World) -> Expected:
-    """Train the plain loop on what the product trained on."""
+    """Train the plain loop on the same samples as Patchline."""
     network = without_dropout(start_of(case, world.given))
     batches = runs.batches_of(case)
     images, labels = world.images["train"]
@@ -107,7 +107,7 @@ def follow(case: Case, world: World) -> Expected:
 
 @pytest.fixture(scope="module")
 def expected(world: World) -> dict[str, Expected]:
-    """What every case should give; one thread, as the workers have."""
+    """Return the expected results of every case; with one thread, like the workers."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     followed = {name: follow(case, world) for name, case in CASES.items()}
@@ -116,7 +116,7 @@ def expected(world: World) -> dict[str, Expected]:
 
 
 def steps_of(stage: Path) -> tuple[list[float], list[float]]:
-    """The product's loss and gradient norm of every step."""
+    """Return Patchline's loss and gradient norm of every step."""
     losses: list[float] = []
     norms: list[float] = []
     for record in read_metrics(stage):
@@ -126,14 +126,14 @@ def steps_of(stage: Path) -> tuple[list[float], list[float]]:
 
 
 def ended_with(trained: Trained, plan: Plan) -> dict[str, Tensor]:
-    """The weights that a stage hands on."""
+    """Return the exported weights of a stage."""
     return trained.average if plan.polyak else trained.weights
 
 
 def flat(weights: dict[str, Tensor]) -> Tensor:
-    """All weights in one row, but for the biases of keys.
+    """Return all weights in one vector, without the biases of keys.
 
-    Their gradient is zero in theory; in floating point Adam turns its rounding noise into updates, without effect.
+    Their gradient is zero in theory; in floating point Adam turns rounding noise into updates, without effect.
     """
     parts = []
     for name in sorted(weights):
@@ -146,7 +146,7 @@ def flat(weights: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_loss_and_gradient_norm_is_the_plain_loops(name: str, world: World, expected: dict[str, Expected]):
+def test_losses_and_gradient_norms_match_the_plain_loop(name: str, world: World, expected: dict[str, Expected]):
     losses, norms = steps_of(world.folder / name)
     trained = expected[name]
     assert len(losses) == len(norms) == CASES[name].plan.steps
@@ -158,7 +158,7 @@ def test_every_loss_and_gradient_norm_is_the_plain_loops(name: str, world: World
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_weights_handed_on_are_the_plain_loops(name: str, world: World, expected: dict[str, Expected]):
+def test_exported_weights_match_the_plain_loop(name: str, world: World, expected: dict[str, Expected]):
     plan = CASES[name].plan
     weights, _ = models.load_weights(world.folder / name)
     trained = expected[name]
@@ -171,7 +171,7 @@ def test_the_weights_handed_on_are_the_plain_loops(name: str, world: World, expe
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a network makes of the sets that are evaluated: features (N, D) of both, logits (N, C) of the test set."""
+    """Outputs for the evaluated sets: features (N, D) of both, logits (N, C) of the test set."""
 
     shots: np.ndarray
     test: np.ndarray
@@ -179,21 +179,21 @@ class Outputs:
 
 
 def outputs_of(network: nn.Module, weights: dict[str, Tensor], images: dict[str, Images]) -> Outputs:
-    """Compute features and logits of the middle of every image, without dropout."""
+    """Compute features and logits of the centre of every image, without dropout."""
     shots, _ = loop.outputs_of(network, weights, loop.central_crop(images["shots"][0], SIZE))
     test, logits = loop.outputs_of(network, weights, loop.central_crop(images["test"][0], SIZE))
     return Outputs(shots, test, logits)
 
 
 def assert_same_accuracy(found: float, exact: np.ndarray, rounded: np.ndarray, labels: np.ndarray) -> None:
-    """Hold an accuracy against scores in float64; only a near tie of two scores may be decided the other way."""
+    """Compare an accuracy with float64 scores; only near ties of two scores may differ."""
     ties = loop.near_ties(exact, FACTOR * np.abs(rounded - exact).max())
     assert ties <= 1, "the scores are too noisy to judge by"
     assert abs(found - loop.share_right(exact, labels)) * len(labels) <= ties + 1e-9
 
 
 def assert_same_probe(found: dict[str, float], exact: Outputs, rounded: Outputs, images: dict[str, Images]) -> None:
-    """Hold the few-shot accuracies, every draw of the shots and their means, against the closed form of SPEC 4."""
+    """Compare the few-shot accuracies, of every draw and their means, with the closed form of SPEC 4."""
     _, shot_labels = images["shots"]
     _, test_labels = images["test"]
     for shots in PROBE["shots"]:
@@ -207,7 +207,7 @@ def assert_same_probe(found: dict[str, float], exact: Outputs, rounded: Outputs,
 
 
 def assert_same_evaluation(found: dict[str, Any], exact: Outputs, rounded: Outputs, images: dict[str, Images]) -> None:
-    """Hold an evaluation's record against the plain loop's logits and features: each sample counts once."""
+    """Compare an evaluation's record with the plain loop's logits and features; each sample counts once."""
     _, test_labels = images["test"]
     assert found["judged"] == len(test_labels)
     assert_same_accuracy(found["accuracy"], exact.logits, rounded.logits, test_labels)
@@ -218,7 +218,7 @@ IN_FP32 = [name for name, case in CASES.items() if not case.plan.bf16]
 
 
 @pytest.mark.parametrize("name", IN_FP32)
-def test_accuracy_and_few_shot_probe_are_the_plain_loops(name: str, world: World, expected: dict[str, Expected]):
+def test_accuracy_and_few_shot_probe_match_the_plain_loop(name: str, world: World, expected: dict[str, Expected]):
     trained = expected[name]
     plan = CASES[name].plan
     exact = outputs_of(trained.network, ended_with(trained.exact, plan), world.images)
@@ -227,7 +227,7 @@ def test_accuracy_and_few_shot_probe_are_the_plain_loops(name: str, world: World
     assert_same_evaluation(record, exact, rounded, world.images)
 
 
-def test_an_evaluation_has_no_dropout(world: World):
+def test_evaluation_has_no_dropout(world: World):
     network = models.load(world.folder / "dropout")
     assert network.config.dropout == 0.5
     weights = {name: parameter.detach() for name, parameter in network.named_parameters()}
@@ -238,15 +238,15 @@ def test_an_evaluation_has_no_dropout(world: World):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_every_process_group_has_the_recipes_timeout(workers: int, world: World):
+def test_every_process_group_has_the_timeout_of_the_recipe(workers: int, world: World):
     assert world.timeouts[workers] == [runs.TIMEOUT_S]
 
 
-# From the command on: what the driver tells the workers, and the few-shot stage.
+# From the command on, including the driver and the few-shot stage.
 CAMPAIGN = Case(Plan(**runs.ADAM, smoothing=0.1), world=2, zero=2, micro_batch=8, keeps_weights=False)
 
 
-def test_a_campaigns_stages_train_and_judge_as_the_plain_loop_does(world: World, tmp_path: Path):
+def test_stages_of_a_run_train_and_evaluate_like_the_plain_loop(world: World, tmp_path: Path):
     cfg = runs.train_config(CAMPAIGN, world.sets, world.folder / "given")
     recipe = {
         "run": str(tmp_path / "run"),

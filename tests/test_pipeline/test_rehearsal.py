@@ -1,4 +1,4 @@
-"""A worker's step on a GPU that is not there: devices, shapes, types, kernels called, memory (docs/design/tests.md)."""
+"""A worker's step on a simulated GPU: devices, shapes, types, kernels and memory (docs/design/tests.md)."""
 
 import dataclasses
 import json
@@ -25,13 +25,13 @@ WORLD = 8
 
 @pytest.fixture(autouse=True)
 def untraced(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here steps are really traced, into a folder of this session's own."""
+    """Trace steps for real, into a folder of this test session."""
     monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path_factory.getbasetemp() / "traces"))
 
 
 @pytest.fixture(scope="module")
 def guard(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The library that has torch's CPU build take "cuda" for a device."""
+    """Return the library that makes torch's CPU build accept "cuda" as a device."""
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler (g++, c++): the guard for fake CUDA tensors cannot be built")
@@ -45,7 +45,7 @@ def guard(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rehearsed(guard: Path, cfg: TrainConfig, model: models.ModelConfig, recomputed: int = 0) -> dict[str, Any]:
-    """What tests/support/rehearsal.py says of the step."""
+    """Return the report of tests/support/rehearsal.py about the step."""
     step = dataclasses.asdict(step_to_trace(cfg, model, WORLD, 1, recomputed, is_gpu=True))
     for name in ("file", "is_gpu"):
         del step[name]
@@ -82,7 +82,7 @@ IMAGES = 16
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "zero", "options", "recomputed"), CASES, ids=lambda value: str(value))
-def test_a_step_on_a_gpu_that_is_not_there(guard, name, zero, options, recomputed):
+def test_rehearsed_step_on_a_simulated_gpu(guard, name, zero, options, recomputed):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU: the tests that are marked gpu take real steps on it")
     model = models.config_of(name, 224, 1000, **options)
@@ -92,18 +92,18 @@ def test_a_step_on_a_gpu_that_is_not_there(guard, name, zero, options, recompute
 
     check_devices(seen)
     check_types_and_shapes(seen, *SHAPES[name])
-    # Of every parameter one worker of eight has the master: in fp32, as its moments, and padded by next to nothing.
+    # Each of eight workers has an eighth of the master weights and moments, in fp32 with little padding.
     assert seen["parameters"] == ["cuda:0 torch.bfloat16"]
     assert seen["masters"] == seen["moments"] == ["cuda:0 torch.float32"]
     assert parameters <= seen["of_this_worker"] * WORLD <= parameters * 1.001
     assert seen["updates"] == 3
-    # What a GPU is counted on for: fused attention, dropout with a mask of bytes, one kernel for AdamW.
+    # Kernels expected on a GPU: fused attention, dropout with a byte mask, one kernel for AdamW.
     kernels = seen["kernels"]
     assert "aten::_fused_adamw_" in kernels
     assert any("flash_attention" in kernel or "efficient_attention" in kernel for kernel in kernels)
     assert ("aten::native_dropout" in kernels) == ("dropout" in options)
 
-    # The plan is made without the guard, with stand-ins for what differs on a GPU: the same bytes.
+    # The plan is computed without the guard, with stand-ins for what differs on a GPU: the same bytes.
     need = memory_need(cfg, model, WORLD, is_gpu=True)
     on_device = sum(size for kind, size in seen["parts"].items() if kind != Kind.IMAGES.name)
     planned = sum(size for kind, size in need.parts.items() if kind is not Kind.IMAGES)
@@ -111,30 +111,30 @@ def test_a_step_on_a_gpu_that_is_not_there(guard, name, zero, options, recompute
     # By hand: bf16 weights, an eighth of master and two moments in fp32.
     states = 2 * parameters + 12 * parameters / WORLD
     if zero == 3:
-        # An eighth of the weights; beside it one bucket of fp32 gradients, and an eighth of them that stays.
+        # An eighth of the weights, one bucket of fp32 gradients, and an eighth of the gradients.
         states = (2 + 12 + 4) * parameters / WORLD + 4 * parameters
     assert seen["parts"]["STATES"] == pytest.approx(states, rel=0.05)
 
 
 def check_devices(seen: dict[str, Any]) -> None:
-    """All computes on the GPU; what comes from the host comes without a wait, and one thing is read there."""
+    """Assert that everything computes on the GPU, copies from the host do not wait, and the host reads once."""
     assert seen["mixed"] == [], "operations with tensors of two devices"
     for phase in ("batch", "forward", "backward"):
         assert set(seen["devices"][phase]) == {"cuda"}, phase
     assert seen["copies"] == [], "copies for which the host waits"
     assert seen["is_snapshot_pinned"]
-    # The stream of the copies is waited for before anything computes, and their memory said to be read elsewhere.
+    # Computing waits for the stream of the copies, whose memory is marked as used on another stream.
     assert seen["too_early"] == [] and seen["unrecorded"] == 0
-    # The norm, and what the workers agree on: loss, bad samples, stop, written.
+    # The norm, and the numbers that workers agree on: loss, bad samples, stop, written.
     assert seen["reads"] == {"update": 5}
 
 
 def check_types_and_shapes(seen: dict[str, Any], width: int, hidden: int, blocks: int, tokens: int) -> None:
-    """Every layer gives bf16 of the paper's shape; gradients are summed in fp32, weights gathered in bf16."""
+    """Assert bf16 outputs of the paper's shapes, gradient sums in fp32, and weights gathered in bf16."""
     outputs = seen["outputs"]
     assert {output[0] for output in outputs.values()} == {"bfloat16"}
     for number in range(blocks):
-        # The last block computes the class token alone, the only one that is pooled.
+        # The last block computes only the class token, which is the only one used.
         computed = 1 if number == blocks - 1 else tokens
         assert outputs[f"blocks.{number}"] == ["bfloat16", IMAGES, computed, width]
         assert outputs[f"blocks.{number}.mlp.up"] == ["bfloat16", IMAGES, computed, hidden]

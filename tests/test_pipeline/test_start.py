@@ -1,4 +1,4 @@
-"""How a worker starts: its task, deterministic kernels, and checkpoints that are of another stage."""
+"""The start of a worker: its task, deterministic kernels, and checkpoints of another stage."""
 
 import dataclasses
 import os
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.quick
 
 @pytest.fixture
 def restored(monkeypatch):
-    """Torch's settings as they were, after the test."""
+    """Restore torch's settings after the test."""
     monkeypatch.delenv(CUBLAS_VARIABLE, raising=False)
     with deterministic_kernels():
         os.environ.pop(CUBLAS_VARIABLE)
@@ -32,10 +32,10 @@ def restored(monkeypatch):
 
 
 @pytest.mark.parametrize(("exact_parts", "is_gpu"), [(2, True), (2, False), (0, True)])
-def test_exact_mode_on_a_gpu_alone_switches_them_on_before_the_worker_joins(
+def test_exact_mode_enables_deterministic_kernels_on_a_gpu_before_joining(
     exact_parts, is_gpu, restored, monkeypatch, tmp_path
 ) -> None:
-    """Joining starts CUDA, and cuBLAS reads its variable when it starts."""
+    """Joining the group starts CUDA, and cuBLAS reads its variable at that moment."""
     seen = []
 
     def join_group(timeout_s: float) -> None:
@@ -66,7 +66,7 @@ JOB: dict[str, Any] = {
 }
 
 
-def test_a_task_of_plain_values_becomes_a_config_and_a_job() -> None:
+def test_task_of_plain_values_becomes_a_config_and_a_job() -> None:
     cfg, job, hooks = read_task({"config": {"steps": 3, "optim": {"schedule": {"drops": ()}}}, "job": JOB})
     assert cfg.steps == 3
     assert cfg.optim.schedule.drops == ()
@@ -74,7 +74,7 @@ def test_a_task_of_plain_values_becomes_a_config_and_a_job() -> None:
     assert hooks == {}
 
 
-def test_a_checkpoint_of_another_stage_is_refused_with_what_differs() -> None:
+def test_checkpoint_of_another_stage_is_refused_with_the_differences() -> None:
     cfg = TrainConfig(steps=10, batch_size=32)
     job = Job(**{**JOB, "key": "1" * 64})
     before = config.tagged(TrainConfig(steps=10, batch_size=64), "forbid")
@@ -89,7 +89,7 @@ def test_a_checkpoint_of_another_stage_is_refused_with_what_differs() -> None:
     check_stage(cfg, dataclasses.replace(job, key="2" * 64), manifest, "/runs/x/checkpoints")
 
 
-def test_a_checkpoint_of_the_same_config_differs_in_its_inputs() -> None:
+def test_checkpoint_with_the_same_config_but_other_inputs_is_refused() -> None:
     cfg = TrainConfig(steps=10)
     manifest = dataclasses.replace(savers.manifest(5, 1, 2), config=config.tagged(cfg, "forbid"))
     with pytest.raises(CheckpointError, match="expected 11111111; changed: its inputs\n"):

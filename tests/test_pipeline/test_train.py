@@ -1,4 +1,4 @@
-"""What a trained stage ends with: averaged weights, and masked patch prediction as another objective."""
+"""Whole trained stages: averaged weights, resumes, and masked patch prediction."""
 
 import json
 import re
@@ -27,14 +27,14 @@ from tests.support import campaigns
 
 
 def run_stages(recipe: Path, *names: str, overrides: tuple[str, ...] = ()) -> list[Path]:
-    """Run some stages of a recipe; the folders of their outputs."""
+    """Run some stages of a recipe; return the folders of their outputs."""
     loaded = campaigns.load(recipe, list(overrides))
     for name in names:
         run_campaign(loaded, only=name, quiet=True)
     return [loaded.directory(loaded.stage(name)) for name in names]
 
 
-def test_a_stage_with_polyak_hands_on_and_evaluates_the_averaged_weights(recipe, shards):
+def test_stage_with_polyak_exports_and_evaluates_averaged_weights(recipe, shards):
     (folder,) = run_stages(recipe, "pretrain", overrides=("pretrain.polyak=0.9",))
     last = manifest.committed(folder / "checkpoints")[0]
     reader = checkpoint_reader.Reader(last, manifest.read_manifest(last).files)
@@ -54,7 +54,7 @@ def test_a_stage_with_polyak_hands_on_and_evaluates_the_averaged_weights(recipe,
     accuracy = right / load_index(shards / "test").samples
     assert read_metrics(folder, "evaluate")[-1]["accuracy"] == pytest.approx(accuracy)
     log = (folder / "log.txt").read_text()
-    assert "of the weights averaged by 0.9" in log and "averaged weights in" in log
+    assert "of the weights averaged with decay 0.9" in log and "averaged weights in" in log
 
 
 MASKED = (
@@ -83,8 +83,8 @@ IN_BF16 = '{"communication_data_type": "bf16"}'
     ("zero", "content", "said"),
     [(1, "{}", "fp32; a resume "), (2, IN_BF16, "fp32 over micro-batches, in bf16 over workers; a resume ")],
 )
-def test_the_log_says_in_which_type_bf16_gradients_are_summed(zero, content, said, recipe, monkeypatch):
-    """Whose DeepSpeed file lies in the driver's folder, where workers need not be."""
+def test_log_names_the_data_type_of_gradient_sums(zero, content, said, recipe, monkeypatch):
+    """The DeepSpeed file is in the driver's folder, which need not be the workers' folder."""
     (recipe.parent / "ds.json").write_text(content)
     monkeypatch.chdir(recipe.parent)
     (folder,) = run_stages(recipe, "pretrain", overrides=("pretrain.deepspeed=ds.json", f"pretrain.zero={zero}", *BF16))
@@ -93,8 +93,8 @@ def test_the_log_says_in_which_type_bf16_gradients_are_summed(zero, content, sai
     assert task["config"]["deepspeed"] == str(recipe.parent / "ds.json")
 
 
-def test_a_resume_does_not_need_the_weights_that_the_stage_started_from(recipe):
-    """Fine-tuning goes on from its own checkpoint, and ends with the same weights."""
+def test_resume_does_not_need_the_initial_weights(recipe):
+    """Fine-tuning resumes from its own checkpoint and ends with the same weights."""
     _, resized, folder = run_stages(recipe, "pretrain", "resize", "finetune", overrides=RESUMED)
     weights = (folder / "weights.safetensors").read_bytes()
     (folder / "done.json").unlink()
@@ -106,7 +106,7 @@ def test_a_resume_does_not_need_the_weights_that_the_stage_started_from(recipe):
     assert len(read_metrics(folder, "transfer")) == 1
 
 
-def test_masked_prediction_learns_and_finetuning_takes_the_vit_out(recipe):
+def test_masked_prediction_learns_and_fine_tuning_extracts_the_vit(recipe):
     pretrained, resized, finetuned = run_stages(recipe, "pretrain", "resize", "finetune", overrides=MASKED)
     losses = [loss for record in read_metrics(pretrained) for loss in record["losses"]]
     assert len(losses) == 60 and losses[0] > 6.0, "512 colours: guessing costs ln 512 = 6.24"
@@ -129,12 +129,12 @@ def test_masked_prediction_learns_and_finetuning_takes_the_vit_out(recipe):
         (MASKED[2:3], "cannot train a model of family masked"),
     ],
 )
-def test_an_objective_and_a_model_that_do_not_fit_are_refused_at_once(recipe, overrides, message):
+def test_objective_incompatible_with_the_model_is_refused(recipe, overrides, message):
     with pytest.raises(ConfigError, match=message):
         campaigns.load(recipe, list(overrides))
 
 
-def test_what_is_corrupted_does_not_depend_on_the_world(recipe):
+def test_corruption_does_not_depend_on_the_world_size(recipe):
     losses = []
     for workers in (1, 2):
         overrides = (*MASKED[:3], "pretrain.steps=2", "pretrain.optim.schedule.warmup_steps=2")
@@ -144,8 +144,8 @@ def test_what_is_corrupted_does_not_depend_on_the_world(recipe):
     assert losses[0] == losses[1]
 
 
-def test_bad_samples_that_end_a_run_are_named_also_where_the_save_in_flight_fails(tmp_path, monkeypatch):
-    """Then the error of the save, with its own exit code, is the only one that comes out."""
+def test_bad_samples_are_reported_even_if_the_save_in_flight_fails(tmp_path, monkeypatch):
+    """In that case only the error of the save is raised, with its own exit code."""
     events: list[str] = []
 
     def fail(step: int) -> None:

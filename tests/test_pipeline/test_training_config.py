@@ -1,4 +1,4 @@
-"""What the config of a trained stage refuses, and what it tells the core of a stage without extras."""
+"""The config of a trained stage: rejected values, and its methods without extras."""
 
 import pytest
 
@@ -16,16 +16,16 @@ MIXTURE = {"train": None, "mixture": {"a": {"train": "x", "weight": 9}, "b": {"t
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"steps": 1, "data": {**MIXTURE, "train": "x"}}, "give train or mixture, one of them"),
+        ({"steps": 1, "data": {**MIXTURE, "train": "x"}}, "give either train or mixture"),
         ({"steps": 1, "data": MIXTURE | {"cache": {"directory": "shards"}}}, "expected an absolute path"),
-        ({"steps": 1, "data": MIXTURE, "batch_size": 3}, "leave a set without a sample in a batch of 3"),
+        ({"steps": 1, "data": MIXTURE, "batch_size": 3}, "leave one set without a slot in a batch of 3"),
         ({"data": {"mixture": {"a": {"train": "y"}}}}, r"s\.data\.mixture\.a\.weight is missing"),
         ({"data": {"mixture": {"a": {"weight": 1}}}}, r"s\.data\.mixture\.a\.train is missing"),
         ({"data": {"mixture": {"a": {"train": "y", "wieght": 1}}}}, "did you mean 'weight'"),
         ({"data": {"mixture": {"a": {"train": "y", "weight": 0}}}}, "weight is 0.0, expected more than 0"),
         ({"zero": 4, "steps": 1}, "zero is 4, expected a ZeRO stage 0, 1, 2 or 3"),
         ({"zero": 0, "steps": 1}, "use zero=1 or precision=fp32"),
-        ({"steps": 1, "passes": 1.0}, "give steps or passes, one of them"),
+        ({"steps": 1, "passes": 1.0}, "give either steps or passes"),
         ({"steps": 0}, "steps is 0, expected more than 0"),
         ({"steps": 1, "exact_parts": 6}, r"exact_parts is 6, expected 0 \(off\), 1, 2, 4, 8"),
         ({"steps": 1, "exact_parts": 128}, r"4096 is not a multiple of 128 × micro_batch 64 = 8192"),
@@ -35,12 +35,12 @@ MIXTURE = {"train": None, "mixture": {"a": {"train": "x", "weight": 9}, "b": {"t
         ({"steps": 1, "data": {"train": "x", "augment": {"min_area": 2.0}}}, "min_area"),
     ],
 )
-def test_values_that_cannot_be_trained_with_are_refused(changes, message):
+def test_invalid_training_values_are_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         config.build(TrainConfig, {"data": {"train": "x"}, **changes}, "s")
 
 
-def test_the_sets_of_a_mixture_are_in_the_order_of_their_names():
+def test_sets_of_a_mixture_are_sorted_by_name():
     data = DataConfig(mixture={"b": MixedConfig("y", 1.0), "a": MixedConfig("x", 9.0)})
     assert data.sets() == {"a": "x", "b": "y"}
     assert data.weights() == [9.0, 1.0]

@@ -1,4 +1,4 @@
-"""How a batch falls on workers, and how long a stage is."""
+"""The division of a batch among workers, and the length of a stage."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from pipeline.training_data import batch_arithmetic, steps_of
 pytestmark = pytest.mark.quick
 
 
-def test_a_batch_that_does_not_fit_names_the_nearest_that_do():
+def test_indivisible_batch_is_refused_with_the_nearest_sizes():
     cfg = TrainConfig(steps=1, batch_size=4000, micro_batch=32)
     with pytest.raises(ConfigError, match=r"micro_batch 32 × 12 workers = 384; nearest: 3840 or 4224"):
         batch_arithmetic(cfg, 12)
@@ -39,7 +39,7 @@ def test_uneven_slots_cover_the_batch_once():
     assert {len(part) for part in slots} == {14, 15} and arithmetic.accumulation == 2
 
 
-def test_passes_become_steps_as_in_the_original():
+def test_passes_are_converted_to_steps_as_in_the_original():
     assert steps_of(TrainConfig(passes=14), 303_000_000) == 1_035_645  # H/14 on JFT
     assert steps_of(TrainConfig(passes=90), 14_197_122) == 311_948  # ImageNet-21k
     assert steps_of(TrainConfig(passes=300), 1_281_167) == 93_835  # ImageNet

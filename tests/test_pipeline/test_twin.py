@@ -1,9 +1,9 @@
-"""Training follows the original code's own run, step by step, within the original's own rounding.
+"""Training follows a run of the original code step by step, within the original's rounding errors.
 
 `shared/golden/twin` holds 1,000 steps of pretraining (big_vision's update: sigmoid loss, Adam, decoupled decay on
 kernels, clipping active on 979 steps, warm-up and linear decay) and 300 of fine-tuning (vit_jax: positions resized,
 zero head, SGD with momentum, cosine), in float32 and float64, with tolerances measured from the original's own
-float32 run and the effect of sixteen planted faults. No line of it is shared with `pipeline/`.
+float32 run and the effect of sixteen deliberate faults. It shares no code with `pipeline/`.
 """
 
 import json
@@ -34,7 +34,7 @@ from tests.support import twin
 TWIN = Path(__file__).parents[3] / "shared" / "golden" / "twin"
 pytestmark = pytest.mark.skipif(not TWIN.is_dir(), reason="shared/golden/twin is not beside this checkout")
 
-RANGES = (20, 100, 300, 1000)  # steps up to which the trace has a tolerance each
+RANGES = (20, 100, 300, 1000)  # last steps of the ranges with separate tolerances
 
 PRETRAIN = TrainConfig(
     loss="sigmoid",
@@ -70,7 +70,7 @@ FINETUNE = replace(
 
 
 class Trace:
-    """One phase of the stored run, "pre" or "ft": what it fed, and what came out."""
+    """One phase of the stored run, "pre" or "ft": its inputs and results."""
 
     def __init__(self, phase: str) -> None:
         self.arrays = np.load(TWIN / "twin_A.npz")
@@ -88,7 +88,7 @@ class Trace:
         return self.arrays[f"{self.phase}/{name}"]
 
     def parameters(self, part: str, folder: Path) -> dict[str, torch.Tensor]:
-        """The stored parameters "after_10", under our names."""
+        """Return the stored parameters "after_10" under our names."""
         prefix = f"{self.phase}/{part}/"
         stored = {key.removeprefix(prefix): self.arrays[key] for key in self.arrays.files if key.startswith(prefix)}
         path = folder / f"{part}.npz"
@@ -99,7 +99,7 @@ class Trace:
 
 @pytest.fixture(scope="session")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A packed set of two samples: the product wants an index, whose samples the trace's loader does not read."""
+    """Return a packed set of two samples: an index is required, but the trace's loader does not read its samples."""
     folder = tmp_path_factory.mktemp("twin")
     png = bytes.fromhex(
         "89504e470d0a1a0a0000000d49484452000000010000000108020000009077"
@@ -111,7 +111,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def initial_weights(phase: str, folder: Path) -> Path:
-    """The weights that a phase starts from, in a folder of ours; for fine-tuning resized by the product's own stage."""
+    """Return a folder with a phase's initial weights; for fine-tuning they are resized by the stage itself."""
     start = "init" if phase == "pre" else "pretrained"
     model = models.load(TWIN / f"twin_A.{start}.ckpt.npz")
     target = folder / f"weights-{phase}"
@@ -128,7 +128,7 @@ def initial_weights(phase: str, folder: Path) -> Path:
 def follow(
     phase: str, pool: Path, folder: Path, *, steps: int, workers: int = 1, **changes: Any
 ) -> tuple[list[float], list[float], Path]:
-    """Train on a trace's first steps; returns the losses and gradient norms of every step, and the stage's folder."""
+    """Train on a trace's first steps; return losses and gradient norms of every step, and the stage's folder."""
     trace = Trace(phase)
     cfg = replace(PRETRAIN if phase == "pre" else FINETUNE, **changes)
     init = initial_weights(phase, folder)
@@ -148,7 +148,7 @@ def follow(
         init=str(init),
     )
     job.stop_file.parent.mkdir(parents=True)
-    # The claim of the attempt, which a driver makes.
+    # The claim of the attempt, which the driver writes.
     (folder / "attempts").mkdir(parents=True, exist_ok=True)
     (folder / "attempts" / "000001.json").touch()
     np.savez(folder / "trace.npz", rows=trace["index"], images=trace.images, labels=trace.labels)
@@ -161,7 +161,7 @@ def follow(
     try:
         run_worker_group(twin.train_on_trace, task, cluster=cluster, name="group", directory=folder)
     except WorkerGroupError as error:
-        if error.exit_code != Preempted.exit_code:  # asked to stop before the schedule's end, as the test wants
+        if error.exit_code != Preempted.exit_code:  # stopped before the end of the schedule, as intended
             raise
     losses: list[float] = []
     norms: list[float] = []
@@ -172,9 +172,9 @@ def follow(
 
 
 def assert_follows(trace: Trace, name: str, values: list[float]) -> None:
-    """Compare every step with the float64 run, at the tolerance of the range that the step lies in.
+    """Compare every step with the float64 run, with the tolerance of the step's range.
 
-    The tolerances are four times what an independent PyTorch float32 loop is away from the float64 run.
+    The tolerances are four times the difference of an independent PyTorch float32 loop from the float64 run.
     """
     tolerances = json.loads((TWIN / "twin_A.json").read_text())["torch_float32_vs_float64"][trace.phase][name]
     expected = trace[f"{name}_f64"][: len(values)]
@@ -185,9 +185,9 @@ def assert_follows(trace: Trace, name: str, values: list[float]) -> None:
 
 
 def assert_same_parameters(trace: Trace, part: str, found: dict[str, torch.Tensor], folder: Path) -> None:
-    """Compare parameters with the float32 run's, but for the biases of keys.
+    """Compare parameters with those of the float32 run, without the biases of keys.
 
-    Their gradient is zero in theory; in floating point Adam turns its rounding noise into updates, without effect.
+    Their gradient is zero in theory; in floating point Adam turns rounding noise into updates, without effect.
     """
     atol = trace.measured["params"][part]["atol"]
     expected = trace.parameters(part, folder)
@@ -201,7 +201,7 @@ def assert_same_parameters(trace: Trace, part: str, found: dict[str, torch.Tenso
 
 
 def kept_parameters(stage: Path, step: int, shapes: dict[str, torch.Size]) -> dict[str, torch.Tensor]:
-    """The parameters after a step, put together from what every worker owned of them."""
+    """Return the parameters after a step, assembled from the parts of all workers."""
     whole = {name: torch.full((shape.numel(),), torch.nan) for name, shape in shapes.items()}
     for path in (stage / "parameters").glob(f"{step}!*.npy"):
         _, name, start = path.stem.split("!")
@@ -234,7 +234,7 @@ SLOW = [
     ("phase", "steps", "workers", "changes"),
     [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
 )
-def test_training_follows_the_originals_own_run(phase, steps, workers, changes, pool, tmp_path) -> None:
+def test_training_follows_the_original_run(phase, steps, workers, changes, pool, tmp_path) -> None:
     trace = Trace(phase)
     losses, norms, stage = follow(phase, pool, tmp_path, steps=steps, workers=workers, **changes)
     assert len(losses) == len(norms) == steps

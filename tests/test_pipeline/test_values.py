@@ -1,4 +1,4 @@
-"""Values as people write them; every number on the right was computed by hand."""
+"""Reading values as people write them; every number on the right was calculated by hand."""
 
 from typing import Any, Literal
 
@@ -36,10 +36,10 @@ pytestmark = pytest.mark.quick
         ([1, "5"], tuple[int, ...], "shots", [1, 5]),
         ("adam", Literal["adam", "sgd"], "name", "adam"),
         ({"a": 1}, Any, "values", {"a": 1}),
-        (7, str, "entity", 7),  # a text of digits, as OmegaConf makes it
+        (7, str, "entity", 7),  # digits that OmegaConf reads as a number
     ],
 )
-def test_a_value_is_read_as_people_write_it(written: object, hint: Any, key: str, value: object) -> None:
+def test_value_is_read_as_people_write_it(written: object, hint: Any, key: str, value: object) -> None:
     read = read_value(written, hint, key)
     assert read == value and type(read) is type(value)
 
@@ -62,7 +62,7 @@ def test_a_value_is_read_as_people_write_it(written: object, hint: Any, key: str
         ("x", dict[str, str], "environment", "environment is x, expected a section\n  type environment.NAME=…"),
     ],
 )
-def test_what_cannot_be_read_is_named_with_what_was_expected(
+def test_unreadable_value_is_reported_with_the_expectation(
     written: object, hint: Any, key: str, message: str | None
 ) -> None:
     if message is None:
@@ -72,7 +72,7 @@ def test_what_cannot_be_read_is_named_with_what_was_expected(
         read_value(written, hint, key)
 
 
-def test_a_value_is_shown_as_a_recipe_has_it() -> None:
+def test_value_is_formatted_as_in_a_recipe() -> None:
     assert shown({"a": None, "b": [True, "", 1.5]}) == '{a: null, b: [true, "", 1.5]}'
     assert shown("x" * 200) == "x" * 80 + "…"
 
@@ -94,7 +94,7 @@ def test_amounts_are_short(value, text):
     ("number", "noun", "text"),
     [(1, "node", "1 node"), (3, "node", "3 nodes"), (2, "stretch", "2 stretches"), (0, "GPU", "0 GPUs")],
 )
-def test_a_count_has_the_plural_of_its_noun(number, noun, text):
+def test_count_has_the_plural_of_its_noun(number, noun, text):
     assert counted(number, noun) == text
 
 
@@ -104,5 +104,5 @@ def test_short_times_are_in_milliseconds(seconds, text):
 
 
 @pytest.mark.parametrize(("value", "text"), [(0.423, "0.4230"), (2.8412, "2.841"), (12_345.6, "12.3k")])
-def test_significant_digits_are_kept_whatever_the_size(value, text):
+def test_significant_digits_are_kept_at_any_magnitude(value, text):
     assert significant(value, 4) == text

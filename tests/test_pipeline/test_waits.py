@@ -1,4 +1,4 @@
-"""The host waits for the device once a step, where it reads the gradient's norm, and at ZeRO 3 once more."""
+"""The host waits for the device once per step, to read the gradient norm, and at ZeRO 3 once more."""
 
 from pathlib import Path
 from typing import Any
@@ -11,16 +11,16 @@ from tests.support import reference_runs as runs
 from tests.support import waits
 from tests.support.reference_loop import Plan
 
-# DeepSpeed learns in the first steps of ZeRO 3 in which order weights are gathered, and has the workers compare it.
+# In the first steps of ZeRO 3 DeepSpeed records the order of gathering, and the workers compare it.
 STEPS = 4
 THE_NORM = "tolist in engine.py:end_micro_batch"
-# Of DeepSpeed: behind the optimizer's step the parameters that are never partitioned are gathered.
+# By DeepSpeed: after the optimizer's step it gathers the parameters that are never partitioned.
 THE_GATHERING = "device.synchronize in partition_parameters.py:_allgather_params_coalesced"
 EXPECTED = {0: [THE_NORM], 1: [THE_NORM], 2: [THE_NORM], 3: [THE_NORM, THE_GATHERING]}
 
 
 def task_of(folder: Path, zero: int, accumulation: int, exact_parts: int = 0) -> dict[str, Any]:
-    """Steps of 16 samples, every one of which is reported."""
+    """Return a task with steps of 16 samples, each of which is reported."""
     plan = Plan(**{**runs.ADAM, "steps": STEPS + 1})
     case = runs.Case(plan, 2, zero, 16, 8 // accumulation, keeps_weights=False)
     task = runs.task_of(case, f"{zero}-{accumulation}-{exact_parts}", folder / "sets", folder / "none", folder)
@@ -29,7 +29,7 @@ def task_of(folder: Path, zero: int, accumulation: int, exact_parts: int = 0) ->
 
 
 def waits_of(folder: Path, cases: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
-    """The waits of one step of every case, by its name."""
+    """Return the waits of one step for every case, by name."""
     task = {"cases": cases, "steps": STEPS}
     cluster = ClusterConfig(workers=2, backend="processes")
     return run_worker_group(waits.count, task, cluster=cluster, name="waits", directory=folder)
@@ -37,7 +37,7 @@ def waits_of(folder: Path, cases: dict[str, dict[str, Any]]) -> dict[str, list[s
 
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """The waits of a step of four micro-batches, by ZeRO stage; and in exact mode."""
+    """Return the waits of a step of four micro-batches, by ZeRO stage and in exact mode."""
     folder = tmp_path_factory.mktemp("waits")
     runs.make_sets(folder / "sets")
     cases = {str(zero): task_of(folder, zero, 4) for zero in EXPECTED}
@@ -46,16 +46,16 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("zero", EXPECTED)
-def test_the_host_waits_at_most_twice_a_step_of_four_micro_batches(zero, counted):
+def test_host_waits_at_most_twice_per_step_of_four_micro_batches(zero, counted):
     assert counted[str(zero)] == EXPECTED[zero]
 
 
-def test_in_exact_mode_the_norm_is_read_with_the_loss_and_what_the_workers_agree_on(counted):
+def test_exact_mode_reads_norm_loss_and_agreed_numbers_at_once(counted):
     assert counted["exact"] == ["tolist in exact.py:_step"]
 
 
 @pytest.mark.slow
-def test_a_step_of_one_micro_batch_has_as_many_waits(tmp_path):
+def test_step_of_one_micro_batch_has_the_same_waits(tmp_path):
     runs.make_sets(tmp_path / "sets")
     counted = waits_of(tmp_path, {str(zero): task_of(tmp_path, zero, 1) for zero in EXPECTED})
     assert counted == {str(zero): expected for zero, expected in EXPECTED.items()}

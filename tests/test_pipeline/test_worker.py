@@ -1,4 +1,4 @@
-"""Where a worker is told to write, and how it is asked to stop."""
+"""The folders of a worker, and how it is stopped."""
 
 import signal
 import threading
@@ -18,7 +18,7 @@ def job(run: Path) -> Job:
     )
 
 
-def test_an_attempt_has_a_folder_and_its_node_a_stop_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attempt_has_a_folder_and_its_node_a_stop_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(NODE_FOLDER, raising=False)
     assert job(tmp_path).attempt_folder == tmp_path / "stage" / "attempts" / "attempt-000007"
     assert job(tmp_path).stop_file == tmp_path / "stage" / "attempts" / "attempt-000007" / "stop"
@@ -27,9 +27,7 @@ def test_an_attempt_has_a_folder_and_its_node_a_stop_file(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("reads_file", [True, False])
-def test_a_worker_is_asked_to_stop_by_a_signal_or_by_the_file_that_rank_0_reads(
-    reads_file: bool, tmp_path: Path
-) -> None:
+def test_worker_stops_on_a_signal_or_on_the_stop_file(reads_file: bool, tmp_path: Path) -> None:
     request = StopRequest(tmp_path / "stop", reads_file=reads_file)
     assert not request.is_requested()
     request.file.touch()
@@ -42,7 +40,7 @@ def test_a_worker_is_asked_to_stop_by_a_signal_or_by_the_file_that_rank_0_reads(
     assert request.is_requested_on_node()
 
 
-def test_a_sigterm_is_remembered_by_a_main_thread_and_ignored_by_another() -> None:
+def test_sigterm_handler_is_installed_only_in_the_main_thread() -> None:
     before = signal.getsignal(signal.SIGTERM)
     try:
         asked = threading.Event()

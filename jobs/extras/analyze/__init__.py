@@ -1,1 +1,1 @@
-"""Attention maps, attention distances, filters and position embeddings of trained weights."""
+"""Visualize trained weights: attention maps and distances, patch filters, position embeddings."""

@@ -1,1 +1,1 @@
-"""Evaluate checkpoints on spare workers during training."""
+"""Evaluate checkpoints and search spikes on spare workers during training."""

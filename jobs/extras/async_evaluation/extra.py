@@ -1,5 +1,5 @@
-"""Work on a spare place during training: asynchronous evaluation (`evaluate_on: spare`) and the search of spikes
-(`health.on_spike: bisect`).
+"""Work on spare resources during training: asynchronous evaluation (`evaluate_on: spare`) and the search for the
+samples that caused a spike (`health.on_spike: bisect`).
 """
 
 from data.errors import CheckpointError, StorageError
@@ -17,16 +17,16 @@ MASKING = "pipeline.extras.replays.spikes:Masking"
 
 
 class SpareConfig(AsyncConfig, SpikeConfig):
-    """Has the keys of all that a spare worker does."""
+    """Config with the keys for both uses of a spare worker."""
 
 
 class AsyncEvaluationExtra(TrainingExtra):
-    """Adds `evaluate_on` and `health`."""
+    """Adds the recipe keys `evaluate_on` and `health`."""
 
     config = compose(AsyncConfig, SpikeConfig)
 
     def hooks(self, cfg: SpareConfig, context: Context) -> HookOptions:  # type: ignore[override]
-        """Return the hooks for the keys in use, and for what earlier attempts have left."""
+        """Return the hooks for the keys in use, and for work that earlier attempts have left."""
         hooks: dict[str, dict[str, object]] = {}
         has_requests = (context.directory / EVALUATIONS).exists()
         if getattr(cfg, "evaluate_on", "training") == "spare" or has_requests:
@@ -38,15 +38,15 @@ class AsyncEvaluationExtra(TrainingExtra):
         return hooks
 
     def companion(self, cfg: SpareConfig, context: Context) -> Companion | None:  # type: ignore[override]
-        """Return the spare worker, if a key requires it and checkpoints lie in a shared folder."""
+        """Return the spare worker if a key requires it and the checkpoints are in a shared folder."""
         has_sets = bool(cfg.data.evaluate or cfg.probe.train)
         evaluates = getattr(cfg, "evaluate_on", "training") == "spare" and cfg.evaluate_every > 0 and has_sets
         if not evaluates and not searches_spikes(cfg):
             return None
         if not context.campaign.storage.is_shared:
             context.log(
-                f"{context.stage.name}: evaluate_on=spare and health.on_spike=bisect read checkpoints in a shared "
-                "folder; here they are in a store"
+                f"{context.stage.name}: evaluate_on=spare and health.on_spike=bisect have no effect: they need "
+                "checkpoints in a shared folder, but this run is in an object store"
             )
             return None
         from jobs.extras.async_evaluation.spare_worker import SpareWorker  # imports torch
@@ -55,17 +55,17 @@ class AsyncEvaluationExtra(TrainingExtra):
 
 
 def searches_spikes(cfg: TrainConfig) -> bool:
-    """Return whether spikes are searched; the configs of replays may lack the key."""
+    """Return whether spikes are to be searched; the configs of replays may lack the key."""
     health = getattr(cfg, "health", None)
     return health is not None and health.on_spike == "bisect"
 
 
 def is_masking(context: Context) -> bool:
-    """Return whether the newest checkpoint masks samples, which a resume must go on doing."""
+    """Return whether the newest checkpoint masks samples; a resumed run must continue to mask them."""
     names = context.checkpoints.committed()
     if not names:
         return False
     try:
         return bool(context.checkpoints.manifest(names[0]).masked)
     except (CheckpointError, StorageError, OSError):
-        return True  # the workers may resume from an older one; the hook does nothing if that masks none
+        return True  # the workers may resume from an older checkpoint; the hook does nothing if that masks no samples

@@ -1,4 +1,4 @@
-"""Where a spare worker is placed: on a core of this machine that training leaves, or on a bundle of a Ray cluster."""
+"""Chooses the resources of a spare worker: a free core of this machine, or a bundle of a Ray cluster."""
 
 import dataclasses
 import os
@@ -16,7 +16,7 @@ SparePlace: TypeAlias = "SpareCore | SpareBundle"
 
 
 def spare_place_of(cluster: ClusterConfig, busy_cores: int) -> SparePlace:
-    """Return the place next to a worker group of `cluster.world`, which keeps so many cores of this machine busy."""
+    """Return the resources next to a worker group of `cluster.world` that keeps `busy_cores` of this machine busy."""
     if cluster.backend == "processes":
         return SpareCore(cluster, cluster.world, busy_cores)
     training = nodes_of(cluster)
@@ -27,20 +27,20 @@ def spare_place_of(cluster: ClusterConfig, busy_cores: int) -> SparePlace:
 
 
 class SpareCore(ThisMachine):
-    """A place for one worker beside the worker group: a core, and where workers have GPUs a GPU, that those leave free.
+    """Room for one worker next to the worker group: a free core, and a free GPU if workers have GPUs.
 
-    It is never taken from training. `SpareBundle` has the same methods, for a Ray cluster.
+    Training never loses resources to it. `SpareBundle` has the same methods for a Ray cluster.
     """
 
     def __init__(self, cluster: ClusterConfig, world: int, busy_cores: int) -> None:
-        """`world` workers of the config train on this machine and keep so many cores busy."""
+        """Describe the training on this machine: `world` workers, which keep `busy_cores` busy."""
         super().__init__(cluster)
         self.busy_cores = busy_cores
         self.gpus_in_use = world * cluster.gpus_per_worker
-        self.has_training_ended = False  # set from outside: the worker group's own cores and GPUs are free from then on
+        self.has_training_ended = False  # set from outside: from then on the worker group's cores and GPUs are free
 
     def is_free(self) -> bool:
-        """Tell whether there is a place that nobody wants."""
+        """Return whether a core, and a GPU if needed, is free."""
         if self.has_training_ended:
             return True
         if cores() <= self.busy_cores:
@@ -49,22 +49,22 @@ class SpareCore(ThisMachine):
         return not gpus or self.gpus_present()[0] >= self.gpus_in_use + gpus
 
     def is_wanted(self) -> bool:
-        """Tell whether somebody waits for the place that is used."""
-        return False  # other commands of this machine do not know of one another
+        """Return whether others wait for the resources; always False, because commands do not know of each other."""
+        return False
 
     def take(self) -> bool:
-        """Take the place; tell whether that succeeded."""
-        return True  # nobody else takes it meanwhile
+        """Reserve the resources; always succeeds, because no other command reserves them."""
+        return True
 
     def give_back(self) -> None:
-        """Give the place back."""
+        """Release the resources."""
 
     def close(self) -> None:
-        """End the agent."""
+        """Stop the agent."""
         self.agent.close()
 
     def agents(self, world: int) -> list[NodeAgent]:
-        """Return the agent of this machine, for one worker on a GPU that training leaves."""
+        """Return the agent of this machine, with only the GPUs visible that training leaves free."""
         (agent,) = super().agents(world)
         if not self.cluster.gpus_per_worker:
             return [agent]
@@ -72,9 +72,9 @@ class SpareCore(ThisMachine):
         named = os.environ.get("CUDA_VISIBLE_DEVICES")
         if named is not None:
             visible = named.split(",")
-        # Workers that share GPUs have them in turn (gpu_of_worker in pipeline/process_group.py).
+        # Workers that share GPUs are assigned to them in turn (gpu_of_worker in pipeline/process_group.py).
         places = visible * workers_per_gpu()
         first = 0 if self.has_training_ended else self.gpus_in_use
-        # CUDA takes no GPU twice.
+        # CUDA does not accept a GPU twice in this list.
         free = dict.fromkeys(places[first:])
         return [dataclasses.replace(agent, visible_gpus=",".join(free))]

@@ -10,12 +10,12 @@ from jobs.commands.campaigns import kinds_of
 
 def diff(
     context: typer.Context,
-    mine: Annotated[str, typer.Argument(metavar="MINE", help="A recipe, or a run.")],
-    other: Annotated[str, typer.Argument(metavar="OTHER", help="What it should be: table3/vit_i1k, a file, or a run.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Over OTHER.")] = None,
+    mine: Annotated[str, typer.Argument(metavar="MINE", help="A recipe or a run.")],
+    other: Annotated[str, typer.Argument(metavar="OTHER", help="Reference: table3/vit_i1k, a recipe file, or a run.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Overrides of OTHER.")] = None,
     _debug: Debug = False,
 ) -> None:
-    """Name what differs in meaning, the most consequential first, with what the paper and its code do."""
+    """List differences that affect training or evaluation, largest effect first, with the values in the ViT paper."""
     from jobs.extras.diff import diff
 
     diff.diff(mine, other, overrides or [], kinds_of(context))

@@ -1,13 +1,13 @@
-"""The work of `patchline diff MINE OTHER`: what differs in meaning, the most consequential first.
+"""Implements `patchline diff MINE OTHER`: lists differences in meaning between two recipes or runs.
 
-1. Each side is a recipe, or a run. The stages that train or evaluate are paired by their names, else by their kind.
-2. The facts of a pair (jobs/extras/diff/meaning.py) that are not equal are gathered under the subjects of
-   jobs/extras/diff/subjects.yaml, whose order is that of the output; numbers that are nearly equal come last.
-3. Of each difference come both values, the keys to type, what the paper and its code do, and what it cost where a
-   source has measured it. Facts that a side does not tell are named at the end.
+1. Each side is a recipe or a run. Stages that train or evaluate are paired by name, otherwise by kind.
+2. The unequal facts of a pair (jobs/extras/diff/meaning.py) are grouped by the subjects of
+   jobs/extras/diff/subjects.yaml and printed in their order; nearly equal numbers come last.
+3. Each difference lists both values, the overrides that remove it, the values of the paper and its code, and the
+   measured cost if a source has one. Facts that one side does not specify are listed at the end.
 
     2 differences in meaning: mine.yaml (pretrain) and table3/vit_i1k (pretrain)
-     1. images seen: 115,306,496, 90 passes; there 384,352,256, 300 passes
+     1. images seen: 115,306,496, 90 passes; other: 384,352,256, 300 passes
         type   pretrain.passes=300
         paper  table 3: …
 """
@@ -37,64 +37,69 @@ from pipeline.values import counted, flow_yaml
 SUBJECTS = Path(__file__).with_name("subjects.yaml")
 WIDTH = 120
 LINES: dict[str, Any] = {"subsequent_indent": " " * 11, "break_on_hyphens": False, "break_long_words": False}
-SLIGHT = 0.05  # relative difference of two numbers below which it comes after all others
+SLIGHT = 0.05  # differences of two numbers below this relative size are listed last
 
 
 def diff(mine: str, other: str, overrides: list[str], kinds: Kinds) -> None:
-    """Print what differs in meaning between the stages of two recipes or runs.
+    """Print the differences in meaning between the stages of two recipes or runs.
 
-    `overrides` are put over the second. Raises UsageError where there is nothing to compare.
+    `overrides` apply to `other`. Raises UsageError if there are no stages to compare.
     """
     stages = stages_of(mine, [], kinds)
     others = stages_of(other, overrides, kinds)
     for path, side in ((mine, stages), (other, others)):
         if not side:
-            raise UsageError(f"{path} neither trains nor evaluates\n  expected a recipe or a run that does")
+            raise UsageError(f"{path} neither trains nor evaluates\n  expected a recipe or a run with such a stage")
     pairs = []
-    left = list(stages)  # those that have no pair yet
-    right = list(others)
+    unpaired = list(stages)
+    unpaired_others = list(others)
     for alike in ("row", "name", "kind"):
         for stage in stages:
             for candidate in others:
-                is_pair = stage in left and candidate in right and getattr(stage, alike) == getattr(candidate, alike)
-                # Of evaluations that are called otherwise only the single ones of both sides mean each other.
+                is_pair = (
+                    stage in unpaired
+                    and candidate in unpaired_others
+                    and getattr(stage, alike) == getattr(candidate, alike)
+                )
+                # Pair evaluations of different names only if each side has exactly one of the kind.
                 if is_pair and alike == "kind" and not stage.kind.trains:
-                    is_pair = sum(single.kind is stage.kind for single in (*left, *right)) == 2
+                    is_pair = sum(single.kind is stage.kind for single in (*unpaired, *unpaired_others)) == 2
                 if is_pair:
                     pairs.append((stage, candidate))
-                    left.remove(stage)
-                    right.remove(candidate)
+                    unpaired.remove(stage)
+                    unpaired_others.remove(candidate)
     if not pairs:
         raise UsageError(
-            f"{mine} has a stage of the kind {stages[0].kind.name}, {other} one of the kind {others[0].kind.name}\n"
-            "  expected two that do the same, both pretrain or both finetune"
+            f"{mine} has a stage of kind {stages[0].kind.name}, {other} one of kind {others[0].kind.name}\n"
+            "  expected two stages of the same kind, for example both pretrain or both finetune"
         )
     for stage, candidate in pairs:
         show_pair(stage, candidate, f"{mine} ({stage.row}) and {other} ({candidate.row})")
-    for path, alone in ((mine, left), (other, right)):
-        if alone:
-            echo(f"in {path} alone, and not compared: {', '.join(stage.row for stage in alone)}")
+    for path, without_pair in ((mine, unpaired), (other, unpaired_others)):
+        if without_pair:
+            echo(f"not compared, because only {path} has them: {', '.join(stage.row for stage in without_pair)}")
 
 
 def stages_of(path: str, overrides: list[str], kinds: Kinds) -> list[ComparedStage]:
-    """Return the stages of a run, or one of them, else those of a recipe with overrides on top."""
+    """Return the stages of a run, or a single one; or the stages of a recipe with overrides applied."""
     folder = Path(path)
     is_run = any(folder.glob("*/stage.json"))
-    # A stage may be named without the key behind its name: runs/mine/finetune.
+    # The key at the end of a stage folder's name can be omitted: runs/mine/finetune.
     if folder.is_file() or not (is_run or any(folder.parent.glob("*/stage.json"))):
         return list(of_campaign(load_campaign(path, overrides, kinds)))
     if overrides:
-        raise UsageError(f"{path} is a run, which was trained as it is\n  leave out {' '.join(overrides)}")
+        raise UsageError(f"{path} is a run; overrides apply only to recipes\n  remove {' '.join(overrides)}")
     return list(of_run(folder if is_run else Path(find_stage(path, TASK)), kinds))
 
 
 def show_pair(mine: ComparedStage, other: ComparedStage, title: str) -> None:
-    """Print the differences of two stages, each with what is known of it."""
-    # 1. The facts that differ, by their subjects.
-    subjects = [*yaml.safe_load(SUBJECTS.read_text()), {"subject": "another field", "facts": "*", "paper": "not told"}]
+    """Print the differences between two stages, with the notes of subjects.yaml."""
+    # 1. Group the unequal facts by subject.
+    other_subject = {"subject": "another field", "facts": "*", "paper": "no value given"}
+    subjects = [*yaml.safe_load(SUBJECTS.read_text()), other_subject]
     facts = facts_of(mine, other)
     others = facts_of(other, other)
-    differing: dict[tuple[bool, int], list[str]] = {}  # (slight, number of the subject) → facts
+    differing: dict[tuple[bool, int], list[str]] = {}  # (is slight, index of the subject) → facts
     unknown = []
     for name, fact, other_fact in differences(facts, others):
         if fact is None or other_fact is None:
@@ -110,7 +115,7 @@ def show_pair(mine: ComparedStage, other: ComparedStage, title: str) -> None:
             is_slight = math.isclose(fact.value, other_fact.value, rel_tol=SLIGHT)
         differing.setdefault((is_slight, number), []).append(name)
 
-    # 2. A paragraph for each.
+    # 2. Print a paragraph for each subject.
     count = counted(len(differing), "difference") if differing else "no differences"
     echo(f"{count} in meaning: {title}")
     for place, (is_slight, number) in enumerate(sorted(differing), start=1):
@@ -118,37 +123,37 @@ def show_pair(mine: ComparedStage, other: ComparedStage, title: str) -> None:
         texts = []
         typed: list[str] = []
         for name in differing[is_slight, number]:
-            text = f"{facts[name].words}; there {others[name].words}"
-            # A subject of several facts says which of them it is.
+            text = f"{facts[name].words}; other: {others[name].words}"
+            # If a subject covers several facts, name the fact.
             if "*" in subject["facts"] or " " in subject["facts"]:
                 text = f"{name.rpartition('.')[2]} {text}"
             texts.append(text)
             typed += keys_to_type(name, mine, other, others[name])
         echo(f"{place:2}. {subject['subject']}: {' · '.join(texts)}{' (slight)' * is_slight}")
-        # 3. What two values mean together: a decay in another convention, the rate for another batch.
+        # 3. Explain values that depend on each other: the weight decay convention, the rate for another batch size.
         note = ""
         if subject["facts"] == "optim.weight_decay":
             decay = mine.config.optim.weight_decay
-            decay_there = other.config.optim.weight_decay
+            other_decay = other.config.optim.weight_decay
             for rate in (other.config.optim.lr, mine.config.optim.lr):
-                if math.isclose(decay, decay_there * rate, rel_tol=SLIGHT):
-                    note = f"{decay:g} is {decay_there:g} times the rate {rate:g}: it is in big_vision's convention"
+                if math.isclose(decay, other_decay * rate, rel_tol=SLIGHT):
+                    note = f"{decay:g} is {other_decay:g} times the learning rate {rate:g}: big_vision's convention"
         elif subject["facts"] == "batch_size":
             rate = other.config.optim.lr
             ratio = mine.config.batch_size / other.config.batch_size
             note = (
-                f"the peak rate is {mine.config.optim.lr:g} here and {rate:g} there, which the linear rule would make "
-                f"{rate * ratio:.3g}, and that of the square root {rate * math.sqrt(ratio):.3g}"
+                f"the peak learning rate is {mine.config.optim.lr:g}, other: {rate:g}, which linear scaling changes to "
+                f"{rate * ratio:.3g} and square-root scaling to {rate * math.sqrt(ratio):.3g}"
             )
         for line, text in {"type": shlex.join(typed), "note": note, **subject}.items():
             if line in ("type", "note", "paper", "cost") and text:
                 echo(fill(text, WIDTH, initial_indent=f"    {line:6} ", **LINES))
     if unknown:
-        echo(f"not compared, for a side does not tell: {', '.join(unknown)}")
+        echo(f"not compared, because one side does not specify it: {', '.join(unknown)}")
 
 
 def keys_to_type(name: str, mine: ComparedStage, other: ComparedStage, fact: Fact) -> Iterator[str]:
-    """Iterate the overrides that give a recipe what another one says of a fact; none where a set has to be given."""
+    """Yield the overrides that set a fact of `mine` to that of `other`; nothing if the fact is a data set."""
     written = flat(config.plain(mine.config))
     values = fact.keys
     if name == "images":

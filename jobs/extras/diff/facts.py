@@ -1,9 +1,9 @@
-"""Facts about two stages, and the one comparison of them.
+"""Facts about a stage, and the comparison of two stages fact by fact.
 
     differences({"seed": Fact(1, "1")}, {"seed": Fact(2, "2")})  →  [FactDifference("seed", Fact(1, …), Fact(2, …))]
 
-- jobs/extras/diff/meaning.py states what a stage of a recipe or a run means, for `patchline diff`;
-- jobs/extras/diff/recorded.py states what the numbers of a run may depend on, for the page that compares runs.
+- jobs/extras/diff/meaning.py derives facts from recipes or runs, for `patchline diff`;
+- jobs/extras/diff/recorded.py derives facts from the records of a run, for the page that compares runs.
 """
 
 from collections.abc import Mapping
@@ -13,28 +13,28 @@ from typing import Any, NamedTuple
 
 
 class Effect(Enum):
-    """What a difference can act on first."""
+    """The first quantity that a difference can affect."""
 
-    ORDER = "which samples are trained on, in which order"
-    FIRST = "the loss of the very first step"
+    ORDER = "which samples are trained on, and in which order"
+    FIRST = "the loss of the first step"
     UPDATE = "the weights, from the first update on"
-    ROUNDING = "the last bits of a number"
-    NONE = "nothing that is learned"
+    ROUNDING = "only rounding errors"
+    NONE = "nothing that is trained"
 
 
 @dataclass(frozen=True)
 class Fact:
-    """Something that a stage does or depends on."""
+    """A property or a setting of a stage."""
 
-    value: Any  # None: not known; a tuple: the best of these
-    words: str  # for people
-    slack: float = 0.0  # by which equal values may differ
-    keys: Mapping[str, Any] | None = None  # of a recipe, that set it, with their values; None: the key of its name
+    value: Any  # None: unknown; a tuple: the best of these values
+    words: str  # text for people
+    slack: float = 0.0  # tolerance within which two values count as equal
+    keys: Mapping[str, Any] | None = None  # recipe keys that set this fact, with values; None: the key of its name
     kind: str = "config"  # "config", "data", "seed", "code", "world size", "hardware" or "packages"
     effect: Effect = Effect.UPDATE
 
     def equals(self, other: "Fact") -> bool:
-        """Return whether two facts are the same; the best of several values equals any one of them."""
+        """Return whether two facts are equal; a tuple equals each of its values."""
         slack = max(self.slack, other.slack)
         if slack:
             return bool(abs(self.value - other.value) <= slack)
@@ -46,7 +46,7 @@ class Fact:
 
 
 class FactDifference(NamedTuple):
-    """A fact that two stages do not share; one of them may lack it."""
+    """A fact in which two stages differ, or that only one of them has."""
 
     name: str
     first: Fact | None
@@ -54,26 +54,26 @@ class FactDifference(NamedTuple):
 
     @property
     def known(self) -> Fact:
-        """Return the fact of the stage that has it."""
+        """Return the fact of a stage that has it, preferably the first."""
         fact = self.first or self.second
         assert fact is not None
         return fact
 
     @property
     def words(self) -> tuple[str, str]:
-        """Return the words of both facts; "not there" for the one that a stage lacks."""
-        first = self.first.words if self.first is not None else "not there"
-        second = self.second.words if self.second is not None else "not there"
+        """Return the texts of both facts; "absent" for a stage without the fact."""
+        first = self.first.words if self.first is not None else "absent"
+        second = self.second.words if self.second is not None else "absent"
         return first, second
 
     @property
     def is_unknown(self) -> bool:
-        """Return whether a stage has the fact without knowing its value."""
+        """Return whether a stage has the fact with an unknown value."""
         return any(fact is not None and fact.value is None for fact in (self.first, self.second))
 
 
 def differences(first: Mapping[str, Fact], second: Mapping[str, Fact]) -> list[FactDifference]:
-    """Return the facts that are not known to be equal, in their order."""
+    """Return the facts that differ, are unknown, or are missing from one stage, in their original order."""
     differing = []
     for name in {**first, **second}:
         difference = FactDifference(name, first.get(name), second.get(name))

@@ -1,13 +1,13 @@
-"""What a stage means, whatever keys say it: stages whose facts are equal train alike, and are judged alike.
+"""Derives what a stage does, independent of how its keys express it: stages with equal facts train and evaluate alike.
 
     passes: 300, of 1,281,167 images, in batches of 4096     {"images": 384,348,160, …}
     steps: 93835 in batches of 4096                          the same
-    micro_batch: 64, cluster.workers: 8                      no fact: how a batch is shared changes nothing
+    micro_batch: 64, cluster.workers: 8                      not a fact: how a batch is split changes nothing
 
-1. `of_campaign` and `of_run` read the stages that train or evaluate; of runs that differ by their seed, the first.
-2. `facts_of` begins with the fields that a resume may not change, takes out those that another one switches off, and
-   puts what follows from several fields in the place of these.
-3. What nothing tells, as the size of a set that is not here, is a fact of the value None.
+1. `of_campaign` and `of_run` yield the stages that train or evaluate; of runs that differ only by seed, the first.
+2. `facts_of` starts with the fields that must not change on resume, removes those that another field switches off,
+   and replaces groups of fields by their combined meaning.
+3. A fact that cannot be determined has the value None, for example the size of a set that is not on this machine.
 """
 
 import math
@@ -30,31 +30,31 @@ from pipeline import config
 from pipeline.optimization import learning_rate
 from pipeline.training_data import steps_of
 
-JUDGING = (evaluate.Evaluate.name, fewshot.FewShot.name)
-NONE = "none"  # the value of what is not there, and known not to be
-# Protocols with settings of their own, which mean something where the protocol is used.
+EVALUATING = (evaluate.Evaluate.name, fewshot.FewShot.name)
+NONE = "none"  # value of a fact that is known to be absent
+# Evaluation protocols with their own settings, which matter only if the protocol is used.
 WITH_SETTINGS = ("fewshot", "linear", "knn", "logistic")
 
 
 @dataclass(frozen=True)
 class ComparedStage:
-    """A stage of a recipe or a run, with what is known of its data and of the weights that it starts from."""
+    """A stage of a recipe or a run, with what is known of its data and initial weights."""
 
     name: str  # of its section in a recipe
-    row: str  # of the sweep's table, where it has one; else the name
+    row: str  # of the sweep's table if there is one, otherwise the name
     kind: StageKind
     config: Any  # of the kind
-    model: ModelConfig | None  # None where the weights that it starts from are not here
+    model: ModelConfig | None  # None if the initial weights are not on this machine
     image_size: tuple[int, int] | None
-    size_key: str  # of a recipe, that sets the image size
+    size_key: str  # recipe key that sets the image size
     workers: int
-    sets: Mapping[str, Index | None]  # by field; None of one that is not here
-    choices: Mapping[str, list[Any]] = field(default_factory=dict)  # of a sweep: field → the values to choose from
-    seeds: int = 1  # runs that differ by their seed alone
+    sets: Mapping[str, Index | None]  # by field; None for a set that is not on this machine
+    choices: Mapping[str, list[Any]] = field(default_factory=dict)  # of a sweep: field → candidate values
+    seeds: int = 1  # number of runs that differ only by seed
 
     @property
     def samples(self) -> int | None:
-        """Return how many samples it trains on; None where neither recipe nor index tells."""
+        """Return the number of training samples; None if neither the recipe nor an index gives it."""
         samples = 0
         for name, index in self.sets.items():
             if name.startswith("data.train"):
@@ -65,29 +65,29 @@ class ComparedStage:
 
     @property
     def steps(self) -> int | None:
-        """Return how many steps it takes; None where it makes passes over nobody knows how many samples."""
+        """Return the number of training steps; None if it depends on an unknown number of samples."""
         if self.config.steps is None and self.samples is None:
             return None
         return steps_of(self.config, self.samples or 0)
 
 
 def of_campaign(campaign: Campaign) -> Iterator[ComparedStage]:
-    """Iterate the stages of a recipe that train or evaluate: of a sweep's table the first run of each row."""
+    """Yield the stages of a recipe that train or evaluate; for a sweep's table, the first run of each row."""
     available = Available(campaign)
-    table_of: dict[str, Stage] = {}  # by the names of its runs
-    waited_for: set[str] = set()  # tables that other runs take their values from
+    table_of: dict[str, Stage] = {}  # by name of a run
+    referenced: set[str] = set()  # tables whose chosen values other stages use
     for stage in campaign.stages:
         for value in stage.references.values():
-            waited_for.add(source_of(campaign, value)[0].name)
+            referenced.add(source_of(campaign, value)[0].name)
         if stage.kind.name == sweep.Table.name:
             table_of.update(dict.fromkeys(stage.config.runs, stage))
     seen: set[tuple[str, str]] = set()
     for stage in campaign.stages:
         table = table_of.get(stage.name)
-        is_candidate = table is not None and table.name in waited_for
-        if is_candidate or not (stage.kind.trains or stage.kind.name in JUDGING):
+        is_candidate = table is not None and table.name in referenced
+        if is_candidate or not (stage.kind.trains or stage.kind.name in EVALUATING):
             continue
-        # 1. Its row, how many runs that has, and of which values it has the best.
+        # 1. The row of the table, its number of runs, and the candidate values of a sweep.
         row = stage.name
         seeds = 1
         chooser = None
@@ -95,7 +95,7 @@ def of_campaign(campaign: Campaign) -> Iterator[ComparedStage]:
             runs = table.config.runs
             row = runs[stage.name].row
             seeds = sum(run.row == row for run in runs.values())
-            # Nobody waits for this choice, and all rows of the grid are one.
+            # The table chooses a value that no other stage uses: treat all rows of the grid as one.
             if table.config.chooses:
                 chooser = table
                 row = stage.source
@@ -111,13 +111,13 @@ def of_campaign(campaign: Campaign) -> Iterator[ComparedStage]:
                     if value not in choices.setdefault(key, []):
                         choices[key].append(value)
 
-        # 2. Its sets, as far as they are here.
+        # 2. The sets, if they are on this machine.
         sets = {}
         for name, (path, _reads) in stage.kind.inputs_of(stage.config).items():
             if name != "init":
                 sets[name.replace("mixture", "train")] = available.index(path)
 
-        # 3. The size of its images, which a stage `resize` before it may have set.
+        # 3. The image size, which a preceding stage `resize` may set.
         section = getattr(stage.config, "model", {})
         size = section.get("image_size")
         if stage.model is not None:
@@ -147,11 +147,11 @@ def of_campaign(campaign: Campaign) -> Iterator[ComparedStage]:
 
 
 def of_run(path: Path, kinds: Kinds) -> Iterator[ComparedStage]:
-    """Iterate the stages of a run that train or evaluate. Raises ConfigError where another version wrote them."""
+    """Yield the stages of a run that train or evaluate. Raises ConfigError if another version wrote them."""
     for stage in read_run(path).stages:
         record = stage.record
         kind = kinds.get(record.get("kind", ""))
-        if kind is None or not (kind.trains or kind.name in JUDGING):
+        if kind is None or not (kind.trains or kind.name in EVALUATING):
             continue
         model = None
         image_size = None
@@ -163,7 +163,7 @@ def of_run(path: Path, kinds: Kinds) -> Iterator[ComparedStage]:
             workers = stage.starts[-1]["world"]
         sets = {}
         for name, index in stage.sets.items():
-            # "probe train", and "train" or "evaluate" of `data`.
+            # "probe train", or "train" or "evaluate" in the section `data`.
             name = f"data.{name}".replace("data.probe ", "probe.")
             sets[name] = index if isinstance(index, Index) else None
         yield ComparedStage(
@@ -183,7 +183,7 @@ def of_run(path: Path, kinds: Kinds) -> Iterator[ComparedStage]:
 
 
 def facts_of(stage: ComparedStage, other: ComparedStage) -> dict[str, Fact]:
-    """Return what a stage does, by the field that says it most directly; it is to be compared with `other`."""
+    """Return the facts of a stage by their most direct field; schedules are compared at the peak rate of `other`."""
     facts = {}
     if stage.kind.trains:
         facts.update(facts_of_training(stage, other.config.optim.lr))
@@ -197,17 +197,17 @@ def facts_of(stage: ComparedStage, other: ComparedStage) -> dict[str, Fact]:
 
 
 def fact_of_field(value: Any, keys: Mapping[str, Any] | None = None) -> Fact:
-    """Return the fact that a field is of this value; a missing value is known to be missing."""
+    """Return a fact for the value of a field; None becomes NONE, a value known to be absent."""
     return Fact(NONE if value is None else value, config.shown(value), keys=keys)
 
 
 def facts_of_evaluation(stage: ComparedStage) -> dict[str, Fact]:
-    """Return how a stage evaluates: its protocols with their settings, and what becomes of an image before."""
+    """Return the facts of an evaluation: its protocols with their settings, and the preprocessing of images."""
     cfg = stage.config
     facts = {}
     for name, value in flat(config.plain(cfg)).items():
         section = name.partition(".")[0]
-        # Which weights and sets are no settings; how they are read changes no number.
+        # Weights and sets are not settings; how they are read does not change the results.
         is_path = section in ("init", "model", "sets", "leaks") or name.startswith("probe.t")
         is_free = section in ("micro_batch", "cache", "stall_s")
         is_unused = section in WITH_SETTINGS and section not in cfg.protocols
@@ -220,19 +220,19 @@ def facts_of_evaluation(stage: ComparedStage) -> dict[str, Fact]:
 
 
 def facts_of_training(stage: ComparedStage, peak: float) -> dict[str, Fact]:
-    """Return what is trained how; the schedule is drawn at a given peak, for an end of 1e-5 is one at any peak."""
+    """Return the facts of training; schedules are evaluated at `peak`, because an end such as 1e-5 is absolute."""
     cfg = stage.config
     optim = cfg.optim
     schedule = optim.schedule
     augment = cfg.data.augment
     values = flat(config.plain(cfg))
-    # 1. The fields that a resume may change go, and those that stand below in another form.
+    # 1. Remove the fields that may change on resume, and those that are expressed differently below.
     unused = [*config.tagged(cfg, "warn"), *config.tagged(cfg, "free")]
     unused += ["passes", "steps", "data.train", "data.samples", "optim.head_weight_decay"]
     for name in values:
         if name.startswith(("model", "data.mixture", "optim.schedule.", "init")):
             unused.append(name)
-    # 2. So do those that another field switches off.
+    # 2. Remove the fields that another field switches off.
     switched_off = {
         "loss label_smoothing mixup data.max_labels": cfg.objective == "masked",
         "new_head": cfg.objective == "masked" or cfg.init is None,
@@ -249,7 +249,7 @@ def facts_of_training(stage: ComparedStage, peak: float) -> dict[str, Fact]:
     for name in unused:
         values.pop(name, None)
 
-    # 3. Values that stand for others: defaults, and how often a best one is looked for.
+    # 3. Resolve defaults, and the interval of evaluations if the best weights are kept.
     values["data.lanes"] = cfg.data.lanes or min(DEFAULT_LANES, cfg.batch_size)
     values["data.shuffle_block"] = cfg.data.shuffle_block or DEFAULT_BLOCK
     values["data.drop"] = sorted(cfg.data.drop)
@@ -258,7 +258,7 @@ def facts_of_training(stage: ComparedStage, peak: float) -> dict[str, Fact]:
     if cfg.probe.train is not None:
         for name in ("shots", "seeds", "l2"):
             values[f"probe.{name}"] = config.plain(cfg.probe)[name]
-    # The partner of an image stands beside it in the micro-batch: a single image has none.
+    # Mixup combines images of the same micro-batch: a micro-batch of one image has no partner.
     if cfg.mixup and min(cfg.micro_batch, math.ceil(cfg.batch_size / stage.workers)) == 1:
         values["mixup"] = 0.0
     facts = {}
@@ -267,14 +267,14 @@ def facts_of_training(stage: ComparedStage, peak: float) -> dict[str, Fact]:
     facts["sweep.seeds"] = Fact(stage.seeds, str(stage.seeds), keys={"sweep.seeds": list(range(stage.seeds))})
     facts |= facts_of_model(stage)
 
-    # 4. The data. None of these is told by a value that another recipe could take.
+    # 4. The data. No override can set these facts to those of another recipe.
     weights = cfg.data.weights()
     shares = sorted(round(weight / sum(weights), 6) for weight in weights)
-    facts["data.mixture"] = Fact(shares, f"{len(shares)} sets by {shares}", keys={})
-    facts["init"] = Fact("of pretrained weights", "of pretrained weights", keys={})
+    facts["data.mixture"] = Fact(shares, f"{len(shares)} sets with shares {shares}", keys={})
+    facts["init"] = Fact("pretrained weights", "pretrained weights", keys={})
     if cfg.init is None:
         facts["init"] = Fact("random", "random", keys={})
-    facts["data.evaluate"] = Fact("a set of its own", "a set of its own", keys={})
+    facts["data.evaluate"] = Fact("a separate set", "a separate set", keys={})
     if cfg.data.evaluate is None:
         facts["data.evaluate"] = Fact(NONE, NONE, keys={})
     if cfg.data.evaluate is not None or cfg.probe.train is not None:
@@ -285,14 +285,14 @@ def facts_of_training(stage: ComparedStage, peak: float) -> dict[str, Fact]:
         images = stage.steps * cfg.batch_size
         facts["images"] = Fact(images, f"{images:,}", slack=cfg.batch_size)
 
-    # 5. The optimizer. Many keys can say one curve, so that schedules are compared by their rates after the warm-up.
+    # 5. The optimizer. Different keys can give the same curve: compare schedules by their rates after the warm-up.
     decay = optim.weight_decay
     of_head = optim.head_weight_decay
     if of_head is None:
         of_head = decay
     way = "added to the gradient"
     if optim.name == "adam":
-        way = "decoupled, times the rate"
+        way = "decoupled, times the learning rate"
     decay_keys = {"optim.weight_decay": optim.weight_decay, "optim.head_weight_decay": optim.head_weight_decay}
     words = f"{decay:g}, {way}, on kernels"
     if of_head != decay:
@@ -308,12 +308,12 @@ def facts_of_training(stage: ComparedStage, peak: float) -> dict[str, Fact]:
         shape.append(round(learning_rate(step, steps, peak, schedule) / peak, 2))
     words = schedule.decay
     if schedule.cooldown_steps:
-        words += f", the last {schedule.cooldown_steps:,} steps linearly to 0"
+        words += f", the last {schedule.cooldown_steps:,} steps linear to 0"
     schedule_keys = flat(config.plain(schedule), "optim.schedule.")
     warmup = schedule_keys.pop("optim.schedule.warmup_steps")
     facts["optim.schedule.decay"] = Fact([shape, end], f"{words}, ends at {end}", keys=schedule_keys)
     facts["optim.schedule.warmup_steps"] = Fact(warmup, f"{warmup:,} steps, {warmup / steps:.1%} of all")
-    # 6. The best of several values is chosen by a sweep.
+    # 6. A sweep chooses the best of several values.
     for name, choices in stage.choices.items():
         words = f"the best of {', '.join(map(str, choices))}"
         facts[name] = Fact(tuple(choices), words, keys={f"sweep.grid.{name}": choices})
@@ -321,7 +321,7 @@ def facts_of_training(stage: ComparedStage, peak: float) -> dict[str, Fact]:
 
 
 def facts_of_model(stage: ComparedStage) -> dict[str, Fact]:
-    """Return the fields of a stage's model that do something; of weights that are not here, what the recipe says."""
+    """Return the facts of a stage's model; if its weights are not on this machine, the fields in the recipe."""
     model = stage.model
     values = dict(stage.config.model)
     values.pop("name", None)
@@ -332,7 +332,7 @@ def facts_of_model(stage: ComparedStage) -> dict[str, Fact]:
     values.pop("image_size", None)
     if isinstance(model, ViTConfig):
         if model.position_std is None:
-            # As models/initial.py draws them.
+            # The same rule as in models/initial.py.
             values["position_std"] = model.width**-0.5
             if model.class_slot and model.pool != "map":
                 values["position_std"] = 0.02
@@ -344,7 +344,7 @@ def facts_of_model(stage: ComparedStage) -> dict[str, Fact]:
             del values["stem_width"]
     facts = {}
     if model is not None:
-        # A family has no key: a model is of one by its name.
+        # No key sets the family; the name of the model determines it.
         keys = {"model": stage.config.model["name"]} if "name" in stage.config.model else {}
         facts["model.family"] = Fact(model.family, model.family, keys=keys)
     for name, value in values.items():
@@ -354,13 +354,13 @@ def facts_of_model(stage: ComparedStage) -> dict[str, Fact]:
         facts[name] = fact_of_field(value, {name: value})
     if stage.image_size is not None:
         height, width = stage.image_size
-        # The key is of the stage that sets the size, which may be another one in the other recipe.
+        # The key belongs to the stage that sets the size, which can differ between the recipes.
         facts["model.image_size"] = Fact([height, width], f"{height} × {width} pixels")
     return facts
 
 
 def fact_of_ops(ops: str | None, size: tuple[int, int] | None) -> Fact:
-    """Return evaluation ops by what they do: the size of the images is called so, and `decode` does nothing."""
+    """Return a fact for evaluation ops; the image size is replaced by "size", and `decode` is ignored."""
     if ops is None:
         if size is None:
             return Fact(None, "")

@@ -1,10 +1,10 @@
-"""What the numbers of a recorded stage may depend on, and what two stages do not share of it.
+"""Facts from the records of a stage that can affect its numbers, and the differences between two stages.
 
-1. `recorded_facts` of a stage are flat: config keys, sets down to their tars, code, worlds, hardware, packages.
-2. `recorded_differences` are the facts that two stages do not share. Each has an effect: on the ORDER of the data, on
-   the FIRST loss, on the UPDATE of weights, on the ROUNDING alone, or NONE on what is learned.
+1. `recorded_facts` returns a flat dict: config keys, sets with their tars, code, world sizes, hardware, packages.
+2. `recorded_differences` returns the facts in which two stages differ. Each has an effect: on the ORDER of the data,
+   on the FIRST loss, on the UPDATE of weights, only on ROUNDING, or NONE on training.
 
-The first step at which two stages part, and the likeliest cause, are found by jobs/extras/diff/parting.py.
+jobs/extras/diff/first_difference.py finds the first step at which two stages differ, and the most likely cause.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from data.index.index import Index
 from jobs.extras.diff.facts import Effect, Fact, FactDifference, differences
 from jobs.extras.history import StageHistory, flat
 
-NAMED = 5  # of the tars, and of the classes, that differ in a set
+NAMED = 5  # differing tars or classes of a set that are listed; the others are counted
 
-# Config keys by how they begin, the first that fits. Other keys that a resume may not change act on the update.
+# Effects of config keys by prefix; the first match wins. Other keys that must not change on resume affect the update.
 EFFECTS = (
     (("seed",), Effect.ORDER),
     (("data.train", "data.mixture", "data.drop", "data.samples", "data.lanes", "data.shuffle_block"), Effect.ORDER),
@@ -30,24 +30,24 @@ EFFECTS = (
 )
 
 
-# What each attempt has recorded of itself, by its key in the "start" record: (name, kind, effect).
+# Fields of an attempt's "start" record → (name, kind, effect).
 ATTEMPTS = {
     "world": ("world size", "world size", Effect.ROUNDING),
     "hardware": ("hardware", "hardware", Effect.ROUNDING),
     "threads": ("threads of a worker", "hardware", Effect.ROUNDING),
-    "drop": ("shards left out", "data", Effect.ORDER),
+    "drop": ("excluded shards", "data", Effect.ORDER),
     "code": ("code of an attempt", "code", Effect.ROUNDING),
     "machine": ("machine", "hardware", Effect.ROUNDING),
 }
 
 
 def recorded_facts(stage: StageHistory) -> dict[str, Fact]:
-    """Return what a stage's numbers may depend on, by name."""
+    """Return the facts that can affect a stage's numbers, by name."""
     gathered: dict[str, Fact] = {}
     record = stage.record
-    # 1. The config, with the model as it was resolved. What a resume may change at will acts on nothing.
+    # 1. The config and the resolved model. Keys that may change freely on resume have no effect.
     config = flat(record.get("config", {})) | flat(record.get("model") or {}, "model.")
-    # A section of "forbid" is as flat as this, but for lists of sections: {"data.mixture": {}}.
+    # The keys of "forbid" are flattened like `config`, except for lists of sections: {"data.mixture": {}}.
     relevant = tuple(f"{key}." for key in (*record.get("forbid", {}), *record.get("warn", {})))
     for name, value in config.items():
         effect = Effect.NONE
@@ -62,7 +62,7 @@ def recorded_facts(stage: StageHistory) -> dict[str, Fact]:
         gathered[name] = recorded("config", value, effect)
     if "seed" in gathered:
         gathered["seed"] = replace(gathered["seed"], kind="seed")
-    # 2. The data: what the keys of the sets stand for, and the sets themselves.
+    # 2. The data: the contents of the input sets, and the sets themselves.
     for name, value in record.get("forbid", {}).items():
         if name == "content of init":
             gathered[name] = recorded("data", value, Effect.FIRST)
@@ -83,11 +83,11 @@ def recorded_facts(stage: StageHistory) -> dict[str, Fact]:
                 values[f": class {label}"] = f"{index.class_name(label)}, {count:,} samples"
         for part, value in values.items():
             gathered[f"set {name}{part}"] = recorded("data", value, effect)
-    # 3. Code and machines, as each attempt has recorded them.
+    # 3. Code and machines, as recorded by each attempt.
     gathered["code"] = recorded("code", stage.task.get("job", {}).get("code"), Effect.ROUNDING)
     environment = dict(stage.provenance.get("environment", {}))
     machine = environment.pop("machine", None)
-    # Attempts that are alike are one value: a restart alone is no difference.
+    # Equal consecutive attempts count as one value: a restart without changes is not a difference.
     histories: dict[str, list[str]] = {}
     for start in [*stage.starts, {"machine": machine}]:
         for key, value in flat(start).items():
@@ -105,27 +105,27 @@ def recorded_facts(stage: StageHistory) -> dict[str, Fact]:
     for key, history in sorted(histories.items()):
         if key.startswith("versions.") and history:
             gathered[key.removeprefix("versions.")] = recorded("packages", ", then ".join(history), Effect.ROUNDING)
-    for first, last in stage.left_out:
-        gathered[f"steps left out from {first} on"] = recorded("data", f"up to {last}", Effect.ORDER)
+    for first, last in stage.excluded_steps:
+        gathered[f"excluded steps from {first} on"] = recorded("data", f"up to {last}", Effect.ORDER)
     return gathered
 
 
 def recorded(kind: str, value: Any, effect: Effect) -> Fact:
-    """Return the fact of a recorded value; values are compared as text, in which 1 is not true."""
+    """Make a fact of a recorded value; values are compared by repr, so 1 and True differ."""
     return Fact(repr(value), str(value), kind=kind, effect=effect)
 
 
 def recorded_differences(first: StageHistory, second: StageHistory) -> list[FactDifference]:
-    """Return the facts that two stages do not share, the most consequential first."""
+    """Return the facts in which two stages differ, the most consequential first."""
     differing: list[FactDifference] = []
-    many: dict[str, list[FactDifference]] = {}  # the tars of each set, and its classes
+    many: dict[str, list[FactDifference]] = {}  # tars and classes of each set
     for difference in differences(recorded_facts(first), recorded_facts(second)):
         part_of_set = re.match(r"set .*: (tar|class) ", difference.name)
         if part_of_set is None:
             differing.append(difference)
         else:
             many.setdefault(part_of_set[0], []).append(difference)
-    # Every tar of a set that was packed anew differs: some are named, the others counted.
+    # If a set was packed again, all of its tars differ: list some and count the others.
     for name, of_set in many.items():
         differing += of_set[:NAMED]
         if len(of_set) > NAMED:

@@ -1,1 +1,1 @@
-"""Check, measure and repair a set of shards."""
+"""Check, measure and repair a data set."""

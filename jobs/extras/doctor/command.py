@@ -1,4 +1,4 @@
-"""`patchline data check|stats|repair`: read every sample of a set, and pack the good ones again."""
+"""`patchline data check|stats|repair`: read every sample of a data set, report problems, repack the good samples."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,11 +15,11 @@ from jobs.terminal import ProgressMeter, echo
 if TYPE_CHECKING:
     from data.extras.doctor.doctor import Report
 
-IndexPath = Annotated[str, typer.Argument(metavar="set", help="An index, or its folder.")]
-Page = Annotated[str | None, typer.Option(metavar="FILE.html", help="Write a page that needs nothing else.")]
-World = Annotated[int, typer.Option(min=1, help="Workers to give advice for.")]
-RepairedFolder = Annotated[str, typer.Argument(help="Where the new set goes; not the old one's folder.")]
-Unique = Annotated[bool, typer.Option("--unique", help="Keep each image once.")]
+IndexPath = Annotated[str, typer.Argument(metavar="set", help="An index file, or the folder that contains it.")]
+Page = Annotated[str | None, typer.Option(metavar="FILE.html", help="Also write a self-contained HTML report.")]
+World = Annotated[int, typer.Option(min=1, help="Number of workers to give advice for.")]
+RepairedFolder = Annotated[str, typer.Argument(help="Folder for the new set; must differ from the folder of the old.")]
+Unique = Annotated[bool, typer.Option("--unique", help="Keep only the first copy of each duplicated image.")]
 
 
 def check(
@@ -30,20 +30,14 @@ def check(
     workers: Workers = 1,
     _debug: Debug = False,
 ) -> int:
-    """Read and decode every sample; exit 65 where a run would miss one."""
-    from data.extras.doctor.page import write_page
-
-    report = examine(path, decode=True, page=page, workers=workers, cache=cache)
-    for line in report.lines(world):
-        echo(line)
-    if page:
-        echo(f"page: {write_page(report, page, world)}")
+    """Read and decode every sample; exit 65 if a training run would miss a sample."""
+    report = examine(path, decode=True, page=page, world=world, workers=workers, cache=cache)
     if report.ok:
         return ExitCode.DONE
-    line = "not all of it can be read"
-    # Repairing keeps the good samples: without any there is no set to make.
+    line = "some samples cannot be read"
+    # `repair` keeps the good samples: without any, there is no set to write.
     if report.good:
-        line += f"; a set that can: python -m jobs data repair {path} NEW-FOLDER"
+        line += f"; to write a set of the readable samples: python -m jobs data repair {path} NEW-FOLDER"
     echo(line)
     return ExitCode.DATA
 
@@ -56,14 +50,10 @@ def stats(
     workers: Workers = 1,
     _debug: Debug = False,
 ) -> None:
-    """Read headers and labels alone, and show how sizes are spread."""
-    from data.extras.doctor.page import write_page
-
-    report = examine(path, decode=False, page=page, workers=workers, cache=cache)
-    for line in report.lines(world):
-        echo(line)
+    """Read headers and labels only; print the distribution of image sizes and classes."""
+    report = examine(path, decode=False, page=page, world=world, workers=workers, cache=cache)
     for name, spread in report.spreads.items():
-        # One in a hundred at each end, not the very ends: a single odd image would say nothing of the set.
+        # Percentiles instead of minimum and maximum: a single odd image would determine those.
         low = spread.quantile(0.01)
         high = spread.quantile(0.99)
         echo(f"{name}: 1 % {low:g}, median {spread.quantile(0.5):g}, 99 % {high:g}")
@@ -71,8 +61,6 @@ def stats(
     for end, rows in (("most", ranked[:5]), ("least", ranked[::-1][:5])):
         classes = [f"{printable(report.index.class_name(label))} {count:,}" for label, count in rows]
         echo(f"{end}: {', '.join(classes)}")
-    if page:
-        echo(f"page: {write_page(report, page, world)}")
 
 
 def repair(
@@ -84,16 +72,16 @@ def repair(
     workers: Workers = 1,
     _debug: Debug = False,
 ) -> None:
-    """Pack every good sample into a new set."""
+    """Pack every good sample of a set into a new set."""
     from data.extras.doctor.doctor import repair
     from data.index.document import load_index
 
     folder = Path(directory)
     refuse_file(folder)
     index = load_index(find_set(path))
-    # The shards and their index may lie in two folders; neither may be written into.
+    # The shards and their index can be in different folders; write into neither.
     if folder.resolve() in (Path(index.directory), index.tables):
-        raise DataError(f"{folder} holds the set that is to be repaired\n  give another folder")
+        raise DataError(f"{folder} contains the set to repair\n  choose another folder for the new set")
     progress = ProgressMeter("samples", index.samples)
     with stoppable():
         repaired = repair(
@@ -106,18 +94,24 @@ def repair(
             report=progress.packed,
         )
     first, *refused = summary(repaired)
-    for line in (f"{first}; {index.samples - repaired.samples:,} samples left out", *refused):
+    for line in (f"{first}; {index.samples - repaired.samples:,} samples excluded", *refused):
         echo(line)
 
 
-def examine(path: str, *, decode: bool, page: str | None, workers: int, cache: str | None) -> "Report":
-    """Look at every sample of a set."""
+def examine(path: str, *, decode: bool, page: str | None, world: int, workers: int, cache: str | None) -> "Report":
+    """Check every sample of a set, print the report, and write it as HTML to the file `page`, if given."""
     from data.extras.doctor.doctor import check
+    from data.extras.doctor.page import write_page
     from data.index.document import load_index
 
     index = load_index(find_set(path))
-    # A page that cannot be written is found out now, not after hours of looking.
+    # Fail before hours of reading if the page's folder cannot be created.
     if page:
         Path(page).parent.mkdir(parents=True, exist_ok=True)
     progress = ProgressMeter("shards", len(index.shards))
-    return check(index, decode=decode, workers=workers, report=progress.of, cache=cache_config(cache))
+    report = check(index, decode=decode, workers=workers, report=progress.of, cache=cache_config(cache))
+    for line in report.lines(world):
+        echo(line)
+    if page:
+        echo(f"page: {write_page(report, page, world)}")
+    return report

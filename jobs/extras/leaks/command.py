@@ -1,4 +1,4 @@
-"""`patchline leaks`: find training images that are also in a test set, and say which.
+"""`patchline leaks`: find and list training images that are also in a test set.
 
 patchline leaks shards/train --test shards/test --output leaks
 patchline subset shards/train --but leaks/leaks.json --output shards/train-clean
@@ -16,14 +16,16 @@ from jobs.commands.weights import find_weights
 from jobs.named_stages import find_set
 from jobs.terminal import ProgressMeter, echo
 
-Train = Annotated[list[str], typer.Argument(help="Indexes, or their folders: what was or will be trained on.")]
-Test = Annotated[list[str], typer.Option(help="An index, or its folder, that is judged on; repeatable.")]
-Output = Annotated[str, typer.Option(help="Folder of leaks.json, the report and the page.")]
-Fits = Annotated[float, typer.Option(min=0.5, max=1.0, help="Likeness of two that show the same; 1: equal pixels.")]
-Weights = Annotated[str | None, typer.Option(help="Also compare features of these weights: ours, .npz, timm, HF.")]
-Cosine = Annotated[float, typer.Option(min=0.0, max=1.0, help="With --weights: of two features, at least.")]
-CacheFolder = Annotated[str | None, typer.Option("--cache", help="URLs: folder that shards are fetched to.")]
-Workers = Annotated[int, typer.Option(min=0, help="Shards worked on side by side; 0: as many as there are cores.")]
+Train = Annotated[list[str], typer.Argument(help="Training sets: index files, or folders that contain one.")]
+Test = Annotated[list[str], typer.Option(help="A test set: an index file or its folder; repeatable.")]
+Output = Annotated[str, typer.Option(help="Folder for leaks.json, report.txt and leaks.html.")]
+Fits = Annotated[float, typer.Option(min=0.5, max=1.0, help="Minimum pixel similarity of a match; 1: equal pixels.")]
+Weights = Annotated[
+    str | None, typer.Option(help="Also compare features of a model with these weights: Patchline, .npz, timm, HF.")
+]
+Cosine = Annotated[float, typer.Option(min=0.0, max=1.0, help="With --weights: minimum cosine of two features.")]
+CacheFolder = Annotated[str | None, typer.Option("--cache", help="Download folder for shards with URLs.")]
+Workers = Annotated[int, typer.Option(min=0, help="Number of shards to process in parallel; 0: one per CPU core.")]
 
 REPORT = "report.txt"
 PAGE = "leaks.html"
@@ -40,8 +42,8 @@ def leaks(
     workers: Workers = 0,
     _debug: Debug = False,
 ) -> None:
-    """Find training images that are also in a test set: copies, crops, mirror images, other encodings."""
-    from hashlib import sha256  # with OpenSSL, for which `--help` does not wait
+    """Find training images that are also in a test set: copies, crops, mirrored or re-encoded images."""
+    from hashlib import sha256  # loads OpenSSL, which would slow down `--help`
 
     from data.extras.leaks.report import lines, write_page
     from data.extras.leaks.search import DOCUMENT, find_leaks
@@ -56,22 +58,22 @@ def leaks(
     fetched_by = cache_config(cache)
     if weights is not None:
         weights = find_weights(weights)
-    # Only now: it imports torch, for which a refusal does not wait.
+    # Imported after all checks of the arguments: it imports torch, which takes seconds.
     from pipeline.extras import leak_embedding
 
-    # Features first: what they have found waits in a journal of its own for the document.
+    # 1. Compare features. Matches wait in a separate journal until the document is written.
     embeddings = None
     if weights is not None:
         import torch
 
         from jobs.commands.conversion import load, verify
 
-        verify(weights, log=lambda text: None)  # it raises where they are not what their maker wrote
+        verify(weights, log=lambda text: None)  # raises if the file's digest is wrong
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        progress = ProgressMeter("shards, by their features")
+        progress = ProgressMeter("shards, comparing features")
         with stoppable():
             model = load(weights, {}).to(device)
-            # They are known by their content, whatever file they came from.
+            # Identify the weights by content, whatever file they came from.
             digest = sha256()
             for name, value in sorted(model.state_dict().items()):
                 digest.update(name.encode())
@@ -88,8 +90,8 @@ def leaks(
                 report=progress.of,
             )
 
-    # Then the pictures themselves. The same call again goes on after a kill, here too.
-    progress = ProgressMeter("shards, those of the test sets first")
+    # 2. Compare the images themselves. After an interruption, the same command resumes here too.
+    progress = ProgressMeter("shards, test sets first")
     with stoppable():
         found_leaks = find_leaks(
             train_sets,
@@ -104,7 +106,7 @@ def leaks(
         )
     (folder / leak_embedding.JOURNAL).unlink(missing_ok=True)
 
-    # The document is there; a report and a page tell people of it, and for each set what to type.
+    # 3. Summarize leaks.json for people: a report, a page, and the command that excludes the leaks from each set.
     report = lines(found_leaks, train_sets, test_sets)
     write_atomically(folder / REPORT, "\n".join(report) + "\n")
     write_page(folder / PAGE, found_leaks, train_sets, test_sets, fetched_by)
@@ -116,4 +118,4 @@ def leaks(
         path = found_leaks.train[number].path
         clean = f"{path.rstrip('/').removesuffix(SUFFIX)}-clean"
         words = ["subset", path, "--but", str(folder / DOCUMENT), "--output", clean]
-        echo(f"to train without them: python -m jobs {shlex.join(words)}")
+        echo(f"to train without the leaks: python -m jobs {shlex.join(words)}")

@@ -1,1 +1,1 @@
-"""Metrics for Prometheus, Weights & Biases and MLflow."""
+"""Send the metrics of a run to Prometheus, Weights & Biases and MLflow."""

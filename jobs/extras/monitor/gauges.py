@@ -1,11 +1,11 @@
-"""How a run stands as Ray metrics, for Prometheus: ray_patchline_loss{run, stage}, ray_patchline_restarts{…}, …
+"""Exports a run's state as Ray metrics for Prometheus: ray_patchline_loss{run, stage}, ray_patchline_restarts{…}, …
 
-The driver sets them, so they are on the metrics port of the driver's node; every other node tells which workers it
-has (jobs/cluster/ray_agent.py), and Ray tells of each node's processors, GPUs, memory, disks and links. Ray's own
-way for a worker's numbers, `train.report`, holds up a step for 2 s a call (measured).
+The driver sets them, so they appear on the metrics port of the driver's node. Every other node exports its workers
+(jobs/cluster/ray_agent.py), and Ray exports the CPUs, GPUs, memory, disks and network of each node. Ray's own way to
+report numbers from a worker, `train.report`, delays the step by 2 s per call (measured).
 
-A gauge that is not set again for about 25 s is gone from the port (measured with Ray 2.60): so a stage that has ended
-disappears, and the gauges of a stage that trains are set with every look, also when it has reported nothing since.
+Ray drops a gauge that has not been set for about 25 s (measured with Ray 2.60). So the gauges of a finished stage
+disappear, and those of a running stage are set at every poll, even without a new report.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jobs.run.watchers import Log
 if TYPE_CHECKING:  # importing Ray takes seconds
     from ray.util.metrics import Gauge
 
-# Those of the newest report in metrics.jsonl, under its names.
+# Fields of the newest report in metrics.jsonl.
 OF_REPORT = (
     "step",
     "steps",
@@ -44,25 +44,25 @@ OF_REPORT = (
     "bad_samples",
     "world",
 )
-# Those that the driver adds, with what they say.
+# Values that the driver adds, with their descriptions.
 OF_DRIVER = {
-    "waiting": "1 while no attempt runs: the stage waits for places, or for its next attempt",
-    "restarts": "attempts of the stage but the first",
+    "waiting": "1 while no attempt is running: the stage waits for resources or for its next attempt",
+    "restarts": "restarts of the stage: attempts after the first",
     "incidents": "incidents of the stage, as in incidents.txt",
     "report_age_s": "seconds since the newest report",
     "checkpoint_step": "step of the newest committed checkpoint",
     "checkpoint_age_s": "seconds since the newest commit",
-    "is_finite": "0 where the newest loss or gradient norm is not finite; those are not shown then",
+    "is_finite": "0 if the newest loss or gradient norm is not finite; their gauges are then not set",
 }
-# Those of the command, whether it is in a stage or not.
+# Values of the command, also set between stages.
 OF_RUN = {
     "lease_age_s": "seconds since the driver last renewed the run's lease",
-    "exit_code": "the code with which the command has ended, for the last seconds of its gauges",
+    "exit_code": "exit code of the command, exported for the last seconds of its gauges",
 }
 
 
 def values_of(message: StatusMessage) -> dict[str, float]:
-    """Return the values of a stage's gauges, by name; unknown values and those that are not finite are excluded."""
+    """Return the values of a stage's gauges by name, without unknown and non-finite values."""
     values: dict[str, float] = {
         "waiting": float(message.state == "waiting"),
         "restarts": float(max(0, message.attempts - 1)),
@@ -73,18 +73,18 @@ def values_of(message: StatusMessage) -> dict[str, float]:
             number = message.report.get(name)
             if number is not None:
                 values[name] = float(number)
-        # Clocks of nodes differ: a record may come from the future.
+        # Clocks of nodes differ: a record's time can be in the future.
         values["report_age_s"] = max(0.0, message.time - message.report["time"])
         values["is_finite"] = float(math.isfinite(values.get("loss", 0.0) + values.get("grad_norm", 0.0)))
     if message.commit is not None:
         values["checkpoint_step"] = float(message.commit["step"])
         values["checkpoint_age_s"] = max(0.0, message.time - message.commit["time"])
-    # Ray drops NaN without a word (measured).
+    # Ray drops NaN silently (measured).
     return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
 class Gauges(ThreadedWatcher):
-    """Sets one Ray gauge for each name, as soon as this process is connected to a Ray cluster."""
+    """Sets one Ray gauge per value, once this process is connected to a Ray cluster."""
 
     name = "monitoring"
 
@@ -95,14 +95,14 @@ class Gauges(ThreadedWatcher):
         self.gauges: dict[str, Gauge] = {}
 
     def started(self, campaign: Campaign, lease: Lease, log: Log) -> None:
-        """Remember whose gauges these are; there is no cluster yet."""
+        """Remember the campaign and its lease; there is no cluster yet."""
         self.campaign = campaign
         self.lease = lease
 
     def stage(self, context: Context) -> None:
-        """Make the gauges before the first stage that runs under Ray. They outlive a new connection (measured)."""
+        """Create the gauges before the first stage that runs on Ray. They survive a reconnection (measured)."""
         super().stage(context)
-        # If nothing has imported Ray there is no connection; importing it takes seconds.
+        # If Ray was not imported, there is no connection; importing it would take seconds.
         if self.gauges or "ray" not in sys.modules or not sys.modules["ray"].is_initialized():
             return
         from ray.util.metrics import Gauge

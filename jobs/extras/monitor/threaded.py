@@ -1,10 +1,10 @@
-"""A watcher that shows a run from a thread of its own, so that nothing in the run waits for it.
+"""Base class of watchers that run in a separate thread, so that they never delay the run.
 
     class Gauges(ThreadedWatcher):
         def show(self, message: StatusMessage) -> None: ...
 
-The driver leaves the newest status message; every five seconds the thread calls `show` with it (a Ray gauge must be set
-again within 20 s). A failure costs this one call and one line.
+The driver stores the newest status message. Every five seconds the thread passes it to `show` (Ray gauges must be set
+at least every 20 s). If a call fails, one line is logged and the next call tries again.
 """
 
 import threading
@@ -19,22 +19,22 @@ from jobs.run.reading import StatusMessage
 from jobs.run.watchers import Watcher
 
 SHOW_EVERY_S = 5.0
-# Messages of an attempt come twice a second while it runs; a busy machine may be late.
+# A running attempt sends two messages per second; the limit allows for a busy machine.
 SILENT_S = 5.0
 CLOSE_S = 5.0  # for the last call; Ray's head may not answer
 
 
 class ThreadedWatcher(Watcher):
-    """Base class of watchers whose `show` may take long, or never return."""
+    """A watcher whose `show` may take long or never return."""
 
-    name = ""  # begins its lines in the log
+    name = ""  # prefix of its lines in the log
     close_s: float | None = None  # how long `close` waits for the last call; None: CLOSE_S
 
     def __init__(self) -> None:
-        self.is_shown = False  # whether the stage that runs is one with workers
-        self.newest: StatusMessage | None = None  # of the stage that runs
-        self.ends: deque[StatusMessage] = deque()  # last messages of stages that have ended, until they are shown
-        self.complaints: set[str] = set()  # logged already
+        self.is_shown = False  # whether the current stage has workers
+        self.newest: StatusMessage | None = None  # of the current stage
+        self.ends: deque[StatusMessage] = deque()  # last messages of finished stages, not yet shown
+        self.complaints: set[str] = set()  # failures that were already logged
         self.closing = threading.Event()
         self.log: Callable[[str], None] = print
         self.thread: threading.Thread | None = None
@@ -42,13 +42,13 @@ class ThreadedWatcher(Watcher):
     # -------------------------------------------------------------------- for subclasses
 
     def show(self, message: StatusMessage) -> None:
-        """Show a stage; called in the thread."""
+        """Show the state of a stage; runs in the thread."""
 
     def show_run(self) -> None:
-        """Show the command; called in the thread every time, also between stages and once more at the end."""
+        """Show the state of the command; runs in the thread at every interval and once at the end."""
 
     def start(self, log: Callable[[str], None]) -> None:
-        """Start the thread; until then, messages are kept for it."""
+        """Start the thread; earlier messages are kept for it."""
         self.log = log
         self.thread = threading.Thread(target=self.work, name=self.name, daemon=True)
         self.thread.start()
@@ -56,11 +56,11 @@ class ThreadedWatcher(Watcher):
     # -------------------------------------------------------------------- as a watcher
 
     def stage(self, context: Context) -> None:
-        """Show this stage from now on, if it has workers."""
+        """Show this stage from now on if it has workers."""
         self.is_shown = context.stage.kind.needs_workers
 
     def status(self, message: StatusMessage) -> None:
-        """Keep the message for the thread."""
+        """Store the message for the thread."""
         if not self.is_shown:
             return
         if message.state == "ended":
@@ -70,24 +70,24 @@ class ThreadedWatcher(Watcher):
             self.newest = message
 
     def close(self) -> None:
-        """Show what remains to be shown, and end the thread; a call that does not return is abandoned."""
+        """Show the remaining messages and end the thread; give up if a call does not return in time."""
         if self.thread is None:
             return
         self.closing.set()
         close_s = CLOSE_S if self.close_s is None else self.close_s
         self.thread.join(close_s)
         if self.thread.is_alive():
-            self.log(f"{self.name}: no answer within {close_s:g} s, and the end is not waited for")
+            self.log(f"{self.name}: no answer within {close_s:g} s; the last values may be missing")
 
     # -------------------------------------------------------------------- the thread
 
     def work(self) -> None:
-        """Show the newest messages every SHOW_EVERY_S, and once more at the end."""
+        """Show the newest message every SHOW_EVERY_S seconds, and once more at the end."""
         is_closing = False
         while not is_closing:
             is_closing = self.closing.wait(SHOW_EVERY_S)
             newest = self.newest
-            # A stage that has ended is shown before the one that follows it.
+            # Show finished stages before the stage that follows them.
             while self.ends:
                 with self.failures_logged():
                     self.show(self.ends.popleft())
@@ -103,12 +103,12 @@ class ThreadedWatcher(Watcher):
 
     @contextmanager
     def failures_logged(self) -> Iterator[None]:
-        """Log an exception in the block, each one once, and continue."""
+        """Log each exception of the block once, and continue."""
         try:
             yield
         except Exception as error:
             first_line = str(error).strip().partition("\n")[0]
             complaint = f"{self.name}: {type(error).__name__}: {first_line}"
             if complaint not in self.complaints:
-                self.log(f"{complaint}; the run goes on, and is shown again when that has passed")
+                self.log(f"{complaint}; the run continues, and monitoring resumes once the problem is gone")
             self.complaints.add(complaint)

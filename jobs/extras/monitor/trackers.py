@@ -1,15 +1,16 @@
-"""Weights & Biases and MLflow during a run, if its recipe names them.
+"""Sends the metrics of a run to Weights & Biases and MLflow if its recipe names them.
 
     trackers: {wandb: {project: vit}, mlflow: {uri: "https://mlflow.example"}}
 
-1. Each tracker has a thread of its own in the driver: a server that does not answer holds up this thread alone.
-2. The thread sends what was added to the stage's metrics.jsonl since the last time: a record's numbers, at its step.
-3. `tracker-wandb.json` in the stage's folder keeps the id of the stage's run there, and how many bytes were sent: after
-   a restart the same run goes on, and nothing is sent twice.
-4. When a stage ends, the rest is sent, for CLOSE_S at most; the next command on an unfinished stage sends what was not.
+1. Each tracker has a separate thread in the driver: a server that does not respond blocks only this thread.
+2. The thread sends new records of the stage's metrics.jsonl: the numbers of each record, at its step.
+3. `tracker-wandb.json` in the stage's folder stores the tracker's id of the stage and the number of bytes sent. After a
+   restart the thread resumes the same tracker run and sends nothing twice.
+4. When a stage ends, the thread sends the rest for up to CLOSE_S; the next command on an unfinished stage sends what
+   is still missing.
 
-A failure costs a line and never the run. API keys come from the environment, as each client reads it (WANDB_API_KEY,
-MLFLOW_TRACKING_TOKEN, …).
+A failure logs one line and never stops the run. API keys come from the environment, as the clients expect them
+(WANDB_API_KEY, MLFLOW_TRACKING_TOKEN, …).
 """
 
 import json
@@ -31,17 +32,17 @@ from pipeline import config
 from pipeline.identity import code_version, git_commit
 from pipeline.monitoring.telemetry import Record
 
-CLOSE_S = 15.0  # for what is still to be sent when a command ends
-OPEN_S = 10.0  # for W&B's server to answer; its client's own limit of 90 s would hold up the end of the command
+CLOSE_S = 15.0  # time to send the remaining records when a command ends
+OPEN_S = 10.0  # time for the W&B server to respond; the client's default of 90 s would delay the end of the command
 NOT_NUMBERS = ("kind", "time", "attempt", "step")
 LONGEST_TEXT = 500  # characters of a parameter in MLflow
 
-Facts = Mapping[str, Any]  # what is known of a stage besides its numbers (`facts_of`)
+Facts = Mapping[str, Any]  # description of a stage without its metrics (`facts_of`)
 Log = Callable[[str], None]
 
 
 class Wandb:
-    """One run of W&B a stage, grouped by the campaign's run; the client has a process of its own that sends."""
+    """Creates one W&B run per stage, grouped by campaign run; the W&B client sends from a separate process."""
 
     def __init__(self, options: WandbConfig) -> None:
         import wandb
@@ -51,11 +52,11 @@ class Wandb:
         self.run: Any = None
 
     def open(self, message: StatusMessage, facts: Facts, run_id: str) -> tuple[str, str]:
-        """Begin a stage's run, or go on with that of this id; return the id, and where the run is."""
+        """Create the run of a stage, or resume the run with this id; return the id and the address of the run."""
         self.run = self.wandb.init(
             project=self.options.project,
             entity=self.options.entity or None,
-            # Chosen here, so that it is known before the server has answered, and offline.
+            # Choose the id here: it is then known before the server responds, and also offline.
             id=run_id or secrets.token_hex(6),
             resume="allow",
             name=f"{message.run}/{message.stage}",
@@ -63,7 +64,7 @@ class Wandb:
             config=dict(facts),
             allow_val_change=True,
             dir=message.directory,
-            # What the driver prints and uses is not the run's.
+            # Do not record the driver's output, resource usage and code: they do not describe the training.
             settings=self.wandb.Settings(
                 silent=True,
                 console="off",
@@ -74,7 +75,7 @@ class Wandb:
                 finish_timeout=CLOSE_S,
             ),
         )
-        # An attempt that went back to a checkpoint reports steps again: W&B's own counter would drop them.
+        # An attempt that resumes from a checkpoint reports steps again: W&B's own step counter would drop these.
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
         return self.run.id, f"at {self.run.url or f'offline in {self.run.dir}; later: wandb sync'}"
@@ -88,7 +89,7 @@ class Wandb:
 
 
 class Mlflow:
-    """One run of MLflow a stage, named by the campaign's run."""
+    """Creates one MLflow run per stage, named after the campaign run."""
 
     def __init__(self, options: MlflowConfig) -> None:
         import mlflow
@@ -99,7 +100,7 @@ class Mlflow:
         self.run_id = ""
 
     def open(self, message: StatusMessage, facts: Facts, run_id: str) -> tuple[str, str]:
-        """Begin a stage's run, or go on with that of this id; return the id, and where the run is."""
+        """Create the run of a stage, or resume the run with this id; return the id and a description."""
         if not run_id:
             experiment = self.client.get_experiment_by_name(self.options.experiment)
             if experiment is None:
@@ -109,8 +110,8 @@ class Mlflow:
             run_id = self.client.create_run(experiment_id, run_name=f"{message.run}/{message.stage}").info.run_id
         self.run_id = run_id
         self.client.update_run(run_id, status="RUNNING")
-        # MLflow refuses a parameter that changes; a field that may change on resume stays what it was at first. Tags,
-        # which may change, tell of this start.
+        # MLflow refuses to change a parameter: fields that changed on resume keep their first value. Tags can change
+        # and describe the current start.
         known = self.client.get_run(run_id).data.params
         parameters = []
         for name, value in flat(facts, message.stage).items():
@@ -135,7 +136,7 @@ class Mlflow:
 
 
 class Tracker(ThreadedWatcher):
-    """Sends a stage's new records through the client of one tracker."""
+    """Sends a stage's new records to one tracker."""
 
     def __init__(self, name: str, client: Wandb | Mlflow) -> None:
         super().__init__()
@@ -146,12 +147,12 @@ class Tracker(ThreadedWatcher):
         self.open_stage: Path | None = None
 
     def stage(self, context: Context) -> None:
-        """Prepare what the tracker is told about this stage."""
+        """Prepare the description of the stage for the tracker."""
         super().stage(context)
         self.facts[context.directory] = facts_of(context.campaign, context.stage)
 
     def show(self, message: StatusMessage) -> None:
-        """Send what the stage has reported since the last call; close its run if it has ended."""
+        """Send the records that the stage has added since the last call; close its tracker run if it has ended."""
         path = message.directory / f"tracker-{self.name}.json"
         memory: dict[str, Any] = {"id": "", "bytes": 0}
         if path.exists():
@@ -162,7 +163,7 @@ class Tracker(ThreadedWatcher):
                 break
             if self.open_stage != message.directory:
                 memory["id"], place = self.client.open(message, self.facts[message.directory], memory["id"])
-                # At once: a run whose id is lost would be begun again.
+                # Save the id immediately: otherwise a restart would create another tracker run.
                 write_atomically(path, json.dumps(memory))
                 self.open_stage = message.directory
                 self.log(f"{self.name}: {message.stage} is {place}")
@@ -175,7 +176,7 @@ class Tracker(ThreadedWatcher):
 
 
 class Trackers(Watcher):
-    """Watches a run through every tracker that its recipe names."""
+    """Sends a run's metrics to every tracker in its recipe."""
 
     def __init__(self) -> None:
         self.trackers: list[Tracker] | None = None  # None before the first stage
@@ -188,26 +189,26 @@ class Trackers(Watcher):
             tracker.stage(context)
 
     def status(self, message: StatusMessage) -> None:
-        """Keep the message for the trackers' threads."""
+        """Store the message for the trackers' threads."""
         for tracker in self.trackers or ():
             tracker.status(message)
 
     def close(self) -> None:
-        """Send what remains to be sent."""
+        """Send the remaining records."""
         for tracker in self.trackers or ():
             tracker.close()
 
 
 def start_trackers(options: TrackersConfig, log: Log) -> list[Tracker]:
-    """Start every tracker that the recipe names; a client that cannot be imported costs a line."""
+    """Start every tracker in the recipe; if a client fails to start, log it and continue without it."""
     trackers = []
     for name in options.used():
         try:
             client = Wandb(options.wandb) if name == "wandb" else Mlflow(options.mlflow)
         except Exception as error:
-            log(f"{name}: {error}; the run goes on without it")
+            log(f"{name}: {error}; the run continues without this tracker")
             if isinstance(error, ImportError):
-                log("  type pip install 'patchline[trackers]', on the driver's machine")
+                log("  to use it, type on the driver's machine: pip install 'patchline[trackers]'")
             continue
         tracker = Tracker(name, client)
         tracker.start(log)
@@ -216,7 +217,7 @@ def start_trackers(options: TrackersConfig, log: Log) -> list[Tracker]:
 
 
 def facts_of(campaign: Campaign, stage: Stage) -> dict[str, Any]:
-    """Return what a tracker is told of a stage besides its numbers."""
+    """Return the description of a stage that is sent to trackers."""
     keys = {}
     for other in campaign.stages:
         keys[other.name] = other.key
@@ -225,7 +226,7 @@ def facts_of(campaign: Campaign, stage: Stage) -> dict[str, Any]:
         "stage": stage.name,
         "kind": stage.kind.name,
         "key": stage.key,
-        "recipe": config.digest(keys)[:12],  # campaigns that have the same one compute the same
+        "recipe": config.digest(keys)[:12],  # equal for campaigns that compute the same stages
         "code": code_version(),
         "commit": git_commit(),
         "inputs": stage.inputs,
@@ -237,7 +238,7 @@ def facts_of(campaign: Campaign, stage: Stage) -> dict[str, Any]:
 
 
 def numbers_of(record: Record) -> dict[str, float]:
-    """Return a record's numbers under the names that TensorBoard has them: {"train/loss": 2.841, …}."""
+    """Return a record's numbers under their names in TensorBoard: {"train/loss": 2.841, …}."""
     numbers = {}
     for name, value in record.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)

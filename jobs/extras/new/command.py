@@ -8,12 +8,12 @@ from jobs.commands.arguments import Debug
 
 
 def minutes_of(text: str) -> float:
-    """Return a time in minutes, which may be written with a unit, as 90s, 2min or 1h."""
+    """Parse a time and return minutes; a unit is optional: 10, 90s, 2min, 1h."""
     from pipeline.values import SECONDS, read_number
 
     number = read_number(text, "_s", whole=False)
     if number is None:
-        raise typer.BadParameter(f"{text!r} is no time, expected minutes, as 10, or with a unit: 90s, 2min, 1h")
+        raise typer.BadParameter(f"{text!r} is not a time; expected minutes (10) or a unit: 90s, 2min, 1h")
     has_unit = text.strip().endswith(tuple(SECONDS))
     if has_unit:
         number /= 60
@@ -22,18 +22,25 @@ def minutes_of(text: str) -> float:
 
 def new(
     images: Annotated[
-        list[str], typer.Argument(help="Class folders, WebDataset tars, parquet, a CSV, or images alone.")
+        list[str], typer.Argument(help="Class folders, WebDataset tars, parquet files, a CSV, or unlabelled images.")
     ],
-    model: Annotated[str | None, typer.Option(help="S/16, for one; else what images and machine are good for.")] = None,
-    init: Annotated[str | None, typer.Option(metavar="WEIGHTS", help="Fine-tune these instead.")] = None,
-    output: Annotated[str | None, typer.Option(metavar="FILE.yaml", help="The recipe; else FOLDER.yaml here.")] = None,
-    minutes: Annotated[
-        float | None, typer.Option(parser=minutes_of, metavar="MINUTES", help="Time to train; else 10, with a GPU 60.")
+    model: Annotated[
+        str | None, typer.Option(help="Model, for example S/16; default: chosen for the images and this machine.")
     ] = None,
-    unlabelled: Annotated[bool, typer.Option("--unlabelled", help="Overlook labels: masked patch prediction.")] = False,
+    init: Annotated[str | None, typer.Option(metavar="WEIGHTS", help="Fine-tune these weights.")] = None,
+    output: Annotated[
+        str | None, typer.Option(metavar="FILE.yaml", help="Recipe to write; default FOLDER.yaml.")
+    ] = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option(parser=minutes_of, metavar="MINUTES", help="Training time; default 10, with a GPU 60."),
+    ] = None,
+    unlabelled: Annotated[
+        bool, typer.Option("--unlabelled", help="Ignore labels; train masked patch prediction.")
+    ] = False,
     _debug: Debug = False,
 ) -> None:
-    """Look at images and write a recipe that trains on them as it is."""
+    """Inspect images and write a recipe that is ready to train on them."""
     from jobs.extras.new import new
 
     new.new(images, model=model, init=init, output=output, minutes=minutes, unlabelled=unlabelled)

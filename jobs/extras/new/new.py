@@ -1,14 +1,14 @@
-"""The work of `patchline new FOLDER`: look at images and at this machine, and write a recipe that trains as it is.
+"""Implements `patchline new FOLDER`: inspects images and this machine, and writes a recipe that is ready to run.
 
-    photos: 600 images of 3 classes (cat 200, dog 200, fox 200), 500 × 375 px in the middle
-    held out: 20% of each class, since there is no part called val or test
+    photos: 600 images of 3 classes (cat 200, dog 200, fox 200), median size 500 × 375 px
+    held out: 20% of each class, because no part is named val or test
     wrote photos.yaml: 2,200 steps of 64 images, 293 passes, about 6m40s at 350 images/s on 2 cores
     next: python -m jobs run photos.yaml
 
-1. `data.extras.survey.survey` says what the images are.
-2. new_training.py chooses how they are trained on: by what is known to work at such sizes, which the recipe's comments
-   name, and by how many images a second this machine takes.
-3. `write_recipe` puts that into new.yaml.jinja, which has a comment for each choice.
+1. `data.extras.survey.survey` inspects the images.
+2. training.py chooses model, length and augmentation: settings known to work at this data size, whose sources the
+   recipe's comments name, and the training speed of this machine.
+3. `write_recipe` renders new.yaml.jinja, which explains each choice in a comment.
 """
 
 import json
@@ -33,16 +33,16 @@ from pipeline.architecture import model_config
 from pipeline.evaluation.any_weights import is_foreign
 from pipeline.values import amount, duration, flow_yaml
 
-if TYPE_CHECKING:  # it imports torch, for which a path without images does not wait
+if TYPE_CHECKING:  # imports torch, which takes seconds; a path without images is reported before that
     from jobs.extras.new.training import Machine, TrainingChoice
 
-MOST_BAD = 0.1  # of the images that were opened: with more, a set is no set to train on
-# What makes classes, by the source of images that have none.
+MOST_BAD = 0.1  # maximum fraction of unreadable images among the opened ones
+# Advice for images without classes, by their source.
 TO_HAVE_CLASSES = {
     "folder": "sort the images into a sub-folder for each class, and name the folder above these",
     "table": "give the table a column label",
     "parquet": "give the parquet a column label",
-    "shards": "put a .cls or .json with a label beside each image in the tars",
+    "shards": "put a .cls or .json with a label next to each image in the tars",
     "index": "index shards whose images have labels",
 }
 
@@ -56,88 +56,89 @@ def new(
     minutes: float | None,
     unlabelled: bool,
 ) -> None:
-    """Write a recipe for the images at a path, or at all those that a shell makes of a pattern.
+    """Write a recipe for the images at a path, or at all paths to which the shell expanded a pattern.
 
-    Raises DataError, ConfigError, and UsageError where there is a recipe.
+    Raises DataError, ConfigError, or UsageError, for example if the recipe exists.
     """
+    # 1. Check the arguments before the images are counted.
     # 1. What was typed, before the images are counted.
     place = one_place(places)
     if "://" not in place and not Path(place).exists() and not list(Path(place).parent.glob(Path(place).name)):
         raise DataError(
-            f"there is nothing at {place}{near_path(place)}\n  expected a folder of images, tars, a table or parquet"
+            f"nothing found at {place}{near_path(place)}\n  expected a folder of images, tars, a table or parquet"
         )
     name = name_of(place)
     recipe = Path(output or f"{name}.yaml")
     if recipe.is_dir():
-        raise UsageError(f"--output {recipe} is a folder\n  expected a file's name, as {recipe / name}.yaml")
+        raise UsageError(f"--output {recipe} is a folder\n  expected a file name, for example {recipe / name}.yaml")
     if recipe.exists():
         raise UsageError(
-            f"{recipe} is there already, and stays as it is\n  type --output OTHER.yaml, or delete it first"
+            f"{recipe} exists already and is not overwritten\n  type --output OTHER.yaml, or delete it first"
         )
     if not recipe.parent.is_dir():
-        raise UsageError(f"--output {recipe}: there is no folder {recipe.parent}\n  make it, or name a file elsewhere")
+        raise UsageError(
+            f"--output {recipe}: the folder {recipe.parent} does not exist\n  create it, or choose another folder"
+        )
     if minutes is not None and not minutes > 0:
         raise UsageError(
-            f"--minutes {minutes:g}: expected more than 0, the time to train\n  type --minutes 10, or leave it out"
+            f"--minutes {minutes:g}: expected a training time greater than 0\n  type --minutes 10, or omit the option"
         )
     if model is not None:
         if init is not None:
-            raise UsageError("--init names the model: that of the weights\n  leave out --model")
-        # Raises ConfigError where no model is called so.
+            raise UsageError("--init already determines the model: that of the weights\n  omit --model")
+        # Raises ConfigError if there is no model of this name.
         model_config({"name": model, "image_size": 224, "classes": 2})
     if init is not None:
         init = find_stage(init)
         if is_foreign(init):
             raise UsageError(
-                f"--init {init} is of another library\n  expected weights of ours: type python -m jobs import {init} "
-                f"weights/{name_of(init)}, then --init weights/{name_of(init)}"
+                f"--init {init} is in the format of another library\n  convert it first: type python -m jobs import "
+                f"{init} weights/{name_of(init)}, then --init weights/{name_of(init)}"
             )
         if model_at(init) is None:
             raise DataError(
-                f"--init {init}: there are no weights\n  expected RUN/STAGE, or a folder that a stage or "
-                "`python -m jobs import` wrote, as runs/photos/pretrain-1a2b3c4d"
+                f"--init {init} contains no weights\n  expected RUN/STAGE, or a folder that a stage or "
+                "`python -m jobs import` has written, for example runs/photos/pretrain-1a2b3c4d"
             )
 
-    # 2. The images.
+    # 2. Inspect the images.
     sets = survey(place, unlabelled=unlabelled, report=ProgressMeter("images"))
     whole = Path(place).resolve()
     if sets.train.source == "folder" and Path.cwd().is_relative_to(whole):
         raise UsageError(
-            f"{place} holds the folder that this command was typed in: its run would lie among the images\n"
+            f"{place} contains the current folder: the run would be written among the images\n"
             f"  type cd {shlex.quote(str(whole.parent))}, then python -m jobs new {shlex.quote(whole.name)}"
         )
     describe(sets.train)
     bad = sets.train.bad.total()
     if bad > MOST_BAD * sets.train.opened:
         raise DataError(
-            f"{bad} of {sets.train.opened} images that were opened cannot be read, first {sets.train.first_bad}\n"
-            f"  expected at most {MOST_BAD:.0%}: bring them back from where they came, or take them out"
+            f"{bad} of {sets.train.opened} opened images cannot be read, first {sets.train.first_bad}\n"
+            f"  expected at most {MOST_BAD:.0%}: restore them from their source, or remove them"
         )
     if init is not None and not sets.train.classes:
-        raise UsageError(
-            "--init fine-tunes on labels, and these images have none\n  leave out --init to pretrain on them"
-        )
+        raise UsageError("--init fine-tunes on labels, but these images have none\n  omit --init to pretrain on them")
     if sets.test is not None:
         describe(sets.test)
     elif not sets.train.classes and not unlabelled:
-        echo("no labels: masked patch prediction is trained, which learns features and no classes")
-        # A folder of one class has others beside it.
+        echo("no labels: masked patch prediction learns features, not classes")
+        # The folder may be one of several class folders.
         folder = Path(sets.train.path)
-        beside = []
+        siblings = []
         for other in sorted(folder.parent.glob("[!.]*/")):
             if other != folder and any(path.suffix[1:].lower() in IMAGES for path in other.glob("*")):
-                beside.append(other.name)
-        if sets.train.source == "folder" and beside:
+                siblings.append(other.name)
+        if sets.train.source == "folder" and siblings:
             above = shlex.quote(str(folder.parent))
-            echo(f"if it is one class, and {preview(beside)} beside it others, type python -m jobs new {above}")
+            echo(f"if it is one class and {preview(siblings)} next to it are others, type python -m jobs new {above}")
         else:
             echo(f"for classes {TO_HAVE_CLASSES[sets.train.source]}")
     elif sets.held_out:
-        echo(f"held out: {sets.held_out}% of each class, since there is no part called val or test")
+        echo(f"held out: {sets.held_out}% of each class, because no part is named val or test")
     elif sets.train.classes:
-        echo("held out: nothing, there are too few images of most classes: accuracy is not measured")
+        echo("held out: nothing, because most classes have too few images; accuracy is not measured")
 
-    # 3. How they are trained on.
+    # 3. Choose how to train on them.
     from jobs.extras.new.training import MINUTES_ON_CPU, MINUTES_ON_GPU, choose, this_machine
 
     activity.now("new: measuring how fast this machine trains, on one core …")
@@ -147,11 +148,11 @@ def new(
     choice = choose(sets, machine, 60 * minutes, name=model, init=init)
     write_recipe(recipe, name, sets, choice, machine)
     echo(f"next: python -m jobs run {shlex.quote(str(recipe))}")
-    echo(f"  it writes runs/{name} here; typed again, it goes on")
+    echo(f"  it writes runs/{name} here; the same command resumes it")
 
 
 def name_of(place: str) -> str:
-    """Return what a run on the images at a path is called: photos for photos/train, cifar10 for cifar10-train-*.tar."""
+    """Return the name of a run on the images at a path: photos for photos/train, cifar10 for cifar10-train-*.tar."""
     path = Path(place)
     if path.name in ("", ".", ".."):
         path = path.resolve()
@@ -161,12 +162,12 @@ def name_of(place: str) -> str:
 
 
 def describe(image_set: FoundSet) -> None:
-    """Print what a set holds, and what of it is left out."""
+    """Print the contents of a set, and the images that are excluded."""
     text = f"{image_set.path}: {image_set.images:,} images"
     if image_set.classes:
         largest = []
         for name, count in image_set.class_counts.most_common(3):
-            # Two numbers side by side would be read as one.
+            # A class named by a number would run together with the count.
             shown = f"class {name}:" if name.isdigit() else printable(name[:40])
             largest.append(f"{shown} {count:,}")
         if len(image_set.class_counts) > len(largest):
@@ -176,10 +177,10 @@ def describe(image_set: FoundSet) -> None:
         text += " without labels"
     if image_set.sides:
         height, width = sorted(image_set.sides, key=min)[len(image_set.sides) // 2]
-        text += f", {width} × {height} px in the middle"
+        text += f", median size {width} × {height} px"
     if image_set.bad:
         reasons = ", ".join(f"{count} × {reason}" for reason, count in image_set.bad.most_common())
-        text += f"; {image_set.bad.total()} of {image_set.opened} that were opened cannot be read: {reasons}"
+        text += f"; {image_set.bad.total()} of {image_set.opened} opened images cannot be read: {reasons}"
         if image_set.first_bad:
             text += f", first {image_set.first_bad}"
     echo(text)
@@ -188,8 +189,8 @@ def describe(image_set: FoundSet) -> None:
 
 
 def write_recipe(path: Path, name: str, sets: Sets, choice: "TrainingChoice", machine: "Machine") -> None:
-    """Write the recipe: where its stages find the sets, and a line for each choice with its reason."""
-    # 1. Where it runs.
+    """Render the recipe: the data sets of its stages, and one line with a reason for each choice."""
+    # 1. The cluster.
     cluster: dict[str, Any] = {"backend": "processes", "workers": machine.workers}
     cores_of_worker = max(1, machine.cores // machine.workers)
     if machine.gpus:
@@ -197,7 +198,7 @@ def write_recipe(path: Path, name: str, sets: Sets, choice: "TrainingChoice", ma
     if cores_of_worker > 1:
         cluster["cpus_per_worker"] = cores_of_worker
 
-    # 2. What the stages read: sets that are no index are packed first, then a part of them is held out.
+    # 2. The inputs of the stages: sets without an index are packed first, then a part of them is held out.
     places = {}
     packed = {}
     for set_name, image_set in (("train", sets.train), ("test", sets.test)):
@@ -241,12 +242,12 @@ def write_recipe(path: Path, name: str, sets: Sets, choice: "TrainingChoice", ma
         path_in_shell=shlex.quote(str(path)),
         cluster=cluster,
         packed=packed,
-        # Twice what was seen: a run stops where more of its samples are bad.
+        # Twice the observed fraction: a run stops if more of its samples are bad.
         bad_fraction=f"{2 * sets.train.bad.total() / max(1, sets.train.opened):.1g}",
         path_of_parts=path_of_parts,
         places=places,
         processes=min(16, max(1, cores_of_worker - 1)),
-        # 0.03 at a batch of 512, with the root of the batch.
+        # 0.03 at batch size 512, scaled with the square root of the batch size.
         lr_of_finetuning=f"{0.03 * math.sqrt(choice.batch_size / 512):.1g}",
         passes=passes,
         duration=seconds,
@@ -258,13 +259,13 @@ def write_recipe(path: Path, name: str, sets: Sets, choice: "TrainingChoice", ma
     )
     if choice.is_over_time:
         echo(
-            f"  longer than --minutes asks for: fewer than {choice.steps} steps train nothing\n"
-            "  take a smaller --model, or more --minutes"
+            f"  longer than --minutes: fewer than {choice.steps} steps would train nothing\n"
+            "  choose a smaller --model, or more --minutes"
         )
 
 
 def quoted(path: str) -> str:
-    """Return a path as a recipe has it, from the root and in quotes."""
-    # OmegaConf would read ${…} as a reference.
+    """Return a path as an absolute, quoted string for a recipe."""
+    # Escape ${…}, which OmegaConf would read as a reference.
     text = str(Path(path).absolute()).replace("${", "\\${")
     return json.dumps(text, ensure_ascii=False)

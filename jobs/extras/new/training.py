@@ -1,7 +1,7 @@
-"""How `patchline new` trains on images: which model, batch, steps and augmentation, on what this machine has.
+"""Chooses how `patchline new` trains on images: model, batch size, steps and augmentation for this machine.
 
-1. `this_machine` counts cores and GPUs.
-2. `choose` takes the largest model whose passes over the images fit the time: `images_per_s` measures each.
+1. `this_machine` counts CPU cores and GPUs.
+2. `choose` measures models with `images_per_s` and takes the largest one that finishes enough passes in time.
 """
 
 import math
@@ -31,25 +31,25 @@ from pipeline.process_group import memory_free
 from pipeline.training_config import TrainConfig
 from pipeline.values import counted
 
-MOST_WORKERS = 8  # on CPUs; each computes with its share of the cores
+MOST_WORKERS = 8  # on CPUs; each worker uses its share of the cores
 MINUTES_ON_CPU = 10.0
 MINUTES_ON_GPU = 60.0
 LEAST_STEPS = 10
 MOST_PASSES = 300  # over the images, as AugReg's longest training on ImageNet-1k
-FEW_PASSES = 30  # a larger model is chosen where the time is enough for as many (AugReg's shortest)
-# From which on RandAugment is taken: AugReg's rows on ImageNet-1k are of 300 passes. At 37 passes over 9,000 images of
-# CIFAR-10 it cost ten points (benchmarks/README.md, "The first hour").
+FEW_PASSES = 30  # a larger model is chosen if there is time for this number of passes (AugReg's shortest training)
+# RandAugment is used from this number of passes: AugReg's rows on ImageNet-1k have 300 passes. At 37 passes over 9,000
+# images of CIFAR-10 it cost ten points (benchmarks/README.md, "The first hour").
 AUGMENTED_PASSES = 100
-FEW_IMAGES = 200_000  # or for as many images, where a set is small
-SHARE_OF_PEAK = 0.7  # of the images/s of one forward and backward pass, that a step with all else reaches
+FEW_IMAGES = 200_000  # for a small set: images seen that justify a larger model, instead of FEW_PASSES
+SHARE_OF_PEAK = 0.7  # speed of a complete step relative to a forward and backward pass
 SHARE_OF_MEMORY = 0.8
-LARGE = 5_000_000  # images, from which on a set is treated as ImageNet-21k
-FOR_B = 1_000_000  # images, from which on ViT-B is worth its time
-MEASURED_S = 0.5  # how long a model is tried
-FLOPS_TRIED = 2e11  # of one pass, at the most
-PATCHES = 8  # of a side, at the least
-SMALL = 128  # px, below which a crop of 5 % of the area is a smudge
-# From the smallest: name, what differs from the table of sizes, and what AugReg's rows call it.
+LARGE = 5_000_000  # images; a set of at least this size is treated like ImageNet-21k
+FOR_B = 1_000_000  # images; smaller sets do not justify ViT-B
+MEASURED_S = 0.5  # duration of a speed measurement
+FLOPS_TRIED = 2e11  # maximum for one measured pass
+PATCHES = 8  # minimum number of patches along each side
+SMALL = 128  # pixels; in smaller images a crop of 5 % of the area shows almost nothing
+# Smallest first: name, changes to the table of model sizes, name in AugReg's tables.
 SIZES: tuple[tuple[str, dict[str, int], str], ...] = (
     ("Ti", {"width": 96, "depth": 4, "mlp": 384}, "tiny"),
     ("Ti", {"depth": 6}, "tiny"),
@@ -57,7 +57,7 @@ SIZES: tuple[tuple[str, dict[str, int], str], ...] = (
     ("S", {}, "S"),
     ("B", {}, "B"),
 )
-# Steiner et al. 2022, "How to train your ViT?": (RandAugment's layers, its magnitude, mixup).
+# Steiner et al. 2022, "How to train your ViT?": (number of RandAugment layers, magnitude, mixup).
 AUGREG = {
     "none": (0, 0, 0.0),
     "light1": (2, 0, 0.0),
@@ -67,8 +67,8 @@ AUGREG = {
 }
 LEVELS_I21K = {"tiny": "none", "Ti": "none", "S": "light1", "B": "light2"}  # big_vision configs/vit_i21k.py
 LEVELS_I1K = {"tiny": "light1", "Ti": "light1", "S": "medium1", "B": "medium2"}  # big_vision configs/vit_i1k.py
-# From so many images on: images of a batch; images that fine-tuning sees at most, which are BiT-HyperRule's steps of
-# 512 (Kolesnikov et al. 2020).
+# (minimum number of images, batch size), and (minimum number of images, images seen by fine-tuning at most); the latter
+# are BiT-HyperRule's steps of 512 (Kolesnikov et al. 2020).
 GPU_BATCHES = ((500_000, 1024), (50_000, 512), (0, 256))
 CPU_BATCHES = ((5000, 128), (0, 64))
 LONGEST_FINETUNING = ((500_000, 512 * 20_000), (20_000, 512 * 10_000), (0, 512 * 500))
@@ -76,18 +76,18 @@ LONGEST_FINETUNING = ((500_000, 512 * 20_000), (20_000, 512 * 10_000), (0, 512 *
 
 @dataclass(frozen=True)
 class Machine:
-    """What this machine has to train with."""
+    """The hardware that is available for training."""
 
     name: str
     cores: int
     gpus: int
     workers: int
-    memory: int  # bytes that a worker may fill: of its GPU, or its share of the machine
+    memory: int  # bytes that a worker may use: of its GPU, or of its share of the machine
     precision: str
 
 
 class ModelCandidate(NamedTuple):
-    """A model that may be trained: as a recipe writes it, and what AugReg's rows call it."""
+    """A model to choose from: its section in the recipe, and its name in AugReg's tables."""
 
     section: dict[str, Any]
     model: ModelConfig
@@ -96,75 +96,75 @@ class ModelCandidate(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainingChoice:
-    """How the images are trained on."""
+    """The chosen model, augmentation, batch size and length."""
 
     model: ModelConfig
     section: dict[str, Any]  # the stage's `model:`
     augment: dict[str, Any]
-    reasons: list[str]  # for this augmentation
+    reasons: list[str]  # for the augmentation
     mixup: float
     batch_size: int
     micro_batch: int
     steps: int
-    rate: float  # images a second
-    is_over_time: bool  # the least number of steps takes longer than was asked for
-    init: str | None  # weights that are fine-tuned
+    rate: float  # images per second
+    is_over_time: bool  # whether the minimum number of steps exceeds the time limit
+    init: str | None  # weights to fine-tune
 
 
 def this_machine() -> Machine:
-    """Return what there is to train with."""
-    here = cores()
+    """Return the hardware of this machine."""
+    core_count = cores()
     gpus = torch.cuda.device_count()
     if gpus:
         memory = torch.cuda.mem_get_info()[1]
         name = f"{gpus} × {torch.cuda.get_device_name()}"
-        return Machine(name, here, gpus, gpus, int(SHARE_OF_MEMORY * memory), "bf16")
-    workers = min(here, MOST_WORKERS)
+        return Machine(name, core_count, gpus, gpus, int(SHARE_OF_MEMORY * memory), "bf16")
+    workers = min(core_count, MOST_WORKERS)
     memory = int(SHARE_OF_MEMORY * memory_free() / workers)
-    return Machine(counted(here, "core"), here, 0, workers, memory, "fp32")
+    return Machine(counted(core_count, "core"), core_count, 0, workers, memory, "fp32")
 
 
 def choose(sets: Sets, machine: Machine, budget_s: float, *, name: str | None, init: str | None) -> TrainingChoice:
-    """Choose how the images are trained on: from random weights, a model of this `name`, or weights to fine-tune.
+    """Choose model, augmentation and length to train from random weights or to fine-tune the weights `init`.
 
-    Weights are fine-tuned with SGD, as in the paper's table 4.
+    `name` fixes the model. Fine-tuning uses SGD, as in table 4 of the ViT paper.
     """
     train = sets.train
-    # 1. The models to choose from, the smallest first; all have one image size.
+    # 1. The candidates, smallest first; all have the same image size.
     if init is None:
         candidates = candidates_for(sets, machine, name)
     else:
         source = model_at(init)
-        assert source is not None, "`new` refuses a folder without weights"
+        assert source is not None, "`new` has checked that the folder contains weights"
         if isinstance(source, MaskedConfig):
             source = source.vit
         model = replace(source.with_new_head(), classes=train.classes)
         candidates = [ModelCandidate({"classes": train.classes}, model, "")]
     image_size = min(candidates[0].model.image_size)
 
-    # 2. How they are cropped. Letters and digits have no mirror image; ids may be of anything.
+    # 2. Crops and flips. Letters and digits must not be mirrored; classes named by ids can be anything.
     crop: dict[str, Any] = {}
     reasons = []
     if image_size < SMALL:
         crop["min_area"] = 0.3
-        reasons.append("small images: crops of 30 % of the area or more")
+        reasons.append("small images: crop at least 30 % of the area")
     if train.classes and not train.are_ids and max(map(len, train.class_counts)) == 1:
         crop["flip"] = False
-        reasons.append("letters have no mirror image")
+        reasons.append("letters must not be mirrored")
 
-    # 3. The largest model whose passes fit the time.
+    # 3. The largest model that sees enough images in time.
     enough = min(MOST_PASSES * sets.images, max(FEW_IMAGES, FEW_PASSES * sets.images))
     decode_s = decoding_seconds(train, image_size, AugmentConfig(**crop))
     chosen = candidates[0]
     rate = images_per_s(chosen.model, machine, decode_s)
     for candidate in candidates[1:]:
-        its_rate = images_per_s(candidate.model, machine, decode_s)
-        if its_rate * budget_s < enough:
+        candidate_rate = images_per_s(candidate.model, machine, decode_s)
+        if candidate_rate * budget_s < enough:
             break
         chosen = candidate
-        rate = its_rate
+        rate = candidate_rate
 
-    # 4. How long.
+    # 4. The length.
     most = MOST_PASSES * sets.images
     optimizer = "adam"
     if init is not None:
@@ -172,10 +172,10 @@ def choose(sets: Sets, machine: Machine, budget_s: float, *, name: str | None, i
         optimizer = "sgd"
     batch_size, micro_batch = batches(sets.images, chosen.model, machine, optimizer)
     steps = max(LEAST_STEPS, round(min(rate * budget_s, most) / batch_size))
-    unit = 10 ** max(0, len(str(steps)) - 2)  # two digits are read at once
+    unit = 10 ** max(0, len(str(steps)) - 2)  # round down to two significant digits
     steps = max(LEAST_STEPS, steps // unit * unit)
 
-    # 5. With which augmentation: AugReg's, which is of training from random weights, on labels.
+    # 5. The augmentation: AugReg's levels apply to training on labels from random weights.
     level = "none"
     if init is None and sets.images >= LARGE:
         level = LEVELS_I21K[chosen.row]
@@ -186,7 +186,7 @@ def choose(sets: Sets, machine: Machine, budget_s: float, *, name: str | None, i
         crop |= {"randaug_layers": layers, "randaug_magnitude": magnitude}
         reasons.insert(0, f"level {level} of AugReg (Steiner et al. 2022)")
     elif init is None:
-        reasons.insert(0, "RandAugment needs more passes (Steiner et al. 2022)")
+        reasons.insert(0, "no RandAugment, which needs more passes (Steiner et al. 2022)")
     return TrainingChoice(
         model=chosen.model,
         section=chosen.section,
@@ -203,10 +203,10 @@ def choose(sets: Sets, machine: Machine, budget_s: float, *, name: str | None, i
 
 
 def candidates_for(sets: Sets, machine: Machine, name: str | None) -> list[ModelCandidate]:
-    """Return the models that images of this size may be trained with from random weights, or that of a name alone."""
+    """Return the models to consider for images of this size; only one if `name` is given."""
     train = sets.train
     side = train.shorter_side
-    # Images of a few pixels have small patches; on CPUs photographs are made small too, or nothing would end today.
+    # Tiny images get small patches. On CPUs, large images are reduced too: training would take days otherwise.
     if name is not None:
         named = model_config({"name": name, "image_size": 224, "classes": train.classes})
         stride = named.stride[0] if isinstance(named, vit.ViTConfig) else 32
@@ -241,12 +241,12 @@ def candidates_for(sets: Sets, machine: Machine, name: str | None) -> list[Model
 
 
 def by_images(images: int, table: Sequence[tuple[int, int]]) -> int:
-    """Return the entry of the first row of a table that asks for no more images."""
+    """Return the value of the first row whose minimum number of images is reached."""
     return next(entry for least, entry in table if images >= least)
 
 
 def batches(images: int, model: ModelConfig, machine: Machine, optimizer: str) -> tuple[int, int]:
-    """Return the batch, and the part of it that a worker takes at a time and that its memory holds."""
+    """Return the batch size, and the micro-batch of a worker that fits into its memory."""
     workers = machine.workers
     if machine.gpus:
         batch_size = by_images(images, GPU_BATCHES)
@@ -254,13 +254,13 @@ def batches(images: int, model: ModelConfig, machine: Machine, optimizer: str) -
     else:
         batch_size = by_images(images, CPU_BATCHES)
         most_at_once = 64
-    # A small set has several steps a pass too.
+    # Keep several steps per pass for small sets.
     while batch_size > 8 and batch_size * 4 > images:
         batch_size //= 2
     share = max(1, batch_size // workers)
     micro_batch = min(share, most_at_once)
 
-    # A small model on small images fits anywhere; another is traced, which takes seconds, as `plan` does.
+    # A small model on small images always fits; trace a step of any other model, as `plan` does (a few seconds).
     values: dict[str, Any] = {
         "steps": 1,
         "batch_size": micro_batch * workers,
@@ -276,7 +276,7 @@ def batches(images: int, model: ModelConfig, machine: Machine, optimizer: str) -
         activations = micro_batch * model.depth * model.width * math.prod(model.grid)
         is_small = 16 * models.parameters_of(model) + 200 * activations < machine.memory
     if not is_small:
-        echo("tracing a step for what it needs of memory …")
+        echo("estimating the memory of a training step …")
         try:
             cfg = build(TrainConfig, values, "")
             while micro_batch > 1:
@@ -285,33 +285,33 @@ def batches(images: int, model: ModelConfig, machine: Machine, optimizer: str) -
                     break
                 micro_batch //= 2
         except TraceFailed as error:
-            echo(f"  not known: {error}")
+            echo(f"  memory unknown: {error}")
     return share // micro_batch * micro_batch * workers, micro_batch
 
 
-# ------------------------------------------------------------------------------------------------ how fast
+# ------------------------------------------------------------------------------------------------ speed
 
 
 def images_per_s(model: ModelConfig, machine: Machine, decode_s: float) -> float:
-    """Measure how many images this machine trains on in a second: forward and backward, and decoding."""
+    """Measure the training speed of this machine in images/s: forward and backward pass, and decoding."""
     if isinstance(model, MaskedConfig):
         model = model.vit
     device = torch.device("cpu")
     dtype = torch.float32
     clock = time.process_time
-    # Of a large model few images, which take a core some seconds.
+    # Use few images for a large model, which takes a core some seconds.
     batch_size = max(1, min(8, int(FLOPS_TRIED / models.training_flops(model, 1))))
     if machine.gpus:
         device = torch.device("cuda")
         dtype = torch.bfloat16
         clock = time.perf_counter
         batch_size = 64
-    # One thread and its CPU time: other programs that run now say nothing of how long the training will take.
+    # Measure the CPU time of one thread, which does not depend on other programs running now.
     torch.set_num_threads(1)
     module = models.from_config(model).to(device, dtype)
     images = torch.rand(batch_size, 3, *model.image_size, device=device, dtype=dtype)
     began = clock()
-    passes = -1  # the first allocates, and is not counted
+    passes = -1  # the first pass is a warm-up and is not counted
     while passes < 1 or clock() - began < MEASURED_S:
         module(images).float().square().mean().backward()
         if machine.gpus:
@@ -320,14 +320,14 @@ def images_per_s(model: ModelConfig, machine: Machine, decode_s: float) -> float
             began = clock()
         passes += 1
     compute_s = (clock() - began) / passes / batch_size
-    # GPUs compute while cores decode; a core does the one or the other.
+    # With GPUs, decoding runs in parallel to training; without, they share the cores.
     if machine.gpus:
         return SHARE_OF_PEAK / max(compute_s / machine.gpus, decode_s / machine.cores)
     return SHARE_OF_PEAK * machine.cores / (compute_s + decode_s)
 
 
 def decoding_seconds(train: FoundSet, image_size: int, cfg: AugmentConfig) -> float:
-    """Measure how long a core decodes and crops an image."""
+    """Measure how long one core takes to decode and crop an image, in seconds."""
     out = np.empty((image_size, image_size, 3), np.uint8)
     began = time.process_time()
     for number, encoded in enumerate(train.examples):

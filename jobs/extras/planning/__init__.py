@@ -1,1 +1,1 @@
-"""Plan a run, try its steps, and check the cluster before it starts."""
+"""Plan a run, try its training steps, and check the cluster before the run starts."""

@@ -1,9 +1,9 @@
-"""The table of checks that `plan`, `trial` and `preflight` share; each command shows the rows that name it.
+"""The table of checks that `plan`, `trial` and `preflight` share; each check lists the commands that show it.
 
-In:  "preflight", and what a worker group has reported (ClusterFacts)
-Out: OK   clocks      within 3 ms of the driver's, give or take 4 ms
+In:  "preflight", and the reports of a worker group (ClusterFacts)
+Out: OK   clocks      within 3 ms of the driver's, ± 4 ms
      WARN links       all 3 pairs of workers; slowest 0–2 (h0, h2): 1.0 MB in 412.0 ms, 38 × the fastest between nodes
-          → look at h2's cable, switch port and routes; NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME name another interface
+          → check h2's cable, switch port and routes; NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME select another interface
 
 The checks of the recipe itself, which `run` makes too, come before these (jobs/recipe/validate.py).
 """
@@ -19,20 +19,20 @@ from jobs.extras.planning.cluster_checks import ClusterFacts
 from jobs.extras.planning.stage_checks import CheckVerdict, TrainedFacts
 from jobs.resolved_recipe import CheckResult
 
-STAGE = "stage"  # a TrainedFacts: a stage that trains, before anything starts
-NODES = "nodes"  # a ClusterFacts: what nodes say of themselves, also if the worker group failed
-GROUP = "group"  # a ClusterFacts of a worker group that has measured
+STAGE = "stage"  # needs TrainedFacts: a training stage before anything starts
+NODES = "nodes"  # needs ClusterFacts: node reports, available even if the worker group failed
+GROUP = "group"  # needs ClusterFacts with the measurements of a worker group
 
 
 @dataclass(frozen=True)
 class Check:
-    """One row: what is checked, on what, and which of the commands show it."""
+    """One check: its subject, the facts it needs, and the commands that show it."""
 
     name: str
-    looks_at: str  # STAGE, NODES or GROUP
-    commands: str  # of plan, trial and preflight
-    verdict: Callable[[Any], Iterable[CheckVerdict]]  # nothing if it does not apply
-    exit_code: ExitCode = ExitCode.UNAVAILABLE  # of a FAIL
+    needs: str  # STAGE, NODES or GROUP
+    commands: str  # "plan", "trial" and "preflight", separated by spaces
+    verdict: Callable[[Any], Iterable[CheckVerdict]]  # yields nothing if the check does not apply
+    exit_code: ExitCode = ExitCode.UNAVAILABLE  # of the command after a FAIL
 
 
 CHECKS = (
@@ -58,11 +58,11 @@ CHECKS = (
 )
 
 
-def results(command: str, facts: TrainedFacts | ClusterFacts, *looks_at: str) -> list[CheckResult]:
-    """Return the results of the rows that a command shows about these facts, in the order of the table."""
+def results(command: str, facts: TrainedFacts | ClusterFacts, *available: str) -> list[CheckResult]:
+    """Run the checks of a command that need only the `available` kinds of facts; return results in table order."""
     shown = []
     for check in CHECKS:
-        if command not in check.commands.split() or check.looks_at not in looks_at:
+        if command not in check.commands.split() or check.needs not in available:
             continue
         for level, text, remedy in check.verdict(facts):
             if level == "OK":

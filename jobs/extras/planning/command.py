@@ -1,4 +1,4 @@
-"""`patchline plan|preflight|trial`: what a run needs and takes, before it starts."""
+"""`patchline plan|preflight|trial`: estimate, check or measure a run before it starts."""
 
 from dataclasses import replace
 from typing import Annotated
@@ -14,60 +14,61 @@ def plan(
     context: typer.Context,
     recipe: Recipe,
     overrides: Overrides = None,
-    resolved: Annotated[
-        bool, typer.Option("--resolved", help="Print the recipe with every default written out.")
-    ] = False,
+    resolved: Annotated[bool, typer.Option("--resolved", help="Print the recipe with all defaults and exit.")] = False,
     without_data: Annotated[
-        bool, typer.Option("--without-data", help="Exit 0 although data or weights are missing that `run` would need.")
+        bool, typer.Option("--without-data", help="Exit 0 even if data or weights are missing that `run` needs.")
     ] = False,
     fresh: Fresh = False,
     gpu: Annotated[
-        str | None, typer.Option(metavar="NAME", help="h100, h200 or a100: for an estimate where nothing was tried.")
+        str | None,
+        typer.Option(metavar="NAME", help="h100, h200 or a100: estimate times for this GPU if no trial exists."),
     ] = None,
-    price: Annotated[float | None, typer.Option(help="Of a worker and an hour, in any currency.")] = None,
-    mtbf: Annotated[float | None, typer.Option(metavar="HOURS", help="Between two failures of the run.")] = None,
+    price: Annotated[float | None, typer.Option(help="Price of a worker-hour, in any currency.")] = None,
+    mtbf: Annotated[
+        float | None, typer.Option(metavar="HOURS", help="Mean time between failures of the run, in hours.")
+    ] = None,
     _debug: Debug = False,
 ) -> None:
-    """Print whether it fits, how long it takes, what it costs, and all stages; exit as `run` would before its first."""
+    """Print whether a recipe fits in memory, how long it takes, what it costs, and all stages; exit codes as `run`."""
     campaign = load_campaign(recipe, overrides, kinds_of(context))
     if resolved:
         from jobs.extras import recipe_text
 
         activity.end()
-        # YAML ends its last line itself.
+        # The YAML text already ends with a newline.
         print(recipe_text.resolved(campaign), end="")
         return
-    from jobs.extras.planning.run_folders import looked_at
+    from jobs.extras.planning.run_folders import readable_run
     from jobs.recipe.references import with_values
     from jobs.recipe.validate import refuse, validate_all
     from jobs.resolved_recipe import INPUTS, MEMORY
     from pipeline.extras.plan.cost import Assumptions
 
     assumed = Assumptions(gpu, price, mtbf)
-    with looked_at(campaign.storage) as folder:
+    with readable_run(campaign.storage) as folder:
         campaign = with_values(replace(campaign, run=folder))
-        # As `run` does before its first stage: a plan promises nothing that would be refused.
+        # Run the same checks as `run`: a recipe that `run` would refuse gets no plan.
         results = validate_all(campaign, campaign.stages, fresh=fresh)
         refuse(result for result in results if result.subject not in (INPUTS, MEMORY))
-        # Only now: torch is imported for what is planned, and a recipe that is refused does not wait for it.
+        # Imported after the checks: it imports torch, which takes seconds.
         from jobs.extras.planning.plan import plan
 
         plan(campaign, assumed, activity.now)
         for result in results:
             if result.level != "FAIL":
                 echo(result.text)
-        # Missing inputs and memory are refused last: all but a few lines of the plan can be told without them.
+        # Report missing inputs and memory last: most lines of the plan do not depend on them.
         missing = [result for result in results if result.subject == INPUTS]
         if missing and without_data:
             refuse(result for result in results if result not in missing)
             echo("")
-            echo(f"planned without {len(missing)} missing inputs: until they are there `run` ends with exit code 65")
+            echo(f"planned without {len(missing)} missing inputs: until they exist, `run` ends with exit code 65")
         else:
             refuse(results)
 
 
 def preflight(context: typer.Context, recipe: Recipe, overrides: Overrides = None, _debug: Debug = False) -> int:
-    """Measure workers, links, disks and data before a run: a line each, OK, WARN or FAIL, with what to do."""
+    """Measure workers, links, disks and data before a run; print OK, WARN or FAIL and a remedy for each check."""
     campaign = load_campaign(recipe, overrides, kinds_of(context))
     from jobs.cluster.ray import disconnect
     from jobs.extras.planning import preflight
@@ -82,10 +83,10 @@ def trial(
     context: typer.Context,
     recipe: Recipe,
     overrides: Overrides = None,
-    stage: Annotated[str | None, typer.Option(metavar="NAME", help="This one alone.")] = None,
+    stage: Annotated[str | None, typer.Option(metavar="NAME", help="Try only this stage.")] = None,
     _debug: Debug = False,
 ) -> None:
-    """Take 30 real steps of each trained stage on the cluster, and keep what they took for `plan` to go by."""
+    """Run 30 real steps of each trained stage on the cluster, and save the measurements for `plan`."""
     campaign = load_campaign(recipe, overrides, kinds_of(context))
     from jobs.extras.planning import trial
 

@@ -1,7 +1,7 @@
-"""What a trained stage needs of its device's memory, checked before it runs and before each attempt.
+"""Checks that a trained stage fits into its device's memory, before it runs and before each attempt.
 
-1. With `cluster.gpu_memory_gb` a stage that does not fit is refused, with what to type.
-2. If a plan has traced such a step before, workers compare their need with what is free on their device.
+1. If `cluster.gpu_memory_gb` is set, refuse a stage that does not fit and suggest changes.
+2. If a plan has traced the stage's step before, workers compare the need with the free memory of their device.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,17 +14,17 @@ from models import ModelConfig
 from pipeline.phases import has_whole_images
 from pipeline.training_config import TrainConfig
 
-MANY = 1_000_000  # steps: enough that each phase has some
+MANY = 1_000_000  # steps: enough for each phase of the schedule to occur
 
 
 class MemoryCheck(TrainingExtra):
-    """Compares a stage's need of memory with its devices."""
+    """Compares the memory that a stage needs with its devices."""
 
     def checks(self, stage: Stage, available: Available) -> Iterator[CheckResult]:
-        """Yield what is wrong with the memory of a stage whose model is known."""
+        """Yield the memory problems of a stage whose model is known."""
         if stage.model is None or not available.checks_files:
             return
-        # A worker needs the most if the workers are the fewest.
+        # A worker needs the most memory if there are the fewest workers.
         fewest = allowed_worlds(stage.config, available.campaign.cluster)[-1]
         try:
             yield from check_memory(stage, available, fewest)
@@ -32,11 +32,11 @@ class MemoryCheck(TrainingExtra):
             yield CheckResult.of(error, MEMORY)
 
     def job_fields(self, cfg: TrainConfig, context: Context) -> Mapping[str, Any]:
-        """Return what a worker needs of its device, if a plan has traced such a step: a run does not wait for a trace.
+        """Return the bytes that a worker needs, if a plan has traced such a step; a run does not wait for a trace.
 
-        If the recipe leaves the number of workers open, this is the need with the most that it allows: each then needs
-        the least, and no start is refused for a world that it does not have. A traced step sees whole images: a stage
-        that never does needs less.
+        If the recipe allows several numbers of workers, use the largest number, with which each worker needs the least:
+        no start may be refused because of another number. Nothing is returned for a stage that never sees whole images:
+        it needs less than the traced step.
         """
         from pipeline.extras.plan.memory import need_if_traced
 
@@ -49,27 +49,26 @@ class MemoryCheck(TrainingExtra):
 
 
 def sees_whole_images(cfg: TrainConfig, model: ModelConfig) -> bool:
-    """Return whether any step of a stage sees whole images, as a traced step does."""
+    """Return whether any step of a stage trains on whole images, as the traced step does."""
     return has_whole_images(cfg.phases(MANY, model))
 
 
 def check_memory(stage: Stage, available: Available, fewest: int) -> Iterator[CheckResult]:
-    """Raise ConfigError, with what to change, if a stage on `fewest` workers does not fit `cluster.gpu_memory_gb`.
+    """Raise ConfigError, with suggestions, if a stage on `fewest` workers exceeds `cluster.gpu_memory_gb`.
 
-    Without this field nothing is traced, which takes some seconds for a new step. A need that cannot be traced is a
-    warning.
+    Without this limit nothing is traced, because a trace takes some seconds. A failed trace is a warning.
     """
     cfg: TrainConfig = stage.config
     model = stage.model
-    assert model is not None, "only for stages whose model is known"
+    assert model is not None, "called only for stages with a known model"
     limit = available.campaign.cluster.gpu_memory_gb
     if limit is None or available.campaign.cluster.gpus_per_worker == 0:
         return
-    # Only now: they import torch, for which a recipe without this limit does not wait.
+    # Imported only if there is a limit: these modules import torch, which takes seconds.
     from pipeline.extras.plan.memory import GIB, check_fits
     from pipeline.extras.plan.memory_traces import TraceFailed
 
-    unknown = f"{stage.name}: whether it fits cluster.gpu_memory_gb={limit:g} is not known"
+    unknown = f"{stage.name}: cannot tell whether it fits cluster.gpu_memory_gb={limit:g}"
     if not sees_whole_images(cfg, model):
         yield CheckResult("WARN", MEMORY, f"{unknown} with patch dropout")
         return

@@ -1,6 +1,6 @@
-"""The work of `patchline plan RECIPE`: whether it fits, how long it takes and what it costs, and what would run.
+"""Implements `patchline plan RECIPE`: whether a recipe fits, how long it takes, what it costs, and what would run.
 
-    fits    yes: pretrain needs the most, 23.1 GiB a worker of the 79.1 GiB of an H100
+    fits    yes: pretrain needs the most, 23.1 GiB per worker of the 79.1 GiB of an H100
     time    4d03h for 1 trained stage; with 2.0 failures 4d05h
     cost    808 worker-hours, 2,020 at 2.5 each
 
@@ -8,13 +8,13 @@
       batch   4096 = 8 workers × micro_batch 512 × accumulation 1
       steps   2,190 (9.0M images, 7.00 passes over 1,281,167 samples)
 
-1. Each stage gets its lines (`Plan.add_stage`); for a trained one, `PlannedTraining` (plan_training.py) works out
-   batch, data, compute, memory and time.
-2. Their sums make the first three lines (`Plan.sum_up`), and then all lines are printed.
+1. Describe each stage in a few lines (`Plan.add_stage`); for a trained stage, `PlannedTraining` (plan_training.py)
+   computes batch, data, compute, memory and time.
+2. Sum up all stages in the first three lines (`Plan.sum_up`), then print everything.
 
-Time is that of trials on the cluster (`python -m jobs trial`), or an estimate, which is labelled as one. Nothing is
-started or written. What is not there yet (data, weights) is named, and the lines that need it are left out; then the
-command ends as `run` would, with exit code 65, or with 0 where `--without-data` asks for that.
+Times come from trials on the cluster (`python -m jobs trial`); without trials they are labelled as estimates. Nothing
+is started or written. Missing data and weights are listed, and lines that depend on them are omitted; the command then
+ends with exit code 65, as `run` would, or with 0 if `--without-data` is given.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from data.checks import few
 from data.files import memory_text
 from data.index.names import Names, preview
 from jobs.extras.planning.plan_training import PlannedTraining, bill, span
-from jobs.extras.recipe_text import in_words
+from jobs.extras.recipe_text import describe_value
 from jobs.extras.studies import table
 from jobs.extras.studies.law import compute_of
 from jobs.recipe.records import half_done_folder
@@ -36,13 +36,13 @@ from pipeline.values import counted
 
 
 def plan(campaign: Campaign, assumed: Assumptions, log: Callable[[str], None]) -> None:
-    """Print the first three lines, and those of every stage; `log` hears of waits longer than a few seconds."""
+    """Print the plan: three summary lines, then the lines of every stage; `log` reports longer waits."""
     cluster = campaign.cluster
     workers = str(cluster.most)
     if cluster.least < cluster.most:
         workers = f"{cluster.least} to {cluster.most}"
-    made = Plan(campaign, assumed, log)
-    made.lines += [
+    plan = Plan(campaign, assumed, log)
+    plan.lines += [
         "",
         f"run directory  {campaign.storage.address()}",
         f"cluster        {workers} workers ({cluster.backend})",
@@ -52,47 +52,47 @@ def plan(campaign: Campaign, assumed: Assumptions, log: Callable[[str], None]) -
     if compute.uncounted:
         text += f"; NOT counted: {few(compute.uncounted)}"
     if compute.apart != compute.planned:
-        text += f", {compute.planned / compute.apart:.0%} of the {compute.apart:.4g} of as many runs from step 0"
+        text += f", {compute.planned / compute.apart:.0%} of the {compute.apart:.4g} for separate runs from step 0"
     if campaign.budget is not None:
-        text += f", of a budget of {campaign.budget:g}"
-    made.lines.append(f"compute        {text}")
+        text += f", budget {campaign.budget:g}"
+    plan.lines.append(f"compute        {text}")
     for stage in campaign.stages:
-        made.add_stage(stage)
-    fits, time, cost = made.sum_up()
-    for line in (f"fits    {fits}", f"time    {time}", f"cost    {cost}", *made.lines):
+        plan.add_stage(stage)
+    fits, time, cost = plan.sum_up()
+    for line in (f"fits    {fits}", f"time    {time}", f"cost    {cost}", *plan.lines):
         echo(line)
 
 
 @dataclass
 class Plan:
-    """Collects the lines of all stages, parents first, and the sums of them."""
+    """The lines of all stages in execution order, and their sums."""
 
     campaign: Campaign
     assumed: Assumptions
-    log: Callable[[str], None]  # hears of waits
+    log: Callable[[str], None]  # receives messages about waits
     lines: list[str] = field(default_factory=list)
-    would_run: set[str] = field(default_factory=set)  # names of stages that have not finished
+    would_run: set[str] = field(default_factory=set)  # names of unfinished stages
     to_train: list[PlannedTraining] = field(default_factory=list)
 
     def add(self, label: str, text: str) -> None:
-        """Add a line to the stage that is described."""
+        """Add a line to the current stage."""
         self.lines.append(f"  {label:7} {text}")
 
     def add_stage(self, stage: Stage) -> None:
-        """Add the lines of a stage; those that it reads have been described before."""
+        """Add the lines of a stage; its parents must have been added before."""
         campaign = self.campaign
         is_done = campaign.done(stage) is not None
-        # 1. Whether it would be skipped, resumed or run, and the reason.
+        # 1. Whether the stage would be skipped, resumed or run, and why.
         if is_done:
             status = "finished, would be skipped"
         elif any((campaign.directory(stage) / "checkpoints").glob("step-*")):
-            status = "half done, would be resumed from its newest checkpoint"
-        # Without --fresh the command has ended before this (jobs/recipe/validate.py).
+            status = "unfinished, would resume from its newest checkpoint"
+        # Without --fresh, the command has been refused before (jobs/recipe/validate.py).
         elif half_done_folder(campaign, stage) is not None:
-            status = "half done with another config, would start over"
+            status = "unfinished with another config, would start over"
         else:
             status = "would run"
-            # It ran once with other inputs: a stage before it has changed.
+            # A finished folder with another key: a parent has changed since.
             if any(campaign.run.glob(f"{stage.name}-*/done.json")):
                 for value in stage.parents.values():
                     link = reference(value)
@@ -103,9 +103,9 @@ class Plan:
         if not is_done:
             self.would_run.add(stage.name)
 
-        # 2. What it reads and lacks, and its model.
+        # 2. Its inputs and its model.
         for part, value in stage.parents.items():
-            # The runs of a sweep's table are listed above it, and values of other stages have a line of their own.
+            # The runs of a sweep's table are listed above it; values of other stages have separate lines below.
             if stage.kind.name != table.Table.name and part not in stage.references:
                 self.add("reads", f"{part} = {value}")
         if stage.model is not None:
@@ -114,18 +114,18 @@ class Plan:
             self.add(
                 "model",
                 f"{model.family} {size} px, {model.classes} classes, {models.parameters_of(model):,} "
-                f"parameters, {models.macs_of(model) / 1e9:.3f} GMACs an image",
+                f"parameters, {models.macs_of(model) / 1e9:.3f} GMACs per image",
             )
-        # What a finished stage was made from is needed no more.
+        # A finished stage does not need its inputs any more.
         if not is_done:
             for message in stage.missing:
                 self.add("MISSING", message)
 
-        # 3. What sweeps have chosen for it, or, of the table of a sweep, what it will be made of.
+        # 3. Values chosen by sweeps; for the table of a sweep, its rows.
         for part in stage.references:
-            self.add("chosen", f"{part}: {in_words(campaign, stage, part)}")
+            self.add("chosen", f"{part}: {describe_value(campaign, stage, part)}")
         if stage.pending:
-            self.add("chosen", "until then the lines below have the first of these values")
+            self.add("chosen", "until then, the lines below assume the first candidate of each value")
         if stage.kind.name == table.Table.name:
             cfg: table.TableConfig = stage.config
             rows = {run.row for run in cfg.runs.values()}
@@ -137,26 +137,26 @@ class Plan:
                     text += f": chooses {table.TIES}"
             self.add("table", text)
 
-        # 4. Which names its classes have, and whose labels are taken on trust.
+        # 4. The names of its classes; without names, it is unknown whether the labels of sets match.
         names, nameless = known_names(stage, Available(campaign))
         if names:
             self.add("names", preview(names))
         if nameless:
-            self.add("names", f"none in {', '.join(nameless)}: labels are taken on trust")
+            self.add("names", f"none in {', '.join(nameless)}: labels of the sets cannot be compared")
 
-        # 5. What its training takes, where it is still to come.
+        # 5. Its training, unless it has finished.
         if stage.kind.trains and not is_done:
             trained = PlannedTraining(campaign, stage, self.assumed, self.add, self.log)
             trained.work_out()
             self.to_train.append(trained)
 
     def sum_up(self) -> tuple[str, str, str]:
-        """Return whether all that is still to be trained fits, how long it takes, and how much it costs."""
+        """Return the three summary lines: whether all unfinished training fits, how long it takes, what it costs."""
         stages = self.to_train
         if not stages:
-            return "nothing is left to train", "no time of training", "no worker-hours of training"
-        # 1. What the stages come to together.
-        largest = stages[0]  # that needs the most
+            return "nothing left to train", "no training time", "no worker-hours of training"
+        # 1. Add up the stages.
+        largest = stages[0]  # the stage that needs the most memory
         too_large = []
         not_traced = []
         timed = []
@@ -179,36 +179,36 @@ class Plan:
             least_hours += stage.least_s * stage.world / HOUR_S
             most_hours += stage.most_s * stage.world / HOUR_S
 
-        # 2. Whether they fit: the largest decides.
-        fits = f"{largest.name} needs the most, {memory_text(largest.device_bytes)} a worker"
+        # 2. Memory: the largest stage decides.
+        fits = f"{largest.name} needs the most, {memory_text(largest.device_bytes)} per worker"
         if too_large:
-            fits = f"NO: of {few(too_large)} a worker needs more than there is"
+            fits = f"NO: not enough memory for a worker of {few(too_large)}"
         elif not largest.device_bytes:
-            fits = "not known"
+            fits = "unknown"
         elif largest.limit:
             fits = f"yes: {fits} of {memory_text(largest.limit)} ({largest.limit_source})"
         elif largest.is_gpu:
-            fits = f"not known: {fits}; cluster.gpu_memory_gb=…, or --gpu, says what there is"
+            fits = f"unknown: {fits}; give the GPU's memory with cluster.gpu_memory_gb=… or --gpu"
         else:
-            fits = f"not known: {fits} of its node's"
+            fits = f"unknown: {fits}; the memory of the nodes is not known"
         if not_traced:
-            fits += f"; of {few(not_traced)} it is not known"
+            fits += f"; unknown for {few(not_traced)}"
 
-        # 3. How long and how much: a range where one of them is estimated.
+        # 3. Time and cost: a range if any stage is estimated.
         if not timed:
-            return fits, f"not known: {stages[0].no_time}", "not known without the time"
+            return fits, f"unknown: {stages[0].no_time}", "unknown without the time"
         time = f"{span(least_s, most_s)} for {counted(len(timed), 'trained stage')}"
         if least_s < most_s:
             time = f"ESTIMATE, not measured: {time}, without saves and failures"
         elif self.assumed.mtbf_hours is not None:
             time += f" with {failures:.1f} failures"
         if untimed:
-            time += f"; NOT known of {few(untimed)}"
+            time += f"; UNKNOWN for {few(untimed)}"
         return fits, time, bill(least_hours, most_hours, self.assumed.price)
 
 
 def known_names(stage: Stage, available: Available) -> tuple[Names, list[str]]:
-    """Return the class names of the first set of a stage that has any, and the sets that have none: field and path."""
+    """Return the class names of a stage's first set that has any, and all sets without names as "field (path)"."""
     paths: dict[str, str] = {}
     for shared in stage.kind.shared_classes(stage.config):
         paths |= shared.sets

@@ -1,12 +1,12 @@
-"""The plan of a stage's training: batch, steps, data, compute, memory, time and money, a line each.
+"""The plan of a stage's training: one line each for batch, steps, data, compute, memory, time and cost.
 
       batch   4096 = 8 workers × micro_batch 512 × accumulation 1
       steps   2,190 (9.0M images, 7.00 passes over 1,281,167 samples)
-      memory  23.1 GiB a worker …
-      time    800 ms a step on 8 workers: compute 752 ms, …; 5.1k images/s (measured 2026-11-23; …)
+      memory  23.1 GiB per worker …
+      time    800 ms per step on 8 workers: compute 752 ms, …; 5.1k images/s (measured 2026-11-23; …)
 
-A line that is not known is left out, or says why: data and weights may not be there yet. Times are those of trials
-(`python -m jobs trial`), or an estimate that is labelled as one.
+A line whose values are unknown is omitted, or gives the reason: data and weights may not exist yet. Times come from
+trials (`python -m jobs trial`); without trials they are labelled as estimates.
 """
 
 import math
@@ -36,58 +36,58 @@ from pipeline.phases import flops_of, has_one_shape
 from pipeline.training_data import batch_arithmetic, cache_line, steps_of, training_order
 from pipeline.values import amount, counted, duration, milliseconds
 
-LEAST_GAIN = 0.01  # of a stage's time, for which another number of steps between two saves is proposed
+LEAST_GAIN = 0.01  # fraction of a stage's time that another save_every must gain to be proposed
 
 
 def span(least_s: float, most_s: float) -> str:
-    """Return "4d03h", or "3d01h to 6d02h" of a range."""
+    """Format a duration or a range of durations: "4d03h", "3d01h to 6d02h"."""
     if math.isinf(most_s):
-        return "NEVER, because failures cost more than the time between two"
+        return "NEVER, because failures lose more work than is done between them"
     if least_s == most_s:
         return duration(least_s)
     return f"{duration(least_s)} to {duration(most_s)}"
 
 
 def bill(least_hours: float, most_hours: float, price: float | None) -> str:
-    """Return the worker-hours of a range, and what they cost."""
+    """Format a number or range of worker-hours and its price."""
     hours = f"{least_hours:,.1f}"
     money = f"{least_hours * (price or 0):,.2f}"
     if least_hours != most_hours:
         hours += f" to {most_hours:,.1f}"
         money += f" to {most_hours * (price or 0):,.2f}"
     if price is None:
-        return f"{hours} worker-hours (--price 2.5 says what they cost)"
+        return f"{hours} worker-hours (--price 2.5 adds the cost)"
     return f"{hours} worker-hours, {money} at {price:g} each"
 
 
 class PlannedTraining(TrainedFacts):
-    """Works out a trained stage: its lines in the plan, and the numbers that the first three lines need of it."""
+    """Computes the plan of a trained stage: its lines, and the numbers for the summary."""
 
     def __init__(
         self,
         campaign: Campaign,
         stage: Stage,
         assumed: Assumptions,
-        add: Callable[[str, str], None],  # a line of the plan: its label and its text
-        log: Callable[[str], None],  # hears of waits
+        add: Callable[[str, str], None],  # adds a line to the plan: label, text
+        log: Callable[[str], None],  # receives messages about waits
     ) -> None:
         super().__init__(campaign, stage, assumed)
         self.add = add
         self.log = log
-        self.least_s = 0.0  # that the stage takes, at the least and at the most; 0: not known
+        self.least_s = 0.0  # minimum and maximum duration of the stage; 0: unknown
         self.most_s = 0.0
-        self.failures = 0.0  # to be expected
-        self.no_time = "the data or the model is not there yet"  # why it is not known how long it takes
+        self.failures = 0.0  # expected number
+        self.no_time = "the data or the model does not exist yet"  # why the duration is unknown
         self.is_asynchronous = getattr(self.cfg, "evaluate_on", "training") == "spare"
 
     def work_out(self) -> None:
-        """Fill lines and numbers, as far as data and model are there."""
+        """Add all lines and compute the numbers, as far as data and model exist."""
         is_known = self.describe()
-        self.log(f"plan: {self.name}: tracing a step for what it needs of memory, once …")
+        self.log(f"plan: {self.name}: estimating the memory of a step (once per config) …")
         for result in results("plan", self, STAGE):
             self.add(result.subject, "; ".join(filter(None, (result.text, result.remedy))))
         if is_known and self.model is not None:
-            # How gradients are summed over all workers, with the tuning of the user's own DeepSpeed file.
+            # How gradients are reduced over all workers, including settings of the user's DeepSpeed file.
             micro_batches = batch_arithmetic(self.cfg, self.world).accumulation
             tuned = engine_settings(self.cfg, micro_batches)["zero_optimization"]
             summed = reduction_line(tuned, models.parameters_of(self.model), self.world, self.cfg.exact_parts)
@@ -96,52 +96,54 @@ class PlannedTraining(TrainedFacts):
             self.add_time()
 
     def describe(self) -> bool:
-        """Add the lines of batch, steps, data and compute; return whether data and model are known."""
+        """Add the lines for batch, steps, data and compute; return whether data and model are known."""
         cfg = self.cfg
-        # 1. How a batch falls on the workers.
+        # 1. How a batch is split over the workers.
         arithmetic = batch_arithmetic(cfg, self.world)
         micro_batches = arithmetic.accumulation
         if cfg.batch_size == self.world * cfg.micro_batch * micro_batches:
             shares = f"= {self.world} workers × micro_batch {cfg.micro_batch} × accumulation {micro_batches}"
         else:
-            shares = f"over {self.world} workers unevenly, {micro_batches} micro-batches each"
+            shares = f"split unevenly over {self.world} workers, {micro_batches} micro-batches each"
         self.add("batch", f"{cfg.batch_size} {shares}")
         if len(self.worlds) > 1:
             *others, last = map(str, self.worlds)
             worlds = f"{', '.join(others)} or {last}"
             if len(self.worlds) > 6:
                 worlds = f"{', '.join(others[:3])} … {last}"
-            self.add("workers", f"{worlds}, as there is room; lines about a worker are for {self.fewest}")
+            self.add("workers", f"{worlds}, depending on available nodes; lines per worker are for {self.fewest}")
 
-        # 2. How many steps, counted where all sets are there, else as the recipe says.
+        # 2. The number of steps: from the sets if all exist, otherwise from the recipe.
         samples = self.samples
         if samples is None and cfg.steps is None:
-            self.add("steps", f"{cfg.passes:g} passes; the data is not there yet (data.samples=… lets plan count)")
+            self.add(
+                "steps", f"{cfg.passes:g} passes; the data does not exist yet (to plan without it: data.samples=…)"
+            )
             return False
         self.steps = steps_of(cfg, samples or 0)
-        # A branch takes the steps after its begin.
+        # A branch starts at a later step.
         self.taken = range(cfg.first_step, self.steps)
         self.add_data(samples)
 
-        # 3. What the steps compute.
+        # 3. Compute and optimizer.
         if self.model is None:
-            self.add("model", "not known: the weights that it starts from are missing")
+            self.add("model", "unknown: the initial weights are missing")
             return False
         model = self.model
         phases = cfg.phases(self.steps, model)
-        is_thinned = not has_one_shape(phases, model)
+        has_full_steps = has_one_shape(phases, model)
         self.flops = flops_of(phases, model, self.taken, cfg.batch_size)
         text = f"{self.flops / 1e18:.4g} exaFLOPs (6 × MACs × images)"
-        if is_thinned:
+        if not has_full_steps:
             whole = models.training_flops(model, len(self.taken) * cfg.batch_size)
-            text += f", {self.flops / whole:.2f} × the {whole / 1e18:.4g} of whole images"
+            text += f", {self.flops / whole:.2f} × the {whole / 1e18:.4g} with whole images"
         self.add("compute", text)
-        if is_thinned:
+        if not has_full_steps:
             for phase in phases:
                 text = f"steps {phase.steps.start:,} … {phase.steps.stop - 1:,}: {phase.image_size} px"
                 if phase.kept is not None:
                     text += f", {phase.kept} of {phase.patches} patches"
-                self.add("thinned", text)
+                self.add("phase", text)
         schedule = cfg.optim.schedule
         text = (
             f"{cfg.optim.name} lr {cfg.optim.lr:g}, {schedule.decay} after {schedule.warmup_steps:,} warm-up steps, "
@@ -153,30 +155,30 @@ class PlannedTraining(TrainedFacts):
         return True
 
     def add_data(self, samples: int | None) -> None:
-        """Say how long a stage trains, when it is evaluated, and where its samples come from."""
+        """Add lines for the number of steps, the evaluations, and the composition of batches."""
         cfg = self.cfg
         images = len(self.taken) * cfg.batch_size
-        passes = "data is not there yet"
+        passes = "the data does not exist yet"
         if samples:
             passes = f"{images / samples:.2f} passes over {samples:,} samples"
             if not self.all_there:
-                passes += " (as the recipe says; the data is not there yet)"
+                passes += " (according to the recipe; the data does not exist yet)"
         steps = f"{self.steps:,}"
         if cfg.first_step:
-            steps = f"{len(self.taken):,}, from {cfg.first_step:,} of {cfg.init} to {self.steps:,}"
+            steps = f"{len(self.taken):,}, from step {cfg.first_step:,} of {cfg.init} to {self.steps:,}"
         self.add("steps", f"{steps} ({amount(images)} images, {passes})")
         if cfg.evaluate_every and self.is_asynchronous:
             self.add(
-                "judge",
-                f"every {cfg.evaluate_every:,} steps, each committed first, on a worker beside training where "
-                "one is spare, else by the workers; the last by the workers",
+                "eval",
+                f"every {cfg.evaluate_every:,} steps, after a commit, on a spare worker during training; by the "
+                "training workers if no worker is spare, and at the end",
             )
         elif cfg.evaluate_every:
             self.add(
-                "judge",
-                f"every {cfg.evaluate_every:,} steps, by the workers, who stop for it (evaluate_on=spare: beside them)",
+                "eval",
+                f"every {cfg.evaluate_every:,} steps; training pauses (evaluate_on=spare uses spare workers instead)",
             )
-        # How many samples of every batch each set gives, and how often that goes through the set.
+        # Samples of each set in a batch, and the number of passes over the set.
         if cfg.data.mixture:
             shares = shares_of(cfg.batch_size, cfg.data.weights())
             for (name, index), share in zip(self.index_of.items(), shares, strict=True):
@@ -192,12 +194,12 @@ class PlannedTraining(TrainedFacts):
     # -------------------------------------------------------------------------------------------- time and money
 
     def add_time(self) -> None:
-        """Say how long all steps take and what they cost: by trials, else by an estimate."""
+        """Add the time and cost of all steps: from trials, otherwise estimated."""
         cluster = self.campaign.cluster
         trials = []
         key = trial_key(self.campaign, self.stage)
         for trial in read_trials(self.campaign.run, key):
-            # A worker with a GPU, or with other cores, takes other times.
+            # Only compare workers with the same number of GPUs and CPU cores.
             if (trial.gpus_per_worker, trial.cpus_per_worker) == (cluster.gpus_per_worker, cluster.cpus_per_worker):
                 trials.append(trial)
         if trials and self.assumed.gpu is None:
@@ -205,29 +207,29 @@ class PlannedTraining(TrainedFacts):
             return
         gpu = GPUS[self.assumed.gpu or "h100"]
         if not self.is_gpu and self.assumed.gpu is None:
-            self.no_time = f"type {TRY}, which takes 30 steps of each stage, or --gpu h100 for an estimate"
+            self.no_time = f"type {TRY} to measure 30 steps of each stage, or --gpu h100 for an estimate"
         elif self.cfg.precision != "bf16":
-            self.no_time = f"a GPU's peak is of bf16, and this stage computes in {self.cfg.precision}; type {TRY}"
+            self.no_time = f"estimates assume bf16, but this stage computes in {self.cfg.precision}; type {TRY}"
         else:
             self.add_estimate(gpu)
             return
-        self.add("time", f"not known: {self.no_time}")
+        self.add("time", f"unknown: {self.no_time}")
 
     def add_measured_time(self, rate: Rate) -> None:
-        """Say what a step took in a trial, and what follows for all steps, with failures where they are assumed."""
+        """Add the time of a step in a trial and of all steps, with failures if an MTBF is given."""
         cfg = self.cfg
         trial = rate.trial
         step_s = cfg.batch_size / rate.images_per_s
-        scale = step_s / trial.step_s  # another world's step is divided as the trial's was
+        scale = step_s / trial.step_s  # for other numbers of workers, assume the same proportions
         self.add(
             "time",
-            f"{milliseconds(step_s)} a step on {counted(self.world, 'worker')}: compute "
+            f"{milliseconds(step_s)} per step on {counted(self.world, 'worker')}: compute "
             f"{milliseconds(trial.compute_s * scale)}, storage {milliseconds(trial.storage_s * scale)}, decode "
             f"{milliseconds(trial.decode_s * scale)}, transfer {milliseconds(trial.transfer_s * scale)}; "
             f"{amount(rate.images_per_s)} images/s ({rate.source}; {trial.hardware}, "
-            f"{trial.memory_gib:.1f} GiB at most)",
+            f"at most {trial.memory_gib:.1f} GiB)",
         )
-        # An evaluation is a forward pass, a third of a training step's work for an image.
+        # An evaluation is a forward pass, a third of the work of a training step per image.
         evaluations_s = self.evaluated_images() / (3 * rate.images_per_s)
         steps = len(self.taken)
         work_s = steps * step_s + evaluations_s
@@ -238,7 +240,7 @@ class PlannedTraining(TrainedFacts):
         self.least_s = self.most_s = seconds
         text = f"{duration(without_failures_s)} for {steps:,} steps"
         if evaluations_s:
-            text += f" and evaluations ({duration(evaluations_s)}, a third of a step's time an image)"
+            text += f" and evaluations ({duration(evaluations_s)}, a third of the time of a training step per image)"
         if mtbf_s is not None:
             text += f"; with {self.failures:.1f} failures {span(seconds, seconds)}"
         hours = seconds * self.world / HOUR_S
@@ -251,17 +253,17 @@ class PlannedTraining(TrainedFacts):
         text = f"every {cfg.save_every:,} steps; "
         if with_best_s < (1 - LEAST_GAIN) * seconds:
             sooner = "at all" if math.isinf(seconds) else f"{1 - with_best_s / seconds:.0%} sooner"
-            text += f"every {best_every:,} ends {sooner} (Young 1974): type {self.name}.save_every={best_every}"
+            text += f"every {best_every:,} finishes {sooner} (Young 1974): type {self.name}.save_every={best_every}"
         else:
-            text += f"no other number ends {LEAST_GAIN:.0%} sooner (Young 1974)"
+            text += f"no other interval finishes {LEAST_GAIN:.0%} sooner (Young 1974)"
         self.add(
             "save",
-            f"{text}; a save holds up {milliseconds(trial.save_stall_s)} and is kept after "
-            f"{milliseconds(trial.save_s)}, {milliseconds(trial.until_steady_s)} from a start until steps are steady",
+            f"{text}; a save pauses training for {milliseconds(trial.save_stall_s)} and is committed after "
+            f"{milliseconds(trial.save_s)}; a start takes {milliseconds(trial.until_steady_s)} until steps are steady",
         )
 
     def add_estimate(self, gpu: Gpu) -> None:
-        """Say what the steps' FLOPs take at the least and at the most of a GPU's peak that is to be expected."""
+        """Add the time of all steps, estimated from their FLOPs and a range of expected GPU utilization."""
         trained_images = len(self.taken) * self.cfg.batch_size
         low, high = estimated_rates(self.flops / trained_images, gpu, self.world)
         images = trained_images + self.evaluated_images() / 3
@@ -269,7 +271,7 @@ class PlannedTraining(TrainedFacts):
         self.most_s = images / low
         self.add(
             "time",
-            f"ESTIMATE, not measured: {amount(low)} to {amount(high)} images/s, 20 to 40 % of the peak of "
+            f"ESTIMATE, not measured: {amount(low)} to {amount(high)} images/s, 20 to 40 % of the peak performance of "
             f"{self.world} {gpu.name}; {TRY} measures it",
         )
         text = f"{span(self.least_s, self.most_s)} for {len(self.taken):,} steps, without saves and failures"
@@ -277,13 +279,13 @@ class PlannedTraining(TrainedFacts):
         self.add("finish", f"{text}; {money}")
 
     def evaluated_images(self) -> int:
-        """Return the images that the workers evaluate in all, of the sets that are there."""
+        """Return the number of images that the training workers evaluate in total, of the sets that exist."""
         images = 0
         for path in (self.cfg.data.evaluate, self.cfg.probe.train, self.cfg.probe.test):
             index = index_if_made(self.campaign.path_of(path)) if path else None
             if index is not None:
                 images += index.samples
-        times = 1  # at the end
+        times = 1  # the evaluation at the end
         if self.cfg.evaluate_every and not self.is_asynchronous:
             times += (self.steps - 1) // self.cfg.evaluate_every - self.taken.start // self.cfg.evaluate_every
         return images * times

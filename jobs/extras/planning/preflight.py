@@ -1,18 +1,18 @@
-"""The work of `patchline preflight RECIPE`: before a campaign starts, check whether its cluster can carry it.
+"""Implements `patchline preflight RECIPE`: checks before a campaign starts whether its cluster can run it.
 
     OK   workers     2 on 2 nodes (h0: 0, h1: 1), on cpu
-    FAIL run folder  not shared: worker 1 on h1 does not see what the driver has written
-         → give the run a directory on storage that every node mounts at the same path: run=/shared/NAME
+    FAIL run folder  not shared: worker 1 on h1 does not see files that the driver has written
+         → put the run directory on storage that every node mounts at the same path: run=/shared/NAME
 
-1. Collect the requirements of the recipe: sets, bytes of gradients and checkpoints, GPUs.
-2. Start the recipe's own worker group once, with a function that measures and trains nothing (pipeline/preflight);
-   meanwhile answer in the run directory, so that the nodes know that the driver sees what they write there.
-3. Run the same on the nodes that have no worker of this group: an attempt may move there. Where the group has failed,
-   every node is asked by itself.
-4. Compare the reports with the requirements (checks.py). The recipe's own checks come first.
+1. Collect the requirements of the recipe: sets, sizes of gradients and checkpoints, GPUs.
+2. Start the recipe's worker group once with a function that measures but does not train (pipeline/extras/preflight);
+   meanwhile, answer files that nodes write to the run directory, which shows that the driver sees them.
+3. Run the same measurements on nodes without a worker, because a later attempt may run there. If the worker group has
+   failed, run them on every node.
+4. Compare the reports with the requirements (checks.py). The checks of the recipe itself come first.
 
-Of the run nothing is changed: a folder in its directory is made and deleted. The exit code is 0 without a FAIL, else
-that of the first one.
+The run is not changed: a temporary folder in its directory is created and deleted. The exit code is 0 without a FAIL,
+otherwise that of the first FAIL.
 """
 
 import dataclasses
@@ -53,21 +53,21 @@ SMALLEST_ALL_REDUCE = 2**20
 
 
 def preflight(campaign: Campaign) -> int:
-    """Print a line for every check; return the exit code."""
+    """Print one line for every check; return the exit code."""
     began = time.monotonic()
     cluster = campaign.cluster
     workers = counted(cluster.most, "worker")
     if cluster.least < cluster.most:
         workers = f"{cluster.least} to {workers}"
     echo(f"preflight of {campaign.run}: {workers} ({cluster.backend})")
-    # 1. The recipe, as `plan` and `run` check it. What they would refuse does not keep the cluster from being measured.
+    # 1. Check the recipe like `plan` and `run`. The cluster is measured even if they would refuse the recipe.
     results = validate_all(campaign, campaign.stages)
     for stage in campaign.stages:
         if stage.kind.trains and campaign.done(stage) is None:
             for result in results_of("preflight", TrainedFacts(campaign, stage), STAGE):
                 results.append(dataclasses.replace(result, text=f"{stage.name}: {result.text}"))
 
-    # 2. The cluster: a worker group that measures, and the nodes that have no worker of it.
+    # 2. Measure the cluster: a worker group, and the nodes without a worker.
     try:
         world = nodes_of(cluster).reserve(str(campaign.run), worlds_of_all(campaign), echo, do_nothing)
         requirements = requirements_of(campaign, world)
@@ -78,18 +78,18 @@ def preflight(campaign: Campaign) -> int:
         else:
             results += [nothing_measured(failure), *results_of("preflight", facts, NODES)]
         for node, why in silent.items():
-            remedy = "look at that node, or take it out of the cluster: an attempt may move there"
+            remedy = "check that node, or remove it from the cluster: an attempt may run there"
             results.append(CheckResult("WARN", "workers", f"node {node} did not answer: {why}", remedy))
     except (PatchlineError, WorkerGroupError, OSError) as error:
         results.append(nothing_measured(error))
 
-    # 3. A line a check, and below it what to do.
+    # 3. Print a line per check, and its remedy below.
     for result in results:
         echo(f"{result.level:4} {result.subject:11} {result.text}")
         if result.remedy:
             echo(f"     → {' '.join(result.remedy.split())}")
     counts: Counter[str] = Counter()
-    code = ExitCode.DONE  # of the first FAIL
+    code = ExitCode.DONE  # exit code of the first FAIL
     for result in results:
         counts[result.level] += 1
         if result.level == "FAIL" and code == ExitCode.DONE:
@@ -105,9 +105,9 @@ def preflight(campaign: Campaign) -> int:
 
 
 def worlds_of_all(campaign: Campaign) -> list[int]:
-    """Return the numbers of workers on which every stage that has not finished may run, the largest first.
+    """Return the numbers of workers that all unfinished stages allow, in descending order.
 
-    Where no number is allowed by all, return those of the stage that comes first.
+    If they have none in common, return those of the first unfinished stage.
     """
     first: list[int] = []
     common: list[int] = []
@@ -121,12 +121,12 @@ def worlds_of_all(campaign: Campaign) -> list[int]:
             first = list(allowed)
             common = list(allowed)
         common = sorted(set(common).intersection(allowed), reverse=True)
-    # Where all have finished, nothing asks for a number.
+    # If all stages have finished, any number of the cluster is allowed.
     return common or first or list(campaign.cluster.worlds)
 
 
 def requirements_of(campaign: Campaign, world: int) -> Requirements:
-    """Return the requirements of the stages that have not finished, as far as they are known before they run."""
+    """Return the requirements of all unfinished stages, as far as they are known before the stages run."""
     cluster = campaign.cluster
     stages = []
     sets: dict[str, float | None] = {}
@@ -136,7 +136,7 @@ def requirements_of(campaign: Campaign, world: int) -> Requirements:
             continue
         if stage.kind.trains and stage.model is not None:
             stages.append(stage_requirements(campaign, stage, world))
-        # A set is read as fast as a GPU computes on its images; with CPUs the rate is not known.
+        # A set must be read as fast as a GPU trains on its images; for CPUs this rate is unknown.
         for value, reads in stage.kind.inputs_of(stage.config).values():
             if reads is not Reads.SET:
                 continue
@@ -158,7 +158,7 @@ def requirements_of(campaign: Campaign, world: int) -> Requirements:
         code=code_version(),
         stages=stages,
         sets=sets,
-        # A run in an object store leaves nothing on storage that nodes share.
+        # A run in an object store does not use shared storage.
         is_shared=campaign.storage.is_shared,
         not_made=sorted(not_made),
         unused_gpus=unused_gpus,
@@ -166,21 +166,21 @@ def requirements_of(campaign: Campaign, world: int) -> Requirements:
 
 
 def stage_requirements(campaign: Campaign, stage: Stage, measured_world: int) -> StageRequirements:
-    """Return the requirements of a trained stage: of workers, links and the disk."""
+    """Return what a trained stage requires of workers, links and disk."""
     cfg: TrainConfig = stage.config
     cluster = campaign.cluster
     model = stage.model
-    assert model is not None, "of stages whose model is known"
+    assert model is not None, "called only for stages with a known model"
     allowed = allowed_worlds(cfg, cluster)
-    # The largest that the stage allows among so many workers as are measured.
+    # The largest world size that the stage allows, up to the measured one.
     world = allowed[-1]
     for size in allowed:
         if size <= measured_world:
             world = max(world, size)
     arithmetic = batch_arithmetic(cfg, world)
     parameters = models.parameters_of(model)
-    # ZeRO 2 and 3 sum after every micro-batch, because no worker keeps a whole gradient; 3 also gathers the weights,
-    # half as much again (Rajbhandari et al. 2020, section 7).
+    # ZeRO 2 and 3 reduce gradients after every micro-batch, because no worker stores all of them; ZeRO 3 also gathers
+    # the weights, which adds half of the traffic (Rajbhandari et al. 2020, section 7).
     reductions = 1.0
     if cfg.zero >= 2 and not cfg.exact_parts:
         reductions = float(arithmetic.accumulation)
@@ -199,7 +199,7 @@ def stage_requirements(campaign: Campaign, stage: Stage, measured_world: int) ->
     disk_bytes, _ = bytes_to_come(cfg, model, checkpoints)
     return StageRequirements(
         name=stage.name,
-        gradient_bytes=parameters * BYTES_FP32,  # summed in fp32, whatever computes (pipeline.engine.settings)
+        gradient_bytes=parameters * BYTES_FP32,  # reduced in fp32 for every precision (pipeline.engine.settings)
         reductions=reductions,
         compute_s=compute_s,
         memory_bytes=memory_bytes,
@@ -209,16 +209,17 @@ def stage_requirements(campaign: Campaign, stage: Stage, measured_world: int) ->
     )
 
 
-# ------------------------------------------------------------------------ the workers and the other nodes
+# ------------------------------------------------------------------------ measurements on workers and other nodes
 
 
 def measure_everywhere(
     campaign: Campaign, requirements: Requirements, world: int
 ) -> tuple[PreflightReport, Exception | None, Mapping[str, str]]:
-    """Run a worker group of `world` workers once, then the nodes that have none, and answer meanwhile.
+    """Measure on a worker group of `world` workers and on the nodes without a worker; answer their files meanwhile.
 
-    Where the worker group fails, all nodes are asked as those without a worker. Returns the reports, the failure of the
-    group, and by the name of a node why it sent none. Raises OSError where the run directory cannot be written.
+    If the worker group fails, measure on all nodes as on those without a worker. Returns the reports, the error of the
+    group if it failed, and the reason for each node that sent no report. Raises OSError if the run directory is not
+    writable.
     """
     cluster = dataclasses.replace(campaign.cluster, workers=world)
     largest = 0
@@ -261,7 +262,7 @@ def measure_everywhere(
 
 
 def nothing_measured(error: Exception) -> CheckResult:
-    """Return the result of a worker group that has failed; a worker that died has no exit code of its own."""
+    """Return the check result for a worker group that has failed; without a specific exit code, UNAVAILABLE."""
     failure = CheckResult.of(error, "workers")
     code = failure.exit_code
     if code == ExitCode.INTERNAL:

@@ -1,4 +1,4 @@
-"""Folders of a run for commands that do not own it: one to write into and to remove, and one to read."""
+"""Folders for commands that do not own a run: a temporary folder to write to, and a folder to read the run from."""
 
 import shutil
 import signal
@@ -18,15 +18,15 @@ from jobs.run.sync import fetch_small_files, is_synced, last_owner
 
 @contextmanager
 def temporary_run(run: Path) -> Iterator[Path]:
-    """Make a folder in the run directory for the length of the block; a directory that was not there goes again.
+    """Create a temporary folder in the run directory for the block; a directory that did not exist is removed again.
 
-    In the main thread a SIGTERM within the block raises KeyboardInterrupt, so that the folder goes then too.
+    In the main thread, SIGTERM raises KeyboardInterrupt during the block, so that the folder is removed then too.
     """
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt("ended by SIGTERM")
 
-    # Only the main thread may say what a signal does.
+    # Only the main thread can install signal handlers.
     is_main = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGTERM, interrupt) if is_main else None
     try:
@@ -34,7 +34,7 @@ def temporary_run(run: Path) -> Iterator[Path]:
         run.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=".temporary-", dir=run))
         try:
-            # Workers may be of another user than the driver: they write here where they may write into the run.
+            # Workers may run as another user than the driver: copy the permissions of the run directory.
             folder.chmod(run.stat().st_mode & 0o777)
             yield folder
         finally:
@@ -48,16 +48,16 @@ def temporary_run(run: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def looked_at(storage: Storage) -> Iterator[Path]:
-    """Yield a folder with a run's small files, for a command that only reads them.
+def readable_run(storage: Storage) -> Iterator[Path]:
+    """Yield a folder with a run's small files for a command that only reads them.
 
-    This is the run's local folder if the newest command works or worked here. Otherwise it is a temporary one, because
-    workers of a running command may write into the local folder of this node. Raises StorageError.
+    This is the run's local folder if the newest command runs or ran on this machine. Otherwise it is a temporary copy,
+    because workers of a running command may write to the local folder. Raises StorageError.
     """
     if storage.is_shared:
         yield storage.local
         return
-    # Does the newest command work here, or did it?
+    # Check whether the newest command runs or ran on this machine.
     seen = newest_lease(storage)
     has_all_here = seen is not None and seen.record is not None and seen.record["token"] == last_owner(storage.local)[0]
     if has_all_here:

@@ -1,4 +1,4 @@
-"""The checks of a stage that trains, from its recipe and this machine alone: inputs, cores, feed, memory."""
+"""Checks of a training stage that need only its recipe and this machine: inputs, cores, feed, memory."""
 
 import math
 from collections.abc import Iterator
@@ -19,13 +19,13 @@ from pipeline.process_group import memory_free
 from pipeline.training_config import TrainConfig
 from pipeline.training_data import steps_of
 
-GPU_FLOPS = MOST_SHARE * GPUS["h100"].peak  # the most that is to be expected of one
-CPU_RATE = 650.0  # ImageNet-1k photographs a core decodes in a second, busy (e2babf2); idle 925, benchmarks/README.md
-MOST_PROCESSES = 128  # that are ever advised for a GPU: as many cores as a large node has for each
+GPU_FLOPS = MOST_SHARE * GPUS["h100"].peak  # best case for a GPU
+CPU_RATE = 650.0  # ImageNet-1k photos/s decoded by a busy core (e2babf2); idle 925, benchmarks/README.md
+MOST_PROCESSES = 128  # maximum recommended per GPU: the number of cores per GPU of a large node
 
 
 class CheckVerdict(NamedTuple):
-    """The verdict of a check, with its reason and what to type."""
+    """The outcome of a check, with its reason and what to type."""
 
     level: Literal["OK", "WARN", "FAIL"]
     text: str
@@ -34,13 +34,13 @@ class CheckVerdict(NamedTuple):
 
 @dataclass
 class TrainedFacts:
-    """A stage that trains, its sets and its numbers of workers."""
+    """A training stage, its data sets and its allowed numbers of workers."""
 
     campaign: Campaign
     stage: Stage
     assumed: Assumptions = field(default_factory=Assumptions)
-    device_bytes: int = 0  # that a worker needs, from the check of memory; 0: not known
-    limit: int = 0  # bytes of the device; 0: not known
+    device_bytes: int = 0  # needed by a worker, set by the check of memory; 0: unknown
+    limit: int = 0  # bytes of the device; 0: unknown
     limit_source: str = ""
 
     def __post_init__(self) -> None:
@@ -50,9 +50,9 @@ class TrainedFacts:
         self.is_gpu = self.campaign.cluster.gpus_per_worker > 0
         self.worlds = allowed_worlds(self.cfg, self.campaign.cluster)
         self.world = self.worlds[0]
-        # A worker needs the most if the workers are the fewest.
+        # A worker needs the most memory if there are the fewest workers.
         self.fewest = self.worlds[-1]
-        self.index_of: dict[str, Index | None] = {}  # by the name of a set that it trains on; None: not made yet
+        self.index_of: dict[str, Index | None] = {}  # by name of a training set; None if it does not exist yet
         for name, path in self.cfg.data.sets().items():
             self.index_of[name] = index_if_made(self.campaign.path_of(path))
         self.indexes = [index for index in self.index_of.values() if index is not None]
@@ -60,84 +60,84 @@ class TrainedFacts:
 
     @property
     def samples(self) -> int | None:
-        """Return how many samples it trains on: counted if all sets exist, else as the recipe says."""
+        """Return the number of training samples: counted if all sets exist, otherwise from the recipe."""
         if self.all_there:
             return sum(index.samples for index in self.indexes)
         return self.cfg.data.samples
 
     @property
     def fits(self) -> bool:
-        """Return whether a worker's device holds it, as far as is known."""
+        """Return whether a worker's device has enough memory, or the need or the limit is unknown."""
         return not self.limit or self.device_bytes <= self.limit
 
 
 def inputs(facts: TrainedFacts) -> Iterator[CheckVerdict]:
-    """Yield a FAIL if a set or the model is missing, without which no step can be taken."""
+    """Yield a FAIL if a training set or the model is missing."""
     for name, index in facts.index_of.items():
         if index is None:
             path = facts.campaign.path_of(facts.cfg.data.sets()[name])
-            yield CheckVerdict("FAIL", f"{path} is not there yet", "type python -m jobs run RECIPE --only pack")
+            yield CheckVerdict("FAIL", f"{path} does not exist yet", "type python -m jobs run RECIPE --only pack")
             return
     if facts.model is None:
-        yield CheckVerdict("FAIL", "the weights that it starts from are not there, and they say which model it is")
+        yield CheckVerdict("FAIL", "the initial weights do not exist, and they determine the model")
 
 
 def cores(facts: TrainedFacts) -> Iterator[CheckVerdict]:
-    """Yield a WARN if workers share the cores of this machine."""
-    here = cluster_config.cores()
-    if facts.campaign.cluster.backend == "processes" and not facts.is_gpu and facts.world > here:
+    """Yield a WARN if there are more workers than cores on this machine."""
+    core_count = cluster_config.cores()
+    if facts.campaign.cluster.backend == "processes" and not facts.is_gpu and facts.world > core_count:
         yield CheckVerdict(
             "WARN",
-            f"{facts.world} workers share the {here} cores of this machine, and a step takes "
-            f"{facts.world / here:.1f} times as long as on cores of their own",
-            f"type cluster.workers={here}",
+            f"{facts.world} workers share the {core_count} cores of this machine, so a step takes "
+            f"{facts.world / core_count:.1f} times as long as with one core per worker",
+            f"type cluster.workers={core_count}",
         )
 
 
 def feed(facts: TrainedFacts) -> Iterator[CheckVerdict]:
-    """Yield whether a worker's decoding processes keep up with its GPU."""
+    """Check whether a worker's decoding processes can feed its GPU."""
     cfg = facts.cfg
     if not facts.is_gpu or facts.model is None:
         return
     cores_per_worker = facts.campaign.cluster.cpus_per_worker
-    # How fast a core decodes depends on the photographs: measured on the first local set.
+    # The decoding speed of a core depends on the images: measure it on the first local set.
     measured = None
     for index in facts.indexes:
         if not index.remote:
             measured = images_per_cpu_s(index, max(facts.model.image_size), cfg.data.augment)
             break
     rate = measured or CPU_RATE
-    source = "measured here on this set" if measured else "assumed; the set is not here to measure"
-    needed = GPU_FLOPS / models.training_flops(facts.model, 1)  # images a second that a GPU takes
+    source = "measured on this set" if measured else "assumed, because the set is not on this machine"
+    needed = GPU_FLOPS / models.training_flops(facts.model, 1)  # images/s
     needed_cores = math.ceil(needed / rate)
     text = (
-        f"a GPU at {GPU_FLOPS / 1e12:.0f} TFLOP/s (an H100 at {MOST_SHARE:.0%}, the most to expect) takes "
-        f"{needed:,.0f} images/s, a core decodes {rate:,.0f} ({source}): "
+        f"a GPU at {GPU_FLOPS / 1e12:.0f} TFLOP/s (an H100 at {MOST_SHARE:.0%}, the best case) trains on "
+        f"{needed:,.0f} images/s, a core decodes {rate:,.0f} images/s ({source}): "
     )
     processes = f"data.processes={cfg.data.processes}"
-    # More decoding processes than cores decode no faster.
+    # More decoding processes than cores are not faster.
     if cfg.data.decode == "gpu":
         yield CheckVerdict("OK", f"{text}data.decode=gpu, not checked")
     elif needed_cores > MOST_PROCESSES:
         most = rate * max(1, min(cfg.data.processes, cores_per_worker))
-        text += f"no number of processes feeds so small a model; {processes} on {cores_per_worker} cores decode "
-        yield CheckVerdict("OK", f"{text}{most:,.0f} images/s, which is its rate")
+        text += f"decoding limits so small a model; {processes} on {cores_per_worker} cores decode "
+        yield CheckVerdict("OK", f"{text}{most:,.0f} images/s")
     elif min(cfg.data.processes, cores_per_worker) >= needed_cores:
-        yield CheckVerdict("OK", f"{text}{processes} keeps up, {needed_cores} would")
+        yield CheckVerdict("OK", f"{text}{processes} is enough, {needed_cores} needed")
     else:
         overrides = f"{facts.name}.data.processes={needed_cores}"
         if needed_cores >= cores_per_worker:
-            # The worker needs a core besides those that decode.
+            # The worker needs one core in addition to those that decode.
             overrides += f" cluster.cpus_per_worker={needed_cores + 1}"
         yield CheckVerdict(
             "WARN",
-            f"{text}{processes} on {cores_per_worker} cores CANNOT FEED IT",
+            f"{text}{processes} on {cores_per_worker} cores is TOO SLOW",
             f"type {overrides}, pack with --restarts, or {facts.name}.data.decode=gpu",
         )
 
 
 def memory(facts: TrainedFacts) -> Iterator[CheckVerdict]:
-    """Yield what a worker needs of its device and its node, and keep that; a new step is traced for it."""
+    """Estimate a worker's memory, store it in `facts`, and check the limit; tracing a new step takes seconds."""
     cfg = facts.cfg
     if facts.model is None or (facts.samples is None and cfg.steps is None):
         return
@@ -152,14 +152,14 @@ def memory(facts: TrainedFacts) -> Iterator[CheckVerdict]:
         facts.limit_source = f"an {gpu.name}"
     elif not facts.is_gpu and cluster.backend == "processes":
         facts.limit = memory_free() // facts.fewest
-        facts.limit_source = f"a worker's share of what is free here, of {facts.fewest}"
+        facts.limit_source = f"a worker's share of the free memory of this machine, {facts.fewest} workers"
     try:
         need = memory_need(cfg, facts.model, facts.fewest, is_gpu=has_gpu)
     except TraceFailed as error:
-        yield CheckVerdict("WARN", f"not known: {error}")
+        yield CheckVerdict("WARN", f"unknown: {error}")
         return
     text = f"{in_words(need, is_gpu=has_gpu)} (checkpoint_blocks={need.recomputed})"
     if not has_whole_images(cfg.phases(steps_of(cfg, facts.samples or 0), facts.model)):
-        text += "; of whole images, which patch dropout leaves out to the end: a worker needs less"
+        text += "; for whole images, which patch dropout never uses here: the actual need is lower"
     facts.device_bytes = need.device_bytes
     yield CheckVerdict("OK" if facts.fits else "WARN", text)

@@ -1,15 +1,15 @@
-"""The work of `patchline trial RECIPE`: real steps of each trained stage, measured, for `plan` to tell time and money.
+"""Implements `patchline trial RECIPE`: measures real steps of each trained stage, from which `plan` predicts times.
 
     pretrain   30 steps of 1024 images on 8 workers, 5 of them to warm up …
-    pretrain   800 ms a step: compute 752 ms, waiting for storage 0.31 ms, decoding 41 ms, transfer 6.20 ms
-    pretrain   1,280 images/s; at most 31.2 GiB a worker; a save holds up 0.21 s and is kept after 3.4 s
-    pretrain   14.2 s from a start until steps are steady
-    pretrain   kept in runs/x/trials/d91ff90d-8.json; `python -m jobs plan RECIPE` goes by it
+    pretrain   800 ms per step: compute 752 ms, waiting for storage 0.31 ms, decoding 41 ms, transfer 6.20 ms
+    pretrain   1,280 images/s; at most 31.2 GiB per worker; a save pauses training for 0.21 s and commits after 3.4 s
+    pretrain   a start takes 14.2 s until steps are steady
+    pretrain   saved in runs/x/trials/d91ff90d-8.json; `python -m jobs plan RECIPE` uses it
 
-1. Every stage that trains, and whose data is there, runs as `run` would have it: the same workers, loop and saves. Only
-   its length is another, it is not evaluated, and its folder goes at the end.
-2. Its records say what a step took, part by part (pipeline/extras/plan/trial.py).
-3. They are kept in the run's place, under a digest of all that a step's time depends on and the number of workers.
+1. Every training stage whose data exists runs as in `run`: the same workers, loop and saves. Only its length differs,
+   it is not evaluated, and its folder is deleted at the end.
+2. The stage's records give the time of each part of a step (pipeline/extras/plan/trial.py).
+3. The result is saved with the run, under the number of workers and a digest of everything that affects step time.
 """
 
 import time
@@ -37,11 +37,11 @@ from pipeline.values import amount, counted, milliseconds
 
 
 def trial(campaign: Campaign, only: str | None) -> None:
-    """Try each stage that trains, or the one that is named, and keep what was measured.
+    """Measure each training stage, or only the stage `only`, and save the results.
 
-    Raises ConfigError where no stage takes steps, DataError where none can be tried; else as a run's stage does.
+    Raises ConfigError if no stage trains, DataError if no stage can be tried, and the errors of running a stage.
     """
-    # 1. Of stages whose steps are alike, as those of a sweep's runs may be, one is tried for all.
+    # 1. Select stages; stages with identical steps, for example runs of a sweep, are measured once.
     stages: dict[str, Stage] = {}
     for stage in campaign.stages:
         if stage.kind.trains and only is None:
@@ -50,13 +50,13 @@ def trial(campaign: Campaign, only: str | None) -> None:
         stage = campaign.stage(only)
         if not stage.kind.trains:
             raise ConfigError(
-                f"{only} is a stage of kind {stage.kind.name}, which takes no steps: name one that trains"
+                f"{only} is a stage of kind {stage.kind.name}, which does not train; name a stage that trains"
             )
         stages[only] = stage
     if not stages:
-        raise ConfigError("the recipe trains nothing: there are no steps to try")
+        raise ConfigError("no stage of this recipe trains, so there are no steps to measure")
 
-    # 2. What lacks its data is named, and the rest is tried all the same.
+    # 2. List the stages whose data is missing; measure the others.
     to_try = []
     problems = []
     for stage in stages.values():
@@ -73,9 +73,9 @@ def trial(campaign: Campaign, only: str | None) -> None:
         problems.append(f"{stage.name}: {problem}")
         echo(f"{stage.name}   not tried: {problem}")
     if not to_try:
-        raise DataError("no stage can be tried: " + "\n  ".join(problems))
+        raise DataError("no stage can be measured: " + "\n  ".join(problems))
 
-    # 3. The steps, on one cluster for all.
+    # 3. Run the steps, all stages on one cluster.
     if campaign.cluster.backend == "ray":
         connect(campaign.cluster)
     try:
@@ -85,17 +85,17 @@ def trial(campaign: Campaign, only: str | None) -> None:
         disconnect()
 
 
-# Keys of extras without a say in a step's time.
+# Keys of extras that do not affect step time.
 OF_A_RUN = "begin law keep_best patience evaluate_on"
 
 
 def trial_key(campaign: Campaign, stage: Stage) -> str:
-    """Return the digest of all that the time of a stage's steps depends on; "" where its model is not known."""
+    """Return a digest of everything that affects a stage's step time; "" if its model is unknown."""
     if stage.model is None:
         return ""
     cfg: TrainConfig = stage.config
-    # What is set to one value here has no say in a step's time.
-    alike = replace(
+    # Fields set to a constant do not affect step time.
+    relevant = replace(
         with_defaults(cfg, OF_A_RUN),
         data=replace(cfg.data, train="sets", mixture={}, drop=(), evaluate=None, preprocess="", samples=None),
         model={},
@@ -118,15 +118,15 @@ def trial_key(campaign: Campaign, stage: Stage) -> str:
     )
     model = models.to_dict(stage.model)
     sets = list(map(campaign.path_of, cfg.data.sets().values()))
-    return digest({"config": plain(alike), "model": model, "sets": sets, "weights": cfg.data.weights()})
+    return digest({"config": plain(relevant), "model": model, "sets": sets, "weights": cfg.data.weights()})
 
 
 def try_stage(campaign: Campaign, stage: Stage) -> None:
-    """Take the steps of one stage in a folder that goes at the end; say and keep what they took."""
-    # 1. The stage's own config, but for its length, its saves and its evaluations.
+    """Run and measure the steps of one stage in a temporary folder; print and save the result."""
+    # 1. Change the length, the saves and the evaluations of the stage's config.
     cfg: TrainConfig = stage.config
     init = campaign.path_of(cfg.init)
-    # Steps take the same time from any weights.
+    # Step time does not depend on the weights: use random ones if the initial weights do not exist yet.
     has_weights = init is not None and (Path(init) / artifacts.WEIGHTS).exists()
     cfg = replace(
         with_defaults(cfg, OF_A_RUN),
@@ -141,24 +141,24 @@ def try_stage(campaign: Campaign, stage: Stage) -> None:
         probe=ProbeConfig(),
         init=cfg.init if has_weights else None,
     )
-    # In the temporary folder "@stage" leads nowhere: the inputs are those of the campaign.
+    # References such as "@stage" do not resolve in the temporary run: replace them by the campaign's paths.
     for field, (value, _reads) in stage.kind.inputs_of(cfg).items():
         cfg = with_field(cfg, field.split("."), campaign.path_of(value))
 
-    # 2. The steps, as `run` would have the workers take them.
+    # 2. Run the steps as `run` would.
     workers = counted(campaign.cluster.most, "worker")
     echo(f"{stage.name}   {STEPS} steps of {cfg.batch_size} images on {workers}, {WARM_UP} of them to warm up …")
     with temporary_run(campaign.run) as folder:
         remote = None
         if campaign.remote is not None:
-            # Its saves go where the run's go, into a folder of their own.
+            # Save to the same bucket as the run, in a separate folder.
             remote = f"{campaign.remote}/{folder.name}"
         temporary = replace(campaign, run=folder, remote=remote)
         context = Context(
             campaign=temporary,
             stage=stage,
             log=echo,
-            poll=StepsShown(stage.name, temporary.directory(stage)).poll,
+            poll=StepPrinter(stage.name, temporary.directory(stage)).poll,
             stop_requested=lambda: False,
             class_names=class_names.of_stage(stage, Available(campaign)),
         )
@@ -167,10 +167,10 @@ def try_stage(campaign: Campaign, stage: Stage) -> None:
             stage.kind.run(cfg, context)
             records = read_metrics(context.directory, kind=None)
         finally:
-            # Nothing stays in a bucket either.
+            # Delete the files in the bucket too.
             temporary.storage.delete(temporary.storage.list())
 
-    # 3. What they took.
+    # 3. Print and save the measurements.
     result = Trial(
         stage=stage.name,
         key=trial_key(campaign, stage),
@@ -184,20 +184,21 @@ def try_stage(campaign: Campaign, stage: Stage) -> None:
     path = write_trial(campaign.run, result)
     campaign.storage.upload(str(path.relative_to(campaign.run)))
     echo(
-        f"{stage.name}   {milliseconds(result.step_s)} a step on {counted(result.world, 'worker')}: "
+        f"{stage.name}   {milliseconds(result.step_s)} per step on {counted(result.world, 'worker')}: "
         f"compute {milliseconds(result.compute_s)}, waiting for storage {milliseconds(result.storage_s)}, "
         f"decoding {milliseconds(result.decode_s)}, transfer {milliseconds(result.transfer_s)}"
     )
     echo(
-        f"{stage.name}   {amount(result.images_per_s)} images/s; at most {result.memory_gib:.1f} GiB a worker; a save "
-        f"holds up {milliseconds(result.save_stall_s)} and is kept after {milliseconds(result.save_s)}"
+        f"{stage.name}   {amount(result.images_per_s)} images/s; at most {result.memory_gib:.1f} GiB per worker; "
+        f"a save pauses training for {milliseconds(result.save_stall_s)} and commits after "
+        f"{milliseconds(result.save_s)}"
     )
-    echo(f"{stage.name}   {milliseconds(result.until_steady_s)} from a start until steps are steady")
-    echo(f"{stage.name}   kept in {path}; `python -m jobs plan RECIPE` goes by it")
+    echo(f"{stage.name}   a start takes {milliseconds(result.until_steady_s)} until steps are steady")
+    echo(f"{stage.name}   saved in {path}; `python -m jobs plan RECIPE` uses it")
 
 
-class StepsShown:
-    """Prints each report's step once, while the workers work."""
+class StepPrinter:
+    """Prints the step of each new report while the workers train."""
 
     def __init__(self, stage: str, directory: Path) -> None:
         self.stage = stage
@@ -205,7 +206,7 @@ class StepsShown:
         self.last_step = 0
 
     def poll(self, _attempt: int, _step: int) -> None:
-        """Print the step of the newest report, where it is a new one."""
+        """Print the step of the newest report if it is new."""
         reports = read_metrics(self.directory)
         if reports and reports[-1]["step"] > self.last_step:
             self.last_step = reports[-1]["step"]

@@ -1,1 +1,1 @@
-"""Repeat recorded steps: replay, audit, bisect, without."""
+"""Repeat recorded training steps: replay, audit, bisect, without."""

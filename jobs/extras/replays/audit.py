@@ -1,13 +1,14 @@
-"""Proof of training: stretches of a run between two of its commits, taken again and compared to the bit.
+"""Verifies a training run: repeats parts of it between two commits and compares the results bit for bit.
 
-1. `choose_stretches` draws stretches between neighbouring commits, as many as fit the share, or takes the one named.
-2. Each is taken again in a run directory of its own (jobs/extras/replays/stretch.py).
-3. `compare` sets what came out beside what the run has kept: every loss and gradient norm, the trace of each step in
-   exact mode (pipeline/engine/exact.py), the ledger, and every bit of weights and moments in the commit.
-4. A stretch that differs is taken once more: a machine that gives two results accuses nobody.
-5. `judge` tells what a difference is: other data (the ledger), other hardware (from the first step on, in the last
-   bits, under other conditions), or silent corruption (the steps before it agree).
-6. audit.json says what was checked, on what, by which code; `ssh-keygen` signs it where a key is given.
+1. `choose_stretches` draws stretches between neighbouring commits up to the requested share, or takes the given one.
+2. Repeat each stretch in a separate run directory (jobs/extras/replays/stretch.py).
+3. `compare` compares the result with the records of the run: every loss and gradient norm, the trace of each step in
+   exact mode (pipeline/engine/exact.py), the ledger, and every bit of weights and optimizer moments in the commit.
+4. Repeat a stretch that differs once more: if this machine gives two different results, the cause remains open.
+5. `classify` names the cause: other data (the ledger differs), other hardware (tiny differences from the first step on,
+   under other conditions), or silent corruption (the preceding steps agree).
+6. Write audit.json with what was checked, on which machine and with which code; sign it with `ssh-keygen` if a key is
+   given.
 """
 
 import math
@@ -34,45 +35,45 @@ from pipeline.extras.replays.batch import RecordedStep, TrainedStage
 from pipeline.monitoring.telemetry import account
 from pipeline.values import counted, duration
 
-NAMED = 8  # states that a difference names, the largest first
-NOISE = 1e-8  # of the largest second moment of a parameter: what is less is of a gradient that is zero in theory
-LAST_BITS = 1e-4  # of a loss or norm: other hardware differs by less in the first steps
-SIGNED_AS = "patchline"  # the namespace of a signature
-CONDITIONS = ("hardware", "threads", "versions", "code")  # of an attempt's start, which bits may depend on
+NAMED = 8  # largest differing states that a finding lists
+NOISE = 1e-8  # second moments below this fraction of a parameter's largest belong to gradients that are zero in theory
+LAST_BITS = 1e-4  # relative difference of a loss or norm that other hardware can cause in the first steps
+SIGNED_AS = "patchline"  # namespace of the signature
+CONDITIONS = ("hardware", "threads", "versions", "code")  # of an attempt's start; bits may depend on them
 
 
 @dataclass(frozen=True)
-class State:
-    """Says where weights or a moment of a parameter differ between two commits of one step."""
+class StateDifference:
+    """The largest difference in the weights or a moment of a parameter between two commits of the same step."""
 
     parameter: str
     kind: str  # "master", or a moment's name
-    element: int  # with the largest difference
+    element: int  # index of the largest difference
     difference: float
-    relative: float  # to the root mean square of what was compared
-    worker: int  # that saved the element
+    relative: float  # difference relative to the root mean square of the compared piece
+    worker: int  # rank that saved the element
 
 
 @dataclass
 class Finding:
-    """Holds what became of one stretch."""
+    """The result of one repeated stretch."""
 
     start: int
     last: int
     seconds: float = 0.0
-    steps: int = 0  # whose losses and norms were compared
-    traced: int = 0  # of them, those whose traces were
-    states: int = 0  # compared, bit by bit
-    ledger: str = ""  # of the last step, as taken again
-    files: dict[str, str] = field(default_factory=dict)  # sha256 of those of the commit that was compared
-    world: int = 0  # on which the steps were taken again
-    conditions: dict[str, Any] = field(default_factory=dict)  # not alike: the run's and ours
+    steps: int = 0  # steps with compared losses and norms
+    traced: int = 0  # those of them with compared traces
+    states: int = 0  # parameter states compared bit by bit
+    ledger: str = ""  # of the last repeated step
+    files: dict[str, str] = field(default_factory=dict)  # name → sha256 of the files of the compared commit
+    world: int = 0  # number of workers that repeated the steps
+    conditions: dict[str, Any] = field(default_factory=dict)  # differing conditions: [of the run, of the repetition]
     verdict: str = "equal"
-    step: int | None = None  # that a difference begins at
+    step: int | None = None  # first differing step
     worker: int | None = None
-    what: str = ""  # differs first: ledger, state, loss, gradient
-    size: float = 0.0  # of the first difference of a loss or norm, relative
-    differing: list[State] = field(default_factory=list)
+    what: str = ""  # first differing quantity: ledger, state, loss, gradient
+    size: float = 0.0  # relative size of the first difference in loss or norm
+    differing: list[StateDifference] = field(default_factory=list)
 
     def __str__(self) -> str:
         line = f"steps {self.start + 1} to {self.last}: {self.verdict}"
@@ -87,9 +88,9 @@ class Finding:
             line += f" of worker {self.worker}"
         for state in self.differing[:1]:
             place = f"{state.parameter} {state.kind}[{state.element}]"
-            line += f"; most in {place}, by {state.difference:.3g}, saved by worker {state.worker}"
+            line += f"; largest in {place}: {state.difference:.3g}, saved by worker {state.worker}"
         if self.conditions:
-            line += f"; not alike: {', '.join(self.conditions)}"
+            line += f"; different conditions: {', '.join(self.conditions)}"
         return line
 
 
@@ -104,24 +105,26 @@ def audit(
     key: str | None,
     overrides: Sequence[str],
 ) -> None:
-    """Take stretches of a run again, write audit.json, and print what came out; a line each.
+    """Repeat stretches of a run, print one line for each, and write audit.json.
 
-    Raises DataError where a stretch differs, UsageError, and what a run raises.
+    Raises DataError if a stretch differs, UsageError, and the errors of a run.
     """
     replays = Replays("audit", run, output, overrides)
     stage = replays.stage
     if key is not None and shutil.which("ssh-keygen") is None:
-        raise ClusterError("--key needs ssh-keygen, which is not there\n  install OpenSSH, or leave out --key")
+        raise ClusterError("--key needs ssh-keygen, which is not installed\n  install OpenSSH, or omit --key")
     if key is not None and not Path(key).is_file():
-        raise UsageError(f"--key {key} is no file\n  expected a key that ssh-keygen made, as ~/.ssh/id_ed25519")
+        raise UsageError(
+            f"--key {key} is not a file\n  expected a private key of ssh-keygen, for example ~/.ssh/id_ed25519"
+        )
     if seed is None:
         seed = secrets.randbits(32)
     if first is None and last is None:
         findings = choose_stretches(stage, share, seed)
-        chosen = f"drawn with the seed {seed}"
+        chosen = f"drawn with seed {seed}"
     else:
         findings = [Finding(*replays.between(first, last))]
-        chosen = "as named"
+        chosen = "as given"
     steps = sum(finding.last - finding.start for finding in findings)
     began = time.monotonic()
     echo(
@@ -129,28 +132,28 @@ def audit(
         f"{counted(len(findings), 'stretch')}, {chosen}"
     )
 
-    # 1. The stretches, one after the other: each is an attempt of its own.
+    # 1. Repeat the stretches one after the other; each is a separate attempt.
     for finding in findings:
-        began_here = time.monotonic()
+        stretch_began = time.monotonic()
         folder = replays.folder / f"steps-{finding.start + 1}-{finding.last}"
-        again = replays.take_again(finding.start, finding.last, folder)
-        finding.seconds = round(time.monotonic() - began_here, 2)
-        compare(stage, again, finding)
+        repeated = replays.repeat(finding.start, finding.last, folder)
+        finding.seconds = round(time.monotonic() - stretch_began, 2)
+        compare(stage, repeated, finding)
         if finding.what:
-            finding.verdict = judge(finding)
-            third = replays.take_again(finding.start, finding.last, Path(f"{folder}-again"))
-            once_more = Finding(finding.start, finding.last)
-            compare(again, third, once_more)
-            if once_more.what:
-                finding.verdict = "unclear, because this machine has given two results"
+            finding.verdict = classify(finding)
+            third = replays.repeat(finding.start, finding.last, Path(f"{folder}-again"))
+            check = Finding(finding.start, finding.last)
+            compare(repeated, third, check)
+            if check.what:
+                finding.verdict = "unclear: this machine gave two different results"
         else:
             shutil.rmtree(folder)
-        replays.say(str(finding))
+        replays.log(str(finding))
 
-    # 2. What it cost, as a share of the run, and the report.
+    # 2. Print the cost relative to the run, and write the report.
     seconds = time.monotonic() - began
     run_s = account(stage.records).wall
-    echo(f"{duration(seconds)}, {seconds / max(run_s, 1e-9):.2%} of the run's {duration(run_s)}, starts included")
+    echo(f"took {duration(seconds)}, {seconds / max(run_s, 1e-9):.2%} of the run's {duration(run_s)}, startup included")
     differing = [finding for finding in findings if finding.what]
     report = replays.folder / "audit.json"
     values = {
@@ -167,28 +170,26 @@ def audit(
         command = ["ssh-keygen", "-Y", "sign", "-f", key, "-n", SIGNED_AS, str(report)]
         answer = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
         if answer.returncode != 0:
-            raise ClusterError(
-                f"ssh-keygen does not sign with {key}: {answer.stderr.strip()}\n  expected a private key"
-            )
-        check = f"ssh-keygen -Y verify -f ALLOWED_SIGNERS -I NAME -n {SIGNED_AS} -s {report}.sig < {report}"
-        echo(f"signed: {report}.sig; to check it: {check}")
+            raise ClusterError(f"ssh-keygen cannot sign with {key}: {answer.stderr.strip()}\n  expected a private key")
+        verify = f"ssh-keygen -Y verify -f ALLOWED_SIGNERS -I NAME -n {SIGNED_AS} -s {report}.sig < {report}"
+        echo(f"signed: {report}.sig; to verify it, type: {verify}")
     if differing:
         raise DataError(
-            f"{replays.name} is not what its steps give: {differing[0]}\n"
-            f"  what was taken again is in {replays.folder}; checkpoints diff compares it with the run"
+            f"{replays.name} differs from a repetition of its steps: {differing[0]}\n"
+            f"  the repeated steps are in {replays.folder}; to compare them with the run: checkpoints diff"
         )
 
 
 def choose_stretches(stage: TrainedStage, share: float, seed: int) -> list[Finding]:
-    """Return stretches between neighbouring commits: as many as fit the share of all steps, and one at the least.
+    """Draw stretches between neighbouring commits: as many as fit into the share of all steps, but at least one.
 
-    Raises UsageError where no commits are there to compare with.
+    Raises UsageError if there are no commits to compare with.
     """
     if not 0 < share <= 1:
-        raise UsageError(f"--share is {share}, expected more than 0 and at most 1, as 0.01")
+        raise UsageError(f"--share is {share}, expected more than 0 and at most 1, for example 0.01")
     stretches = [Finding(start, last) for start, last in pairwise([0, *stage.commits])]
     if not stretches:
-        raise UsageError(f"{stage.folder.name} has no commits: there is nothing to compare with")
+        raise UsageError(f"{stage.folder.name} has no commits to compare with")
     budget = max(share * stage.steps, min(finding.last - finding.start for finding in stretches))
     random.Random(seed).shuffle(stretches)
     chosen = []
@@ -199,11 +200,11 @@ def choose_stretches(stage: TrainedStage, share: float, seed: int) -> list[Findi
     return sorted(chosen, key=lambda finding: finding.start)
 
 
-# ------------------------------------------------------------------------ what is compared
+# ------------------------------------------------------------------------ comparison
 
 
 def compare(before: TrainedStage, after: TrainedStage, finding: Finding) -> None:
-    """Compare the steps and the last commit of a stretch, taken twice, and note in the finding what differs."""
+    """Compare the steps and the last commit of a stretch with its repetition; store the differences in `finding`."""
     start = after.start_of(finding.last)
     start_before = before.start_of(finding.last)
     finding.world = start["world"]
@@ -211,7 +212,7 @@ def compare(before: TrainedStage, after: TrainedStage, finding: Finding) -> None
         if start_before.get(name) != start[name]:
             finding.conditions[name] = [start_before.get(name), start[name]]
 
-    # 1. The steps. A disk may have refused a record, and a stretch that was given up has none.
+    # 1. Compare the steps. Records can be missing, for example after disk errors or if the run skipped a stretch.
     has_other_result = False
     for step in range(finding.start + 1, finding.last + 1):
         if step not in before.taken or step not in after.taken:
@@ -229,38 +230,40 @@ def compare(before: TrainedStage, after: TrainedStage, finding: Finding) -> None
             finding.worker = worker
             finding.size = gap
 
-    # 2. The commit, piece by piece as the run's workers have saved it.
+    # 2. Compare the commits, piece by piece as the run's workers saved them.
     saved = read_manifest(before.commits[finding.last])
-    taken = read_manifest(after.commits[finding.last])
+    repeated = read_manifest(after.commits[finding.last])
     read_saved = Reader(before.commits[finding.last], saved.files)
-    read_taken = Reader(after.commits[finding.last], taken.files)
-    finding.ledger = taken.ledger
+    read_repeated = Reader(after.commits[finding.last], repeated.files)
+    finding.ledger = repeated.ledger
     for name, file in saved.files.items():
         finding.files[name] = file["sha256"]
     for (name, kind), pieces in sorted(read_saved.pieces.items()):
         finding.states += 1
         for piece in pieces:
             theirs_here = read_saved(name, kind, piece.start, piece.length)
-            ours_here = read_taken(name, kind, piece.start, piece.length)
+            ours_here = read_repeated(name, kind, piece.start, piece.length)
             differs = theirs_here.view(torch.int32) != ours_here.view(torch.int32)
             if not differs.any():
                 continue
             gaps = (theirs_here - ours_here).abs().nan_to_num(nan=math.inf)
-            # Adam makes updates of the rounding noise of gradients that are zero in theory, as those of a key's bias:
-            # there the least change anywhere else makes the largest.
-            if (name, "exp_avg_sq") in read_taken.pieces:
-                squares = read_taken(name, "exp_avg_sq", piece.start, piece.length)
+            # Some gradients are zero in theory, for example those of a key's bias. Adam turns their rounding noise
+            # into updates, which would hide the other differences.
+            if (name, "exp_avg_sq") in read_repeated.pieces:
+                squares = read_repeated(name, "exp_avg_sq", piece.start, piece.length)
                 gaps = torch.where(squares > NOISE * squares.max(), gaps, 0.0)
             element = int(torch.where(differs, gaps, -1.0).argmax())
             difference = float(gaps[element])
             scale = float(ours_here.square().mean().sqrt().clamp(min=1e-30))
             worker = int(piece.file.removeprefix("rank-").partition(".")[0])
-            finding.differing.append(State(name, kind, piece.start + element, difference, difference / scale, worker))
+            finding.differing.append(
+                StateDifference(name, kind, piece.start + element, difference, difference / scale, worker)
+            )
     finding.differing = sorted(finding.differing, key=lambda state: -state.relative)[:NAMED]
 
-    # 3. A trace tells where a difference begins. Alone it accuses nobody where code or hardware were others, which may
-    # make another one. And a commit may differ where no record of its steps does.
-    if saved.ledger != taken.ledger:
+    # 3. Combine: other data explains everything. Differing traces alone mean nothing under other conditions, which can
+    # change them. And a commit can differ although the records of its steps agree.
+    if saved.ledger != repeated.ledger:
         finding.what = "ledger"
     elif finding.conditions and not finding.differing and not has_other_result:
         finding.step = None
@@ -273,13 +276,13 @@ def compare(before: TrainedStage, after: TrainedStage, finding: Finding) -> None
 
 
 def first_difference(theirs: RecordedStep, ours: RecordedStep) -> tuple[str, int | None]:
-    """Return what differs first in a step, "" for nothing, and the worker of the run, where it can be told."""
+    """Return the first differing quantity of a step ("" if equal), and the worker in the run if it is known."""
     pairs: list[tuple[str, Sequence[float], Sequence[float]]]
     pairs = [("loss", [theirs.loss], [ours.loss]), ("gradient", [theirs.grad_norm], [ours.grad_norm])]
     if theirs.trace and ours.trace:
         losses, gradients, states = zip(theirs.trace, ours.trace, strict=True)
         pairs = [("loss", *losses), ("gradient", *gradients), *pairs]
-        if theirs.world == ours.world:  # else every worker holds another part of it
+        if theirs.world == ours.world:  # otherwise the workers hold different parts of the state
             pairs.insert(0, ("state", *states))
     for what, before, after in pairs:
         workers = set()
@@ -294,9 +297,9 @@ def first_difference(theirs: RecordedStep, ours: RecordedStep) -> tuple[str, int
 
 
 def relative(before: float | None, after: float | None) -> float:
-    """Return the difference of two numbers as a share of the first, 0 only where they are the same.
+    """Return the difference of two numbers relative to the first; 0 only if they are equal.
 
-    All numbers that are not finite, which a record may have as null, are the same, and far from those that are.
+    All non-finite numbers, including null in a record, count as equal to each other and far from finite numbers.
     """
     finite = [number for number in (before, after) if number is not None and math.isfinite(number)]
     if not finite:
@@ -306,8 +309,8 @@ def relative(before: float | None, after: float | None) -> float:
     return abs(finite[0] - finite[1]) / max(abs(finite[0]), 1e-30)
 
 
-def judge(finding: Finding) -> str:
-    """Tell apart what a difference can be."""
+def classify(finding: Finding) -> str:
+    """Return the probable cause of a difference."""
     if finding.what == "ledger":
         return "other data"
     is_from_the_first = finding.step == finding.start + 1 and finding.what != "state"

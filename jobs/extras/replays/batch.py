@@ -1,6 +1,6 @@
-"""The work of `patchline replay RUN step=N`: rebuild a step's global batch to look for what broke the step.
+"""Implements `patchline replay RUN step=N`: rebuilds the global batch of a step to inspect its samples.
 
-pipeline/extras/replays/batch.py rebuilds it.
+pipeline/extras/replays/batch.py rebuilds the batch.
 """
 
 from collections import Counter
@@ -16,25 +16,27 @@ from pipeline.monitoring.telemetry import steps_in
 
 
 def replay(run: str, step: str, target: str | None) -> None:
-    """Print the batch of a step, and the samples that stand out; with a target, write the batch there as .npz.
+    """Print a summary of a step's batch and its extreme samples; with a target, write the batch there as .npz.
 
-    Raises UsageError where the words do not fit the run, DataError where a file of it was altered.
+    Raises UsageError for wrong arguments, DataError if a file of the run was modified.
     """
-    # Before the work, where the batch could not be written under this very name.
+    # Check the target first, because the batch takes long to rebuild.
     if target:
         file = Path(target)
         if file.suffix != ".npz":
-            raise UsageError(f"--to {file} does not end in .npz\n  expected a file's name, as batch.npz")
+            raise UsageError(f"--to {file} does not end in .npz\n  expected a file name such as batch.npz")
         if file.is_dir():
-            raise UsageError(f"--to {file} is a folder\n  expected a file's name, as {file / 'batch.npz'}")
+            raise UsageError(f"--to {file} is a folder\n  expected a file name, for example {file / 'batch.npz'}")
         if not file.parent.is_dir():
-            raise UsageError(f"--to {file}: there is no folder {file.parent}\n  make it, or name a file elsewhere")
+            raise UsageError(
+                f"--to {file}: the folder {file.parent} does not exist\n  create it, or choose another folder"
+            )
     folder = find_trained(run)
     text = step.removeprefix("step=")
     if not text.isdigit() or text == "0":
-        raise UsageError(f"{step!r} is not a step\n  expected step=N, N from 1, as the log counts them")
+        raise UsageError(f"{step!r} is not a step\n  expected step=N with N ≥ 1, counted as in the log")
     number = int(text)
-    # Only now: it imports torch, for which a refusal does not wait.
+    # Imported after the checks: it imports torch, which takes seconds.
     from pipeline.extras.replays.batch import TrainedStage
 
     stage = TrainedStage(folder)
@@ -43,19 +45,19 @@ def replay(run: str, step: str, target: str | None) -> None:
         with atomic_file(Path(target)) as temporary:
             np.savez(temporary, images=batch.images, labels=batch.labels, ids=batch.ids)
 
-    # What the batch is, and what each attempt that took the step has recorded of it.
+    # The samples of the batch, and the records of each attempt that trained the step.
     shards = [batch.source.shards[shard].name for shard in batch.ids[:, 1]]
     labels = Counter(batch.labels[batch.labels >= 0].tolist())
     echo(f"{folder.name}: step {number}, {len(batch.ids)} samples of {batch.images.shape[1]}×{batch.images.shape[2]}")
     for record in stage.records:
         if record["kind"] == "spike":
-            # It holds the steps before it too, which tell how it came.
+            # The record of a spike also contains the preceding steps.
             for recent in record["recent"]:
                 if recent["step"] == number:
                     echo(
                         f"attempt {record['attempt']}: gradient norm {recent['grad_norm']:.3g}, loss "
-                        f"{recent['loss']:.6f} (the spike of step {record['step']}: {record['grad_norm']:.3g}, usual "
-                        f"up to {record['limit']:.3g})"
+                        f"{recent['loss']:.6f} (from the spike at step {record['step']}: {record['grad_norm']:.3g}, "
+                        f"normal up to {record['limit']:.3g})"
                     )
         elif record["kind"] == "train" and number in steps_in(record):
             loss = record["losses"][steps_in(record).index(number)]
@@ -65,7 +67,7 @@ def replay(run: str, step: str, target: str | None) -> None:
     for sample in batch.bad:
         echo(f"replaced: {sample.shard} {sample.key}: {sample.reason}")
 
-    # Blank and broken images are found at the ends: the darkest, the brightest and the flattest.
+    # Blank and broken images are among the extremes: the darkest, the brightest and the one with the least contrast.
     means = batch.images.mean((1, 2, 3))
     spreads = batch.images.std((1, 2, 3))
     for name, slot in {"darkest": means.argmin(), "brightest": means.argmax(), "flattest": spreads.argmin()}.items():

@@ -1,7 +1,8 @@
-"""Find the samples behind a spike by masking parts of its batch.
+"""Finds the samples that caused a spike by masking parts of its batch.
 
-`bisect RUN step=N` repeats one step in one attempt (pipeline/extras/replays/search.py), and shows the samples without
-which its metric is usual: key, labels, shard, and the pictures as the set and as the model have them.
+`bisect RUN step=N` repeats one step many times in one attempt (pipeline/extras/replays/search.py). It prints the
+smallest set of samples without which the step's metric is normal: key, labels, shard, and pictures as stored in the set
+and as the model saw them.
 """
 
 import math
@@ -27,12 +28,12 @@ from pipeline.health import RECENT
 from pipeline.monitoring.telemetry import without_nan
 from pipeline.training_config import TrainConfig
 
-METRICS = ("grad_norm", "loss")  # of a step, as `pipeline.extras.replays.batch.RecordedStep` has them
-MOST_SHOWN = 16  # samples of a set that are printed, and written as pictures
+METRICS = ("grad_norm", "loss")  # fields of pipeline.extras.replays.batch.RecordedStep
+MOST_SHOWN = 16  # samples that are printed and written as pictures
 
 
 def bisect(run: str, words: Sequence[str], *, output: str | None) -> None:
-    """Find the samples behind a step, and write bisect.json. Raises UsageError, and what a run raises."""
+    """Find the samples that caused a step's spike, and write bisect.json. Raises UsageError and the errors of a run."""
     values: dict[str, str] = {}
     overrides = []
     for word in words:
@@ -42,24 +43,24 @@ def bisect(run: str, words: Sequence[str], *, output: str | None) -> None:
         elif separator and key in ("step", "metric"):
             values[key] = value
         else:
-            raise UsageError(f"{word!r} is not understood\n  expected step=N, metric=…, cluster.…=…")
+            raise UsageError(f"unknown argument {word!r}\n  expected step=N, metric=…, cluster.…=…")
     if "step" not in values:
-        raise UsageError("no step is named\n  expected step=N, as the log counts them")
+        raise UsageError("the step is missing\n  expected step=N, counted as in the log")
 
     replays = Replays("bisect", run, output, overrides)
     steps = replays.stage.steps
     text = values["step"]
     if not text.isdigit() or not 0 < int(text) <= steps:
-        raise UsageError(f"step={text}: expected step=N, from 1 to {steps}, as the log counts them")
+        raise UsageError(f"step={text}: expected step=N with N from 1 to {steps}, counted as in the log")
     metric = values.get("metric", METRICS[0])
     if metric not in METRICS:
-        raise UsageError(f"metric={metric}: expected one of {', '.join(METRICS)} for a step")
+        raise UsageError(f"metric={metric}: expected one of {', '.join(METRICS)}")
     bisect_step(replays, int(text), metric)
 
 
 def bisect_step(replays: Replays, step: int, metric: str) -> None:
-    """Find the samples behind a step's loss or gradient norm."""
-    # 1. What is usual, and how long the search may take.
+    """Find the samples that caused an unusual loss or gradient norm of a step."""
+    # 1. Determine the normal value.
     stage = replays.stage
     recent = []
     for number in range(step - RECENT, step):
@@ -68,16 +69,16 @@ def bisect_step(replays: Replays, step: int, metric: str) -> None:
             if math.isfinite(value):
                 recent.append(value)
     if not recent:
-        raise UsageError(f"no step before {step} has a {metric} on record, with which it could be compared")
+        raise UsageError(f"the {metric} of step {step} cannot be compared: no earlier step has one on record")
     usual = statistics.median(recent)
     start = stage.commit_before(step)
     batch_size = stage.cfg.batch_size
-    replays.say(
-        f"{replays.name}: step {step} from commit {start}, {metric} against the usual {usual:.4g} of {len(recent)} "
-        f"steps before it; at most {2 * math.ceil(math.log2(batch_size))} times one step"
+    replays.log(
+        f"{replays.name}: step {step} from commit {start}, {metric} compared with {usual:.4g}, the median of the "
+        f"{len(recent)} preceding steps; at most {2 * math.ceil(math.log2(batch_size))} repetitions of the step"
     )
 
-    # 2. The search, in one attempt.
+    # 2. Search in one attempt.
     request = {"step": step, "metric": metric, "usual": usual}
 
     def search(cfg: TrainConfig, context: Context) -> Mapping[str, Any]:
@@ -96,31 +97,31 @@ def bisect_step(replays: Replays, step: int, metric: str) -> None:
 
     folder = replays.folder / f"step-{step}"
     shutil.rmtree(folder, ignore_errors=True)
-    outcome = replays.take_again(start, step, folder / "run", work=search).outcome
+    outcome = replays.repeat(start, step, folder / "run", work=search).outcome
     shutil.rmtree(folder / "run")
 
-    # 3. What it was, and whether the step came out as it is on record.
+    # 3. Print the result, and whether the repeated step equals the record.
     if step in stage.taken:
         recorded = without_nan([stage.taken[step].loss, stage.taken[step].grad_norm])
         is_same = [outcome["loss"], outcome["grad_norm"]] == recorded
-        echo(f"step {step} came out {'as it is on record, to the bit' if is_same else 'otherwise than on record'}")
+        echo(f"the repeated step {step} {'equals the record bit for bit' if is_same else 'DIFFERS from the record'}")
     value = "not finite" if outcome["value"] is None else f"{outcome['value']:.4g}"
     shown = f"{metric} is {value}"
     samples = found_samples(stage, step, outcome, folder)
     if not outcome["is_spike"]:
-        replays.say(f"no spike: {shown}, usual is {usual:.4g}")
+        replays.log(f"no spike: {shown}, normal is {usual:.4g}")
     elif outcome["is_found"]:
-        replays.say(
+        replays.log(
             f"{shown} with {len(samples)} of {batch_size} samples and {outcome['value_without']:.4g} without, after "
-            f"{outcome['replays']} times one step:"
+            f"{outcome['replays']} repetitions of the step:"
         )
     else:
-        replays.say(
-            f"no single sample: {shown}, and the smallest set found without which it is below {outcome['limit']:.4g} "
-            f"has {len(samples)} of {batch_size}, after {outcome['replays']} times one step"
+        replays.log(
+            f"no single sample is the cause: {shown}; to bring it below {outcome['limit']:.4g}, at least "
+            f"{len(samples)} of {batch_size} samples must be masked (after {outcome['replays']} repetitions)"
         )
     for sample in samples[:MOST_SHOWN]:
-        replays.say(
+        replays.log(
             f"  slot {sample['slot']}: {sample['shard']} {sample['key']}, labels {sample['labels']}; "
             f"{sample['picture']}"
         )
@@ -128,7 +129,7 @@ def bisect_step(replays: Replays, step: int, metric: str) -> None:
 
 
 def found_samples(stage: TrainedStage, step: int, outcome: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
-    """Return the samples that a search has found, and write pictures of the first ones into the folder."""
+    """Return the samples that a search identified, and write pictures of the first ones to the folder."""
     if not outcome["rows"]:
         return []
     samples: list[dict[str, Any]] = []

@@ -1,12 +1,12 @@
-"""The exact counterfactual: a run as it would be, had some samples weighed nothing from its first step on.
+"""Exact counterfactual: the result of a run if some samples had had weight zero from its first step on.
 
-1. The samples are masked in place (pipeline/extras/replays/masking.py): all others keep their rows, augmentation and
-   draws, where `data.drop` would give every step other samples.
-2. Up to the first step that uses one of them the run is what it was: the steps are taken again from the commit before.
-   A bad sample may have been replaced by one of them earlier, so that the commit is one before the first bad sample.
-3. What that costs is said first; then the steps are taken, in a run directory of its own, and evaluated at the end.
-4. audit.json says what was removed, from which commit on, and which weights and ledger came out: nothing in them
-   depends on these samples. Without any sample, weights and ledger are those of the run.
+1. Samples are masked in place (pipeline/extras/replays/masking.py): all others keep their slots, augmentation and
+   random draws. `data.drop` instead would change the samples of every step.
+2. Until the first step that uses a masked sample, nothing changes: repeat the run from the commit before that step. If
+   a bad sample was replaced earlier, possibly by a masked one, start from a commit before the first bad sample.
+3. Print the cost first; then repeat the steps in a separate run directory and evaluate the last one.
+4. Write audit.json with the removed samples, the first commit used, and the resulting weights and ledger, none of which
+   depend on these samples. If no samples are removed, weights and ledger equal those of the run.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ from pipeline.monitoring.telemetry import account
 from pipeline.training_data import training_order
 from pipeline.values import duration
 
-REQUEST = "without.json"  # which samples the folder's run is without
+REQUEST = "without.json"  # records which samples the run in this folder excludes
 
 
 def without(
@@ -43,15 +43,15 @@ def without(
     output: str | None,
     overrides: Sequence[str],
 ) -> None:
-    """Take the steps of a run again without samples, and say what that has changed.
+    """Repeat the steps of a run without some samples, and print how the results change.
 
-    Raises UsageError, DataError where a list or a shard is not of the run's set, and what a run raises.
+    Raises UsageError, DataError if a sample or shard is not in the run's data, and the errors of a run.
     """
     replays = Replays("without", run, output, overrides)
     stage = replays.stage
     _, to = replays.between(0, to or max(stage.commits, default=0))
 
-    # 1. From which step on the run changes. A sample's first use is that of the whole run: all steps have one order.
+    # 1. Find the first step that uses one of the samples; all attempts of a run use the same sample order.
     index, order = training_order(stage.config_at(1, to), stage.sets)
     ranges = masked_ranges(index, samples, shards)
     mask = Mask(ranges)
@@ -64,7 +64,7 @@ def without(
         if is_used:
             first_use = step
         if step % 10_000 == 0:
-            activity.now(f"looking for the first use: step {step:,} of {to:,} …")
+            activity.now(f"searching the first use: step {step:,} of {to:,} …")
     start = stage.commit_before(first_use or to)
     while mask and start and read_manifest(stage.commits[start]).bad_samples:
         start = stage.commit_before(start)
@@ -79,39 +79,41 @@ def without(
     request = replays.folder / REQUEST
     if request.exists() and artifacts.read_record(request) != removed:
         raise UsageError(
-            f"{replays.folder} holds the run without other samples\n  type --output FOLDER, or move it away"
+            f"{replays.folder} contains a repetition without other samples\n  type --output FOLDER, or move that folder"
         )
 
-    # 2. What it costs comes first: a step takes as long as it took. Then the steps.
-    booked = account(stage.records)
-    step_s = (booked.compute + booked.data) / max(len(stage.taken), 1)
+    # 2. Print the cost, assuming the recorded time per step; then repeat the steps.
+    recorded_time = account(stage.records)
+    step_s = (recorded_time.compute + recorded_time.data) / max(len(stage.taken), 1)
     use = f"first used in step {first_use}"
     if first_use is None:
-        use = "none of them was used"
-    replays.say(
+        use = "never used"
+    replays.log(
         f"{replays.name}: {removed['samples']:,} of {index.samples:,} samples, {use}; {to - start:,} steps from commit "
         f"{start} to {to}, {(to - start) / stage.steps:.1%} of the run, about {duration((to - start) * step_s)}"
     )
     replays.folder.mkdir(parents=True, exist_ok=True)
     artifacts.write_record(request, removed)
-    again = replays.take_again(start, to, replays.folder, masked=ranges, evaluates=True, goes_on=True)
+    repeated = replays.repeat(start, to, replays.folder, masked=ranges, evaluates=True, resumes=True)
 
-    # 3. What that has changed: the metrics of the last step, its ledger, and its weights.
-    outcome = again.outcome
-    manifest = read_manifest(again.commits[to])
+    # 3. Compare the metrics of the last step, its ledger, and its weights.
+    outcome = repeated.outcome
+    manifest = read_manifest(repeated.commits[to])
     before = evaluations_of(stage.records).get(to, {})
     for name, value in outcome["metrics"].items():
-        line = f"{name} {value:.4f} without them"
+        line = f"{name} {value:.4f} without the samples"
         if name in before:
-            line += f", {before[name]:.4f} with them: they brought {before[name] - value:+.4f}"
-        replays.say(line)
+            line += f", {before[name]:.4f} with them (difference {before[name] - value:+.4f})"
+        replays.log(line)
     weights = outcome["files"][artifacts.WEIGHTS]["sha256"]
     echo(f"weights {weights[:12]}, ledger {manifest.ledger[:12]}")
     theirs = export(stage.commits[to], models.from_dict(stage.job["model"]))
     are_equal = manifest.ledger == read_manifest(stage.commits[to]).ledger
-    for name, tensor in models.load_weights(again.folder)[0].items():
+    for name, tensor in models.load_weights(repeated.folder)[0].items():
         are_equal = are_equal and torch.equal(tensor, theirs[name])
-    replays.say("equal to the run's, bit for bit" if are_equal else "the run's are others")
+    replays.log(
+        "weights and ledger equal the run's, bit for bit" if are_equal else "weights or ledger differ from the run's"
+    )
     commit_files = {}
     if start:
         for name, file in read_manifest(stage.commits[start]).files.items():
@@ -128,13 +130,13 @@ def without(
         "equals_run": are_equal,
     }
     replays.report(replays.folder / "audit.json", values)
-    echo(f"the run without them: {again.folder}")
+    echo(f"the run without the samples: {repeated.folder}")
 
 
 def masked_ranges(index: Index, samples: str | None, shards: Sequence[str]) -> list[list[int]]:
-    """Return the samples of a list and of shards as ranges. Raises DataError."""
+    """Return the samples in a list file and in shards as ranges. Raises DataError."""
     ranges = []
-    # An empty list is a question too: whether the run comes out again.
+    # An empty list is allowed: it repeats the run unchanged.
     if samples is not None and (not Path(samples).is_file() or Path(samples).read_bytes().strip()):
         rows = listed_rows(samples, index)
         ends = np.cumsum(index.shard_samples)
@@ -143,8 +145,8 @@ def masked_ranges(index: Index, samples: str | None, shards: Sequence[str]) -> l
     for name in shards:
         named = shards_called(name, [index])
         if len(named) != 1:
-            which = ", ".join(list(named)[:3]) or f"as {index.location(0)} is called"
-            raise DataError(f"--shards {name}: {len(named)} shards are called so, expected one: {which}")
+            which = ", ".join(list(named)[:3]) or f"for example {index.location(0)}"
+            raise DataError(f"--shards {name} matches {len(named)} shards, expected exactly one: {which}")
         for _, number in next(iter(named.values())):
             ranges.append([0, number, 0, index.shards[number].samples])
     return sorted(ranges)

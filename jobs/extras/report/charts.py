@@ -1,8 +1,8 @@
 """The charts of a run's page: curves over samples seen, and values with their intervals.
 
-A curve of a million steps is thinned to some hundred buckets, of which the least and the greatest value stay: a single
-step that jumped is still seen. Over it lies the curve of its means, each of as many steps as the legend says. Lines
-differ by their dashes and markers too, which the legend shows.
+A long curve is reduced to a few hundred buckets that keep their minimum and maximum, so a single outlier stays visible.
+A second curve shows means; the legend gives the number of steps in each mean. Lines differ in dashes and markers as
+well as in colour.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from data.extras.pages.page import DASHES, GRID, INK, LINES, MARKERS, charted, s
 from pipeline.values import amount
 
 BUCKETS = 360  # of a curve; two points each
-MEANS = 75  # points of a smoothed curve at the most
-LEAST_SMOOTHED = 3  # steps, below which a mean is not worth a curve
-STEEP = 20.0  # times the median, from which on values are drawn on a logarithmic axis
-# Inches at 72 pixels each. A page draws them larger, by up to a half, and no text of them below 9 pixels.
+MEANS = 75  # maximum number of points of a smoothed curve
+LEAST_SMOOTHED = 3  # steps per mean; below this, smoothing is not worth a second curve
+STEEP = 20.0  # the axis is logarithmic if the largest value exceeds this multiple of the median
+# Inches at 72 pixels each. Pages enlarge charts by up to a half; no text is drawn smaller than 9 pixels.
 WIDTH = 4.2
 HEIGHT = 2.2
-LINE = 0.19  # of the legend
-LABELS = 52  # characters of a legend's row
+LINE = 0.19  # height of a row of the legend
+LABELS = 52  # characters in a row of the legend
 LONGEST_LABEL = 28
 NO_STEPS = np.zeros(0, int)
 PERCENT = FuncFormatter(lambda value, _place: f"{100 * value:g} %")
@@ -38,37 +38,37 @@ AMOUNT = FuncFormatter(lambda value, _place: amount(value))
 
 
 class Line(NamedTuple):
-    """A curve; `number` decides its dashes and colour."""
+    """A curve; `number` selects its dashes, marker and colour."""
 
     label: str
     x: np.ndarray
     y: np.ndarray
-    steps: np.ndarray = NO_STEPS  # at each point, where they are shown in numbers
+    steps: np.ndarray = NO_STEPS  # step of each point, for the table of numbers
     number: int = 0
-    is_smoothed: bool = False  # its points are single steps, which jump: they are drawn thin, behind their means
-    is_faded: bool = False  # steps that were taken again
-    spread: np.ndarray | None = None  # (2, n), how far the interval of each value reaches down and up
+    is_smoothed: bool = False  # draw the points (noisy single steps) thin, and their means on top
+    is_faded: bool = False  # lost steps, which a later attempt repeated
+    spread: np.ndarray | None = None  # (2, n): distance from each value to the lower and upper end of its interval
 
 
 class Mark(NamedTuple):
-    """Something that happened at a place of the x axis."""
+    """An event at a position on the x axis."""
 
     x: float
-    kind: str  # "restart", "spike" or "left out"
+    kind: str  # "restart", "spike", "excluded" or "first difference"
     y: float | None = None
 
 
-# A line across the chart, or a triangle on the curve; each with its word, so that nobody needs the colour.
-MARKED = {"restart": (0, (4, 3)), "left out": (0, (1, 2)), "parted": (0, (7, 2, 1, 2))}
+# Line styles of vertical event lines; spikes are triangles on the curve. The legend names each kind of event.
+MARKED = {"restart": (0, (4, 3)), "excluded": (0, (1, 2)), "first difference": (0, (7, 2, 1, 2))}
 
 
 def thin(x: np.ndarray, y: np.ndarray, buckets: int = BUCKETS) -> tuple[np.ndarray, np.ndarray]:
-    """Return the points of a curve that show it: first, last, and of each bucket the least and the greatest value."""
+    """Reduce a curve to its first and last point and the minimum and maximum of each bucket."""
     if len(x) <= 2 * buckets:
         return x, y
     edges = np.linspace(0, len(x), buckets + 1).astype(int)
     chosen = {0, len(x) - 1}
-    # A bucket of values that are not finite shows as a gap: its first point stays.
+    # If no value of a bucket is finite, its first point is kept and shows as a gap.
     for low, high in itertools.pairwise(edges.tolist()):
         part = y[low:high]
         is_finite = np.isfinite(part)
@@ -79,9 +79,9 @@ def thin(x: np.ndarray, y: np.ndarray, buckets: int = BUCKETS) -> tuple[np.ndarr
 
 
 def smooth(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return the means of a curve's stretches, at the middle of each, and how many points a stretch has.
+    """Return bucket centers, bucket means and the number of points per bucket.
 
-    Values that are not finite do not count; a stretch of nothing else is a gap.
+    Non-finite values are ignored; a bucket without finite values becomes a gap.
     """
     size = max(1, math.ceil(len(y) / MEANS))
     firsts = np.arange(0, len(y), size)
@@ -96,7 +96,7 @@ def smooth(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
 def line_chart(
     title: str, lines: Sequence[Line], marks: Sequence[Mark] = (), *, reach: float | None = None, is_share: bool = False
 ) -> Markup:
-    """Draw curves over the samples seen, of which the axis has `reach`; a share is written in percent."""
+    """Draw curves over samples seen, with an x axis up to `reach`; `is_share` formats values as percentages."""
     with charted():
         figure, axes = figure_of()
         values = np.zeros(0)
@@ -106,9 +106,9 @@ def line_chart(
             curves += not line.is_faded
         if len(values) and values.min() > 0 and values.max() > STEEP * np.median(values):
             axes.set_yscale("log")
-            axes.yaxis.set_major_formatter(PLAIN)  # matplotlib's powers take half a second to set
+            axes.yaxis.set_major_formatter(PLAIN)  # matplotlib takes half a second to typeset powers of ten
             axes.yaxis.set_minor_formatter(NullFormatter())
-        is_alone = curves == 1  # and called by the title
+        is_alone = curves == 1  # the title names the only curve
         for line in lines:
             colour = LINES[line.number % len(LINES)]
             label = line.label[:LONGEST_LABEL]
@@ -133,7 +133,7 @@ def line_chart(
                 axes.errorbar(line.x, line.y, yerr=line.spread, fmt="none", ecolor=colour, capsize=3)
         kinds: set[str] = set()
         for mark in marks:
-            label = "" if mark.kind in kinds else mark.kind  # once in the legend
+            label = "" if mark.kind in kinds else mark.kind  # each kind once in the legend
             if mark.kind in MARKED:
                 axes.axvline(mark.x, color=INK, linewidth=0.9, linestyle=MARKED[mark.kind], label=label)
             elif mark.y is not None:
@@ -147,7 +147,7 @@ def line_chart(
         axes.xaxis.set_major_formatter(AMOUNT)
         if is_share:
             axes.yaxis.set_major_formatter(PERCENT)
-        # The legend stands below, where it hides no curve.
+        # The legend is below the axes so that it does not cover a curve.
         _, labels = axes.get_legend_handles_labels()
         columns = max(1, min(3, LABELS // max(map(len, labels), default=1)))
         rows = math.ceil(len(labels) / columns)
@@ -156,12 +156,12 @@ def line_chart(
             for handle in legend.get_lines():
                 handle.set_linewidth(1.4)
             for text in legend.get_texts():
-                text.set_parse_math(False)  # a name may hold dollars
+                text.set_parse_math(False)  # a name can contain dollar signs
         return drawn(figure, axes, title, HEIGHT + rows * LINE, below=0.45 + rows * LINE)
 
 
 def value_chart(title: str, named: Sequence[tuple[str, float, float, float]]) -> Markup:
-    """Draw values (name, value, low, high) with their intervals, a row each, the first at the top."""
+    """Draw values (name, value, low, high) with their intervals, one row each, the first at the top."""
     with charted():
         figure, axes = figure_of()
         rows = np.arange(len(named))
@@ -170,13 +170,13 @@ def value_chart(title: str, named: Sequence[tuple[str, float, float, float]]) ->
         spread = [np.maximum(value - low, 0), np.maximum(high - value, 0)]
         axes.errorbar(value, rows, xerr=spread, fmt="o", color=LINES[0], ecolor=INK, elinewidth=1, capsize=3, ms=4)
         axes.set_yticks(rows, np.array(names, f"U{LONGEST_LABEL}"), fontsize=8, parse_math=False)
-        axes.set_ylim(len(named) - 0.5, -0.5)  # the first at the top
+        axes.set_ylim(len(named) - 0.5, -0.5)
         axes.xaxis.set_major_formatter(PERCENT)
         return drawn(figure, axes, title, 0.8 + 0.24 * len(named), left=0.48)
 
 
 def figure_of() -> tuple[Figure, Axes]:
-    """Return an empty chart."""
+    """Return a figure with empty axes."""
     figure = Figure(dpi=72)
     axes = figure.add_subplot()
     axes.tick_params(labelsize=8)
@@ -185,9 +185,9 @@ def figure_of() -> tuple[Figure, Axes]:
 
 
 def drawn(figure: Figure, axes: Axes, title: str, height: float, left: float = 0.13, below: float = 0.3) -> Markup:
-    """Return the chart in so many inches, the axes a share of the width from the left, and inches from below.
+    """Return the chart as SVG.
 
-    Its title is the same text that is read out.
+    `height` and `below` are inches; `left` is a fraction of the width. The title is also the text for screen readers.
     """
     width = 0.97 - left
     figure.set_size_inches(WIDTH, height)

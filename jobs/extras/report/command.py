@@ -17,12 +17,13 @@ from jobs.terminal import echo
 def report(
     runs: Annotated[list[str], typer.Argument(metavar="RUN", help="Run directories, or folders of single stages.")],
     output: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Of one run report.html in it, of several comparison.html here.")
+        str | None,
+        typer.Option(metavar="FILE", help="Default: RUN/report.html; for several runs ./comparison.html."),
     ] = None,
-    open_: Annotated[bool, typer.Option("--open", help="Show the page in the browser.")] = False,
+    open_: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
     _debug: Debug = False,
 ) -> None:
-    """Write the page of a run; of several runs, what they do not have in common and where they part."""
+    """Write the HTML page of a run; for several runs, show how they differ and at which step they first do."""
     from jobs.commands import stored_runs
     from jobs.extras.report.page import write_report
     from jobs.extras.report.page_watcher import NAME
@@ -43,9 +44,9 @@ def report(
         if output is None and len(runs) == 1:
             page = Path(NAME) if "://" in runs[0] else paths[0] / NAME
         if output is not None and (page.is_dir() or not page.parent.is_dir()):
-            problem = "it is a folder" if page.is_dir() else f"there is no folder {page.parent}"
-            raise UsageError(f"--output {page}: {problem}\n  expected a file's name, as report.html")
+            problem = "this is a folder" if page.is_dir() else f"the folder {page.parent} does not exist"
+            raise UsageError(f"--output {page}: {problem}\n  expected a file name such as report.html")
         write_report(paths, page, stores)
     echo(f"page: {page}")
     if open_ and not webbrowser.open(page.absolute().as_uri()):
-        echo("no browser answers here; open the page where there is one: it needs nothing but itself")
+        echo("no browser could be opened on this machine; copy the page, a self-contained file, to one that has one")

@@ -1,8 +1,8 @@
-"""Writes the page of a run, or of several runs side by side (data/extras/pages/templates/run.html and compare.html).
+"""Writes the HTML page of one run, or of several runs side by side (templates run.html and compare.html).
 
-1. The runs are read (jobs/extras/history.py) and, if there are several, compared (jobs/extras/diff).
-2. What the template shows is gathered: the stages as they were read, charts, rows of numbers, pictures.
-3. The page is rendered, which writes the numbers as text, and written whole.
+1. Read the runs (jobs/extras/history.py); compare them if there are several (jobs/extras/diff).
+2. Collect the values for the template: stages, charts, tables and pictures.
+3. Render the template and write the page atomically. The templates are in data/extras/pages/templates.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from data.extras.pages import page
 from data.index.document import load_index
 from data.index.index import Index
 from data.storage import Storage
-from jobs.extras.diff.parting import part
+from jobs.extras.diff.first_difference import find_first_difference
 from jobs.extras.diff.recorded import recorded_differences
 from jobs.extras.history import DRAW, REPORT, REPORT_VALUES, RunHistory, StageHistory, read_run
 from jobs.extras.report import charts
@@ -34,11 +34,12 @@ from pipeline import artifacts
 from pipeline.evaluation.intervals import wilson
 from pipeline.values import amount, duration
 
-DETAILED = 6  # trained stages of a run that are shown whole, the newest; a sweep may have hundreds
-MOST_RESULTS = 6  # that the first line of the page names
-MOST_ROWS = 200  # of a table
-MOST_LINES = 12  # of a chart
-MOST_CLASSES = 30  # by their accuracy, the worst
+DETAILED = 6  # newest trained stages shown in detail; a sweep can have hundreds
+MOST_RESULTS = 6  # results named in the first line of the page
+MOST_ROWS = 200  # rows of a table
+MOST_LINES = 12  # lines of a chart
+MOST_CLASSES = 30  # classes with the lowest accuracy
+# Titles of the charts in page order, with the plotted field of metrics.jsonl.
 # In the order in which people look: the title of a chart, and the value of metrics.jsonl that it shows.
 CURVES = {
     "training loss": "loss",
@@ -46,42 +47,42 @@ CURVES = {
     "gradient norm of training": "grad_norm",
     "images/s of training": "images_per_s",
 }
-OF_STEPS = ("loss", "grad_norm")  # known of every step, the others of every report
+OF_STEPS = ("loss", "grad_norm")  # recorded for every step; other fields only for every report
 FAILURES = ("evaluate_failed", "checkpoint_failed", "evaluate_skipped")
 
 
-class Evaluated(NamedTuple):
-    """A value of an evaluation with its interval, which judged samples or several draws of the shots give."""
+class EvaluatedMetric(NamedTuple):
+    """A metric of one evaluation with its interval: from the number of samples, or from several few-shot draws."""
 
     step: int
     name: str
     value: float
     low: float
     high: float
-    judged: int | None
+    samples: int | None
     draws: int
-    deviation: float  # between the draws
+    deviation: float  # standard deviation between the draws
 
 
-class OfClass(NamedTuple):
-    """How well a class is known, and what its other samples are taken for most often, and how often."""
+class ClassAccuracy(NamedTuple):
+    """Accuracy of one class with its interval, and the class that it is most often confused with."""
 
     name: str
-    right: int
+    correct: int
     samples: int
     low: float
     high: float
-    taken_for: str
-    times: int
+    confused_with: str
+    confusions: int  # samples predicted as `confused_with`
 
 
 def write_report(
     paths: Sequence[Path], output: Path, stores: Mapping[Path, Storage] | None = None, *, with_replay: bool = True
 ) -> Path:
-    """Write the page of these runs and return where it is. Raises UsageError where there is no run, OSError.
+    """Write the page of one or several runs; return its path. Raises UsageError if a path has no run, or OSError.
 
-    A path may be the local copy of a run in a store: `stores` says of which. `with_replay` shows what takes seconds:
-    the batches of spikes, for which torch is imported, and images that lie in a store.
+    A path can be the local copy of a run in an object store: `stores` maps it to that store. `with_replay` adds parts
+    that take seconds: the batches of spikes, which need torch, and images from an object store.
     """
     runs = [read_run(path, (stores or {}).get(path)) for path in paths]
     if len(runs) == 1:
@@ -95,7 +96,7 @@ def write_report(
 
 
 def run_values(run: RunHistory, album: Album) -> dict[str, Any]:
-    """Return what run.html shows."""
+    """Return the variables of the template run.html."""
     detailed = run.trained[-DETAILED:]
     made: dict[str, list[dict[str, Any]]] = {}
     for stage in run.stages:
@@ -124,14 +125,14 @@ def run_values(run: RunHistory, album: Album) -> dict[str, Any]:
 
 
 def verdict(run: RunHistory) -> str:
-    """Return how the run stands, in a line."""
+    """Return the state of a run in one line."""
     results = []
     unfinished = []
     tables = tuple(f"{stage.name}." for stage in run.stages if "summary" in (stage.done or {}))
     for stage in run.stages:
         if stage.done is None:
             unfinished.append(stage)
-        # What sets were packed, and what each run of a sweep came to, is in the table of stages.
+        # Packed sets and the single runs of a sweep are left to the table of stages.
         elif stage.result and "sets" not in stage.done and not stage.name.startswith(tables):
             results.append(f"{stage.name} {stage.result}")
     if len(results) > MOST_RESULTS:
@@ -140,7 +141,7 @@ def verdict(run: RunHistory) -> str:
         return f"Done. {'; '.join(results)}"
 
     stage = unfinished[-1]
-    where = f"{stage.name} has not begun its first step"
+    where = f"{stage.name} has not started its first step"
     to_go = ""
     if stage.reports:
         last = stage.reports[-1]
@@ -152,15 +153,15 @@ def verdict(run: RunHistory) -> str:
     if run.state == "stopped":
         return f"Stopped: {run.end}. {where}{to_go}."
 
-    # An attempt that has begun leaves a "start"; until then the driver's last line says what is waited for.
+    # An attempt writes a "start" record when it begins; before that, the driver's last log line tells the reason.
     waits = ""
     attempts = list(stage.folder.glob("attempts/attempt-*"))
     if stage.task and len(attempts) > len(stage.starts):
-        waits = "; it waits for its workers to start"
+        waits = "; waiting for its workers to start"
         for line in reversed(stage.log_lines):
             _, is_drivers, text = line.partition("[driver] ")
             if is_drivers:
-                # A command's first line of a stage says where that is, and nothing of a wait.
+                # The first line that the driver logs for a stage names the folder; it is not about waiting.
                 if not text.startswith(f"{stage.name}: key "):
                     waits += f": {text}"
                 break
@@ -168,35 +169,35 @@ def verdict(run: RunHistory) -> str:
 
 
 def stage_values(stage: StageHistory, album: Album) -> dict[str, Any]:
-    """Return what is shown of a trained stage, beside the stage itself."""
-    # 1. The curves with what happened on the way, and the same in numbers.
+    """Return the template variables of one trained stage."""
+    # 1. Curves with their events, and their extreme values as numbers.
     reach = 0.0
     if stage.reports:
         reach = float(stage.reports[-1]["samples_seen"])
-    happened = []
+    events = []
     for start in stage.starts[1:]:
-        happened.append(Mark(stage.samples_at(start["step"]), "restart"))
-    for first, _ in stage.left_out:
-        happened.append(Mark(stage.samples_at(first - 1), "left out"))
+        events.append(Mark(stage.samples_at(start["step"]), "restart"))
+    for first, _ in stage.excluded_steps:
+        events.append(Mark(stage.samples_at(first - 1), "excluded"))
     drawn = []
     numbers = []
     for name, lines in curves(stage).items():
-        marks = list(happened)
+        marks = list(events)
         for spike in stage.of_kind("spike"):
             at_spike = {"loss": spike["recent"][-1]["loss"], "grad_norm": spike["grad_norm"]}
             height = at_spike.get(CURVES[name], math.nan)
             if math.isfinite(height):
                 marks.append(Mark(stage.samples_at(spike["step"]), "spike", height))
         drawn.append(charts.line_chart(name, lines, marks, reach=reach))
-        # The steps that went on: first, last, least and greatest value, as metrics.jsonl has them.
+        # First, last, smallest and largest value among the final steps, exactly as in metrics.jsonl.
         value = lines[0].y
         finite = np.flatnonzero(np.isfinite(value))
         if len(finite):
             places = [0, -1, finite[np.argmin(value[finite])], finite[np.argmax(value[finite])]]
             numbers.append((name, list(zip(value[places].tolist(), lines[0].steps[places].tolist(), strict=True))))
-    # 2. The evaluations; a single one is no curve.
+    # 2. Evaluations; a chart needs at least two.
     evaluated = evaluations(stage)
-    by_name: dict[str, list[Evaluated]] = {}
+    by_name: dict[str, list[EvaluatedMetric]] = {}
     for row in evaluated:
         by_name.setdefault(row.name, []).append(row)
     lines = []
@@ -212,25 +213,25 @@ def stage_values(stage: StageHistory, album: Album) -> dict[str, Any]:
         if len(by_name) == 1:
             title = f"held-out {evaluated[0].name}, 95 % intervals"
         drawn.append(charts.line_chart(title, lines[:MOST_LINES], reach=reach, is_share=True))
-    # 3. Samples and classes of the newest evaluation.
-    judged = None
-    classes: list[OfClass] = []
+    # 3. Sample images and accuracy per class of the newest evaluation.
+    predictions = None
+    classes: list[ClassAccuracy] = []
     path = stage.folder / artifacts.EXAMPLES
     if path.exists():
         try:
             examples = artifacts.read_record(path)
-            judged_set = load_index(examples["set"])
-            judged = album.judged(stage, examples, judged_set)
-            # Records of before 2026-11-23 have no counts.
-            for label, samples, right, other, times in examples.get("classes", []):
-                taken_for = judged_set.class_name(other) if times else ""
-                interval = wilson(right / samples, samples)
-                name = judged_set.class_name(label)
-                classes.append(OfClass(name, right, samples, *interval, taken_for, times))
+            evaluated_set = load_index(examples["set"])
+            predictions = album.predictions(stage, examples, evaluated_set)
+            # Records from before 2026-11-23 have no counts.
+            for label, samples, correct, other, confusions in examples.get("classes", []):
+                confused_with = evaluated_set.class_name(other) if confusions else ""
+                interval = wilson(correct / samples, samples)
+                name = evaluated_set.class_name(label)
+                classes.append(ClassAccuracy(name, correct, samples, *interval, confused_with, confusions))
         except (PatchlineError, OSError, ValueError, LookupError, TypeError) as error:
-            judged = Gallery(SAMPLES, [], f"they cannot be shown: {str(error) or repr(error)}")
-    classes.sort(key=lambda of_class: (of_class.right / of_class.samples, -of_class.samples))
-    # 4. What went wrong, and the sets with their largest classes.
+            predictions = Gallery(SAMPLES, [], f"the samples cannot be shown: {str(error) or repr(error)}")
+    classes.sort(key=lambda of_class: (of_class.correct / of_class.samples, -of_class.samples))
+    # 4. Failures, and the data sets with their largest classes.
     failures = []
     for record in stage.of_kind(*FAILURES):
         why = one_line(str(record.get("error") or record.get("reason")))
@@ -242,7 +243,7 @@ def stage_values(stage: StageHistory, album: Album) -> dict[str, Any]:
             continue
         largest = np.argsort(-np.array(index.class_counts, int), kind="stable")[:MOST_ROWS].tolist()
         sets.append({"name": name, "index": index, "labels": largest, "shards": index.shards[:MOST_ROWS]})
-        # Parts of one set share its tars, and differ in their samples.
+        # A part of a set uses the same tars as the other parts; the origin tells which samples are in it.
         if index.origin is not None:
             sets[-1]["parent"] = os.path.normpath(index.tables / index.origin.index / "..")
     seconds = asdict(stage.account)
@@ -252,7 +253,7 @@ def stage_values(stage: StageHistory, album: Album) -> dict[str, Any]:
         "numbers": numbers,
         "evaluations": evaluated,
         "spikes": album.spikes(stage),
-        "judged": judged,
+        "predictions": predictions,
         "classes": classes,
         "stopped": seconds.pop("stopped"),
         "seconds": seconds,
@@ -262,7 +263,7 @@ def stage_values(stage: StageHistory, album: Album) -> dict[str, Any]:
 
 
 def curves(stage: StageHistory) -> dict[str, list[Line]]:
-    """Return the lines of each chart of a trained stage: the steps that went on, and those that were taken again."""
+    """Return the lines of each chart of a trained stage: the final steps, and the lost steps of earlier attempts."""
     charted: dict[str, list[Line]] = {}
     reports = np.array(list(map(REPORT_VALUES, stage.kept_reports)), REPORT)
     for name, field in CURVES.items():
@@ -277,22 +278,22 @@ def curves(stage: StageHistory) -> dict[str, list[Line]]:
     return charted
 
 
-def evaluations(stage: StageHistory) -> list[Evaluated]:
-    """Return the values of a stage's evaluations with their intervals, the newest first."""
+def evaluations(stage: StageHistory) -> list[EvaluatedMetric]:
+    """Return the metrics of a stage's evaluations with their intervals, newest first."""
     by_step = {}
     for record in stage.of_kind("evaluate"):
-        by_step[record["step"]] = record  # a step evaluated twice counts once
+        by_step[record["step"]] = record  # if a step was evaluated twice, the later record counts
     rows = []
     for step, record in sorted(by_step.items(), reverse=True):
         for name, value in record.items():
-            # Single draws of a few-shot probe are in metrics.jsonl; people see their mean.
+            # Skip single draws of a few-shot probe; the page shows their mean.
             if not isinstance(value, float) or name in ("time", "seconds") or DRAW in name:
                 continue
-            row = Evaluated(step, name, value, low=value, high=value, judged=None, draws=0, deviation=0.0)
+            row = EvaluatedMetric(step, name, value, low=value, high=value, samples=None, draws=0, deviation=0.0)
             draws = [record[other] for other in record if other.startswith(f"{name}{DRAW}")]
             if name == "accuracy" and "judged" in record:
                 low, high = wilson(value, record["judged"])
-                row = row._replace(low=low, high=high, judged=record["judged"])
+                row = row._replace(low=low, high=high, samples=record["judged"])
             elif len(draws) > 1:
                 row = row._replace(draws=len(draws), deviation=float(np.std(draws, ddof=1)))
             rows.append(row)
@@ -300,7 +301,7 @@ def evaluations(stage: StageHistory) -> list[Evaluated]:
 
 
 def document_values(stage: StageHistory, run: RunHistory) -> dict[str, Any]:
-    """Return the values of a stage `evaluate`, from its evaluation.json."""
+    """Return the rows of evaluation.json, the result of a stage of kind `evaluate`."""
     rows = []
     for result in json.loads((stage.folder / "evaluation.json").read_text())["results"]:
         for name, entry in result["values"].items():
@@ -310,20 +311,20 @@ def document_values(stage: StageHistory, run: RunHistory) -> dict[str, Any]:
 
 
 def figure_values(stage: StageHistory, run: RunHistory) -> dict[str, Any]:
-    """Return the figure of a study, and its text."""
+    """Return the chart and the text of a study's figure."""
     record = artifacts.read_record(stage.folder / "figure.json")
-    has_paper = "paper" in record  # beside ours, in a panel as wide
+    has_paper = "paper" in record  # the paper's results are shown in a second panel of equal width
     return {"chart": study_chart(record), "has_paper": has_paper, "text": (stage.folder / "figure.md").read_text()}
 
 
 def sweep_values(stage: StageHistory, run: RunHistory) -> dict[str, Any]:
-    """Return a sweep as a table and a plot, and the losses of its runs over one another."""
+    """Return the table and chart of a sweep, and a chart with the training losses of its runs."""
     record = artifacts.read_record(stage.folder / "sweep.json")
     values: dict[str, Any] = {"metric": record["metric"], "chosen": record["chosen"], "rows": []}
     drawn = []
-    spread_of = "± between runs"
+    spread_label = "± between runs"
     names = set()
-    lost: dict[str, str] = {}  # rows without a number, and why
+    lost: dict[str, str] = {}  # row without a value → reason
     for result in record["runs"]:
         names.add(result["stage"])
         if result["diverged"]:
@@ -335,10 +336,10 @@ def sweep_values(stage: StageHistory, run: RunHistory) -> dict[str, Any]:
             deviation = mean["sd"] or 0.0
             low, high = mean["interval"] or (mean["mean"] - deviation, mean["mean"] + deviation)
             if mean["interval"]:
-                spread_of = "95 %"
+                spread_label = "95 %"
             drawn.append((name, mean["mean"], low, high))
     if drawn:
-        title = f"{stage.name}: {record['metric']}, {spread_of}"
+        title = f"{stage.name}: {record['metric']}, {spread_label}"
         values["chart"] = charts.value_chart(title, drawn[:MOST_ROWS])
     lines: list[Line] = []
     for other in run.stages:
@@ -350,7 +351,7 @@ def sweep_values(stage: StageHistory, run: RunHistory) -> dict[str, Any]:
     return values
 
 
-# What a stage has left, by its file; each is shown below the name of the stage.
+# Result files of stages; each result is shown under the stage's name.
 RESULTS = {"sweep.json": sweep_values, "figure.json": figure_values, "evaluation.json": document_values}
 
 
@@ -358,49 +359,49 @@ RESULTS = {"sweep.json": sweep_values, "figure.json": figure_values, "evaluation
 
 
 def compare_values(runs: Sequence[RunHistory]) -> dict[str, Any]:
-    """Return what compare.html shows: of each stage that the runs share, its curves and where they part."""
-    # A run is called as its folder, with its parent's name where two are called alike.
+    """Return the variables of compare.html: curves and first difference of each stage that the runs share."""
+    # Name a run after its folder; add the parent folder if two names are equal.
     names = {run.path: run.name for run in runs}
     if len(set(names.values())) < len(names):
         for run in runs:
             names[run.path] = f"{run.path.parent.name}/{run.name}"
-    # Two stages that were named by their folders are compared whatever they are called.
+    # If every run has exactly one trained stage, compare these even if their names differ.
     have_one_each = all(len(run.trained) == 1 for run in runs)
     shared: dict[str, dict[str, StageHistory]] = {}  # by the stage's name: name of the run → stage
     for run in runs:
         for stage in run.trained:
-            name = "the one trained stage of each" if have_one_each else stage.name
-            # Of several folders of one name the newest, the last, counts: the others are of earlier configs.
+            name = "the only trained stage" if have_one_each else stage.name
+            # If several folders have the same stage name, take the last and newest; the others have older configs.
             shared.setdefault(name, {})[names[run.path]] = stage
     compared = []
-    alone = []
+    single = []
     for name, of_runs in shared.items():
         if len(of_runs) > 1:
             compared.append(compare_stage(name, of_runs))
         else:
-            alone.append((name, *of_runs))
+            single.append((name, *of_runs))
     return {
         "title": f"{len(runs)} runs: {', '.join(names.values())}",
         "runs": runs,
         "names": names,
         "verdict": verdict,
         "compared": compared,
-        "alone": alone,
+        "single": single,
     }
 
 
 def compare_stage(name: str, of_runs: Mapping[str, StageHistory]) -> dict[str, Any]:
-    """Return what is shown of a stage of several runs: the first of them beside each of the others."""
+    """Return the template variables of a stage that several runs share; compares the first run with each other one."""
     (base_name, base), *rest = of_runs.items()
     others = []
     marks = []
     for run_name, stage in rest:
         differing = recorded_differences(base, stage)
-        parting = part(base, stage, differing)
-        if parting.step is not None:
-            marks.append(Mark(base.samples_at(parting.step), "parted"))
-        others.append({"name": run_name, "differences": differing[:MOST_ROWS], "parting": parting})
-    # Of each run a line in every chart, how far it has come, and its newest evaluation.
+        first_difference = find_first_difference(base, stage, differing)
+        if first_difference.step is not None:
+            marks.append(Mark(base.samples_at(first_difference.step), "first difference"))
+        others.append({"name": run_name, "differences": differing[:MOST_ROWS], "first_difference": first_difference})
+    # For each run: a line in every chart, its progress, and its newest evaluation.
     charted: dict[str, list[Line]] = {}
     rows = []
     metric = ""
@@ -413,12 +414,12 @@ def compare_stage(name: str, of_runs: Mapping[str, StageHistory]) -> dict[str, A
         newest = [row for row in evaluated if row.step == evaluated[0].step]
         rows.append((run_name, stage, newest))
         for row in newest:
-            metric = metric or row.name  # one that all of them may have
+            metric = metric or row.name  # the first metric; the other runs probably have it too
             if row.name == metric:
                 results.append((run_name, row.value, row.low, row.high))
     drawn = []
     for chart, lines in charted.items():
         drawn.append(charts.line_chart(chart, lines, marks if CURVES[chart] == "loss" else ()))
     if results:
-        drawn.append(charts.value_chart(f"held-out {metric}, the newest, 95 %", results))
+        drawn.append(charts.value_chart(f"newest held-out {metric}, 95 % intervals", results))
     return {"name": name, "base": base_name, "others": others, "charts": drawn, "rows": rows}

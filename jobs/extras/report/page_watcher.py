@@ -1,7 +1,7 @@
-"""The page that a run keeps, `<run>/report.html`: renewed at each evaluation, and when the command ends.
+"""Keeps the page of a run, `<run>/report.html`, up to date: rewritten after evaluations and when the command ends.
 
-The driver writes it, never a worker: training does not wait for it. A page that cannot be written costs the run a line.
-PATCHLINE_REPORT=off keeps none, for example if hundreds of short runs are started.
+The driver writes the page, so workers never wait for it. If it cannot be written, the run logs one line and continues.
+PATCHLINE_REPORT=off disables it, for example if hundreds of short runs are started.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from jobs.run.watchers import Log
 
 NAME = "report.html"
 SWITCH = "PATCHLINE_REPORT"
-LEAST_S = 20.0  # between two renewals
-SHARE = 100  # a page that took a second to write is kept for so many seconds: the driver may share a worker's core
-END_S = 20.0  # for the last page; a storage that hangs must not hold up the end of a command
+LEAST_S = 20.0  # minimum time between two updates
+SHARE = 100  # wait 100 times as long as an update takes: the driver may share a CPU core with a worker
+END_S = 20.0  # limit for the last update: a storage that hangs must not block the end of a command
 
 
 class PageWatcher(ThreadedWatcher):
-    """Writes the page of a run when there is something new to see."""
+    """Rewrites the page of a run when there is something new to show."""
 
     name = "page"
 
     def __init__(self) -> None:
         super().__init__()
         self.run = Path()
-        self.lock = threading.Lock()  # so that a page that began earlier does not replace the last one
+        self.lock = threading.Lock()  # prevents an earlier update from replacing the last one
         self.is_off = os.environ.get(SWITCH) == "off"
         self.has_ended = False
         self.next_at = 0.0
@@ -41,13 +41,13 @@ class PageWatcher(ThreadedWatcher):
         self.has_complained = False
 
     def started(self, campaign: Campaign, lease: Lease, log: Log) -> None:
-        """Start the thread that renews the page."""
+        """Start the thread that updates the page."""
         self.run = campaign.run
         if not self.is_off:
             self.start(log)
 
     def show(self, message: StatusMessage) -> None:
-        """Renew the page at the first report, and at another evaluation or incident of the stage."""
+        """Update the page after the first report, and after each new evaluation or incident of the stage."""
         evaluated = message.evaluation["step"] if message.evaluation else None
         news = (message.stage, message.report is not None, evaluated, message.incidents)
         if message.report is None or news == self.shown or time.monotonic() < self.next_at:
@@ -58,15 +58,16 @@ class PageWatcher(ThreadedWatcher):
                 self.write()
 
     def write(self) -> None:
-        """Write the page, or log once why that failed."""
+        """Write the page; log the first failure."""
         began = time.monotonic()
         try:
-            from jobs.extras.report.page import write_report  # matplotlib takes half a second: no start waits for it
+            # Imported here because matplotlib takes half a second, which would delay the start of every run.
+            from jobs.extras.report.page import write_report
 
             write_report([self.run], self.run / NAME, with_replay=False)
         except Exception as error:
             if not self.has_complained:
-                self.log(f"no page of this run: {type(error).__name__}: {one_line(str(error))}")
+                self.log(f"could not write {self.run / NAME}: {type(error).__name__}: {one_line(str(error))}")
             self.has_complained = True
         took = time.monotonic() - began
         self.next_at = time.monotonic() + max(LEAST_S, SHARE * took)
@@ -80,10 +81,10 @@ class PageWatcher(ThreadedWatcher):
         thread.join(END_S)
 
     def write_last(self) -> None:
-        """Write the last page and log where it is."""
+        """Write the last page and log its path."""
         with self.lock:
             self.has_ended = True
-            # A run that was refused before its first stage has nothing to show.
+            # Write no page if the run was refused before its first stage.
             if any(self.run.glob("*/stage.json")):
                 self.write()
                 if not self.has_complained:

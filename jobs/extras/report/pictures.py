@@ -1,8 +1,7 @@
-"""The images of a run's page, as small JPEGs in base64: judged samples, the batch of a spike, figures of `analyze`, and
-what was said and pictured of steps that were taken again.
+"""The images of a run's page as small base64 JPEGs: evaluated samples, batches of spikes, replays and `analyze`.
 
-All of them together are `MOST` at the most, so that a page stays below two megabytes however many stages it shows.
-What cannot be read costs the page a picture, and the page says so.
+A page has at most `MOST` images, which keeps it below two megabytes for any number of stages. If an image cannot be
+read, the page shows the reason instead.
 """
 
 from __future__ import annotations
@@ -26,29 +25,29 @@ from jobs.terminal import COMMAND, as_typed
 from pipeline import artifacts
 
 SAMPLES = "Samples with predictions"
-MOST = 240  # pictures of a page; a thumbnail has about 4 kB
-OF_SPIKE = 16  # of the global batch
-SPIKES = 3  # the newest of a stage, whose batches are shown
+MOST = 240  # images per page; a thumbnail has about 4 kB
+OF_SPIKE = 16  # images of the global batch
+SPIKES = 3  # newest spikes of a stage, shown with images of their batches
 FIGURE = 800  # pixels of the longer side
 FIGURES = {
-    "attention.png": "what the class token attends to",
-    "inside.png": "patch filters, positions, and how far each head looks",
+    "attention.png": "attention of the class token",
+    "inside.png": "patch filters, position embeddings, and the attention distance of each head",
 }
-REPLAYS = 20  # that are shown
-ANALYSES = 3  # folders of `analyze` that are shown
+REPLAYS = 20  # newest replays shown
+ANALYSES = 3  # folders of `analyze` shown
 
 
 class Picture(NamedTuple):
-    """An image with what is said of it."""
+    """An image with its caption."""
 
-    image: Markup  # as a JPEG in base64
+    image: Markup  # base64 JPEG
     caption: str
-    name: str = ""  # of the sample
+    name: str = ""  # name of the sample
     is_wrong: bool = False
 
 
 class Gallery(NamedTuple):
-    """Pictures under a heading; a remark where some are missing, or what they are."""
+    """Images under a heading; the remark describes them, or gives the reason if images are missing."""
 
     title: str
     pictures: list[Picture]
@@ -56,66 +55,66 @@ class Gallery(NamedTuple):
 
 
 class Album:
-    """Makes the pictures of one page, as many as it has room for."""
+    """Makes the images of one page, up to the limit `MOST`."""
 
     def __init__(self, *, with_replay: bool = True) -> None:
-        self.left = MOST
-        self.with_replay = with_replay  # imports torch, and decodes: a few seconds
+        self.room = MOST  # images that can still be added
+        self.with_replay = with_replay  # whether to rebuild batches, which imports torch and takes a few seconds
 
-    def judged(self, stage: StageHistory, examples: Mapping[str, Any], index: Index) -> Gallery:
-        """Return samples of the newest evaluation with their predictions, the confident mistakes first."""
-        of_set = "/".join(Path(examples["set"]).parts[-2:])
-        remark = f"of step {examples['step']} on {of_set}: the confident mistakes first, then right ones"
+    def predictions(self, stage: StageHistory, examples: Mapping[str, Any], index: Index) -> Gallery:
+        """Return samples of the newest evaluation with their predictions, the most confident mistakes first."""
+        set_name = "/".join(Path(examples["set"]).parts[-2:])
+        remark = f"step {examples['step']} on {set_name}: the most confident mistakes first, then correct predictions"
         pictures: list[Picture] = []
         if index.remote and not self.with_replay:
             how = as_typed(f"{COMMAND} report {stage.address.rpartition('/')[0]}")
-            return Gallery(SAMPLES, pictures, f"its images lie in a store; to see them: {how}")
+            return Gallery(SAMPLES, pictures, f"the images are in an object store; to show them, type: {how}")
         try:
             settings = {**stage.record["config"]["data"]["cache"], "attempts": 2}
             reader = ShardReader(index, cache=CacheConfig(**settings), by_range=True)
-            for example in islice(examples["samples"], self.left):
+            for example in islice(examples["samples"], self.room):
                 key, encoded, _ = reader.read(example["shard"], example["sample"])
                 names = [index.class_name(label) for label in example["labels"]]
                 is_wrong = example["predicted"] not in example["labels"]
-                said = f"{index.class_name(example['predicted'])} {example['confidence']:.0%}"
-                caption = f"✓ {said}"
+                prediction = f"{index.class_name(example['predicted'])} {example['confidence']:.0%}"
+                caption = f"✓ {prediction}"
                 if is_wrong:
-                    caption = f"✗ {said}, it is {', '.join(names)}"
+                    caption = f"✗ {prediction}; label: {', '.join(names)}"
                 pictures.append(Picture(jpeg(decode(encoded)), caption, key, is_wrong))
         except (PatchlineError, BadImage, OSError, ValueError, LookupError, TypeError) as error:
-            remark = f"the others cannot be shown: {str(error) or repr(error)}"
-        self.left -= len(pictures)
+            remark = f"the other samples cannot be shown: {str(error) or repr(error)}"
+        self.room -= len(pictures)
         return Gallery(SAMPLES, pictures, remark)
 
     def spikes(self, stage: StageHistory) -> list[Gallery]:
-        """Return the newest spikes, each with images of its batch as the model saw them."""
+        """Return the newest gradient spikes of a stage, each with images of its batch as the model saw them."""
         galleries = []
         for spike in stage.of_kind("spike")[-SPIKES:]:
             title = f"Spike at step {spike['step']}: gradient norm {spike['grad_norm']:.3g}"
-            if spike["limit"] < 1e300:  # until enough norms are known there is no limit
-                title += f", usual up to {spike['limit']:.3g}"
+            if spike["limit"] < 1e300:  # there is no limit until enough gradient norms are known
+                title += f", normal up to {spike['limit']:.3g}"
             command = as_typed(f"{COMMAND} replay {stage.address} step={spike['step']}")
-            if not self.with_replay or self.left < OF_SPIKE:
-                galleries.append(Gallery(title, [], f"to see its batch: {command}"))
+            if not self.with_replay or self.room < OF_SPIKE:
+                galleries.append(Gallery(title, [], f"to see the batch of this step, type: {command}"))
                 continue
             pictures = []
-            remark = f"images of its batch, as the model saw them; all of them: {command} --to batch.npz"
+            remark = f"images of this step's batch as the model saw them; for the whole batch: {command} --to batch.npz"
             try:
-                from pipeline.extras.replays.batch import TrainedStage  # with it comes torch
+                from pipeline.extras.replays.batch import TrainedStage  # imports torch
 
                 batch = TrainedStage(stage.folder).batch(spike["step"], most=OF_SPIKE)
                 for image, labels, (_epoch, shard, sample) in zip(batch.images, batch.labels, batch.ids, strict=True):
                     names = map(batch.source.class_name, labels[labels >= 0].tolist())
                     place = f"{batch.source.shards[int(shard)].name}, {sample}"
                     pictures.append(Picture(jpeg(image), ", ".join(names), place))
-                self.left -= len(pictures)
-            except Exception as error:  # a set that is gone, a store that does not answer, a changed config
-                remark = f"its batch cannot be rebuilt: {str(error) or repr(error)}"
+                self.room -= len(pictures)
+            except Exception as error:  # for example a deleted set, an unreachable store, a changed config
+                remark = f"the batch of this step cannot be rebuilt: {str(error) or repr(error)}"
             galleries.append(Gallery(title, pictures, remark))
         return galleries
 
     def replays(self, run: RunHistory) -> list[Gallery]:
-        """Return what replays of the run have said, whose folders lie beside it, and searches of its own spikes."""
+        """Return the results of replays, from folders next to the run, and of the spike searches during training."""
         folder = run.stages[0].folder.parent.resolve()
         paths = list(folder.glob(f"*/{artifacts.SEARCHES}/step-*.json"))
         for pattern in ("*/audit.json", "*/bisect.json", "*/step-*/bisect.json"):
@@ -126,12 +125,12 @@ class Album:
             title = str(path.relative_to(folder.parent))
             try:
                 record = artifacts.read_record(path)
-                # A search of the run itself names no run.
+                # A spike search during training does not name a run: it is in the run's own folder.
                 if record.get("run", str(folder)) != str(folder):
                     continue
-                title = f"{record.get('command', 'searched beside training')}, {record['date']}"
+                title = f"{record.get('command', 'search during training')}, {record['date']}"
                 remark = "; ".join(record["said"])
-                for sample in record.get("samples", ())[: self.left]:
+                for sample in record.get("samples", ())[: self.room]:
                     if sample.get("picture"):
                         image = decode((path.parent / Path(sample["picture"]).name).read_bytes())
                         names = ", ".join(sample["labels"])
@@ -139,22 +138,23 @@ class Album:
                             Picture(jpeg(image), names, f"{sample['shard']}/{sample['key']}", is_wrong=True)
                         )
             except (PatchlineError, BadImage, OSError, ValueError, LookupError, TypeError) as error:
-                remark = f"it cannot be shown: {error}"
-            self.left -= len(pictures)
+                remark = f"this replay cannot be shown: {error}"
+            self.room -= len(pictures)
             galleries.append(Gallery(title, pictures, remark))
         return galleries[-REPLAYS:]
 
     def analyses(self, run: Path) -> list[Gallery]:
-        """Return the figures that `analyze` has left in the run's folder or in a stage's."""
+        """Return the figures that `analyze` wrote to the run's folder or to a stage's folder."""
         galleries = []
         for numbers in sorted([*run.glob("*/analysis.json"), *run.glob("*/*/analysis.json")])[:ANALYSES]:
             pictures = []
             try:
                 analysis = json.loads(numbers.read_bytes())
-                remark = f"{analysis['weights']}, over {len(analysis['images'])} images"
-                for name, what in FIGURES.items():
-                    pictures.append(Picture(jpeg(decode((numbers.parent / name).read_bytes()), FIGURE), what, name))
+                remark = f"{analysis['weights']}, {len(analysis['images'])} images"
+                for name, caption in FIGURES.items():
+                    image = jpeg(decode((numbers.parent / name).read_bytes()), FIGURE)
+                    pictures.append(Picture(image, caption, name))
             except (OSError, BadImage, ValueError, LookupError, TypeError) as error:
-                remark = f"it cannot be shown: {error}"
+                remark = f"this analysis cannot be shown: {error}"
             galleries.append(Gallery(str(numbers.parent.relative_to(run)), pictures, remark))
         return galleries

@@ -1,1 +1,1 @@
-"""Sweeps, tables, figures and scaling laws."""
+"""Sweeps with their tables, figures and scaling laws."""

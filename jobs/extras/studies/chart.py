@@ -1,5 +1,4 @@
-"""The chart of a figure.json (jobs/extras/studies/figure.py): as files for any viewer, and inline in the page of the
-run."""
+"""The chart of a study's figure.json (jobs/extras/studies/figure.py), as image files and inline in the run's page."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ LONGEST_LABEL = 28  # characters
 
 
 def write_study_chart(record: Mapping[str, Any], folder: Path) -> None:
-    """Write the figure of a study as figure.png and figure.svg, in colours that need no page."""
+    """Write the figure of a study as figure.png and figure.svg, with fixed colours on white."""
     style: Any = {**STYLE, "figure.facecolor": "white"}
     for key, value in style.items():
         if isinstance(value, str):
@@ -36,17 +35,17 @@ def write_study_chart(record: Mapping[str, Any], folder: Path) -> None:
 
 
 def study_chart(record: Mapping[str, Any]) -> Markup:
-    """Draw the figure of a study for the page."""
+    """Return the figure of a study as inline SVG for the run's page."""
     with charted():
         return svg(study_figure(record, {}), record["title"])
 
 
 def study_figure(record: Mapping[str, Any], colours: Mapping[str, str]) -> Figure:
-    """Return the chart of a figure.json: our points, and the paper's in a panel beside them."""
+    """Return the chart of a figure.json: our points, and the paper's in a second panel."""
     panels = [record]
     if "paper" in record:
         panels.append(record["paper"])
-    bottom = 0.06 if record["stamp"] else 0.0  # of the height, for the stamp's line
+    bottom = 0.06 if record["stamp"] else 0.0  # fraction of the height for the stamp
     layout = ConstrainedLayoutEngine(rect=(0, bottom, 1, 1 - bottom))
     figure = Figure(figsize=(WIDTH * len(panels), 3.4), dpi=72, layout=layout)
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
@@ -60,13 +59,13 @@ def study_figure(record: Mapping[str, Any], colours: Mapping[str, str]) -> Figur
 
 
 def draw_panel(axes: Axes, panel: Mapping[str, Any], log: list[str], colours: Mapping[str, str]) -> None:
-    """Draw the points of a panel, a line for each of its series; `log` names the axes that are logarithmic."""
+    """Draw the points of a panel, one line per series; `log` lists the logarithmic axes."""
     axes.set_title(panel["title"], fontsize=9, loc="left")
     axes.tick_params(which="both", labelsize=7)
     axes.grid(color=colours.get(GRID, GRID), linewidth=0.6)
     axes.set_xlabel(panel["x"], fontsize=8)
     axes.set_ylabel(panel["y"], fontsize=8)
-    # Names stand at 0, 1, 2, … in the order in which they come.
+    # Names are placed at 0, 1, 2, … in the order of their first points.
     names: list[str] = []
     by_series: dict[str, list[Mapping[str, Any]]] = {}
     for point in panel["points"]:
@@ -99,12 +98,12 @@ def draw_panel(axes: Axes, panel: Mapping[str, Any], log: list[str], colours: Ma
         )
     if len(by_series) > 1:
         axes.legend(fontsize=7, frameon=False, loc="best", handlelength=3.2)
-    # Each axis has a scale, and ticks in words where its values are names, amounts or shares.
+    # Choose the scale of each axis; label its ticks with names, amounts or percentages.
     if names:
         axes.set_xticks(range(len(names)), [name[:LONGEST_LABEL] for name in names], rotation=30, ha="right")
     elif "x" in log:
         axes.set_xscale("log")
-        # At 1, 3, 10, 30, …: left to itself each of 1 to 9 has a label where few powers of ten are in sight.
+        # Ticks at 1, 3, 10, 30, …: by default, matplotlib labels each of 1 to 9 on a short logarithmic axis.
         axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
         axes.xaxis.set_major_formatter(LogFormatterSciNotation(minor_thresholds=(math.inf, math.inf)))
         axes.xaxis.set_minor_formatter(NullFormatter())

@@ -1,32 +1,32 @@
-"""Sweeps: one section of a recipe becomes many stages, of which a table is made in the end.
+"""Expands sweeps: one section of a recipe becomes many stages and a table of their results.
 
-`sweep:` in a section names the fields that vary, and `expand` writes the section once for every run of it:
-1. `each`: one run a name, with the fields that stand below the name, such as the tasks of a benchmark;
+`sweep:` in a section names the fields that vary; `expand` writes one section for each run:
+1. `each`: one run per name, with the fields below that name, for example the tasks of a benchmark;
 2. `grid`: one run for every combination of the fields' values;
-3. `seeds`: every run once a seed;
-4. with `held_out`, the grid is run on a part of the training data and judged on the rest of it; the runs over the seeds
-   then take the values that did best, which `<section>.grid` knows when the grid has been run.
+3. `seeds`: every run once per seed;
+4. with `held_out`, the grid is trained on one part of the training data and evaluated on the rest; the runs over the
+   seeds then use the best values, which the stage `<section>.grid` provides once the grid has finished.
 
-    finetune:                                     finetune.lr-0.01    of the grid, with the fields of held_out
-      init: "@resize"                             finetune.lr-0.03    of the grid
-      data: {train: all, evaluate: test}     →    finetune.grid       the table of the grid: which lr did best
-      sweep:                                      finetune.seed-0     optim.lr is the one that did best
+    finetune:                                     finetune.lr-0.01    grid run, with the fields of held_out
+      init: "@resize"                             finetune.lr-0.03    grid run
+      data: {train: all, evaluate: test}     →    finetune.grid       table of the grid: chooses the best lr
+      sweep:                                      finetune.seed-0     uses the chosen optim.lr
         grid: {optim: {lr: [0.01, 0.03]}}         finetune.seed-1
-        held_out: {data: {train: most, …}}        finetune            the table of the runs: mean ± sd
+        held_out: {data: {train: most, …}}        finetune            table of the runs: mean ± sd
         seeds: [0, 1]
 
-All of them are stages like any other: each has a key, is skipped when it has finished, and is resumed when it has not.
-What they read, they share. `expand` knows nothing of keys and folders: sections go in, and more sections come out.
+All of them are ordinary stages: each has a key, is skipped if it has finished, and resumed if it has not. Stages that
+they read are shared. `expand` only turns sections into more sections; it knows nothing of keys and folders.
 
-A section that reads "@pretrain.*" becomes one stage for every run of the sweep `pretrain`, under the same name and row
-and with the same seed; a sweep of its own varies each of them:
+A section that reads "@pretrain.*" becomes one stage for every run of the sweep `pretrain`, with the same name, row and
+seed; if it has a sweep too, each of these stages varies again:
 
     pretrain: {sweep: {each: {small: …, large: …}}}       pretrain.small   pretrain.large   pretrain
     resize:   {init: "@pretrain.*"}                    →  resize.small     resize.large     resize
     finetune: {init: "@resize.*", sweep: {seeds: [0]}}    finetune.small.seed-0 …           finetune
 
-A run that takes the best values of a grid refers to the grid's table: `optim: {lr: "@finetune.grid/optim.lr"}`. Until
-the table is made, the first values of the grid stand in its config (jobs/recipe/references.py).
+A run that uses the best values of a grid refers to the grid's table: `optim: {lr: "@finetune.grid/optim.lr"}`. Until
+the table exists, its config contains the first values of the grid (jobs/recipe/references.py).
 """
 
 import itertools
@@ -43,34 +43,34 @@ from models.checks import did_you_mean
 from pipeline import config
 from pipeline.config import Tags, require, tags
 
-TABLE = "sweep"  # the kind of stage that makes the table (jobs/extras/studies/table.py)
-GRID = "grid"  # the last part of the name of a grid's table
-FINAL = "final"  # the last part of the name of the run with the best values, where there are no seeds
-# Of a trunk: how long it is, and what its branches take from its weights.
+TABLE = "sweep"  # kind of the stage that makes the table (jobs/extras/studies/table.py)
+GRID = "grid"  # last part of the name of a grid's table
+FINAL = "final"  # last part of the name of the run with the best values if there are no seeds
+# Fields of a trunk that a branch does not inherit: its length, and fields that come with its weights.
 NOT_INHERITED = ("steps", "passes", "begin", "law", "model", "new_head")
 EACH_RUN = re.compile(r"@(?P<sweep>[^/*]+)\.\*(?P<part>(/.*)?)")  # "@pretrain.*", "@shards.*/train"
-NO_NAME = re.compile(r"[^A-Za-z0-9._-]")  # what may not stand in a stage's name
+NO_NAME = re.compile(r"[^A-Za-z0-9._-]")  # characters not allowed in a stage's name
 
 
 @dataclass(frozen=True)
 class SweepConfig:
-    """In a stage's section, what varies over several runs of it. One table is made of them all (docs/sweeps.md)."""
+    """What varies between several runs of a stage; a table of all runs is made at the end (docs/studies.md)."""
 
-    each: dict[str, Any] = field(default_factory=dict)  # runs by name, and the fields that each has of its own
-    # lists of values; a run for every combination of them. Names of `each` may have their own, and held_out
+    each: dict[str, Any] = field(default_factory=dict)  # runs by name, with the fields that differ for each
+    # lists of values; one run for every combination. Names of `each` may override grid and held_out
     grid: dict[str, Any] = field(default_factory=dict)
-    held_out: dict[str, Any] = field(default_factory=dict)  # fields that the grid has instead; the best runs again
-    seeds: list[int] = field(default_factory=list)  # every run once a seed; with `held_out` the best alone
-    best: str = "accuracy"  # the metric whose highest mean wins; of equal ones the first in the recipe
-    # which evaluation of each run counts: its last, or the best of all that it has made
+    held_out: dict[str, Any] = field(default_factory=dict)  # fields for grid runs only; the best values run again
+    seeds: list[int] = field(default_factory=list)  # every run once per seed; with `held_out` only the best
+    best: str = "accuracy"  # the metric whose highest mean wins; if equal, the first in the recipe
+    # which evaluation of each run counts: its last, or its best
     evaluation: Literal["last", "best"] = "last"
-    groups: dict[str, list[str]] = field(default_factory=dict)  # names of `each` that get a mean of their own
-    chosen_on_test: bool = False  # let held_out share samples with the final evaluation; the table says so
+    groups: dict[str, list[str]] = field(default_factory=dict)  # groups of names of `each`, each with a mean
+    chosen_on_test: bool = False  # allow held_out to share samples with the final evaluation; noted in the table
 
     RESUME: ClassVar[Tags] = tags(forbid="each grid held_out seeds best evaluation groups chosen_on_test")
 
     def __post_init__(self) -> None:
-        require(bool(self.grid) or not self.held_out, "held_out is what a grid is run on: give grid, or leave it out")
+        require(bool(self.grid) or not self.held_out, "held_out needs a grid: add grid, or remove held_out")
         lowest = min(self.seeds, default=0)
         require(lowest >= 0, f"seeds are {self.seeds}, expected 0 or more")
         check_twice("seeds", self.seeds)
@@ -84,15 +84,15 @@ class SweepConfig:
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a sweep: its section, and where it stands in the table."""
+    """One run of a sweep: its section, and its place in the table."""
 
     section: Section
-    row: str  # runs of one row differ by their seed
+    row: str  # runs in the same row differ only by seed
     seed: int | None
     values: Section  # of the grid, by dotted name
 
     def after(self, parent: "Run", name: str) -> "Run":
-        """Return the run as one that goes on from a run of another sweep; `name` is its section's."""
+        """Return this run as a continuation of a run of another sweep; `name` is the name of this run's section."""
         row = parent.row
         if self.row != name:
             row = f"{parent.row}, {self.row}"
@@ -101,39 +101,41 @@ class Run:
 
 
 def expand(recipe: Sections, kinds: Kinds, check: Callable[[str, Section], object]) -> Sections:
-    """Return the sections of a recipe by the names of their stages; those with a `sweep` have become several.
+    """Return the sections of a recipe by stage name, with each section that has a `sweep` expanded to several.
 
-    `check` is called with the section of every sweep and the first of all that varies: a wrong key is named as it was
-    typed.
+    `check` is called with the section of every sweep and the first values of all that varies, so that a wrong key is
+    reported as the user wrote it.
     """
     sections: dict[str, StageSection] = {}
-    tables_above: dict[str, dict[str, Run]] = {}  # by section: the runs of its table, by name
+    tables_above: dict[str, dict[str, Run]] = {}  # section → runs of its table by name
     for name, typed in recipe.items():
         section = typed.values
         stars = set(starred(section))
-        # `finetune.sweep=null` takes a sweep off.
+        # `finetune.sweep=null` disables a sweep.
         if isinstance(section, Mapping) and section.get("sweep") is None:
             section = {key: value for key, value in section.items() if key != "sweep"}
         if not isinstance(section, Mapping) or ("sweep" not in section and not stars):
             sections[name] = StageSection(with_trunk(section, sections, kinds), typed.source)
             continue
         where = f"{name}.sweep"
-        # 1. One section for every run of the sweeps that it reads, and one alone where it reads none.
+        # 1. Make one section for every run of the sweeps that it reads, or a single one if it reads none.
         parents: dict[str, Run | None] = {"": None}
         if stars:
             parents = dict(parents_of(name, stars, tables_above))
         stages: dict[str, StageSection] = {}
         runs: dict[str, Run] = {}
-        groups: dict[str, list[str]] = {}  # of rows of the table that get a mean of their own
+        groups: dict[str, list[str]] = {}  # groups of rows of the table, each with a mean
         for suffix, parent in parents.items():
             base = with_trunk({"kind": name, **starred_as(section, suffix)}, sections, kinds)
             sweep = config.build(SweepConfig, base.pop("sweep", None) or {}, where)
             varies = bool(sweep.each or sweep.grid or sweep.seeds)
-            require(varies or parent is not None, f"{where}: nothing varies: give each, grid or seeds")
+            require(varies or parent is not None, f"{where}: nothing varies: add each, grid or seeds")
             if parent is not None:
                 has_seeds = parent.seed is not None and bool(sweep.seeds)
-                require(not has_seeds, f"{where}.seeds: the runs that {name} reads have seeds already\n  leave one out")
-                # The seed is the chain's, unless the section has one of its own.
+                require(
+                    not has_seeds, f"{where}.seeds: the runs that {name} reads already have seeds\n  remove one of them"
+                )
+                # Use the parent run's seed, unless the section sets one.
                 kind = kinds.get(str(base["kind"]))
                 if parent.seed is not None and kind is not None and "seed" in kind.config.__dataclass_fields__:
                     base.setdefault("seed", parent.seed)
@@ -143,14 +145,14 @@ def expand(recipe: Sections, kinds: Kinds, check: Callable[[str, Section], objec
             stages |= more_stages
             for run_name, run in more_runs.items():
                 runs[run_name] = run if parent is None else run.after(parent, name)
-            # In a chain every row that is gone on from has means of its own.
+            # In a chain of sweeps, every parent row has separate groups.
             before = "" if parent is None else f"{parent.row}, "
             if sweep.groups:
                 for group, members in {**sweep.groups, "mean": list(sweep.each)}.items():
                     groups[before + group] = [before + member for member in members]
 
-        # 2. The table of all has the section's name, and comes last. Without held_out the best row of a grid is named
-        # by the very samples that its number is of.
+        # 2. Add the table of all runs last, under the section's name. If a grid has no held_out, the best row is chosen
+        # on the same samples as its result.
         is_choice = bool(sweep.grid) and not sweep.held_out and not sweep.each and not stars
         table = table_section(runs, sweep, chooses=is_choice, on_test=is_choice)
         table["groups"] = groups
@@ -158,7 +160,7 @@ def expand(recipe: Sections, kinds: Kinds, check: Callable[[str, Section], objec
         for run_name, written in stages.items():
             require(
                 run_name == name or run_name not in recipe,
-                f"{run_name} is a stage of the recipe, and a run of {where}\n  rename the stage",
+                f"{run_name} is both a stage of the recipe and a run of {where}\n  rename the stage",
             )
             sections[run_name] = written
         tables_above[name] = runs
@@ -166,13 +168,13 @@ def expand(recipe: Sections, kinds: Kinds, check: Callable[[str, Section], objec
 
 
 def with_trunk(section: Any, above: Sections, kinds: Kinds) -> Any:
-    """Return the section of a branch with the values of its trunk, where it has none of its own; others as they are.
+    """Return the section of a branch completed with the values of its trunk; other sections are returned unchanged.
 
-    The sections `above` are those of all stages before it, as they would stand in a recipe that spells everything out.
+    `above` contains the expanded sections of all earlier stages.
     """
     if not isinstance(section, Mapping):
         return section
-    # How far a branch goes may vary in a sweep: each of its runs begins at another step.
+    # A sweep can vary where a branch begins: look there for `begin` too.
     candidates: list[object] = [section]
     sweep = section.get("sweep")
     if isinstance(sweep, Mapping):
@@ -199,7 +201,7 @@ def with_trunk(section: Any, above: Sections, kinds: Kinds) -> Any:
 
 
 def first_section(base: Section, sweep: SweepConfig, where: str) -> Section:
-    """Return a section with the fields of the sweep's first name, and the first values of its grid."""
+    """Return a section with the fields of the sweep's first name and the first values of its grid."""
     fields = dict(next(iter(sweep.each.values()), None) or {})
     fields.pop("held_out", None)
     values: Section = next(iter(grid_of(fields.pop("grid", sweep.grid), where).values()), {})
@@ -207,7 +209,7 @@ def first_section(base: Section, sweep: SweepConfig, where: str) -> Section:
 
 
 def starred(section: object) -> Iterator[str]:
-    """Iterate the names of the sweeps whose runs a section reads one by one, as "@pretrain.*"."""
+    """Yield the names of the sweeps whose runs a section reads one by one, as in "@pretrain.*"."""
     if isinstance(section, str):
         match = EACH_RUN.fullmatch(section)
         if match is not None:
@@ -218,7 +220,7 @@ def starred(section: object) -> Iterator[str]:
 
 
 def starred_as(section: Any, suffix: str) -> Any:
-    """Return a section with "@pretrain.small" in the place of "@pretrain.*"."""
+    """Return a section with each "@pretrain.*" replaced by "@pretrain.<suffix>"."""
     if isinstance(section, str):
         return EACH_RUN.sub(rf"@\g<sweep>.{suffix}\g<part>", section)
     if isinstance(section, Mapping):
@@ -227,22 +229,22 @@ def starred_as(section: Any, suffix: str) -> Any:
 
 
 def parents_of(name: str, stars: Collection[str], tables_above: Mapping[str, Mapping[str, Run]]) -> dict[str, Run]:
-    """Return the runs of the sweeps that a section reads, by what stands behind the sweep's name.
+    """Return the runs of the sweeps that a section reads, by their names without the name of the sweep.
 
-    Raises ConfigError where one is no sweep that stands above, and where two do not have the same runs.
+    Raises ConfigError if a name is not a sweep above the section, or if two sweeps have different runs.
     """
     parents: dict[str, Run] = {}
     for star in sorted(stars):
         require(
             star in tables_above,
-            f"{name} reads @{star}.*, the runs of a sweep, and no section {star} above it has or reads one\n"
+            f"{name} reads @{star}.*, the runs of a sweep, but no section {star} above {name} has a sweep\n"
             f"  type @{star}, or move {name} below the sweep",
         )
         runs = {run_name.removeprefix(f"{star}."): run for run_name, run in tables_above[star].items()}
         require(
             not parents or parents.keys() == runs.keys(),
-            f"{name} reads the runs of {', '.join(sorted(stars))}, which are not called alike: "
-            f"{', '.join(parents)}; {', '.join(runs)}\n  expected sweeps of which one reads the other's runs",
+            f"{name} reads the runs of {', '.join(sorted(stars))}, which have different names: "
+            f"{', '.join(parents)}; {', '.join(runs)}\n  expected sweeps of which one reads the runs of the other",
         )
         parents = parents or runs
     return parents
@@ -251,9 +253,9 @@ def parents_of(name: str, stars: Collection[str], tables_above: Mapping[str, Map
 def stages_of(
     name: str, stem: str, base: Section, sweep: SweepConfig, kinds: Kinds
 ) -> tuple[dict[str, StageSection], dict[str, Run]]:
-    """Return all stages of a sweep but the table of all, and the runs that this table is of.
+    """Return all stages of a sweep except the table of all runs, and the runs in this table.
 
-    `stem` begins their names; it is longer than the section's `name` where the sweep is made for a run of another.
+    `stem` is the prefix of their names; it is longer than `name` if the sweep continues a run of another sweep.
     """
     where = f"{name}.sweep"
     first_stem = stem
@@ -269,22 +271,22 @@ def stages_of(
         if not grid:
             runs = seeded(stem, section, sweep.seeds, row or name)
         elif held_out:
-            # A choice among sections could not be put into a config that is made of others.
+            # A chosen section could not be merged into a config that already has fields of another section.
             for candidate in grid.values():
                 for key, value in candidate.items():
                     require(
                         not isinstance(value, Mapping),
-                        f"{where}.grid.{key} lists {value!r}, a section, which a grid with held_out cannot choose\n"
-                        f"  expected values of its fields: {where}.grid.{key}.FIELD=[…]",
+                        f"{where}.grid.{key} lists {value!r}, a section; a grid with held_out can only choose values\n"
+                        f"  list values of its fields: {where}.grid.{key}.FIELD=[…]",
                     )
-            # The grid and its table are stages before the runs that take the best values.
+            # The grid and its table are stages before the runs with the best values.
             choice = f"{stem}.{GRID}"
             candidates = grid_runs(stem, with_fields(section, held_out, where), grid, [], where)
             stages |= written_runs(name, candidates)
             stages[choice] = StageSection(table_section(candidates, sweep, chooses=True), name)
             best_values = {key: f"@{choice}/{key}" for key in next(iter(grid.values()))}
             section = with_fields(section, best_values, where)
-            # The table of all has the section's name, so that a single run needs another.
+            # The table of all runs has the section's name, so a single run needs another one.
             if stem == name and not sweep.seeds:
                 stem = f"{name}.{FINAL}"
             runs = seeded(stem, section, sweep.seeds, row or name)
@@ -293,10 +295,10 @@ def stages_of(
                 is_input = kind is not None and any(fnmatchcase(key, pattern) for pattern in kind.inputs)
                 require(
                     not is_input,
-                    f"{next(iter(runs))}: {key} names an input, which a grid with held_out cannot choose",
+                    f"{next(iter(runs))}: {key} names an input, and a grid with held_out cannot choose inputs",
                 )
         else:
-            require(not row, f"{where} has each and grid\n  expected held_out too, on which the best values are chosen")
+            require(not row, f"{where} has each and grid\n  add held_out, on which the best values are chosen")
             runs = grid_runs(stem, section, grid, sweep.seeds, where)
         stages |= written_runs(name, runs)
         table |= runs
@@ -304,7 +306,7 @@ def stages_of(
 
 
 def seeded(stem: str, section: Section, seeds: list[int], row: str, values: Section | None = None) -> dict[str, Run]:
-    """Return the runs of a row by name: one a seed, or one alone where there are no seeds."""
+    """Return the runs of a row by name: one per seed, or a single one if there are no seeds."""
     if not seeds:
         return {stem: Run(section, row, None, values or {})}
     runs = {}
@@ -314,23 +316,23 @@ def seeded(stem: str, section: Section, seeds: list[int], row: str, values: Sect
 
 
 def grid_runs(stem: str, section: Section, grid: Mapping[str, Section], seeds: list[int], where: str) -> dict[str, Run]:
-    """Return the runs of a grid by name: a row for every combination of values."""
+    """Return the runs of a grid by name; every combination of values is one row of the table."""
     runs: dict[str, Run] = {}
     for suffix, values in grid.items():
         combined = with_fields(section, values, where)
-        runs |= seeded(f"{stem}.{suffix}", combined, seeds, in_words(values), values)
+        runs |= seeded(f"{stem}.{suffix}", combined, seeds, as_text(values), values)
     return runs
 
 
 def written_runs(source: str, runs: Mapping[str, Run]) -> dict[str, StageSection]:
-    """Return the sections of runs, by their names."""
+    """Return the sections of runs by name."""
     return {name: StageSection(run.section, source) for name, run in runs.items()}
 
 
 def table_section(
     runs: Mapping[str, Run], sweep: SweepConfig, *, chooses: bool, on_test: bool = False
 ) -> dict[str, object]:
-    """Return the section of the stage that makes a table of these runs."""
+    """Return the section of the stage that makes the table of these runs."""
     entries: dict[str, Section] = {}
     for name, run in runs.items():
         entries[name] = {"stage": f"@{name}", "row": run.row, "seed": run.seed, "values": dict(run.values)}
@@ -346,7 +348,7 @@ def table_section(
 
 
 def grid_of(grid: Any, where: str) -> dict[str, Section]:
-    """Return every combination of a grid's values by the name of its run: {"lr-0.01": {"optim.lr": 0.01}, …}."""
+    """Return every combination of a grid's values by the suffix of its run: {"lr-0.01": {"optim.lr": 0.01}, …}."""
     values_of: dict[str, list[object]] = {}
     for key, values in flat(grid, f"{where}.grid").items():
         if not isinstance(values, list) or not values:
@@ -355,7 +357,7 @@ def grid_of(grid: Any, where: str) -> dict[str, Section]:
         values_of[key] = values
     if not values_of:
         return {}
-    # A field is called by the last part of its name, or by all of it where two end alike.
+    # Name a field by the last part of its key, or by the whole key if two keys end with the same part.
     lasts = [key.rpartition(".")[2] for key in values_of]
     names: dict[str, str] = {}
     for key, last in zip(values_of, lasts, strict=True):
@@ -368,15 +370,15 @@ def grid_of(grid: Any, where: str) -> dict[str, Section]:
         for key, value in zip(values_of, combination, strict=True):
             parts.append(f"{names[key]}-{NO_NAME.sub('_', str(value))}")
         suffix = ".".join(parts)
-        require(suffix not in combinations, f"{where}.grid: two of its runs would be called {suffix}")
+        require(suffix not in combinations, f"{where}.grid: two runs would have the same name {suffix}")
         combinations[suffix] = dict(zip(values_of, combination, strict=True))
     return combinations
 
 
 def with_own(base: Section, fields: Section, where: str) -> dict[str, object]:
-    """Return a copy of a section with the fields of a name of `each`.
+    """Return a copy of a section with the fields of one name of `each`.
 
-    One that names another model takes over what every model has, and no field of the model that it replaces.
+    If these name another model, only its image size and classes are kept from the section's model.
     """
     section = dict(base)
     model = section.get("model")
@@ -386,13 +388,13 @@ def with_own(base: Section, fields: Section, where: str) -> dict[str, object]:
 
 
 def check_twice(where: str, values: Sequence[object]) -> None:
-    """Raise ConfigError where a list has an entry twice."""
+    """Raise ConfigError if a list contains an entry twice."""
     for value in values:
         require(values.count(value) == 1, f"{where} has {value!r} twice")
 
 
-def in_words(values: Mapping[str, object]) -> str:
-    """Return values for people: "optim.lr=0.01, steps=100"."""
+def as_text(values: Mapping[str, object]) -> str:
+    """Format values for people: "optim.lr=0.01, steps=100"."""
     return ", ".join(f"{key}={value}" for key, value in values.items())
 
 
@@ -400,7 +402,7 @@ def in_words(values: Mapping[str, object]) -> str:
 
 
 def make_absolute(name: str, section: dict[str, Any], patterns: Sequence[str], absolute: MakeAbsolute) -> None:
-    """Make the relative paths absolute that vary in the sweep of a section; `patterns` name the fields of paths."""
+    """Make the relative paths in a section's sweep absolute; `patterns` match fields that are paths."""
     for part in ("each", "grid", "held_out"):
         fields = (section.get(TABLE) or {}).get(part)
         if fields:
@@ -408,14 +410,14 @@ def make_absolute(name: str, section: dict[str, Any], patterns: Sequence[str], a
 
 
 def absolute_fields(fields: Section, patterns: Sequence[str], where: str, absolute: MakeAbsolute) -> dict[str, object]:
-    """Return fields of a sweep, or lists of their values, with the paths among them made absolute."""
+    """Return a sweep's fields, or lists of values, with their relative paths made absolute."""
     values = flat(fields, where)
     for key, value in values.items():
-        # Below `each` a field stands under a name, and may stand under held_out.
+        # In `each`, a name precedes the field, and possibly held_out.
         is_path = any(fnmatchcase(key, pattern) or fnmatchcase(key, f"*.{pattern}") for pattern in patterns)
         if not is_path:
             continue
-        # A field of `each` has a path, a field of `grid` a list of them.
+        # In `each` a field is a single path, in `grid` a list of paths.
         if isinstance(value, list):
             values[key] = [absolute(f"{where}.{key}", path) if isinstance(path, str) else path for path in value]
         elif isinstance(value, str):

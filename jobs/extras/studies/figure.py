@@ -1,25 +1,25 @@
-"""A figure of a study: points of the tables of sweeps, with error bars, the paper's values beside them, and a law.
+"""A figure of a study: results of sweeps with error bars, published values next to them, and a fitted power law.
 
-In:  tables of sweeps, of this run or of others
-Out: figure.png and .svg, figure.csv, figure.json (what the page of the run draws from) and figure.md
+In:  tables of sweeps, of this run or of other runs
+Out: figure.png and .svg, figure.csv, figure.json (from which the run's page draws) and figure.md
 
     figure:
       tables: {pretrain: "@pretrain", finetune: "@finetune"}
-      x: pretrain.exaflops           # of the row of the table `pretrain` that the row goes on from
+      x: pretrain.exaflops           # of the parent row in the table `pretrain`
       y: accuracy
       log: [x]
       paper: {table: table 6, x: exaflops, y: ImageNet}
 
 1. Each row of a table is a point. `x` and `y` are metrics, axes (parameters, gmacs, exaflops, samples, images, steps,
-   seconds, images_per_s), values of a grid (model.depth), `row`, or a part of it: of "S-16, pets" row.2 is pets.
-2. A table that x names, as in pretrain.exaflops, has no points of its own: its rows give x to the rows that go on from
-   them, "S-16" to "S-16, pets".
-3. A metric has an error bar: the deviation between seeds, or of one run the interval over its samples.
-4. With `curve` a row is a line: y of every evaluation, or step, in metrics.jsonl of its runs, mean over the seeds. A
-   row whose runs have all diverged has none.
-5. With `fit` a saturating power law of 1 − y (of a metric; of y otherwise) is laid over these axes
-   (pipeline/extras/power_law.py), and without the largest point once more, where enough others are left for a law.
-   With `paper` published values stand in a panel of their own, with their source.
+   seconds, images_per_s), values of a grid (model.depth), `row`, or a part of it: for "S-16, pets", row.2 is pets.
+2. If x names a table, as in pretrain.exaflops, that table adds no points: its row "S-16" provides x for the rows that
+   continue it, such as "S-16, pets".
+3. The error bar of a metric is the standard deviation between seeds or, for a single run, the interval over samples.
+4. With `curve`, each row is a line: y of every evaluation, or step, in the metrics.jsonl of its runs, averaged over
+   seeds. A row whose runs have all diverged is omitted.
+5. With `fit`, a saturating power law of 1 − y (if y is a metric, otherwise of y) is fitted over the given axes
+   (pipeline/extras/power_law.py), and once more without the largest point if enough others remain. With `paper`,
+   published values are drawn in a separate panel, with their source.
 """
 
 import csv
@@ -52,43 +52,43 @@ CITATION = "paper: Dosovitskiy et al. 2021, arXiv:2010.11929"
 
 @dataclass(frozen=True)
 class FigureConfig:
-    """What is drawn over what."""
+    """The quantities and the layout of a figure."""
 
     tables: dict[str, str] = field(default_factory=dict)  # by name: "@stage" of a sweep, or a folder: runs/x/finetune
-    title: str = ""  # above it; "": y over x
-    x: str = "row"  # an axis, a metric, a value of the grid, the row or a part of it (docs/sweeps.md)
-    y: str = "accuracy"  # a metric, or an axis
-    series: str = "table"  # what makes a line: `table`, or as x
-    groups: dict[str, str] = field(default_factory=dict)  # lines by name → rows, as "S-*"; instead of series
-    rows: str = ""  # that have points, as "*, mean of *"; "": all but means over several rows
-    log: tuple[str, ...] = ()  # of x and y, the axes that are logarithmic
-    curve: bool = False  # y of metrics.jsonl: loss, accuracy and so on; x: steps, samples, seconds or exaflops
+    title: str = ""  # of the figure; "": y over x
+    x: str = "row"  # an axis, a metric, a value of the grid, the row or a part of it (docs/studies.md)
+    y: str = "accuracy"  # a metric or an axis
+    series: str = "table"  # the value that distinguishes lines: `table`, or any value allowed for x
+    groups: dict[str, str] = field(default_factory=dict)  # replaces series: line → pattern of its rows, e.g. "S-*"
+    rows: str = ""  # pattern of rows to draw, e.g. "*, mean of *"; "": all except means over several rows
+    log: tuple[str, ...] = ()  # logarithmic axes: x, y or both
+    curve: bool = False  # y from metrics.jsonl: loss, accuracy and so on; x: steps, samples, seconds or exaflops
     paper: dict[str, str] = field(default_factory=dict)  # table, x and y of published values (studies/paper.csv)
     fit: tuple[str, ...] = ()  # axes of a power law: one or two
-    draws: int = 200  # studies that are drawn from the law
-    stamp: str = ""  # below the figure, as "scaled down: other data, other sizes"
+    draws: int = 200  # simulated studies for the intervals of the law
+    stamp: str = ""  # note below the figure, e.g. "scaled down: other data, other sizes"
 
     RESUME: ClassVar[Tags] = tags(forbid="tables title x y series groups rows log curve paper fit draws stamp")
 
     def __post_init__(self) -> None:
         require(set(self.log) <= {"x", "y"}, f"log is {list(self.log)}, expected x, y or both")
-        require(len(self.fit) <= 2 and self.draws > 1, "fit takes one or two axes, and draws more than 1")
+        require(len(self.fit) <= 2 and self.draws > 1, "fit takes one or two axes, and draws must be greater than 1")
         if self.paper:
             require(set(self.paper) == {"table", "x", "y"}, f"paper has {list(self.paper)}, expected table, x and y")
             published(**self.paper)
 
 
 class Point(TypedDict):
-    """A row of a table, or a published value, as figure.json holds it."""
+    """A row of a table or a published value, as stored in figure.json."""
 
-    series: str  # its line
+    series: str  # line to which it belongs
     row: str
     x: Any  # a number, or a name
     y: float
-    low: float  # of the error bar
+    low: float  # lower end of the error bar
     high: float
     runs: int
-    axes: dict[str, float]  # those of `fit`
+    axes: dict[str, float]  # axes of the fit
 
 
 @dataclass(frozen=True)
@@ -97,13 +97,13 @@ class FigureRow:
 
     name: str
     table: str
-    values: dict[str, Any]  # all that x, y, series and fit may name
-    means: Mapping[str, Mapping[str, Any]]  # of metrics, over the runs
+    values: dict[str, Any]  # everything that x, y, series and fit can name
+    means: Mapping[str, Mapping[str, Any]]  # metric → mean over the runs
     runs: list[Mapping[str, Any]]
     folder: Path  # of the table
 
     def value(self, key: str) -> Any:
-        """Return a value of the row. Raises DataError where it has none of this name, with those that it has."""
+        """Return a value of the row. Raises DataError, which lists the known names, if there is none."""
         if key not in self.values:
             raise DataError(
                 f"the row {self.name!r} of {self.table} has no {key!r}{did_you_mean(key, self.values)}\n"
@@ -113,8 +113,8 @@ class FigureRow:
 
 
 def published(table: str, x: str, y: str) -> list[Point]:
-    """Return the published values of a table of the paper. Raises ConfigError where there are none."""
-    tables: dict[str, dict[tuple[str, str], dict[str, str]]] = {}  # by series and row, the values by name
+    """Return the published values of a table in the paper. Raises ConfigError if there are none."""
+    tables: dict[str, dict[tuple[str, str], dict[str, str]]] = {}  # table → (series, row) → values by name
     with open(PAPER, newline="") as file:
         for entry in csv.DictReader(file):
             key = (entry["series"], entry["row"])
@@ -124,7 +124,7 @@ def published(table: str, x: str, y: str) -> list[Point]:
     names = sorted(set().union(*tables[table].values()))
     for axis, name in (("x", x), ("y", y)):
         expected = ", ".join(names)
-        require(name in names, f"paper.{axis} is {name}, which {table} does not have\n  expected {expected}")
+        require(name in names, f"paper.{axis} is {name}, which {table} does not contain\n  expected {expected}")
     points: list[Point] = []
     for (series, row), values in tables[table].items():
         if x not in values or y not in values:
@@ -146,29 +146,30 @@ class Figure(StageKind):
     needs_workers = False
 
     def run(self, cfg: FigureConfig, context: Context) -> dict[str, object]:
-        """Gather the points, fit, and write the figure. Raises DataError where a table lacks what is drawn."""
-        # 1. The points.
+        """Collect the points, fit the law, and write the figure. Raises DataError if a table lacks a value."""
+        # 1. Collect the points.
         points: list[Point] = []
-        is_share = cfg.curve and cfg.y != "loss"  # as all metrics are; axes and losses are none
+        is_share = cfg.curve and cfg.y != "loss"  # all metrics are shares; axes and losses are not
         for row in read_rows(cfg, context.campaign):
             if cfg.curve:
                 curve = list(curve_of(cfg, row))
                 points += curve
                 if not curve:
-                    context.log(f"{context.stage.name}: {row.name} of {row.table} has no curve: diverged")
-            # A row whose runs have diverged has no metric.
+                    context.log(f"{context.stage.name}: {row.name} of {row.table} has no curve: its runs diverged")
+            # A row whose runs have diverged has no metrics.
             elif row.means or cfg.y in row.values:
                 points.append(point_of(cfg, row))
                 is_share = is_share or cfg.y in row.means
         require(
-            bool(points), f"{context.stage.name}: no row of {', '.join(cfg.tables)} has a number: have all diverged?"
+            bool(points),
+            f"{context.stage.name}: no row of {', '.join(cfg.tables)} has a value; did all runs diverge?",
         )
-        # A value of a grid may be no number, as null beside 768: then all of them are names.
+        # If a value of the grid is not a number, such as null next to 768, treat all of them as names.
         if not all(isinstance(point["x"], int | float) for point in points):
             for point in points:
                 point["x"] = str(point["x"])
 
-        # 2. The panels, ours and the paper's, and the law.
+        # 2. Describe the panels, ours and the paper's, and fit the law.
         figure: dict[str, Any] = {
             "title": cfg.title or f"{cfg.y} over {cfg.x}",
             "x": cfg.x,
@@ -187,10 +188,10 @@ class Figure(StageKind):
             try:
                 figure["fit"] = fitted(cfg, points, is_share=is_share)
             except ValueError as error:
-                way_out = "leave fit out, or vary more in the sweep"
+                way_out = "remove fit, or vary more values in the sweep"
                 raise DataError(f"{context.stage.name}.fit: {error}\n  {way_out}") from None
 
-        # 3. The files. The chart is imported here and not above: a recipe is checked without matplotlib.
+        # 3. Write the files. Imported here so that recipes are checked without matplotlib, which takes half a second.
         from jobs.extras.studies.chart import write_study_chart
 
         artifacts.write_record(context.directory / DOCUMENT, figure)
@@ -213,17 +214,17 @@ class Figure(StageKind):
         return {"summary": summary, "files": artifacts.digests(context.directory, names)}
 
     def checks(self, stage: Stage, available: Available) -> Iterable[CheckResult]:
-        """Refuse a figure without a table, and of stages that are none."""
+        """Refuse a figure without tables, or with stages that are not sweeps."""
         cfg: FigureConfig = stage.config
         require(
-            bool(cfg.tables), f"{stage.name}.tables is empty: of what?\n  type {stage.name}.tables={{NAME: @SWEEP}}"
+            bool(cfg.tables), f"{stage.name}.tables is empty\n  add a sweep: type {stage.name}.tables={{NAME: @SWEEP}}"
         )
         for name, value in cfg.tables.items():
             link = reference(value)
             if link is not None and available.campaign.stage(link[0]).kind.name != sweep.Table.name:
                 raise ConfigError(
-                    f"{stage.name}.tables.{name} is {value}, which is no sweep\n"
-                    "  expected the name of a section with `sweep`; for a single stage write sweep: {seeds: [0]}"
+                    f"{stage.name}.tables.{name} is {value}, which is not a sweep\n"
+                    "  expected a section with `sweep`; to make a single stage a sweep, add sweep: {seeds: [0]}"
                 )
         return ()
 
@@ -232,7 +233,7 @@ class Figure(StageKind):
 
 
 def read_rows(cfg: FigureConfig, campaign: Campaign) -> list[FigureRow]:
-    """Return the rows that have points, each with the values of the rows of other tables that it goes on from."""
+    """Return the rows to draw, each with the values of its parent rows in other tables."""
     rows = []
     for table, path in cfg.tables.items():
         folder = Path(campaign.path_of(path))
@@ -253,12 +254,12 @@ def read_rows(cfg: FigureConfig, campaign: Campaign) -> list[FigureRow]:
             rows.append(FigureRow(name, table, values, means, runs, folder))
     drawn = []
     for row in rows:
-        # The table that x names gives its axes to the rows of the others.
+        # The table that x names provides x for the rows of other tables and is not drawn.
         is_named = fnmatchcase(row.name, cfg.rows) if cfg.rows else bool(row.runs)
         if not is_named or cfg.x.startswith(f"{row.table}."):
             continue
         values = dict(row.values)
-        # "S-16, pets" goes on from "S-16". Where several names begin it, the longest is entered last, and stays.
+        # "S-16, pets" continues "S-16". If several rows are prefixes, the longest is applied last and wins.
         for above in sorted(rows, key=lambda above: len(above.name)):
             if above.table != row.table and f"{row.name}, ".startswith(f"{above.name}, "):
                 for key, value in above.values.items():
@@ -268,14 +269,14 @@ def read_rows(cfg: FigureConfig, campaign: Campaign) -> list[FigureRow]:
 
 
 def point_of(cfg: FigureConfig, row: FigureRow) -> Point:
-    """Return the point of a row, with an error bar where y is a metric of several runs or of named samples."""
+    """Return the point of a row, with an error bar if y is a metric of several runs or with an interval."""
     series = "" if cfg.groups else str(row.value(cfg.series))
     for name, pattern in cfg.groups.items():
         if not series and fnmatchcase(row.name, pattern):
             series = name
     if not series:
         raise DataError(
-            f"the row {row.name!r} of {row.table} is of none of the groups\n  expected a pattern for it: {cfg.groups}"
+            f"the row {row.name!r} of {row.table} matches no group\n  add a pattern for it to groups: {cfg.groups}"
         )
     y = row.value(cfg.y)
     mean = row.means.get(cfg.y, {"sd": None, "interval": None, "runs": len(row.runs)})
@@ -290,9 +291,9 @@ def point_of(cfg: FigureConfig, row: FigureRow) -> Point:
 
 
 def curve_of(cfg: FigureConfig, row: FigureRow) -> Iterator[Point]:
-    """Iterate the points of a row's curve: mean and deviation over its runs, at the steps that all of them have.
+    """Yield the points of a row's curve: mean and deviation over its runs, at the steps that all runs have.
 
-    There are none if all its runs have diverged.
+    Yields nothing if all runs have diverged.
     """
     x = "steps" if cfg.x == "row" else cfg.x
     curves: list[dict[int, float]] = []
@@ -319,19 +320,19 @@ def curve_of(cfg: FigureConfig, row: FigureRow) -> Iterator[Point]:
             f"the runs of {row.name!r} of {row.table} have no curve of {cfg.y} over {x} in metrics.jsonl\n"
             "  expected y: loss, or a metric of their evaluations"
         )
-    # What the runs of a row are differs by their seed alone.
+    # The runs of a row differ only by seed: take the config of the last one.
     record = artifacts.read_record(folder / "stage.json")
     trained = recorded_config(record)
     model = models.from_dict(record["model"])
     for step in sorted(steps):
-        # As `foretell` counts them, which are those of trunk and branch together; seconds are known of the run alone.
+        # Axes are counted as by `forecast_of`, over trunk and branch; seconds are only known for the run itself.
         axes = axes_at(trained, model, step, planned)
         if trained.first_step == 0 and "seconds" in ends:
             axes["seconds"] = ends["seconds"] * step / ends["steps"]
         for axis in (x, *cfg.fit):
             if axis not in axes:
                 raise DataError(
-                    f"{axis} of the runs of {row.name!r} of {row.table} is not known step by step"
+                    f"{axis} is not known for every step of the runs of {row.name!r} of {row.table}"
                     f"{did_you_mean(axis, axes)}\n  expected one of {', '.join(axes)}"
                 )
         values_at = np.array([values[step] for values in curves])
@@ -347,9 +348,9 @@ def curve_of(cfg: FigureConfig, row: FigureRow) -> Iterator[Point]:
 
 
 def fitted(cfg: FigureConfig, points: Sequence[Point], *, is_share: bool) -> dict[str, Any]:
-    """Return the law over the axes of `fit`, what it foretells of the largest point, and its line over x.
+    """Return the law over the axes of `fit`, its forecast for the largest point, and its line over x.
 
-    The law of a share is one of its error, 1 − y. Raises ValueError where none can be fitted.
+    If y is a share, the law describes the error, 1 − y. Raises ValueError if no law can be fitted.
     """
     x = np.array([list(point["axes"].values()) for point in points], float)
     y = np.array([point["y"] for point in points], float)
@@ -357,7 +358,7 @@ def fitted(cfg: FigureConfig, points: Sequence[Point], *, is_share: bool) -> dic
     if is_share:
         y = 1 - y
         of = f"1 - {cfg.y}"
-    # The same study has the same intervals, run after run.
+    # A fixed seed: the same study always gets the same intervals.
     rng = np.random.default_rng(0)
     law = fit(x, y, rng, cfg.draws)
     result: dict[str, Any] = {
@@ -365,14 +366,14 @@ def fitted(cfg: FigureConfig, points: Sequence[Point], *, is_share: bool) -> dic
         "of": of,
         "parameters": law.parameters(),
         "noise": law.noise,
-        "law": law.record(),  # for stages that it foretells (jobs/extras/studies/law.py)
+        "law": law.record(),  # for stages with a forecast (jobs/extras/studies/law.py)
     }
     try:
-        number, foretold, low, high = leave_largest_out(x, y, rng, cfg.draws)
+        number, forecast, low, high = leave_largest_out(x, y, rng, cfg.draws)
         row = points[number]["row"]
-        result["largest"] = {"row": row, "foretold": foretold, "low": low, "high": high, "was": float(y[number])}
+        result["largest"] = {"row": row, "foretold": forecast, "low": low, "high": high, "was": float(y[number])}
     except ValueError as error:
-        result["largest"] = {"unknown": str(error)}  # enough points for a law are too few for two
+        result["largest"] = {"unknown": str(error)}  # enough points for one law, but not for a second with one less
     if cfg.fit == (cfg.x,):
         line = np.geomspace(x.min(), x.max(), 60)
         values = law.at(line[:, None])
@@ -383,7 +384,7 @@ def fitted(cfg: FigureConfig, points: Sequence[Point], *, is_share: bool) -> dic
 
 
 def as_markdown(figure: Mapping[str, Any]) -> Iterator[str]:
-    """Iterate the lines of the figure as Markdown: a table of ours, one of the paper, and the law."""
+    """Yield the lines of the figure as Markdown: a table of our values, one of the paper's, and the law."""
     yield f"### {figure['title']}"
     captions = {figure["stamp"]: figure}
     if "paper" in figure:
@@ -395,7 +396,7 @@ def as_markdown(figure: Mapping[str, Any]) -> Iterator[str]:
             yield ""
         yield f"| series | row | {panel['x']} | {panel['y']} | low | high | runs |"
         yield "|---|---|--:|--:|--:|--:|--:|"
-        # Of a curve the last point of each line; figure.csv has all of them.
+        # For curves, list only the last point of each line; figure.csv contains all points.
         points = panel["points"]
         if panel["is_curve"]:
             points = {point["row"]: point for point in points}.values()
@@ -409,18 +410,18 @@ def as_markdown(figure: Mapping[str, Any]) -> Iterator[str]:
         law = figure["fit"]
         scale = ", ".join(f"{axis} {value:.3g}" for axis, value in law["axes"].items())
         yield ""
-        yield f"{law['of']} = floor + Σ amount · (axis / scale)^−exponent, at the scale {scale}; 90 % intervals:"
+        yield f"{law['of']} = floor + Σ amount · (axis / scale)^−exponent, with scale {scale}; 90 % intervals:"
         yield ""
         for name, (value, low, high) in law["parameters"].items():
             yield f"- {name} {value:.4g} [{low:.4g}, {high:.4g}]"
         largest = law["largest"]
         if "unknown" in largest:
-            yield f"- what the law without the largest point foretells of it is not known: {largest['unknown']}"
+            yield f"- no forecast of the largest point from the others: {largest['unknown']}"
             return
         verdict = "OUTSIDE"
         if largest["low"] <= largest["was"] <= largest["high"]:
             verdict = "inside"
         yield (
-            f"- without {largest['row']} it foretells {largest['foretold']:.4g} [{largest['low']:.4g}, "
-            f"{largest['high']:.4g}]; it was {largest['was']:.4g}: {verdict}"
+            f"- fitted without {largest['row']}, the law predicts {largest['foretold']:.4g} [{largest['low']:.4g}, "
+            f"{largest['high']:.4g}]; measured: {largest['was']:.4g}, {verdict}"
         )

@@ -1,24 +1,24 @@
-"""The table of a sweep: the metrics of its runs, mean, interval and deviation over the seeds, and which did best.
+"""The table of a sweep: the metrics of its runs, mean, interval and deviation over the seeds, and the best row.
 
-In:  the finished runs that jobs/extras/studies/expand.py has written into the recipe, each a stage with its metrics
-Out: sweep.json, the record of runs, rows and choice, with its own sha256, and report.txt, the same for people
+In:  the finished runs of a sweep (jobs/extras/studies/expand.py), each a stage with metrics
+Out: sweep.json, a record with runs, rows, choice and its own sha256; report.txt, the same for people
 
     finetune.grid, in %         accuracy
     optim.lr=0.003                97.41
-    optim.lr=0.01                 98.02   the best
+    optim.lr=0.01                 98.02   best
     optim.lr=0.03                     -   diverged
 
                      parameters   GMACs    exaFLOPs   samples   steps   seconds   images/s
     optim.lr=0.003        26.6k   1e-4      1.2e-09      2.0k      60      12.1        159
 
-1. The metrics of every run are read from what it left behind; a run that has diverged has none.
-2. Runs that differ by their seed alone make a row: mean and standard deviation (n − 1) of every metric, and where the
-   runs were evaluated by a stage evaluate, on the same samples, the interval over runs, draws and samples
-   (pipeline/evaluation/intervals.py). The accuracies of training stages name no samples: they have no interval.
-3. A table that chooses takes the row with the highest mean. Of equal rows the first in the recipe wins, and one with a
-   run that diverged does not take part. If all have diverged there is nothing to choose, and the stage fails.
-4. Another table needs all its runs: a mean over the surviving runs would be misleading.
-5. Runs of a kind that measures nothing, as resize, have a table of their axes alone.
+1. Read the metrics of every run; a diverged run has none.
+2. Combine runs that differ only by seed into a row: mean and standard deviation (n − 1) of every metric. If the runs
+   were evaluated on the same samples by a stage of kind evaluate, add the interval over runs, draws and samples
+   (pipeline/evaluation/intervals.py). Accuracies of training stages have no interval, because they list no samples.
+3. A table that chooses takes the row with the highest mean. If rows are equal, the first in the recipe wins. Rows with
+   a diverged run are excluded; if all rows are, the stage fails.
+4. Any other table needs all its runs: a mean over the surviving runs would be misleading.
+5. If the runs have no metrics, for example for resize, the table contains only their axes.
 """
 
 import json
@@ -60,17 +60,17 @@ from pipeline.evaluation import document, intervals
 from pipeline.monitoring.telemetry import without_single_seeds
 from pipeline.values import amount
 
-MOST_COPIES = 0.01  # share of a held-out set whose bytes may be in another set: sets hold a few images twice
-TIES = "the highest mean; of equal ones the first in the recipe"
+MOST_COPIES = 0.01  # share of held-out samples whose bytes may be in another set: sets contain a few duplicates
+TIES = "the highest mean; if equal, the first in the recipe"
 
 
 @dataclass(frozen=True)
 class RunConfig:
     """One run of the table."""
 
-    stage: str = "???"  # "@stage" that it is
-    row: str = ""  # of the table; runs of one row differ by their seed
-    seed: int | None = None  # of the run, where the sweep has seeds
+    stage: str = "???"  # reference to the run's stage, "@stage"
+    row: str = ""  # of the table; runs in the same row differ only by seed
+    seed: int | None = None  # of the run, if the sweep has seeds
     values: dict[str, Any] = field(default_factory=dict)  # of the grid, by dotted field
 
     RESUME: ClassVar[Tags] = tags(forbid="stage row seed values")
@@ -78,14 +78,14 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class TableConfig:
-    """The table of a sweep. The key `sweep` of another stage's section writes it; nobody else needs to."""
+    """The table of a sweep. Written by the key `sweep` of another section; recipes do not contain it directly."""
 
     runs: dict[str, RunConfig] = field(default_factory=dict)  # by the names of their stages
-    best: str = "accuracy"  # the metric that comes first and, where the table chooses, decides
-    chooses: bool = False  # whether the values of the best row are what the table is for
-    groups: dict[str, list[str]] = field(default_factory=dict)  # rows that get a mean of their own
-    chosen_on_test: bool = False  # its values were chosen by samples that its numbers are of
-    evaluation: Literal["last", "best"] = "last"  # of each run, which counts
+    best: str = "accuracy"  # the metric in the first column, by which the best row is chosen
+    chooses: bool = False  # whether other stages use the values of the best row
+    groups: dict[str, list[str]] = field(default_factory=dict)  # groups of rows, each with a mean
+    chosen_on_test: bool = False  # whether its values were chosen on the samples of its results
+    evaluation: Literal["last", "best"] = "last"  # the evaluation of each run that counts
 
     RESUME: ClassVar[Tags] = tags(forbid="runs best chooses groups chosen_on_test evaluation")
     LATER: ClassVar[tuple[str, ...]] = ("chosen_on_test", "evaluation")
@@ -93,38 +93,38 @@ class TableConfig:
 
 @dataclass(frozen=True)
 class Result:
-    """The metrics of one run, or that it has diverged."""
+    """The metrics of one run, or the fact that it diverged."""
 
     stage: str
     key: str
     row: str
     seed: int | None
-    values: Mapping[str, Any]  # of the grid, or chosen from one
+    values: Mapping[str, Any]  # of the grid, or chosen from a grid
     metrics: Mapping[str, float]
-    diverged: str = ""  # the message of its end, where it has diverged
-    steps: Mapping[str, int] = field(default_factory=dict)  # of the best evaluations, by metric, where these count
+    diverged: str = ""  # the error message if the run diverged
+    steps: Mapping[str, int] = field(default_factory=dict)  # metric → step of its best evaluation, if these count
     axes: Mapping[str, float] = field(
         default_factory=dict
     )  # parameters, exaflops, samples, … (jobs/extras/studies/axes.py)
-    entries: Mapping[str, document.Entry] = field(default_factory=dict)  # of its evaluation, where it has one
-    foretold: Mapping[str, Any] = field(default_factory=dict)  # what a law said of it, and whether it was inside
+    entries: Mapping[str, document.Entry] = field(default_factory=dict)  # of its evaluation.json, if it has one
+    foretold: Mapping[str, Any] = field(default_factory=dict)  # forecast of a law, and whether the run was inside
 
 
 @dataclass(frozen=True)
 class Mean:
-    """A metric over several runs."""
+    """The mean of a metric over several runs."""
 
     mean: float
-    sd: float | None  # standard deviation of a sample (n − 1); None of one run alone
+    sd: float | None  # sample standard deviation (n − 1); None for a single run
     runs: int
-    interval: tuple[float, float] | None = None  # low and high, 95 %; None where the runs name no samples
+    interval: tuple[float, float] | None = None  # low and high, 95 %; None if the runs list no samples
 
     def __str__(self) -> str:
-        """Return the parts that are known, in percent: "98.12 [97.43, 98.63] ± 0.07"."""
+        """Format the known parts in percent: "98.12 [97.43, 98.63] ± 0.07"."""
         return " ".join(filter(None, self.cells()))
 
     def cells(self) -> tuple[str, str, str]:
-        """Return the mean, its interval and the deviation between runs in percent, "" where they are not known."""
+        """Return mean, interval and deviation between runs in percent; "" for unknown parts."""
         interval = ""
         if self.interval is not None:
             low, high = self.interval
@@ -137,17 +137,17 @@ class Mean:
 
 @dataclass(frozen=True)
 class Row:
-    """The runs that differ by their seed alone, or the mean of several such rows."""
+    """Runs that differ only by seed, or the mean of several such rows."""
 
     name: str
     means: Mapping[str, Mean]  # by metric; empty if a run of the row has diverged
-    values: Mapping[str, Any] = field(default_factory=dict)  # of the grid, or chosen from one
-    remark: str = ""  # "diverged", or the values that were chosen for the row, where they are not its name
-    axes: Mapping[str, float] = field(default_factory=dict)  # means over the runs of those that all of them have
+    values: Mapping[str, Any] = field(default_factory=dict)  # of the grid, or chosen from a grid
+    remark: str = ""  # "diverged", a forecast, or the row's chosen values if these are not its name
+    axes: Mapping[str, float] = field(default_factory=dict)  # means over the runs, if all runs have the axis
 
 
 class Table(StageKind):
-    """The kind of stage that makes the table of a sweep. It expands the sections of sweeps into their runs."""
+    """The kind of stage that makes the table of a sweep; also expands the sections of sweeps into runs."""
 
     name = expand.TABLE
     config = TableConfig
@@ -156,17 +156,17 @@ class Table(StageKind):
     checks_budget = True
 
     def expand(self, sections: Sections, kinds: Kinds) -> Sections:
-        """Return the sections of a recipe with those of all runs and tables in place of sections with a `sweep`."""
+        """Return the sections of a recipe, with sections that have a `sweep` replaced by their runs and tables."""
         return expand.expand(sections, kinds, lambda name, section: read_section(name, section, kinds))
 
     def make_absolute(
         self, name: str, section: dict[str, Any], patterns: Sequence[str], absolute: MakeAbsolute
     ) -> None:
-        """Make relative paths absolute that vary in a sweep."""
+        """Make relative paths in a sweep absolute."""
         expand.make_absolute(name, section, patterns, absolute)
 
     def placeholders(self, cfg: TableConfig) -> Mapping[str, object]:
-        """Return the first values of the grid that the table chooses from."""
+        """Return the first values of the grid, used until the table chooses."""
         if not cfg.chooses:
             return {}
         return next(iter(cfg.runs.values())).values
@@ -177,32 +177,32 @@ class Table(StageKind):
         return chosen
 
     def value_in_words(self, cfg: TableConfig, name: str) -> str:
-        """Return "the best of 0.01, 0.1 by accuracy"."""
+        """Describe a chosen value: "the best of 0.01, 0.1 by accuracy"."""
         values = dict.fromkeys(str(run.values[name]) for run in cfg.runs.values())
         return f"the best of {', '.join(values)} by {cfg.best}"
 
     def check_campaign(self, campaign: Campaign) -> None:
-        """Raise ConfigError if the trained stages take more than the recipe's budget."""
+        """Raise ConfigError if the trained stages exceed the recipe's compute budget."""
         check_budget(campaign)
 
     def check_parent(self, stage: Stage, parent: Stage, available: Available) -> None:
-        """Raise DataError if the table would choose by samples that a run learns from, or that its result is of."""
+        """Raise DataError if the table chooses values on samples of training or of the final evaluation."""
         check_held_out(stage, parent, available)
 
     def run(self, cfg: TableConfig, context: Context) -> dict[str, object]:
-        """Make the table and log it. Raises Diverged where runs have diverged that cannot be missed, DataError."""
+        """Make the table and log it. Raises Diverged if required runs have diverged, DataError."""
         results = []
         for name, run_config in cfg.runs.items():
             results.append(result_of(name, run_config, cfg, context))
         rows = rows_of(results)
         best: Row | None = None
         for row in rows:
-            # Of equal rows the first wins.
+            # If rows are equal, the first wins.
             can_win = cfg.chooses and cfg.best in row.means
             if can_win and (best is None or row.means[cfg.best].mean > best.means[cfg.best].mean):
                 best = row
         runs = []
-        scores: list[bool] = []  # of each run that a law foretold, whether it was inside
+        scores: list[bool] = []  # for each run with a forecast, whether its result was inside the interval
         diverged: list[str] = []
         folders = set()
         for result in results:
@@ -215,15 +215,15 @@ class Table(StageKind):
             diverged.append(result.stage)
             folder = context.campaign.directory(context.campaign.stage(result.stage))
             folders.add(str(folder / artifacts.DONE))
-        # One run that has not diverged is enough for a choice; a mean needs all of them.
+        # A choice needs only one run that has not diverged; a mean needs all runs.
         if diverged and best is None:
-            expected = "all of them for the table"
+            expected = "a table needs all of its runs"
             if cfg.chooses:
-                expected = "one that has not, to choose from"
+                expected = "at least one run must succeed"
             raise Diverged(
-                f"{context.stage.name}: {len(diverged)} runs of the sweep have diverged: {', '.join(diverged)}\n"
-                f"  expected {expected}\n"
-                f"  lower optim.lr or change the sweep; to try the same again, remove {' '.join(sorted(folders))}"
+                f"{context.stage.name}: {len(diverged)} runs of the sweep have diverged: {', '.join(diverged)}; "
+                f"{expected}\n"
+                f"  lower optim.lr or change the sweep; to repeat the same runs, remove {' '.join(sorted(folders))}"
             )
 
         means: list[Row] = []
@@ -250,7 +250,7 @@ class Table(StageKind):
             record["evaluation"] = cfg.evaluation
         artifacts.write_record(context.directory / DOCUMENT, record)
 
-        # In one line, for `status` and the campaign's closing table.
+        # One line for `status` and the table at the end of the campaign.
         if best is not None:
             summary = f"{best.name}: {cfg.best} {best.means[cfg.best]}, the best of {len(rows)}"
         elif not is_measured:
@@ -268,7 +268,7 @@ class Table(StageKind):
                 parts.append(part)
             summary = f"{cfg.best} {', '.join(parts)}"
         if scores:
-            summary += f"; {sum(scores)} of {len(scores)} inside what was foretold"
+            summary += f"; {sum(scores)} of {len(scores)} inside the forecast"
         if cfg.chosen_on_test and is_measured:
             summary += ", chosen on test"
         if cfg.evaluation == "best":
@@ -276,7 +276,7 @@ class Table(StageKind):
         return {"summary": summary, "files": artifacts.digests(context.directory, [DOCUMENT])}
 
     def checks(self, stage: Stage, available: Available) -> Iterator[CheckResult]:
-        """Refuse a table of a metric that one of its runs will not have."""
+        """Refuse a table by a metric that one of its runs will not have."""
         cfg: TableConfig = stage.config
         metrics_of: dict[str, list[str]] = {}
         some_train = False
@@ -284,30 +284,30 @@ class Table(StageKind):
             run_stage = available.campaign.stage(run_name)
             metrics_of[run_name] = list(run_stage.kind.metrics(run_stage.config))
             some_train = some_train or run_stage.kind.trains
-        # A fan-out: nothing is measured, and nobody waits for a choice.
+        # Runs without metrics are allowed if no other stage uses a chosen value.
         is_waited_for = bool(waiting_for(available.campaign, stage))
         if not any(metrics_of.values()) and not is_waited_for:
             if some_train:
-                text = f"{stage.name}: its runs are not evaluated: the table has what they are and cost"
+                text = f"{stage.name}: its runs are not evaluated, so the table has only their size and cost"
                 yield CheckResult("WARN", "sweep", text, f"  type {stage.name}.data.evaluate=… for accuracies")
             return
         for run_name, metrics in metrics_of.items():
             run_stage = available.campaign.stage(run_name)
             if cfg.best not in metrics:
                 raise ConfigError(
-                    f"{stage.name}: {run_name} will have no {cfg.best!r}{did_you_mean(cfg.best, metrics)}\n"
+                    f"{stage.name}: {run_name} does not report {cfg.best!r}{did_you_mean(cfg.best, metrics)}\n"
                     f"  expected one of its metrics as sweep.best: {', '.join(metrics) or 'none'}\n"
-                    "  data.evaluate gives accuracy, probe gives 1shot, 5shot and so on, a stage evaluate its protocols"
+                    "  data.evaluate adds accuracy; probe adds 1shot, 5shot and so on; a stage evaluate, its protocols"
                 )
             require(
                 cfg.evaluation == "last" or run_stage.kind.trains,
-                f"{stage.name}: {run_name} is of kind {run_stage.kind.name}, which is evaluated once\n"
-                "  expected runs that train for sweep.evaluation=best; type sweep.evaluation=last",
+                f"{stage.name}: {run_name} is of kind {run_stage.kind.name}, which is evaluated only once\n"
+                "  sweep.evaluation=best needs runs that train; type sweep.evaluation=last",
             )
 
 
 def run_as_json(result: Result) -> dict[str, object]:
-    """Return a result as the record holds it: with its intervals, and without which samples were right."""
+    """Return a result as plain values with intervals, without the list of correct samples."""
     values = asdict(replace(result, entries={}))
     values.pop("entries")
     intervals_of_run = {}
@@ -317,7 +317,7 @@ def run_as_json(result: Result) -> dict[str, object]:
 
 
 def rows_as_json(rows: Sequence[Row]) -> dict[str, dict[str, object]]:
-    """Return {row: {metric: its mean as nested plain values}}."""
+    """Return rows as plain values: {row: {metric: its mean}}."""
     values: dict[str, dict[str, object]] = {}
     for row in rows:
         values[row.name] = {}
@@ -327,12 +327,12 @@ def rows_as_json(rows: Sequence[Row]) -> dict[str, dict[str, object]]:
 
 
 def result_of(name: str, cfg: RunConfig, table: TableConfig, context: Context) -> Result:
-    """Read the metrics of a finished run. Raises DataError where it has no number for the metric."""
+    """Read the result of a finished run. Raises DataError if it lacks the metric of the table."""
     best = table.best
     folder = Path(context.campaign.path_of(cfg.stage))
     done = artifacts.read_done(folder)
-    assert done is not None, "a stage starts when all that it reads has finished"
-    # Single draws of a few-shot probe stay in the run's own record; their mean is the run's number.
+    assert done is not None, "a stage only starts after its inputs have finished"
+    # Skip single draws of a few-shot probe: the mean over them is the result of the run.
     metrics = without_single_seeds(done.get("metrics", {}))
     steps: dict[str, int] = {}
     if table.evaluation == "best":
@@ -341,7 +341,7 @@ def result_of(name: str, cfg: RunConfig, table: TableConfig, context: Context) -
             metrics[metric] = evaluation["value"]
             steps[metric] = evaluation["step"]
     diverged = done.get(DIVERGED, "")
-    # Of a kind that measures nothing the table has the axes alone (`checks`).
+    # For runs without metrics, only the axes are read (see `checks`).
     stage = context.campaign.stage(name)
     is_measured = any(stage.kind.metrics(stage.config))
     if best not in metrics and is_measured and not diverged:
@@ -349,7 +349,7 @@ def result_of(name: str, cfg: RunConfig, table: TableConfig, context: Context) -
             f"{context.stage.name}: {name} has no {best!r} in {folder / artifacts.DONE}{did_you_mean(best, metrics)}\n"
             f"  expected one of its metrics as sweep.best: {', '.join(metrics) or 'none'}"
         )
-    # What an earlier table has chosen for the run stands in the run's own record.
+    # Values that an earlier table chose for the run are in the run's own record.
     chosen = artifacts.read_record(folder / "stage.json").get("chosen", {})
     values = {**cfg.values, **chosen}
     entries = {}
@@ -362,13 +362,13 @@ def result_of(name: str, cfg: RunConfig, table: TableConfig, context: Context) -
 
 
 def rows_of(results: Sequence[Result]) -> list[Row]:
-    """Return the rows of the table in the order of their first runs."""
+    """Combine runs to rows, in the order of their first runs."""
     rows = []
     runs_of: dict[str, list[Result]] = {}
     for result in results:
         runs_of.setdefault(result.row, []).append(result)
     for name, runs in runs_of.items():
-        # A run that has diverged has no metrics, and a mean over the others would be misleading.
+        # If one run diverged, the row has no mean: a mean over the other runs would be misleading.
         lost = ""
         metrics = []
         axes_of_runs = []
@@ -388,19 +388,19 @@ def rows_of(results: Sequence[Result]) -> list[Row]:
                 continue
             if len(runs) == 1:
                 means[metric] = replace(mean, interval=(entries[0]["low"], entries[0]["high"]))
-            # Runs are laid over each other sample by sample, which they all must have read.
+            # An interval over runs needs predictions for the same samples in all runs.
             elif all("right" in entry and entry["whole"] == entries[0]["whole"] != "" for entry in entries):
                 right = np.stack(list(map(document.right_of, entries)))
                 means[metric] = replace(mean, interval=intervals.over_draws(right))
-        # The rows of a grid are called by their values.
-        remark = expand.in_words(runs[0].values)
+        # The rows of a grid are already named by their values.
+        remark = expand.as_text(runs[0].values)
         if remark == name:
             remark = ""
         if lost:
             remark = lost
         elif runs[0].foretold:
             law = runs[0].foretold
-            remark = f"foretold [{100 * law['low']:.2f}, {100 * law['high']:.2f}], {inside} of {len(runs)} inside"
+            remark = f"forecast [{100 * law['low']:.2f}, {100 * law['high']:.2f}], {inside} of {len(runs)} inside"
         axes: dict[str, float] = {}
         for axis, mean in means_by_metric(axes_of_runs).items():
             axes[axis] = mean.mean
@@ -409,7 +409,7 @@ def rows_of(results: Sequence[Result]) -> list[Row]:
 
 
 def means_by_metric(runs: Sequence[Mapping[str, float]]) -> dict[str, Mean]:
-    """Return mean and standard deviation of every metric that all runs have; the latter only of two and more."""
+    """Return mean and, from two runs on, standard deviation of every metric that all runs have."""
     means: dict[str, Mean] = {}
     for metric in runs[0]:
         values = [run[metric] for run in runs if metric in run]
@@ -423,10 +423,9 @@ def means_by_metric(runs: Sequence[Mapping[str, float]]) -> dict[str, Mean]:
 
 
 def means_of(results: Sequence[Result], groups: Mapping[str, list[str]]) -> list[Row]:
-    """Return the means over the rows of every group.
+    """Return the mean of every group of rows.
 
-    The mean over the rows is taken for every seed, and then its mean and standard deviation over the seeds, as a paper
-    repeats a whole benchmark.
+    Average over the rows for each seed first, then over the seeds, like papers that repeat a whole benchmark.
     """
     means = []
     for name, members in groups.items():
@@ -445,9 +444,9 @@ def means_of(results: Sequence[Result], groups: Mapping[str, list[str]]) -> list
 
 
 def write_table(context: Context, metric: str, rows: Sequence[Row], means: Sequence[Row], best: Row | None) -> None:
-    """Log the table and write it to report.txt: the metric that decides first, then the others."""
+    """Log the table and write it to report.txt; the deciding metric is the first column."""
     all_rows = [*rows, *means]
-    # 1. The metrics that are in any row; runs without a number have their axes alone.
+    # 1. Collect the metrics of all rows; without metrics, only the axes are shown.
     known: dict[str, Mean] = {}
     for row in all_rows:
         known |= row.means
@@ -458,8 +457,8 @@ def write_table(context: Context, metric: str, rows: Sequence[Row], means: Seque
     if metrics and context.stage.config.chosen_on_test:
         title += ", chosen on test"
     if context.stage.config.evaluation == "best":
-        title += ", the best evaluation of each run, chosen by what it is judged on"
-    # 2. Of each metric its mean, and where any row knows them a column of intervals and one of deviations.
+        title += ", best evaluation of each run (chosen on the evaluation set)"
+    # 2. Add columns for the mean of each metric and, if known for any row, its interval and deviation.
     names = list(map(attrgetter("name"), all_rows))
     columns = [[title, *names]]
     for name in metrics:
@@ -472,10 +471,10 @@ def write_table(context: Context, metric: str, rows: Sequence[Row], means: Seque
     lines = aligned(columns)
     for number, row in enumerate(all_rows, start=1):
         if row is best:
-            lines[number] += "   the best"
+            lines[number] += "   best"
         elif row.remark:
             lines[number] += f"   {row.remark}"
-    # 3. What runs cost is of interest where they train, or have nothing else.
+    # 3. Add the axes if the runs train or have no metrics.
     axes: dict[str, float] = {}
     for row in rows:
         axes |= row.axes
@@ -496,7 +495,7 @@ def write_table(context: Context, metric: str, rows: Sequence[Row], means: Seque
 
 
 def aligned(columns: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table: the cells of the first column to the left, those of the others to the right."""
+    """Format columns as lines; the first column is left-aligned, the others right-aligned."""
     first, *others = columns
     width = max(map(len, first))
     lines = [cell.ljust(width) for cell in first]
@@ -511,10 +510,10 @@ def aligned(columns: Sequence[Sequence[str]]) -> list[str]:
 
 
 def check_held_out(table: Stage, run: Stage, available: Available) -> None:
-    """Raise DataError if a run of a grid is evaluated on samples that it learns from, or that the final runs are
-    evaluated on: these values would have been chosen by the samples of the result.
+    """Raise DataError if a grid run is evaluated on samples that it trains on or that the final runs are evaluated on:
+    the values would then be chosen on the samples of the final result.
 
-    Sets that have not been made yet are compared when the run is about to start.
+    Sets that do not exist yet are checked before the run starts.
     """
     campaign = available.campaign
     if not table.config.chooses:
@@ -522,7 +521,7 @@ def check_held_out(table: Stage, run: Stage, available: Available) -> None:
     final_runs = waiting_for(campaign, table)
     if not final_runs or campaign.stage(run.source).config.chosen_on_test:
         return
-    # The set that the metric is of: accuracy is of data.evaluate, few-shot accuracy of the probe's.
+    # Accuracy is measured on data.evaluate, few-shot accuracy on the set of the probe.
     evaluated: dict[str, str] = {}
     others: dict[str, str] = {}
     for field_name, (path, reads) in run.kind.inputs_of(run.config).items():
@@ -542,20 +541,20 @@ def check_held_out(table: Stage, run: Stage, available: Available) -> None:
             if index is None or other is None:
                 continue
             same_places, same_bytes = shared_samples(index, other)
-            # Many sets hold a few images twice, which a split by samples separates: `jobs leaks` reports these.
+            # Allow a few identical images: many sets contain duplicates (`jobs leaks` lists them).
             if same_places or same_bytes > MOST_COPIES * index.samples:
                 raise DataError(
-                    f"{key} ({path}) chooses for {run.source}, and {max(same_places, same_bytes):,} of its "
-                    f"{index.samples:,} samples are in {other_key} ({other_path}) too\n"
-                    "  expected held-out samples, which no run learns from and no result is of: parts of the "
-                    "training set (docs/sweeps.md)\n"
-                    f"  type {run.source}.sweep.held_out.data.evaluate=…, or "
-                    f"{run.source}.sweep.chosen_on_test=true, which the table then says"
+                    f"{key} ({path}) chooses values for {run.source}, but {max(same_places, same_bytes):,} of "
+                    f"its {index.samples:,} samples are also in {other_key} ({other_path})\n"
+                    "  use held-out samples: a part of the training set that is neither trained on nor in the final "
+                    "evaluation (docs/studies.md)\n"
+                    f"  type {run.source}.sweep.held_out.data.evaluate=…, or allow it with "
+                    f"{run.source}.sweep.chosen_on_test=true, which the table then notes"
                 )
 
 
 def waiting_for(campaign: Campaign, stage: Stage) -> list[Stage]:
-    """Return the stages that take a value from a stage."""
+    """Return the stages that use a value chosen by this stage."""
     waiting = []
     for other in campaign.stages:
         links = [reference(value) for value in other.references.values()]

@@ -30,5 +30,5 @@ def test_a_missing_shard_is_named_with_the_reason(index, tmp_path):
 
 def test_a_missing_set_is_an_answer_and_no_exception(tmp_path):
     reach = read_some(str(tmp_path / "none"))
-    assert "there is no such index" in reach["error"]
+    assert "this index does not exist" in reach["error"]
     assert reach["bytes"] == 0

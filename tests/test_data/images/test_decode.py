@@ -148,7 +148,7 @@ def test_the_example_at_the_top_of_the_module_is_what_happens(monkeypatch):
     augment(encoded(scene(300, 400)), 64, Draws(8), AugmentConfig(), mirrored)
     assert np.array_equal(plain[:, ::-1], mirrored)
     denominator, height, width = shapes[0]
-    assert f"decoded at 1/{denominator} scale, to {height} × {width} pixels; at 1/4 its {h // 4} rows" in story
+    assert f"decoded at 1/{denominator} scale, to {height} × {width} pixels; at 1/4, its {h // 4} rows" in story
 
 
 def test_without_a_compiler_decoding_goes_on_and_says_so(monkeypatch, tmp_path, caplog):
@@ -173,7 +173,7 @@ def test_a_kept_binding_that_has_changed_is_compiled_anew(monkeypatch, tmp_path,
     for place in rng.integers(0, len(whole), 3).tolist():
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1 :])
         assert decoding.compile_binding() == path
-        assert f"{path}: torn or altered" in caplog.text
+        assert f"{path}: truncated or altered" in caplog.text
         assert sha256(path.read_bytes()[:-32]).digest() == path.read_bytes()[-32:]
         caplog.clear()
     # A whole one is taken as it is.
@@ -253,7 +253,7 @@ def test_a_squashed_crop_is_a_window_of_the_whole_image_as_a_square():
         assert errors[place] <= 1
         offsets.add(place)
     assert len(offsets) == 25
-    with pytest.raises(ConfigError, match=r"augment\.squash is 20, expected with crop: random"):
+    with pytest.raises(ConfigError, match=r"augment\.squash is 20, which needs crop: random"):
         AugmentConfig(squash=20)
 
 

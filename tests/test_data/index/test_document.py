@@ -49,9 +49,9 @@ def test_a_field_that_was_edited_is_noticed(field, value, folder):
     [
         ([], "expected one .*found none, and neither tars nor images"),
         (["a.tar"], "tars without an index\n  type python -m jobs index"),
-        (["t.index.json.partial"], "of a packing or indexing that was stopped"),
-        (["cat/1.jpg"], "images in 1 folders, which are to be packed first"),
-        (["1.jpg"], "images without folders of classes"),
+        (["t.index.json.partial"], "belongs to an unfinished packing or indexing"),
+        (["cat/1.jpg"], "images in 1 folders, which must be packed first"),
+        (["1.jpg"], "images without class folders"),
         (["a.index.json", "b.index.json"], "found a.index.json, b.index.json"),
     ],
 )
@@ -64,7 +64,7 @@ def test_a_folder_without_one_index_is_told_what_to_type(files, message, tmp_pat
 
 
 def test_a_missing_index_and_a_url_are_refused(tmp_path):
-    with pytest.raises(DataError, match="there is no such index"):
+    with pytest.raises(DataError, match="this index does not exist"):
         load_index(tmp_path / "none")
-    with pytest.raises(DataError, match="an index is a folder here"):
+    with pytest.raises(DataError, match="an index must be local"):
         load_index("s3://bucket/train")

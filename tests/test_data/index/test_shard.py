@@ -113,7 +113,7 @@ def test_columns_that_were_altered_are_not_believed(path, state, at, caplog):
         file.write_bytes(content)
         caplog.clear()
         assert list(load_index(path).shards) == ROWS_HELD
-        assert "torn or altered; it is made anew from" in caplog.text and file.read_bytes() == whole
+        assert "truncated or altered; writing it again from" in caplog.text and file.read_bytes() == whole
     assert mapped.shards[0].name == ROWS[0][0]
 
 
@@ -135,7 +135,7 @@ def test_another_process_is_sent_where_the_columns_are(path, state):
     sent = pickle.dumps(mapped)
     assert same(pickle.loads(sent), mapped)
     write_columns(file, {}, ROWS_HELD[:10])
-    with pytest.raises(DataError, match="gone, or not what the worker has read"):
+    with pytest.raises(DataError, match="missing, or changed since the worker read it"):
         pickle.loads(sent)
 
 
@@ -175,8 +175,8 @@ def test_where_columns_cannot_be_kept_the_shards_are_held_and_it_is_said(path, m
     monkeypatch.setenv("PATCHLINE_CACHE", "/proc/x")
     read = load_index(path)
     assert isinstance(read.shards, tuple) and [shard.name for shard in read.shards] == [row[0] for row in ROWS]
-    assert "its columns cannot be kept in /proc/x/patchline/indexes" in caplog.text
-    assert "give PATCHLINE_CACHE a folder" in caplog.text
+    assert "cannot store its columns in /proc/x/patchline/indexes" in caplog.text
+    assert "set PATCHLINE_CACHE to a writable folder" in caplog.text
 
 
 def test_sets_are_joined_and_shards_left_out_as_in_a_small_index(path, monkeypatch):
@@ -220,7 +220,7 @@ def test_a_decoding_process_that_cannot_map_the_index_says_so(path, monkeypatch)
     monkeypatch.setattr(MappedShards, "__reduce__", lambda self: elsewhere)
     order = Order(mapped.shard_samples, seed=0, batch_size=8)
     loader = TrainLoader(mapped, order, image_size=16, slots=range(8), micro_batch=8, processes=1)
-    with pytest.raises(DataError, match="/x: gone, or not what the worker has read"):
+    with pytest.raises(DataError, match="/x: missing, or changed since the worker read it"):
         next(iter(loader))
 
 
@@ -229,6 +229,6 @@ def test_a_process_keeps_two_epochs_of_the_order_and_nothing_of_the_index(path):
     order = Order(mapped.shard_samples, seed=0, batch_size=1024)
     for step in range(200):  # three epochs
         order.batch(step)
-    kept = [array for arrays in order._starts.values() for array in arrays]
+    kept = [array for arrays in order._shard_orders.values() for array in arrays]
     assert sum(array.nbytes for array in kept) == 2 * 6000 * (4 + 8) and order.shard_samples.base is not None
     assert os.path.getsize(mapped.shards.path) > 6000 * (2 * 8 + 2 * 64)

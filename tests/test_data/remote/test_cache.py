@@ -133,7 +133,9 @@ def test_a_cache_too_small_for_the_shards_in_use_is_named_before_the_run(faulty,
         assert main(["plan", str(recipe), *options, f"pretrain.data.cache.limit_bytes={limit}"]) == 0
         said = capsys.readouterr().out
         assert "a worker needs 8 shards, 0.00" in said
-        assert (f"THEY DO NOT FIT and are fetched again and again; type data.cache.limit_bytes={total}" in said) != fits
+        assert (
+            f"THEY DO NOT FIT and would be downloaded repeatedly; set data.cache.limit_bytes={total}" in said
+        ) != fits
 
 
 def test_what_is_here_is_not_fetched_ahead_and_takes_no_room(local, tmp_path):
@@ -161,7 +163,7 @@ def test_who_stops_does_not_wait_for_shards_that_are_still_coming(local, tmp_pat
 
 def test_a_missing_shard_and_a_replaced_one_are_data_errors(faulty, tmp_path):
     cache = Cache(CacheConfig(str(tmp_path), **PATIENT))
-    with pytest.raises(DataError, match="no such shard"):
+    with pytest.raises(DataError, match="this shard or its bucket does not exist"):
         cache.path(f"{faulty.set}/absent.tar", faulty.index.shards[0])
     with pytest.raises(DataError, match="sha256 is not the one"):
         cache.path(faulty.index.location(0), replace(faulty.index.shards[0], sha256="0" * 64))
@@ -208,7 +210,7 @@ def test_the_doctor_looks_at_remote_sets_too(faulty, tmp_path, monkeypatch):
     monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path))
     gone = replace(faulty.index.shards[0], name="absent.tar", sha256="0" * 64)
     report = check(replace(faulty.index, shards=(gone, *faulty.index.shards[1:3])), decode=False)
-    assert report.good == 100 and "no such shard" in report.shards[0].problem
+    assert report.good == 100 and "this shard or its bucket does not exist" in report.shards[0].problem
 
 
 def test_the_doctor_keeps_shards_where_it_is_told_and_goes_on_where_one_does_not_come(
@@ -260,7 +262,7 @@ def test_a_run_reads_remote_sets_through_the_cache_that_its_recipe_names(faulty,
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        (["s3://images/set", "/data/set"], "give URLs alone"),
+        (["s3://images/set", "/data/set"], "pass only URLs"),
         (["https://host/set"], "https cannot list"),
         (["https://user:secret@host/a.tar"], "https://host/a.tar: a key in the URL"),
         (["https://host/a.tar?sig=secret"], "https://host/a.tar: a key in the URL"),
@@ -376,7 +378,7 @@ def test_a_loader_that_does_not_listen_holds_no_download_up(tmp_path, monkeypatc
 
 def test_a_cache_folder_that_cannot_be_made_is_named(local, tmp_path):
     remote_index = build_index(local.directory, output=tmp_path / "i", name="train", at="s3://b/set")
-    with pytest.raises(StorageError, match=r"/proc/x: cannot be made \(.*\); name another cache\.directory"):
+    with pytest.raises(StorageError, match=r"/proc/x: cannot be created \(.*\); set another cache\.directory"):
         ShardReader(remote_index, cache=CacheConfig("/proc/x")).read(0, 0)
 
 

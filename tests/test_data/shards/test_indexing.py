@@ -170,10 +170,10 @@ def test_an_altered_table_ends_a_reading_and_the_doctor_names_it(tmp_path, capsy
         ("{}/set", ("{}/set", {"a.tar": 1, "b.tar": 2})),
         (["{}/set/b.tar", "{}/other/c.tar"], ("{}", {"set/b.tar": 2, "other/c.tar": 3})),
         (["{}/set/../set/b.tar"], ("{}/set", {"b.tar": 2})),
-        ([], "no \\*.tar is named"),
+        ([], "no \\*.tar is given"),
         ("{}/empty", "no \\*.tar here"),
-        ("{}/set/a.tar", "a file that is no \\*.tar"),
-        ("{}/absent", "there is no such folder"),
+        ("{}/set/a.tar", "not a \\*.tar"),
+        ("{}/absent", "this folder does not exist"),
         (["{}/set/a.tar", "{}/set/z.tar"], "missing, 1 of 2 shards: .*/set/z.tar$"),
     ],
 )

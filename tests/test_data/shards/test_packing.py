@@ -179,7 +179,7 @@ def test_missing_short_and_altered_shards_are_named(tmp_path):
     with pytest.raises(DataError, match=r"(?s)2 of 4 shards.*000001.tar: No such.*000002.tar: 1000 bytes, the index"):
         check_sizes([made])
     assert ShardReader(made).read(0, 0)[0] == "s00000"
-    with pytest.raises(DataError, match=r"train-000003.tar: its sha256 is not the one"):
+    with pytest.raises(DataError, match=r"train-000003.tar: its sha256 differs from the index"):
         ShardReader(made).read(3, 0)
     with pytest.raises(DataError, match="1000 bytes"):
         ShardReader(made).read(2, 0)
@@ -249,7 +249,7 @@ def test_packing_in_parallel_gives_the_same_bytes(tmp_path):
 def test_a_finished_set_takes_no_other_samples(tmp_path, given, options):
     finished = pack(samples(12), tmp_path, shard_samples=5)
     before = contents(tmp_path)
-    with pytest.raises(DataError, match=r"(?s)finished set.*[0-9a-f]{64}.*give another folder or --name"):
+    with pytest.raises(DataError, match=r"(?s)finished set.*[0-9a-f]{64}.*use another folder or --name"):
         pack(given(), tmp_path, **{"shard_samples": 5, **options})
     assert contents(tmp_path) == before
     # The same samples are no others, and nothing is written.
@@ -358,7 +358,7 @@ def test_hidden_files_and_folders_are_left_out_and_counted_as_other_kinds_are(tm
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_bytes(picture(1))
     assert [(s.key, s.labels) for s in class_folders(tmp_path)] == [("cat/a", (0,))]
-    assert "being hidden or no jpg, jpeg, png, webp: 3 × hidden file, 1 × .gif, 1 × .txt" in caplog.text
+    assert "because hidden or not jpg, jpeg, png, webp: 3 × hidden file, 1 × .gif, 1 × .txt" in caplog.text
 
 
 def test_a_tar_that_is_not_imagenet_s_and_a_table_of_excel_s_are_read_as_what_they_are(tmp_path):
@@ -389,7 +389,7 @@ def test_names_and_labels_that_cannot_be_are_named_by_file(tmp_path):
     folder = tmp_path / "photos" / "cat"
     folder.mkdir(parents=True)
     Path(os.fsdecode(bytes(folder) + b"/\xff.jpg")).write_bytes(picture(1))
-    with pytest.raises(DataError, match="is not UTF-8"):
+    with pytest.raises(DataError, match="must be UTF-8"):
         list(class_folders(folder.parent))
 
 

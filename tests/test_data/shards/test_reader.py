@@ -123,12 +123,10 @@ def test_such_a_sample_is_not_replaced_but_ends_the_run_with_what_to_type(made, 
     batches.close()
     path = Path(made.location(2))
     flip(path, image_start(path, 3) + 40)
-    message = (
-        r"train-000002.tar: sample 'digit\d+' is not what was indexed.*\n  expected \w{16}: .*\n.*data.drop=\[set/"
-    )
+    message = r"train-000002.tar: sample 'digit\d+' differs from the index.*\n  expected \w{16}: .*\n.*data.drop=\[set/"
     # Of two processes the one that is ahead may have met the sample first, and the other one then hashes the shard.
     if processes > 1:
-        message += r"|train-000002.tar: its sha256 is not the one in the index.* data.drop=\[set/"
+        message += r"|train-000002.tar: its sha256 differs from the index.* data.drop=\[set/"
     with pytest.raises(DataError, match=message) as caught:
         next(iter(loader))
     assert caught.value.exit_code == 65
@@ -150,7 +148,7 @@ def test_a_shard_that_is_replaced_while_it_is_opened_is_not_taken_for_the_one_th
     with monkeypatch.context() as patched:
         patched.setattr(reader_module, "mark_of", replacing)
         ShardReader(made).read(0, 0)
-    with pytest.raises(DataError, match=r"train-000000.tar: its sha256 is not the one in the index"):
+    with pytest.raises(DataError, match=r"train-000000.tar: its sha256 differs from the index"):
         ShardReader(made).read(0, 0)
 
 
@@ -183,7 +181,7 @@ def test_an_evaluation_reads_no_sample_that_is_not_what_was_indexed(made):
     assert sum(batch.mask.sum() for batch in EvaluationSet(made, "resize(16)", batch_size=50)) == 50
     path = Path(made.location(0))
     flip(path, image_start(path, 7) + 40)
-    with pytest.raises(DataError, match=r"train-000000.tar: sample 'digit\d+' is not what was indexed"):
+    with pytest.raises(DataError, match=r"train-000000.tar: sample 'digit\d+' differs from the index"):
         list(EvaluationSet(made, "resize(16)", batch_size=50))
 
 
@@ -349,10 +347,10 @@ def test_a_label_that_rots_is_found_by_whoever_reads_labels_alone(made, tmp_path
     row = made.table(position)[7]
     flip(Path(made.location(position)), int(row["label"]))
     assert make_subset(made, tmp_path / "again", rule).digest == few.digest
-    with pytest.raises(DataError, match=f"sample '{row['key'].decode()}' is not what was indexed(?s:.*)restore it"):
+    with pytest.raises(DataError, match=f"sample '{row['key'].decode()}' differs from the index(?s:.*)restore it"):
         list(ShardReader(made, verify=False).labels(position))
     # The shard is no longer marked as verified: as a whole it is refused now.
-    with pytest.raises(DataError, match="its sha256 is not the one in the index"):
+    with pytest.raises(DataError, match="its sha256 differs from the index"):
         list(ShardReader(made).labels(position))
 
 
@@ -361,5 +359,5 @@ def test_the_label_of_an_oversize_image_is_compared_too(made, monkeypatch):
     row = made.table(1)[3]
     assert ShardReader(made).read(1, 3)[0] == row["key"].decode()
     flip(Path(made.location(1)), int(row["label"]))
-    with pytest.raises(DataError, match="is not what was indexed"):
+    with pytest.raises(DataError, match="differs from the index"):
         ShardReader(made).read(1, 3)

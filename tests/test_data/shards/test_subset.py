@@ -449,7 +449,7 @@ def test_both_folders_may_move_together_and_what_is_missing_is_named(tmp_path, p
     check_sizes([moved])
     assert len(held(moved)) == 4
     shutil.move(tmp_path / "elsewhere" / "few", tmp_path / "few")
-    with pytest.raises(DataError, match=r"train-000001\.tar: No such file(?s:.*)move the subset's with its set's"):
+    with pytest.raises(DataError, match=r"train-000001\.tar: No such file(?s:.*)move a subset and its parent together"):
         check_sizes([load_index(tmp_path / "few")])
     (tmp_path / "elsewhere" / "train" / "train-000001.tar").unlink()
     with pytest.raises(DataError, match=r"1 of 4 shards cannot be used: .*train-000001\.tar: No such file"):
@@ -478,7 +478,7 @@ def test_a_subset_of_tars_behind_a_url_names_the_url(tmp_path, parent, monkeypat
     [
         ({}, "no rule chooses samples"),
         ({"shots": 3}, "expected a seed"),
-        ({"seed": 3, "keep": [1]}, "there is neither"),
+        ({"seed": 3, "keep": [1]}, "none is given"),
         ({"shots": 0, "seed": 0}, "expected 1 or more"),
     ],
 )
@@ -533,7 +533,7 @@ def test_a_leaks_document_names_the_samples_of_this_set_alone(tmp_path, parent):
     with pytest.raises(DataError, match=r"1 of its 1 samples are not in .*s24"):
         make_subset(parent, tmp_path / "v", Rule(but=str(path)))
     for text, reason in (
-        (json.dumps(document), "no record that ends with"),
+        (json.dumps(document), "it does not end with"),
         (seal(document | {"schema": 9}), "schema 9"),
     ):
         path.write_text(text)

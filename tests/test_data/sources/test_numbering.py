@@ -19,16 +19,16 @@ CRANES = ("crane", "gull", "crane", "owl")  # two classes of one name, as in Ima
         (CRANES, [0], None, [0]),
         ((), [6, 0], 7, [0, 6]),
         ((), [6], None, [6]),  # nobody knows how many classes there are
-        ((), [7], 7, r"^s: keep has class 7, and there are 7 classes \(0 … 6\)$"),
-        ((), [-1], 7, r"^s: keep has class -1, and there are 7 classes \(0 … 6\)$"),
-        (CRANES, [4], None, r"^s: keep has class 4, and there are 4 classes \(0 … 3\)$"),
+        ((), [7], 7, r"^s: keep has class 7, but there are 7 classes \(0 … 6\)$"),
+        ((), [-1], 7, r"^s: keep has class -1, but there are 7 classes \(0 … 6\)$"),
+        (CRANES, [4], None, r"^s: keep has class 4, but there are 4 classes \(0 … 3\)$"),
         (
             CRANES,
             ["stork"],
             None,
             "^s: keep has 'stork', no class of this source\n  expected some of its 4 classes: 'cra",
         ),
-        ((), ["stork"], 7, "^s: keep has 'stork', no class of this source\n  nobody knows its class names"),
+        ((), ["stork"], 7, "^s: keep has 'stork', no class of this source\n  its class names are unknown"),
     ],
 )
 def test_classes_are_kept_by_id_or_name(names, keep, classes, expected) -> None:
@@ -45,8 +45,8 @@ def test_classes_are_kept_by_id_or_name(names, keep, classes, expected) -> None:
         (Numbering(), [7, 7], (7, 7)),
         (Numbering(known=5), [4, 0], (4, 0)),
         (Numbering(known=5), [], ()),
-        (Numbering(known=5), [5], "label 5, and there are 5 class names\n  expected labels from 0 to 4"),
-        (Numbering(known=8), [2, 9, 3], "label 9, and there are 8 class names\n  expected labels from 0 to 7"),
+        (Numbering(known=5), [5], "label 5, but there are 5 class names\n  expected labels from 0 to 4"),
+        (Numbering(known=8), [2, 9, 3], "label 9, but there are 8 class names\n  expected labels from 0 to 7"),
         (Numbering(ids={1: 0, 2: 0, 4: 3}), [1, 2, 3, 4], (0, 3)),  # two classes become one, one is left out
         (Numbering(ids={1: 0}), [2], ()),
     ],

@@ -1,4 +1,4 @@
-"""An agent whose fork server is the test: what it makes of each answer, how long it waits, and what it ends."""
+"""The agent with a fake fork server: how it interprets answers, how long it waits, and which processes it ends."""
 
 import json
 import os
@@ -43,16 +43,16 @@ def order_of(folder: Path, *ranks: int, **fields: Any) -> StartRequest:
 
 
 def hear(under_test: Agent, server: Any, answer: object) -> None:
-    """Send an answer, and wait until the agent has it."""
+    """Send an answer, and wait until the agent has processed it."""
     news = under_test.news
     server.send(answer)
     wait_until(lambda: under_test.news > news, 10)
 
 
 ENDS = [
-    # exit code, its record, kills for memory before and after → how it died
-    (0, None, (3, 3), "exited with code 0 without a word"),
-    (1, {"started": 1.0}, (3, 4), "exited with code 1 without a word"),
+    # exit code, the worker's record, OOM kills before and after → cause of death
+    (0, None, (3, 3), "exited with code 0 without reporting an error"),
+    (1, {"started": 1.0}, (3, 4), "exited with code 1 without reporting an error"),
     (-9, {"started": 1.0}, (3, 3), "killed by SIGKILL"),
     (-9, {"started": 1.0}, (3, 4), "killed by the out-of-memory killer"),
     (-11, None, (3, 4), "killed by SIGSEGV"),
@@ -62,7 +62,7 @@ ENDS = [
 
 
 @pytest.mark.parametrize(("exit_code", "record", "kills", "death"), ENDS)
-def test_the_end_of_a_worker_is_told_by_its_record_its_exit_code_and_the_kernel(
+def test_cause_of_death_follows_from_record_exit_code_and_kernel_counter(
     exit_code, record, kills, death, served, tmp_path
 ) -> None:
     under_test, server = served
@@ -79,14 +79,14 @@ def test_the_end_of_a_worker_is_told_by_its_record_its_exit_code_and_the_kernel(
     other, ended = under_test.poll(0, 5.0, {}).workers
     assert (ended.death, ended.record, ended.has_ended) == (death, record, True)
     assert (other.death, other.has_ended) == ("", False)
-    # When the fork server dies, so have all others.
+    # When the fork server dies, all other workers count as dead.
     server.close()
     wait_until(lambda: under_test.server is None, 10)
     other, ended = under_test.poll(0, 5.0, {}).workers
     assert ended.death == death and other.death == "its node's fork server died (killed, or crashed)"
 
 
-def test_an_order_carries_everything_that_a_worker_needs(served, tmp_path) -> None:
+def test_start_request_contains_all_that_a_worker_needs(served, tmp_path) -> None:
     under_test, server = served
     shared = tmp_path / "attempt"
     shared.mkdir()
@@ -99,7 +99,7 @@ def test_an_order_carries_everything_that_a_worker_needs(served, tmp_path) -> No
     for rank in (0, 1):
         hear(under_test, server, Forked(rank, 4_100_000 + rank))
         hear(under_test, server, WorkerEnded(4_100_000 + rank, 0))
-    # The next attempt: the node's folder is a new one. A folder of the node's own is not the driver's.
+    # The next attempt has a new node folder. With a token, the attempt's folder is not the driver's.
     earlier = under_test.node_folder
     assert under_test.start(order_of(tmp_path / "stage" / "attempts" / "a", 1, token="other")) is True
     assert server.recv().is_shared is False and under_test.node_folder != earlier and not earlier.exists()
@@ -107,12 +107,12 @@ def test_an_order_carries_everything_that_a_worker_needs(served, tmp_path) -> No
     hear(under_test, server, WorkerEnded(4_100_001, 0))
 
 
-def test_a_store_is_served_where_the_fork_server_listens(served) -> None:
+def test_store_uses_the_port_of_the_fork_server(served) -> None:
     under_test, server = served
     orders: list[Listen] = []
 
     def answer(*ports: int) -> None:
-        """Answer an order with a port, or die."""
+        """Answer a request with ports, or die if there are none."""
         orders.append(server.recv())
         for port in ports:
             server.send(Listening(port))
@@ -130,7 +130,7 @@ def test_a_store_is_served_where_the_fork_server_listens(served) -> None:
 
 
 @pytest.mark.parametrize("behind", [0, 1, -1])
-def test_a_poll_answers_at_once_where_there_is_news_and_else_after_its_time(behind, served, monkeypatch) -> None:
+def test_poll_returns_at_once_with_news_and_otherwise_after_its_wait(behind, served, monkeypatch) -> None:
     under_test, _ = served
     under_test.news = 5
     waited: list[float] = []
@@ -143,11 +143,11 @@ def test_a_poll_answers_at_once_where_there_is_news_and_else_after_its_time(behi
     monkeypatch.setattr(under_test.changed, "wait", wait)
     monkeypatch.setattr(agent, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     under_test.poll(5 - behind, 2.5, {})
-    # In pieces of a second, because the kernel's counter is looked at meanwhile.
+    # In intervals of a second, because the kernel's counter is read in between.
     assert waited == pytest.approx([1.0, 1.0, 0.5] if behind == 0 else [])
 
 
-def test_the_end_of_an_attempt_waits_for_no_worker_that_has_ended(served, tmp_path) -> None:
+def test_ending_an_attempt_does_not_wait_for_ended_workers(served, tmp_path) -> None:
     under_test, server = served
     under_test.start(order_of(tmp_path, 0, 1))
     for rank in (0, 1):
@@ -159,7 +159,7 @@ def test_the_end_of_an_attempt_waits_for_no_worker_that_has_ended(served, tmp_pa
     assert time.monotonic() - began < agent.END_S / 2 and under_test.workers == {} and not folder.exists()
 
 
-def test_the_end_of_an_attempt_kills_what_still_lives_and_waits_for_the_fork_server_to_say_so(served, tmp_path) -> None:
+def test_ending_an_attempt_kills_living_workers_and_waits_for_the_fork_server(served, tmp_path) -> None:
     under_test, server = served
     sleeper = subprocess.Popen(["sleep", "60"], start_new_session=True)
     under_test.start(order_of(tmp_path, 0))
@@ -173,7 +173,7 @@ def test_the_end_of_an_attempt_kills_what_still_lives_and_waits_for_the_fork_ser
     assert sleeper.wait(10) == -9
 
 
-def test_a_stop_tells_whether_any_worker_has_started(served, tmp_path) -> None:
+def test_stop_returns_whether_any_worker_has_started(served, tmp_path) -> None:
     under_test, server = served
     assert under_test.stop() is False and not (under_test.base / agent.STOP_FILE).exists()
     under_test.start(order_of(tmp_path, 0, 1))
@@ -183,8 +183,8 @@ def test_a_stop_tells_whether_any_worker_has_started(served, tmp_path) -> None:
     worker_file(under_test.node_folder, 1, ".json").write_text('{"started": 1.0}')
     worker_file(under_test.node_folder, 0, ".sigterm").touch()
     assert under_test.stop() is True
-    assert under_test.poll(0, 0.0, {}).told_to_go == [0]
-    # What was reported is a copy, which the end of the attempt does not change.
+    assert under_test.poll(0, 0.0, {}).sigterm_ranks == [0]
+    # The report is a copy, which does not change at the attempt's end.
     reported = under_test.poll(0, 0.0, {}).workers[1]
     under_test.workers[1] = WorkerState(1, death="gone")
     assert reported.death == ""
@@ -192,7 +192,7 @@ def test_a_stop_tells_whether_any_worker_has_started(served, tmp_path) -> None:
         hear(under_test, server, WorkerEnded(4_100_000 + rank, 0))
 
 
-def test_a_kill_for_memory_is_remembered_however_often_the_driver_looks(tmp_path, monkeypatch) -> None:
+def test_oom_kill_is_remembered_however_often_the_driver_polls(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(agent, "VMSTAT", tmp_path / "vmstat")
     (tmp_path / "vmstat").write_text("oom_kill 4\n")
     kills = agent.OomKills()
@@ -202,17 +202,17 @@ def test_a_kill_for_memory_is_remembered_however_often_the_driver_looks(tmp_path
     assert all(kills.are_recent() for _ in range(1000))
     monkeypatch.setattr(agent, "OOM_WINDOW_S", 0.0)
     kills.are_recent()
-    assert not kills.are_recent(), "what is older than the window is forgotten"
+    assert not kills.are_recent(), "kills before the window are forgotten"
 
 
-def test_the_umask_is_read_without_setting_it_where_the_system_tells(tmp_path, monkeypatch) -> None:
+def test_umask_is_read_without_setting_it_if_proc_is_available(tmp_path, monkeypatch) -> None:
     previous = os.umask(0o027)
     try:
         with monkeypatch.context() as patched:
             patched.setattr(agent, "STATUS", tmp_path / "absent")
             assert agent.current_umask() == agent.current_umask() == 0o027
         with monkeypatch.context() as patched:
-            patched.setattr(agent.os, "umask", None)  # a thread beside would read what it is set to meanwhile
+            patched.setattr(agent.os, "umask", None)  # a concurrent thread would read the temporary value
             assert agent.current_umask() == 0o027
     finally:
         os.umask(previous)

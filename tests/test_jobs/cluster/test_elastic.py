@@ -1,4 +1,4 @@
-"""A stage on as many workers as its batch allows and there is room for: which worlds, and when a run grows."""
+"""Elastic training: the allowed numbers of workers of a stage, and when a run grows."""
 
 import json
 
@@ -31,11 +31,11 @@ def between(least: int, most: int) -> ClusterConfig:
         ({"uneven": True}, 45, 50, (48, 47, 46, 45)),  # no worker without a sample
     ],
 )
-def test_the_worlds_are_those_that_share_the_batch(fields, least, most, worlds) -> None:
+def test_allowed_worlds_divide_the_batch(fields, least, most, worlds) -> None:
     assert allowed_worlds(config(**fields), between(least, most)) == worlds
 
 
-def test_a_deepspeed_file_allows_the_worlds_of_its_own_accumulation(tmp_path) -> None:
+def test_deepspeed_file_allows_only_worlds_that_fit_its_accumulation(tmp_path) -> None:
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({"gradient_accumulation_steps": 4}))
     assert allowed_worlds(config(deepspeed=str(file)), between(1, 12)) == (3,)
@@ -66,13 +66,13 @@ def test_a_deepspeed_file_allows_the_worlds_of_its_own_accumulation(tmp_path) ->
         (["cluster.patience_s=-1"], "patience_s is -1.0, expected 0 or more"),
     ],
 )
-def test_a_range_that_cannot_be_used_is_refused_before_anything_starts(recipe, capsys, overrides, message) -> None:
+def test_unusable_range_is_refused_before_anything_starts(recipe, capsys, overrides, message) -> None:
     assert main(["run", str(recipe), *overrides]) == 78
     assert message in capsys.readouterr().err
     assert not (recipe.parent / "run").exists()
 
 
-def test_a_number_may_be_a_text_as_that_of_an_environment_variable(recipe, monkeypatch) -> None:
+def test_number_of_workers_may_come_from_an_environment_variable(recipe, monkeypatch) -> None:
     monkeypatch.setenv("WORKERS", "2")
     for override, workers in (
         ("cluster.workers=${oc.env:WORKERS}", 2),
@@ -81,24 +81,24 @@ def test_a_number_may_be_a_text_as_that_of_an_environment_variable(recipe, monke
         assert campaigns.load(recipe, [override]).cluster.workers == workers
 
 
-def test_plan_says_which_worlds_there_are_and_writes_the_range_out(recipe, capsys) -> None:
+def test_plan_prints_the_allowed_worlds_and_resolves_the_range(recipe, capsys) -> None:
     words = ["plan", str(recipe), "cluster.workers.least=1", "cluster.workers.most=6"]
     assert main(words) == 0
     out = capsys.readouterr().out
     assert "cluster        1 to 6 workers (processes)\n" in out
     assert "  batch   16 = 4 workers × micro_batch 4 × accumulation 1\n" in out
-    assert "  workers 4, 2 or 1, as there is room; lines about a worker are for 1\n" in out
+    assert "  workers 4, 2 or 1, depending on available nodes; lines per worker are for 1\n" in out
     assert main([*words, "--resolved"]) == 0
     assert "  workers:\n    least: 1\n    most: 6\n" in capsys.readouterr().out
     assert main([*words[:3], "cluster.workers.most=9", "pretrain.uneven=true"]) == 0
-    assert "  workers 9, 8, 7 … 1, as there is room; " in capsys.readouterr().out
+    assert "  workers 9, 8, 7 … 1, depending on available nodes; " in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------------ when a run grows
 
 
 class Cluster:
-    """A cluster's room, a stage's newest commit and a clock, as a test sets them."""
+    """A fake cluster: room, newest commit and clock are set by the test."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -109,7 +109,7 @@ class Cluster:
         return Growth((8, 4), 60.0, lambda: self.room, lambda: self.step, not_before, clock=lambda: self.now)
 
 
-def test_a_run_grows_at_the_first_commit_after_nodes_have_stayed_for_the_patience() -> None:
+def test_run_grows_at_the_first_commit_after_nodes_have_stayed_for_patience_s() -> None:
     cluster = Cluster()
     growth = cluster.growth()
 
@@ -122,21 +122,21 @@ def test_a_run_grows_at_the_first_commit_after_nodes_have_stayed_for_the_patienc
     assert not is_due(10, room=4, step=110), "a node has joined"
     assert not is_due(40, room=3, step=120), "and has left"
     assert not is_due(50, room=5, step=130)
-    assert not is_due(109, room=5, step=140), "it has not stayed for 60 s yet"
-    assert not is_due(110, room=8, step=150), "it has, but what was committed before does not count"
+    assert not is_due(109, room=5, step=140), "the room has not lasted 60 s yet"
+    assert not is_due(110, room=8, step=150), "it has, but an earlier commit does not count"
     assert growth.target is None
     assert is_due(112, room=8, step=160)
-    assert growth.target == 4, "for eight there has been room for two seconds"
-    assert is_due(113, room=2, step=160), "the workers have been asked: they end"
+    assert growth.target == 4, "there has been room for eight workers for only two seconds"
+    assert is_due(113, room=2, step=160), "the workers have been asked to end, so it stays due"
 
 
 def is_due(growth: Growth) -> bool:
-    """Tell whether it is, when the thread has looked."""
+    """Check the room once, and return whether growing is due."""
     growth.look()
     return growth.is_due()
 
 
-def test_a_larger_world_is_waited_for_no_longer_than_for_a_smaller_one() -> None:
+def test_largest_world_with_stable_room_is_chosen() -> None:
     cluster = Cluster()
     growth = cluster.growth()
     cluster.room = 9
@@ -147,7 +147,7 @@ def test_a_larger_world_is_waited_for_no_longer_than_for_a_smaller_one() -> None
     assert is_due(growth) and growth.target == 8
 
 
-def test_after_a_growth_that_failed_nothing_is_tried_for_a_while() -> None:
+def test_growth_is_postponed_after_a_failed_growth() -> None:
     cluster = Cluster()
     growth = cluster.growth(not_before=600.0)
     cluster.room = 8
@@ -157,12 +157,12 @@ def test_after_a_growth_that_failed_nothing_is_tried_for_a_while() -> None:
     cluster.step += 1
     assert not is_due(growth)
     cluster.now = 600
-    assert not is_due(growth), "a commit from now on"
+    assert not is_due(growth), "only a later commit counts"
     cluster.step += 1
     assert is_due(growth)
 
 
-def test_a_head_that_does_not_answer_costs_a_look(monkeypatch) -> None:
+def test_unanswered_check_is_repeated_later(monkeypatch) -> None:
     monkeypatch.setattr("jobs.cluster.elastic.LOOK_S", 0.01)
 
     def no_answer() -> int:
@@ -175,11 +175,11 @@ def test_a_head_that_does_not_answer_costs_a_look(monkeypatch) -> None:
     assert asked == [None] and not growth.is_due()
 
 
-def test_after_a_larger_attempt_that_made_no_commit_the_world_goes_back_and_growing_waits_longer_each_time() -> None:
+def test_larger_attempt_without_a_commit_falls_back_and_postpones_growth_longer_each_time() -> None:
     now = [0.0]
     sizes = Sizes((8, 4, 2), clock=lambda: now[0])
     sizes.begins(8)
-    assert sizes.fall_back(8) is None, "nothing smaller has committed: it is a failure as any other"
+    assert sizes.fall_back(8) is None, "no smaller attempt has committed: an ordinary failure"
     sizes.has_committed(4, {"a", "b"})
     assert sizes.fall_back(4) is None
     sizes.grows(8)
@@ -191,10 +191,10 @@ def test_after_a_larger_attempt_that_made_no_commit_the_world_goes_back_and_grow
     sizes.grows(8)
     assert sizes.open_worlds() == [8, 4, 2]
     sizes.begins(4)
-    assert sizes.not_before == 1000 + 1200, "the places did not come"
+    assert sizes.not_before == 1000 + 1200, "the attempt did not get its places"
     sizes.begins(2)
-    assert sizes.not_before == 1000 + 1200, "fewer than before is no growth that failed"
+    assert sizes.not_before == 1000 + 1200, "fewer workers than before is not a failed growth"
     sizes.has_committed(8, {"a", "b", "c"})
     sizes.has_committed(2, {"a"})
-    assert sizes.fall_back(4) == Proven(2, {"a"}), "the last that has committed, on its own nodes"
-    assert sizes.not_before == 1000 + 600, "growing has worked since"
+    assert sizes.fall_back(4) == Proven(2, {"a"}), "the last attempt that committed, on its nodes"
+    assert sizes.not_before == 1000 + 600, "the run has grown since then"

@@ -1,4 +1,4 @@
-"""An embedded Ray cluster counts the GPUs that torch sees (joining and ending one: test_worker_group.py)."""
+"""An embedded Ray cluster counts the GPUs that torch sees (joining and ending: test_worker_group.py)."""
 
 import os
 from types import SimpleNamespace
@@ -24,15 +24,15 @@ ON_GPUS = ClusterConfig(gpus_per_worker=1)
         ("raise SystemExit('no torch')", "1", []),
     ],
 )
-def test_ray_is_told_how_many_gpus_torch_sees(script, per_gpu, expected, monkeypatch) -> None:
+def test_ray_gets_the_number_of_gpus_that_torch_sees(script, per_gpu, expected, monkeypatch) -> None:
     monkeypatch.setattr(embedded, "COUNT_GPUS", script)
     monkeypatch.setenv(WORKERS_PER_GPU, per_gpu)
     assert embedded.gpu_option() == expected
 
 
 @pytest.mark.quick
-def test_gpus_are_counted_for_workers_that_want_them_alone(monkeypatch, tmp_path) -> None:
-    """Counting them imports torch, for seconds."""
+def test_gpus_are_counted_only_for_workers_with_gpus(monkeypatch, tmp_path) -> None:
+    """Counting GPUs imports torch, which takes seconds."""
     commands: list[list[str]] = []
 
     def start_guard(command: list[str], **options: Any) -> Any:
@@ -47,7 +47,7 @@ def test_gpus_are_counted_for_workers_that_want_them_alone(monkeypatch, tmp_path
     try:
         embedded.start(ClusterConfig())
         assert embedded.is_too_small(ON_GPUS) and not embedded.is_too_small(ClusterConfig())
-        # The cluster without GPUs is ended, and one with them started.
+        # The cluster without GPUs is replaced by one with GPUs.
         embedded.start(ON_GPUS)
         assert not embedded.is_too_small(ON_GPUS) and not embedded.is_too_small(ClusterConfig())
     finally:
@@ -57,7 +57,7 @@ def test_gpus_are_counted_for_workers_that_want_them_alone(monkeypatch, tmp_path
 
 @pytest.fixture
 def fake_torch(tmp_path, monkeypatch):
-    """Has processes that are started here see two GPUs by a torch that is none."""
+    """Provide a fake torch module with two GPUs to new processes."""
     (tmp_path / "torch.py").write_text(
         "from types import SimpleNamespace\ncuda = SimpleNamespace(device_count=lambda: 2)\n"
     )
@@ -68,5 +68,5 @@ def fake_torch(tmp_path, monkeypatch):
     disconnect()
 
 
-def test_an_embedded_cluster_has_gpus_that_ray_itself_does_not_see(fake_torch) -> None:
+def test_embedded_cluster_has_gpus_that_ray_does_not_detect(fake_torch) -> None:
     assert connect(ON_GPUS).gpus == 2

@@ -1,6 +1,6 @@
-"""What a worker group makes of its agents' reports: who failed first, which node is lost or about to leave.
+"""How a worker group interprets its agents' reports: who failed first, which node is lost or about to leave.
 
-No process is started: workers are the records that they would have left, and agents answer what a test says.
+No process is started: workers are represented by their records, and agents give the answers of the test.
 """
 
 import dataclasses
@@ -26,8 +26,8 @@ pytestmark = pytest.mark.quick
 
 
 def group_of(folder: Path, world: int, **losses: str) -> WorkerGroup:
-    """A worker group of which each worker has started on a node of its own, n0, n1, ….; some nodes are lost."""
-    no_nodes: Any = None  # none is asked for here
+    """Return a worker group with started workers on separate nodes n0, n1, …, some of which are lost."""
+    no_nodes: Any = None  # not used here
     group = WorkerGroup(no_nodes, ClusterConfig(workers=world), folder)
     for rank in range(world):
         info = worker.RankInfo(rank, world, 0, 1, rank, f"10.0.0.{rank}", 1, 0, node_id=f"id{rank}")
@@ -40,7 +40,7 @@ def group_of(folder: Path, world: int, **losses: str) -> WorkerGroup:
 
 
 def left(group: WorkerGroup, rank: int, **end: Any) -> None:
-    """A worker has left this record; `death` is how it died without one."""
+    """Give a worker this record; `death` is its cause of death, if it has no record of its end."""
     death = end.pop("death", "")
     record: Any = {"rank": rank, "node": f"n{rank}", "pid": 1, "started": 0.0} | end
     group.states[rank] = WorkerState(rank, pid=1, record=record, death=death)
@@ -56,7 +56,7 @@ PEER_LOST = {
 }
 
 
-def test_the_first_to_fail_is_blamed_unless_one_died_or_knew_what_it_wanted(tmp_path) -> None:
+def test_first_failure_is_blamed_unless_a_worker_died_or_requested_an_exit_code(tmp_path) -> None:
     group = group_of(tmp_path, 4)
     left(group, 0, ended=2.0, exit_code=None, **FAILURE)
     left(group, 1, ended=1.0, exit_code=None, **FAILURE)
@@ -68,39 +68,39 @@ def test_the_first_to_fail_is_blamed_unless_one_died_or_knew_what_it_wanted(tmp_
     assert (died.rank, died.node, died.cause, died.exit_code) == (2, "n2", "killed", None)
 
 
-def test_a_collective_that_lost_a_member_names_it_without_the_librarys_text(tmp_path) -> None:
+def test_failed_collective_names_the_lost_peer_without_the_librarys_message(tmp_path) -> None:
     group = group_of(tmp_path, 2)
     left(group, 0, **PEER_LOST)
     failure = group.evidence().first_failure()
     assert str(failure) == (
-        "worker 0 on n0: a collective failed: worker 1 on n1 was lost or did not answer, and no death was seen"
+        "worker 0 on n0: a collective failed: worker 1 on n1 was lost or did not answer, but no worker was seen to die"
     )
-    # It may have been chance, so a second time is not "the same exception again".
+    # It may have been chance, so a second time is not a repetition of the same exception.
     assert failure.kind == ""
 
 
-def test_a_lost_node_is_blamed_unless_a_worker_has_asked_to_end(tmp_path) -> None:
+def test_lost_node_is_blamed_unless_a_worker_has_requested_an_exit_code(tmp_path) -> None:
     group = group_of(tmp_path, 3, n1="its node does not answer")
     left(group, 0, **PEER_LOST)
     assert str(group.evidence().first_failure()) == "worker 1 on n1: its node does not answer"
     left(group, 1, **PEER_LOST)
-    assert "a collective failed" in str(group.evidence().first_failure()), "who has written its end was there to do so"
-    # A node that is drained goes as soon as its worker has committed and ended.
+    assert "a collective failed" in str(group.evidence().first_failure()), "a worker that recorded its end was not lost"
+    # A drained node disappears as soon as its worker has committed and ended.
     left(group, 0, **PEER_LOST | {"exit_code": 75, "kind": "Preempted", "error": "stopped at step 9"})
     left(group, 1)
     assert group.evidence().first_failure().exit_code == 75
 
 
-def test_workers_that_have_ended_without_a_word_are_a_failure_unless_all_have_returned(tmp_path) -> None:
+def test_workers_without_a_result_are_a_failure_unless_all_have_returned(tmp_path) -> None:
     group = group_of(tmp_path, 3)
     for rank in range(3):
-        assert str(group.evidence().first_failure()) == "the worker group: ended without a word"
+        assert str(group.evidence().first_failure()) == "the worker group: its workers ended without reporting a result"
         left(group, rank, ended=1.0, value={})
     assert group.evidence().first_failure() is None
 
 
 @pytest.mark.parametrize("characters", [0, 9_999, 10_000, 25_000])
-def test_the_end_of_a_dead_workers_log_is_kept(characters, tmp_path) -> None:
+def test_error_contains_the_end_of_a_dead_workers_log(characters, tmp_path) -> None:
     group = group_of(tmp_path, 2)
     text = "".join(str(number % 10) for number in range(characters))
     worker.worker_file(tmp_path, 1, ".log").write_text(text)
@@ -109,7 +109,7 @@ def test_the_end_of_a_dead_workers_log_is_kept(characters, tmp_path) -> None:
 
 
 class SilentNodes:
-    """Nodes of which some do not answer; notes which were asked, and how often."""
+    """Fake nodes, some of which do not answer; records which were probed, and how often."""
 
     def __init__(self, dead: set[str]) -> None:
         self.dead = dead
@@ -127,10 +127,10 @@ class SilentNodes:
     ("peer_lost", "dead", "beats_asked_after", "lost_after"),
     [(False, {"n1"}, [6], 6), (True, {"n1"}, [1], 1), (False, set(), [6, 12, 18], None)],
 )
-def test_a_node_is_asked_after_missed_heartbeats_and_lost_where_it_does_not_answer(
+def test_node_is_probed_after_missed_heartbeats_and_lost_if_it_does_not_answer(
     peer_lost, dead, beats_asked_after, lost_after, tmp_path, monkeypatch
 ) -> None:
-    """One heartbeat is a second of a clock that the test sets; n0 and n1 miss them all, n2 none."""
+    """A heartbeat is a second of the test's clock; n0 and n1 miss all of them, n2 none."""
     monkeypatch.setattr(worker_group, "TOGETHER_S", 0.0)
     group = group_of(tmp_path, 3)
     nodes = SilentNodes(dead)
@@ -145,13 +145,13 @@ def test_a_node_is_asked_after_missed_heartbeats_and_lost_where_it_does_not_answ
     group.poll(0.0)
     asked_after = []
     for beats in range(1, 19):
-        # All but a hundredth of the beat has gone by, then all of it.
+        # First 99 % of the interval has passed, then all of it.
         for share in (0.99, 1.0):
             now[0] = 100.25 + beats - 1 + share
             before = len(nodes.asked)
             group.poll(0.0)
             if len(nodes.asked) > before:
-                assert share == 1.0 and nodes.asked[before:] == ["n0", "n1"], "both at once"
+                assert share == 1.0 and nodes.asked[before:] == ["n0", "n1"], "both together"
                 asked_after.append(beats)
         if group.evidence().losses:
             assert beats == lost_after
@@ -162,8 +162,8 @@ def test_a_node_is_asked_after_missed_heartbeats_and_lost_where_it_does_not_answ
 
 
 @pytest.mark.parametrize("workers", [2, 4, 8, 16])
-def test_what_the_driver_asks_in_a_round_grows_with_the_nodes_alone(workers, tmp_path, monkeypatch) -> None:
-    """A poll each, and one question about all that are lost at once, whether their agents are silent or raise."""
+def test_number_of_requests_per_round_grows_only_with_the_nodes(workers, tmp_path, monkeypatch) -> None:
+    """One poll per agent and one query for all lost nodes, whether their agents are silent or raise."""
     monkeypatch.setattr(worker_group, "TOGETHER_S", 0.0)
     group = group_of(tmp_path, workers)
     nodes = SilentNodes({f"n{number}" for number in range(workers)})
@@ -181,11 +181,11 @@ def test_what_the_driver_asks_in_a_round_grows_with_the_nodes_alone(workers, tmp
     group.poll(0.0)
     assert polls == ["poll"] * workers and nodes.times == 1 and len(group.evidence().losses) == workers
     group.poll(0.0)
-    assert len(polls) == workers and nodes.times == 1, "who is lost is asked nothing more"
+    assert len(polls) == workers and nodes.times == 1, "a lost node gets no more requests"
 
 
 class Agents:
-    """Nodes n0, n1, … of one worker each, whose agents answer what a test says; some are drained."""
+    """Fake nodes n0, n1, … with one worker each, whose agents give the test's answers; some are draining."""
 
     own_node = "own"
 
@@ -225,7 +225,7 @@ class Agents:
 
 
 @pytest.mark.parametrize(
-    ("drained", "told_to_go", "events"),
+    ("drained", "sigterm_ranks", "events"),
     [
         (set(), [], {}),
         ({"id1"}, [], {1: ("n1", "id1", "its node is drained")}),
@@ -238,9 +238,7 @@ class Agents:
         ({"elsewhere"}, [2], {2: ("n2", "id2", "worker 2 was sent SIGTERM")}),
     ],
 )
-def test_nodes_that_are_about_to_leave_are_noted_with_their_workers(
-    drained, told_to_go, events, tmp_path, monkeypatch
-) -> None:
+def test_leaving_nodes_are_recorded_with_their_workers(drained, sigterm_ranks, events, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(worker_group, "STATUS_POLL_S", 0.01)
     began = time.monotonic()
 
@@ -248,7 +246,7 @@ def test_nodes_that_are_about_to_leave_are_noted_with_their_workers(
         record: Any = {"rank": number, "started": 0.0}
         if number != 0 or time.monotonic() > began + 0.2:
             record |= {"ended": 1.0, "value": f"of {number}"}
-        told = [number] if number in told_to_go else []
+        told = [number] if number in sigterm_ranks else []
         return NodeReport(1, [WorkerState(number, pid=7, record=record)], told)
 
     nodes: Any = Agents(3, {"poll": report}, drained)
@@ -272,11 +270,16 @@ def test_nodes_that_are_about_to_leave_are_noted_with_their_workers(
     [
         ("listen", ClusterError("no room"), ClusterError, "^no room$"),
         ("start", ClusterError("no room"), ClusterError, "^no room$"),
-        ("start", ValueError("broken"), WorkerGroupError, "worker 0 on n0: its agent failed: broken"),
-        ("listen", ..., WorkerGroupError, "worker 0 on n0: no agent has started there in 1 s"),
+        ("start", ValueError("broken"), WorkerGroupError, "worker 0 on n0: its node's agent failed: broken"),
+        (
+            "listen",
+            ...,
+            WorkerGroupError,
+            r"worker 0 on n0: its node's agent did not start within 1 s \(cluster\.",
+        ),
     ],
 )
-def test_an_agent_that_cannot_start_its_workers_ends_the_attempt(method, answer, error, message, tmp_path) -> None:
+def test_attempt_ends_if_an_agent_cannot_start_its_workers(method, answer, error, message, tmp_path) -> None:
     nodes: Any = Agents(2, {method: answer}, set())
     group = WorkerGroup(nodes, ClusterConfig(workers=2, start_timeout_s=0.6), tmp_path)
     with pytest.raises(error, match=message):

@@ -1,4 +1,4 @@
-"""What a fork server imports and what malloc is told (workers through a real one: test_worker_group.py)."""
+"""The imports and malloc settings of a fork server (with real workers: test_worker_group.py)."""
 
 import os
 from pathlib import Path
@@ -10,7 +10,7 @@ from jobs.cluster import fork_server
 
 
 @pytest.mark.quick
-def test_what_malloc_is_told_stands_behind_what_the_user_tells_it(tmp_path, monkeypatch) -> None:
+def test_malloc_settings_are_appended_to_the_users(tmp_path, monkeypatch) -> None:
     environments: list[dict[str, str]] = []
     monkeypatch.setattr(fork_server.ForkServer, "launch", lambda server, words, *rest: environments.append(rest[0]))
     ours = "glibc.malloc.arena_max=1:glibc.malloc.tcache_count=0"
@@ -23,19 +23,19 @@ def test_what_malloc_is_told_stands_behind_what_the_user_tells_it(tmp_path, monk
 
 @pytest.mark.quick
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux tells which libraries a process has")
-def test_a_fork_server_for_workers_with_gpus_has_neither_torch_nor_cuda(tmp_path) -> None:
-    """A fork of a process that has touched CUDA cannot use it."""
+def test_fork_server_for_workers_with_gpus_imports_neither_torch_nor_cuda(tmp_path) -> None:
+    """A fork cannot use CUDA if its parent has initialized it."""
     folder = tmp_path / "node"
     folder.mkdir()
     server = fork_server.ForkServer(folder, has_gpus=True)
     try:
-        # It answers when it has imported everything.
+        # It answers after all its imports.
         server.connection.send(fork_server.Listen("127.0.0.1"))
         assert isinstance(server.connection.recv(), fork_server.Listening)
         libraries = Path(f"/proc/{server.process.pid}/maps").read_text()
     finally:
         server.close()
     assert not [name for name in ("libtorch", "libcuda", "libnvidia") if name in libraries]
-    # This process shows that the name is the right one.
+    # This process, which has imported torch, shows that the name is right.
     assert torch.__version__
     assert "libtorch" in Path("/proc/self/maps").read_text()

@@ -1,6 +1,6 @@
-"""What workers leave on nodes that share no storage reaches the driver: by plain folders, and on hosts with Ray.
+"""Files of workers on nodes without shared storage reach the driver: with plain folders, and on hosts with Ray.
 
-In the quick tests two folders of one machine stand for a node and the driver; the last test has real hosts
+In the quick tests, two folders on one machine represent a node and the driver; the last test has real hosts
 (tests/support/hosts.py), on which nothing below /tmp is shared.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from jobs.cluster import node_files
-from jobs.cluster.node_files import NodeFiles, begin_as_driver, take_over
+from jobs.cluster.node_files import NodeFiles, apply_changes, mark_driver_folder
 from tests.support import hosts
 from tests.support.ray_hosts import RayHosts
 from tests.support.worker_records import records
@@ -23,24 +23,24 @@ ATTEMPT = Path("attempts") / "attempt-000002"
 
 
 class Pair:
-    """A node and the driver, each with a stage's folder of its own."""
+    """A node and the driver, each with a separate folder of the stage."""
 
     def __init__(self, folder: Path) -> None:
         self.node = folder / "node" / "stage"
         self.driver = folder / "driver" / "stage"
         (self.driver / ATTEMPT).mkdir(parents=True)
         self.files = NodeFiles(self.node / ATTEMPT)
-        self.taken: dict[str, node_files.Mark] = {}
+        self.acknowledged: dict[str, node_files.Mark] = {}
 
     def begin(self, told: dict[str, bytes | None] | None = None) -> bool:
-        begin_as_driver(self.driver / ATTEMPT, "a")
+        mark_driver_folder(self.driver / ATTEMPT, "a")
         return self.files.begin("a", told or {}, ["attempt-000001", "attempt-000002"])
 
     def look(self) -> list[str]:
-        """One round of questions and answers; the names of what was sent."""
-        self.files.take(self.taken)
+        """Exchange one report; return the names of the sent files."""
+        self.files.acknowledge(self.acknowledged)
         changes = self.files.look()
-        self.taken = take_over(self.driver, changes)
+        self.acknowledged = apply_changes(self.driver, changes)
         return [change.name for change in changes]
 
     def same(self, name: str | Path) -> bool:
@@ -54,11 +54,11 @@ def pair(tmp_path: Path) -> Pair:
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody has to wait until a file counts as settled."""
+    """Let files count as settled at once."""
     monkeypatch.setattr(node_files, "SETTLED_NS", -1)
 
 
-def test_the_driver_has_records_and_logs_of_a_node_in_its_own_folder(pair, at_once) -> None:
+def test_records_and_logs_of_a_node_are_copied_to_the_driver(pair, at_once) -> None:
     assert pair.begin()
     assert sorted(path.name for path in (pair.node / "attempts").iterdir()) == ["attempt-000001", "attempt-000002"]
     start = {"rank": 1, "node": "n1", "pid": 7, "started": 1.0, "oom_kills": 0}
@@ -67,14 +67,14 @@ def test_the_driver_has_records_and_logs_of_a_node_in_its_own_folder(pair, at_on
     pair.look()
     assert records(pair.driver / ATTEMPT, 2) == {1: start}
     assert pair.same(ATTEMPT / "rank-00001.log")
-    # What has not changed is not sent again, and what has is.
+    # Only changed files are sent again.
     (pair.node / ATTEMPT / "rank-00001.json").write_text(json.dumps({**start, "ended": 2.0}))
     assert pair.look() == [str(ATTEMPT / "rank-00001.json")]
     assert records(pair.driver / ATTEMPT, 2)[1]["ended"] == 2.0
     assert pair.look() == []
 
 
-def test_a_file_that_changes_within_a_tick_of_its_clock_is_sent_again(pair) -> None:
+def test_file_changed_within_a_clock_tick_is_sent_again(pair) -> None:
     pair.begin()
     path = pair.node / ATTEMPT / "rank-00001.json"
     path.write_text("forward")
@@ -86,46 +86,46 @@ def test_a_file_that_changes_within_a_tick_of_its_clock_is_sent_again(pair) -> N
     assert pair.same(ATTEMPT / "rank-00001.json")
 
 
-def test_lines_of_several_nodes_and_the_driver_meet_in_one_log_each_once(pair, tmp_path) -> None:
+def test_log_contains_each_line_of_all_nodes_and_the_driver_once(pair, tmp_path) -> None:
     other = NodeFiles(tmp_path / "other" / "stage" / ATTEMPT)
     pair.begin()
     other.begin("a", {}, [])
     rng = random.Random(3)
     written: list[str] = []
-    taken: dict[str, node_files.Mark] = {}
+    acknowledged: dict[str, node_files.Mark] = {}
     for number in range(300):
         stage = rng.choice([pair.node, pair.driver, other.stage])
         line = f"{number} é {'x' * rng.randrange(100)}"
         with (stage / "log.txt").open("ab") as file:
-            # The last line of a node is half written at some moments; the driver writes its own by one call.
+            # The last line of a node is sometimes incomplete; the driver writes each line in one call.
             half = 0 if stage == pair.driver else rng.randrange(len(line.encode()) + 1)
             file.write(line.encode()[:half])
             file.flush()
             if rng.random() < 0.5:
                 pair.look()
             if rng.random() < 0.5:
-                other.take(taken)
-                taken = take_over(pair.driver, other.look())
+                other.acknowledge(acknowledged)
+                acknowledged = apply_changes(pair.driver, other.look())
             file.write(line.encode()[half:] + b"\n")
         written.append(line)
     pair.look()
-    other.take(taken)
-    take_over(pair.driver, other.look())
+    other.acknowledge(acknowledged)
+    apply_changes(pair.driver, other.look())
     assert sorted((pair.driver / "log.txt").read_text().splitlines()) == sorted(written)
 
 
-def test_an_answer_that_is_lost_is_sent_again_and_a_driver_that_comes_back_gets_the_rest(pair) -> None:
+def test_lost_answer_is_sent_again_and_a_restarted_driver_gets_the_rest(pair) -> None:
     pair.begin()
     metrics = pair.node / "metrics.jsonl"
     metrics.write_text('{"step": 1}\n')
     pair.files.look()  # lost
     assert pair.look() == ["metrics.jsonl"]
-    pair.files.take(pair.taken)
+    pair.files.acknowledge(pair.acknowledged)
     with metrics.open("a") as file:
         file.write('{"step": 2}\n')
-    # Nobody asked before the driver was killed. The next one asks a new actor, in another attempt.
+    # The driver was killed before the next poll. The new driver polls a new actor, in another attempt.
     pair.files = NodeFiles(pair.node / ATTEMPT)
-    pair.taken = {}
+    pair.acknowledged = {}
     pair.begin()
     with metrics.open("a") as file:
         file.write('{"step": 3}\n')
@@ -134,8 +134,8 @@ def test_an_answer_that_is_lost_is_sent_again_and_a_driver_that_comes_back_gets_
     assert pair.same("metrics.jsonl")
 
 
-def test_what_lay_on_a_node_before_its_first_worker_is_not_sent(pair) -> None:
-    """It is of a driver that was there, and came along by other ways."""
+def test_files_older_than_a_nodes_first_worker_are_not_sent(pair) -> None:
+    """These files were written by an earlier driver on that node."""
     pair.node.mkdir(parents=True)
     (pair.node / "log.txt").write_text("old\n")
     pair.begin()
@@ -143,12 +143,12 @@ def test_what_lay_on_a_node_before_its_first_worker_is_not_sent(pair) -> None:
         file.write("new\n")
     pair.look()
     assert (pair.driver / "log.txt").read_text() == "new\n"
-    # The driver moves there: what was sent from there is no measure any more.
-    begin_as_driver(pair.node / ATTEMPT, "b")
+    # The driver moves to this node: its record of sent files is no longer valid.
+    mark_driver_folder(pair.node / ATTEMPT, "b")
     assert not (pair.node / node_files.SENT).exists()
 
 
-def test_tensorboards_files_grow_and_long_files_are_bounded(pair, monkeypatch) -> None:
+def test_tensorboard_files_are_appended_and_long_files_are_truncated(pair, monkeypatch) -> None:
     monkeypatch.setattr(node_files, "LARGEST_BYTES", 100)
     pair.begin()
     events = pair.node / "tensorboard" / "events.1"
@@ -160,28 +160,28 @@ def test_tensorboards_files_grow_and_long_files_are_bounded(pair, monkeypatch) -
     for _ in range(4):
         pair.look()
     assert (pair.driver / "tensorboard" / "events.1").read_bytes() == content
-    assert (pair.driver / ATTEMPT / "rank-00000.log").read_bytes() == content[-100:], "a worker's stacks are at its end"
+    assert (pair.driver / ATTEMPT / "rank-00000.log").read_bytes() == content[-100:], "it has the stacks"
     assert pair.same("log.txt")
 
 
-def test_the_driver_tells_a_node_what_the_attempt_before_has_left(pair) -> None:
+def test_node_receives_the_files_carried_from_the_previous_attempt(pair) -> None:
     pair.begin({"excluded-steps.json": b"[[3, 4]]", "gone.json": None})
     assert (pair.node / "excluded-steps.json").read_bytes() == b"[[3, 4]]"
     (pair.node / "excluded-steps.json").write_bytes(b"[[3, 5]]")
     pair.look()
     assert pair.same("excluded-steps.json")
-    # A process that takes over in the attempt does not put back what was told at its beginning.
+    # A second agent in the same attempt does not restore the files of its beginning.
     pair.files = NodeFiles(pair.node / ATTEMPT)
     pair.begin({"excluded-steps.json": b"[[3, 4]]"})
     assert (pair.node / "excluded-steps.json").read_bytes() == b"[[3, 5]]"
 
 
-def test_a_node_that_shares_the_folder_after_all_copies_nothing_onto_itself(pair) -> None:
+def test_node_with_shared_storage_copies_nothing(pair) -> None:
     pair.files = NodeFiles(pair.driver / ATTEMPT)
     assert not pair.begin({"excluded-steps.json": None})
 
 
-def test_a_full_disk_of_the_driver_costs_nothing_but_time(pair, monkeypatch) -> None:
+def test_changes_are_sent_again_after_the_drivers_disk_was_full(pair, monkeypatch) -> None:
     pair.begin()
     (pair.node / "log.txt").write_text("a\n")
     (pair.node / ATTEMPT / "rank-00000.json").write_text("{}")
@@ -193,7 +193,7 @@ def test_a_full_disk_of_the_driver_costs_nothing_but_time(pair, monkeypatch) -> 
         patch.setattr(node_files, "_replace", full)
         patch.setattr(node_files, "append_whole", lambda path, content: False)
         assert pair.look() == ["attempts/attempt-000002/rank-00000.json", "log.txt"]
-        assert pair.taken == {}
+        assert pair.acknowledged == {}
     pair.look()
     assert pair.same("log.txt") and pair.same(ATTEMPT / "rank-00000.json")
 
@@ -248,8 +248,8 @@ print(json.dumps(said), flush=True)
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(hosts.missing() != "", reason=hosts.missing())
-def test_on_hosts_that_share_nothing_the_driver_sees_its_workers_and_they_hear_it(tmp_path) -> None:
-    """A stop is heard, a worker's error is told, and a host that dies is named; of three hosts two have a worker."""
+def test_driver_and_workers_communicate_on_hosts_without_shared_storage(tmp_path) -> None:
+    """A stop arrives, a worker's error is reported, and a dead host is named. Two of three hosts have a worker."""
     with RayHosts(tmp_path, ["h0", "h1", "h2"]) as cluster:
 
         def start(act: str) -> tuple[Path, subprocess.Popen[bytes]]:
@@ -268,8 +268,8 @@ def test_on_hosts_that_share_nothing_the_driver_sees_its_workers_and_they_hear_i
         for act in ("finish", "raise", "kill"):
             log, process = start(act)
             nodes = places_of(log, process)
-            assert len(set(nodes.values())) == 2, "the workers lie on two hosts"
-            # Somewhere there is a worker whose folder is not the driver's.
+            assert len(set(nodes.values())) == 2, "the workers are on two hosts"
+            # At least one worker does not share the driver's folder.
             victim = next(rank for rank, node in nodes.items() if node != "h0")
             killed = time.monotonic()
             if act == "kill":
@@ -281,7 +281,7 @@ def test_on_hosts_that_share_nothing_the_driver_sees_its_workers_and_they_hear_i
             assert {line.partition(" at ")[0] for line in said["log"]} == {"worker 0", "worker 1"}
             assert len(said["log"]) == len(set(said["log"]))
             if act == "finish":
-                assert "h0" not in nodes.values(), "rank 0 finds the stop file in a folder that is not the driver's"
+                assert "h0" not in nodes.values(), "rank 0 finds the stop file in its node's own folder"
                 assert said.get("value") == "worker 0 stopped", said
                 assert said["records"] == {"0": True, "1": True}
             if act == "raise":

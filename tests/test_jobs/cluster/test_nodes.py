@@ -1,4 +1,4 @@
-"""The nodes that workers start on without a cluster: this machine (those of a Ray cluster: test_ray_nodes.py)."""
+"""Workers without a cluster run on this machine (nodes of a Ray cluster: test_ray_nodes.py)."""
 
 import dataclasses
 import os
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.quick
 
 
 @pytest.mark.parametrize(("gpus", "world"), [(9, 4), (3, 2), (1, 1), (0, None)])
-def test_plain_processes_have_the_largest_world_for_which_this_machine_has_gpus(gpus, world, monkeypatch) -> None:
+def test_plain_processes_use_the_largest_world_that_the_gpus_allow(gpus, world, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     on_cpus = ClusterConfig(workers=WorkerRange(least=1, most=6), backend="processes")
     on_gpus = dataclasses.replace(on_cpus, gpus_per_worker=1)
@@ -24,11 +24,11 @@ def test_plain_processes_have_the_largest_world_for_which_this_machine_has_gpus(
     if world is not None:
         assert nodes_of(on_gpus).reserve("", worlds, print, do_nothing) == world
     else:
-        with pytest.raises(ClusterError, match="1 workers want 1 GPUs and this machine has 0"):
+        with pytest.raises(ClusterError, match="1 workers need 1 GPUs, but this machine has 0"):
             nodes_of(on_gpus).reserve("", worlds, print, do_nothing)
 
 
-def test_all_commands_of_a_process_share_what_is_warm_but_not_between_cpus_and_gpus() -> None:
+def test_commands_of_a_process_share_agents_but_not_between_cpus_and_gpus() -> None:
     on_cpus = ClusterConfig(workers=2, backend="processes")
     on_gpus = dataclasses.replace(on_cpus, gpus_per_worker=1)
     machine = nodes_of(on_cpus)
@@ -37,7 +37,7 @@ def test_all_commands_of_a_process_share_what_is_warm_but_not_between_cpus_and_g
     assert nodes_of(on_gpus) is not machine
 
 
-def test_one_agent_has_the_places_of_all_workers_of_this_machine() -> None:
+def test_one_agent_has_the_places_of_all_workers_on_this_machine() -> None:
     machine = nodes_of(ClusterConfig(workers=3, backend="processes"))
     (agent,) = machine.agents(3)
     assert (agent.name, agent.node_id, agent.slots) == (os.uname().nodename, "", 3)

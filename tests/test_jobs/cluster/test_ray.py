@@ -1,6 +1,6 @@
-"""Why a cluster cannot be joined: nothing answers, another server does, Ray refuses us, or ours does not start.
+"""Errors while joining a cluster: no answer, another server, a refusal by Ray, or a failed embedded cluster.
 
-Joining and leaving one: test_worker_group.py and test_ray_nodes.py.
+For joining and leaving a cluster see test_worker_group.py and test_ray_nodes.py.
 """
 
 import socket
@@ -21,30 +21,30 @@ pytestmark = pytest.mark.quick
 
 
 @pytest.mark.parametrize("ask", [submission.list_jobs, lambda: connect(ClusterConfig())], ids=["jobs", "worker group"])
-def test_an_address_where_nothing_listens_is_said_at_once(ask, monkeypatch) -> None:
+def test_address_without_a_server_is_reported_at_once(ask, monkeypatch) -> None:
     disconnect()
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{server.getsockname()[1]}"  # bound, so nobody else's, and not listening
+        address = f"127.0.0.1:{server.getsockname()[1]}"  # bound, so that no other process uses it, but not listening
         monkeypatch.setenv("RAY_ADDRESS", address)
-        with pytest.raises(ClusterError, match=f"nothing answers at RAY_ADDRESS={address}"):
+        with pytest.raises(ClusterError, match=f"no answer at RAY_ADDRESS={address}"):
             ask()
 
 
-def test_a_server_that_is_no_ray_head_is_said_at_once(monkeypatch) -> None:
-    """Ray itself would wait for it for ever; a real head is joined by the tests of joined clusters."""
+def test_server_that_is_not_a_ray_head_is_reported_at_once(monkeypatch) -> None:
+    """Ray itself would wait for ever. Other tests join a real head."""
     disconnect()
     with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.server_port}")
-        with pytest.raises(ClusterError, match="is no Ray head: another server answers there"):
+        with pytest.raises(ClusterError, match="is not a Ray head: another server answers there"):
             connect(ClusterConfig())
         server.shutdown()
 
 
-def test_a_dashboards_address_is_not_a_clusters(monkeypatch) -> None:
+def test_dashboard_address_is_refused(monkeypatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
-    with pytest.raises(ClusterError, match=r"is a dashboard\n[\s\S]*jobs submit"):
+    with pytest.raises(ClusterError, match=r"is the address of a dashboard\n[\s\S]*jobs submit"):
         connect(ClusterConfig())
 
 
@@ -53,13 +53,13 @@ def test_a_dashboards_address_is_not_a_clusters(monkeypatch) -> None:
     [
         (
             "Version mismatch: The cluster was started with:\n    Ray: 2.9.0\n    Python: 3.8",
-            "has other versions",
+            "runs other versions",
         ),
-        ("Unauthenticated: InvalidAuthToken: Authentication token is missing or incorrect", "refuses us"),
+        ("Unauthenticated: InvalidAuthToken: Authentication token is missing or incorrect", "refuses the connection"),
         ("Failed to connect to GCS", "cannot join the cluster"),
     ],
 )
-def test_rays_refusal_becomes_what_why_and_what_to_type(text, reason) -> None:
+def test_errors_of_ray_are_explained_with_advice(text, reason) -> None:
     lines = str(explain(RuntimeError(text), "h:6379")).splitlines()
     assert reason in lines[0] and "h:6379" in lines[0] and len(lines) == 3
 
@@ -71,11 +71,9 @@ def test_rays_refusal_becomes_what_why_and_what_to_type(text, reason) -> None:
         ("true", "its processes have ended"),
     ],
 )
-def test_an_embedded_cluster_that_does_not_start_says_why_and_what_to_type(
-    answer, reason, monkeypatch, tmp_path
-) -> None:
+def test_failed_start_of_an_embedded_cluster_is_explained_with_advice(answer, reason, monkeypatch, tmp_path) -> None:
     disconnect()
-    # The guard's last word, or none; then it waits for the driver.
+    # The guard's last line, or none; then it waits for the driver.
     command = ["sh", "-c", f"{answer}; exec >/dev/null; cat"]
     processes_started: list[subprocess.Popen[str]] = []
 

@@ -1,4 +1,4 @@
-"""What an agent as an actor tells Prometheus (a real one, with real workers: test_worker_group.py, test_gauges.py)."""
+"""The Prometheus gauge of an agent (with real workers: test_worker_group.py, test_gauges.py)."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.quick
 
 @pytest.fixture
 def shown(monkeypatch) -> list[dict[str, str]]:
-    """The tags of the gauge, in the order in which they are set; Ray's own gauge needs a cluster."""
+    """Record the tags of the gauge in the order they are set; Ray's real gauge needs a cluster."""
     tags_set: list[dict[str, str]] = []
 
     class Gauge:
@@ -42,7 +42,7 @@ def under_test(shown, tmp_path, monkeypatch) -> Iterator[RayAgent]:
     made.close()
 
 
-def test_workers_are_shown_at_once_by_run_stage_and_rank(under_test, shown, tmp_path) -> None:
+def test_gauge_shows_workers_at_once_by_run_stage_and_rank(under_test, shown, tmp_path) -> None:
     assert shown == []
     with under_test.changed:
         under_test.folder = tmp_path / "digits" / "pretrain-4f1a" / "attempts" / "attempt-000001"
@@ -53,12 +53,12 @@ def test_workers_are_shown_at_once_by_run_stage_and_rank(under_test, shown, tmp_
     assert shown == [{"run": "digits", "stage": "pretrain", "rank": rank} for rank in ("2", "3")]
 
 
-def test_an_agent_outlives_the_signal_that_ends_a_whole_node(under_test) -> None:
+def test_agent_survives_the_signal_that_ends_a_node(under_test) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
 
 
-def test_a_call_of_an_agent_gives_a_future_of_what_it_returns() -> None:
+def test_calling_an_agent_returns_a_future() -> None:
     calls: list[tuple[Any, ...]] = []
 
     class Method:

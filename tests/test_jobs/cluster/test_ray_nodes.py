@@ -1,4 +1,4 @@
-"""A real Ray cluster of several nodes on this machine: what fits where, who waits for whom, nodes that go."""
+"""A real Ray cluster with several nodes on this machine: placement, waiting campaigns, and leaving nodes."""
 
 import dataclasses
 import json
@@ -41,11 +41,11 @@ from tests.support.families import wait_until
 from tests.support.watching import EachPoll
 
 ROOT = Path(__file__).parents[3]
-NODES = 3  # with one CPU each, beside a head without any
+NODES = 3  # with one CPU each, and a head without CPUs
 
 
 class Nodes:
-    """A cluster whose nodes a test may lose; the next test gets as many again."""
+    """A cluster whose nodes a test may kill; they are replaced for the next test."""
 
     def __init__(self, folder: Path) -> None:
         self.options: dict[str, Any] = {"object_store_memory": 100 * 2**20, "node_ip_address": "127.0.0.1"}
@@ -62,7 +62,7 @@ class Nodes:
             self.cluster.add_node(num_cpus=1, **self.options)
 
     def kill(self, node_id: str) -> None:
-        """Everything on a node at once, as when its host dies."""
+        """Kill all processes of a node at once, as when its host dies."""
         for node in self.cluster.worker_nodes:
             if node.node_id == node_id:
                 raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
@@ -70,7 +70,7 @@ class Nodes:
                     process.kill()
 
     def drain(self, node_id: str) -> None:
-        """As `ray drain-node` does, and a node of which `ray start --block` gets SIGTERM."""
+        """Drain a node as `ray drain-node` does, or a SIGTERM to `ray start --block`."""
         reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
         deadline_ms = int(time.time() * 1000) + 60_000
         client = ray._raylet.GcsClient(address=self.cluster.address)
@@ -93,9 +93,9 @@ def cluster() -> Iterator[Nodes]:
         for name, value in (embedded.ENVIRONMENT | embedded.EMBEDDED_ENVIRONMENT).items():
             patch.setenv(name, value)
         patch.setenv("PYTHONPATH", import_path())
-        # As for a submitted job: the nodes have the code already.
+        # As in a submitted job, the nodes already have the code.
         patch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
-        # It would tell every other program of this machine that this is its cluster, by a file in /tmp/ray.
+        # Otherwise a file in /tmp/ray would make this the default cluster of all programs on this machine.
         patch.setattr(ray._private.utils, "write_ray_address", lambda address: None)
         folder = embedded.short_directory()
         nodes = Nodes(folder)
@@ -122,13 +122,13 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def unplaced(monkeypatch) -> ray_nodes.RayNodes:
-    """Nodes of a driver that has joined no cluster."""
+    """Nodes of a driver that has not joined a cluster."""
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "own"))
     return ray_nodes.RayNodes(ClusterConfig(), is_embedded=False)
 
 
 @pytest.mark.quick
-def test_a_few_spare_nodes_have_a_warm_agent(unplaced, monkeypatch) -> None:
+def test_a_few_spare_nodes_get_a_warm_agent(unplaced, monkeypatch) -> None:
     started: list[str] = []
 
     def start(node_id: str) -> None:
@@ -138,25 +138,25 @@ def test_a_few_spare_nodes_have_a_warm_agent(unplaced, monkeypatch) -> None:
     monkeypatch.setattr(unplaced, "start_agent", start)
     unplaced.actors["a"] = None
     unplaced.used = {"a"}
-    # A node with a worker and room for another one is no spare one that lacks an agent.
+    # A node with a worker already has an agent, even if it has room for another worker.
     for spare, expected in [("a", ""), ("bcd", "bc"), ("bcd", ""), ("cde", "d"), ("bcdefg", ""), ("ef", "ef")]:
         unplaced.warm_up_spares(set(spare))
         assert started == list(expected), spare
         started.clear()
-    # Those of workers with GPUs import nothing ahead.
+    # Agents of workers with GPUs import nothing early.
     unplaced.cluster = ClusterConfig(gpus_per_worker=1)
     unplaced.warm_up_spares({"x", "y"})
     assert not started
 
 
 @pytest.mark.quick
-def test_an_agent_that_is_not_there_can_be_ended(unplaced) -> None:
+def test_ending_a_missing_agent_does_nothing(unplaced) -> None:
     unplaced.end_agent("a")
     assert unplaced.actors == {}
 
 
 @pytest.mark.quick
-def test_nodes_to_avoid_are_known_over_the_next_connection_too(monkeypatch) -> None:
+def test_avoided_nodes_are_kept_for_the_next_connection(monkeypatch) -> None:
     connection = ["first"]
     context = SimpleNamespace(get_node_id=lambda: connection[0], get_job_id=lambda: "01000000")
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
@@ -174,11 +174,9 @@ def test_nodes_to_avoid_are_known_over_the_next_connection_too(monkeypatch) -> N
 # ------------------------------------------------------------------------ what fits
 
 
-def test_free_cpus_of_several_nodes_are_no_place_for_one_worker_and_an_autoscaler_sees_the_request(
-    nodes, monkeypatch
-) -> None:
+def test_worker_is_not_split_between_nodes_and_an_autoscaler_sees_the_request(nodes, monkeypatch) -> None:
     monkeypatch.setattr(ray_places, "FIRST_LINE_S", 1.5)
-    seen: list[tuple[float, Any]] = []  # what an autoscaler is told, and when
+    seen: list[tuple[float, Any]] = []  # what an autoscaler sees, and when
     began = time.monotonic()
 
     def look() -> None:
@@ -189,24 +187,24 @@ def test_free_cpus_of_several_nodes_are_no_place_for_one_worker_and_an_autoscale
 
     host = os.uname().nodename
     missing = (
-        "room for 0 of 1 workers of 2 CPUs; even when the cluster is empty it has room for 0; "
+        "room for 0 of 1 workers of 2 CPUs; the whole cluster has room for only 0; "
         f"free: 1 CPUs on {host}, 1 CPUs on {host}, 1 CPUs on {host}"
     )
     said: list[str] = []
     with pytest.raises(ClusterError) as caught:
         reserve(ClusterConfig(cpus_per_worker=2, wait_s=2), "/runs/a", said.append, look)
     assert said == [f"waiting for the cluster: {missing}"]
-    assert str(caught.value).startswith(f"{missing}\nwaited 2 s\ntype ")
+    assert str(caught.value).startswith(f"{missing}\nthe places did not become free within 2 s ")
     seconds, request = seen[0]
     bundles = request.bundle_selectors[0].resource_requests
     assert seconds < 3
     assert [dict(bundle.resources_bundle) for bundle in bundles] == [{"CPU": 2.0}]
-    # Given up: whoever wants less gets it at once.
+    # After the request is cancelled, a smaller one is placed at once.
     assert reserve(ClusterConfig(workers=3, wait_s=4), "/runs/b", said.append)
 
 
 def reserve(cluster: ClusterConfig, run: str, log=print, look=do_nothing, worlds=()) -> PlacementGroup:
-    """Reserve the places of a worker group, as a stage does."""
+    """Reserve places for a worker group, as a stage does."""
     nodes = nodes_in(cluster)
     nodes.reserve(run, worlds or [cluster.world], log, look)
     assert nodes.reservation is not None
@@ -242,12 +240,12 @@ RIVAL = """
 
 
 def start_rival(run: str, workers: int) -> subprocess.Popen[str]:
-    """Another driver, which asks for its places, says so, and keeps them until it is killed."""
+    """Another driver, which requests its places, prints a line, and holds them until it is killed."""
     command = [sys.executable, "-c", textwrap.dedent(RIVAL), run, str(workers)]
     return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def test_of_two_campaigns_that_race_one_has_its_places_and_the_other_waits_for_it_by_name(nodes, monkeypatch) -> None:
+def test_second_campaign_waits_and_names_the_first(nodes, monkeypatch) -> None:
     monkeypatch.setattr(ray_places, "FIRST_LINE_S", 1.5)
     two = ClusterConfig(workers=2, wait_s=60)
     held = reserve(two, "/runs/first")
@@ -257,7 +255,7 @@ def test_of_two_campaigns_that_race_one_has_its_places_and_the_other_waits_for_i
         line = rival.stdout.readline()
         assert line.startswith("waiting for the cluster: room for 1 of 2 workers of 1 CPUs; free: 1 CPUs on ")
         assert line.endswith("; held: 2 CPUs by /runs/first\n")
-        # The next attempt of the first goes on where it was, and does not queue behind the second, its equal.
+        # The next attempt of the first campaign keeps its places and does not queue after the second one.
         assert reserve(two, "/runs/first") == held
         nodes_in(two).release()
         assert rival.stdout.readline() == "placed\n"
@@ -272,9 +270,9 @@ def test_of_two_campaigns_that_race_one_has_its_places_and_the_other_waits_for_i
         rival.wait()
 
 
-def test_as_many_workers_as_fit_after_the_patience_and_more_once_there_is_room(nodes) -> None:
+def test_fewer_workers_are_used_after_patience_s_and_more_once_there_is_room(nodes) -> None:
     some = ClusterConfig(workers=WorkerRange(least=1, most=4), patience_s=1, wait_s=30)
-    bundles: list[int] = []  # of the group that waits: what an autoscaler is told
+    bundles: list[int] = []  # of the waiting group, as an autoscaler sees it
     said: list[str] = []
 
     def look() -> None:
@@ -285,14 +283,14 @@ def test_as_many_workers_as_fit_after_the_patience_and_more_once_there_is_room(n
     began = time.monotonic()
     first = reserve(some, "/runs/a", said.append, look, worlds=(4, 2, 1))
     assert 1 <= time.monotonic() - began < 6
-    assert set(bundles[:3]) == {4}, "the most is asked for"
-    assert held(some) == 2, "three would fit, and the batch does not allow them"
+    assert set(bundles[:3]) == {4}, "the maximum is requested"
+    assert held(some) == 2, "three would fit, but do not divide the batch"
     host = os.uname().nodename
     assert said == [
-        "goes on with 2 of up to 4 workers: room for 3 of 4 workers of 1 CPUs; even when the cluster is empty it has "
+        "continuing with 2 of up to 4 workers: room for 3 of 4 workers of 1 CPUs; the whole cluster has room for only "
         f"room for 3; free: 1 CPUs on {host}, 1 CPUs on {host}, 1 CPUs on {host}"
     ]
-    # No more room: what is held is what the next attempt gets, at once.
+    # Without more room, the next attempt gets the held places at once.
     patient = dataclasses.replace(some, patience_s=60)
     began = time.monotonic()
     assert reserve(patient, "/runs/a", said.append, worlds=(4, 2, 1)) == first
@@ -301,7 +299,7 @@ def test_as_many_workers_as_fit_after_the_patience_and_more_once_there_is_room(n
     joined = nodes.cluster.add_node(num_cpus=1, **nodes.options)
     try:
         wait_until(lambda: room_now(some) == 4)
-        # Who waits comes before who wants more.
+        # A waiting campaign takes precedence over growing.
         rival = start_rival("/runs/b", 4)
         try:
             wait_until(lambda: room_now(some) == 2, 60)
@@ -315,7 +313,7 @@ def test_as_many_workers_as_fit_after_the_patience_and_more_once_there_is_room(n
         nodes.cluster.remove_node(joined)
 
 
-def test_the_workers_of_a_node_have_one_bundle_and_smaller_ones_where_only_those_have_room(nodes, monkeypatch) -> None:
+def test_workers_of_a_node_share_a_bundle_unless_only_smaller_ones_fit(nodes, monkeypatch) -> None:
     monkeypatch.setattr(ray_places, "NEXT_CHOICE_S", 0.5)
     four = ClusterConfig(workers=4, wait_s=30)
     large = nodes.cluster.add_node(num_cpus=3, **nodes.options)
@@ -328,7 +326,7 @@ def test_the_workers_of_a_node_have_one_bundle_and_smaller_ones_where_only_those
         first, second = ours.places(4)
         assert (first, ours.places(4)) == (large.node_id, {first: {0: 3}, second: {1: 1}})
         assert ours.places(2) == {first: {0: 2}} and ours.nodes_held(3) == {first}
-        # Another program takes two of the three.
+        # Another program uses two of the three CPUs.
         ours.release()
         selector = [{"ray.io/node-id": large.node_id}]
         other = ray.util.placement_group([{"CPU": 2}], bundle_label_selector=selector)
@@ -343,24 +341,22 @@ def test_the_workers_of_a_node_have_one_bundle_and_smaller_ones_where_only_those
         nodes.cluster.remove_node(large)
 
 
-def test_a_node_that_is_left_out_is_used_by_nothing_and_only_where_enough_others_are_there(nodes) -> None:
+def test_excluded_node_is_never_used_and_exclusion_needs_enough_other_nodes(nodes) -> None:
     two = ClusterConfig(workers=2, wait_s=4)
     group = reserve(two, "/runs/a")
     ours = nodes_in(two)
     odd = placement_group_table(group)["bundles_to_node_id"][0]
-    assert ours.leave_out({odd}, 3) == 2 and not ours.excluded, "three workers need it"
-    assert ours.leave_out({odd}, 2) == 2
+    assert ours.exclude({odd}, 3) == 2 and not ours.excluded, "three workers need it"
+    assert ours.exclude({odd}, 2) == 2
     assert odd not in placement_group_table(reserve(two, "/runs/a"))["bundles_to_node_id"].values()
     assert ours.room() == 2 and odd not in ours.status()[1]
-    with pytest.raises(
-        ClusterError, match=r"room for 2 of 3 workers .*; even when the cluster is empty it has room for 2"
-    ):
+    with pytest.raises(ClusterError, match=r"room for 2 of 3 workers .*; the whole cluster has room for only 2"):
         reserve(ClusterConfig(workers=3, wait_s=1), "/runs/a")
-    assert set(ours.identities()) >= nodes.alive(), "nodes that are left out are asked too"
+    assert set(ours.identities()) >= nodes.alive(), "excluded nodes are queried too"
 
 
 @pytest.mark.slow
-def test_places_that_lost_a_node_for_good_are_given_up_for_fewer(nodes) -> None:
+def test_places_on_a_lost_node_are_replaced_by_fewer_places(nodes) -> None:
     some = ClusterConfig(workers=WorkerRange(least=1, most=3), patience_s=1, start_timeout_s=60)
     said: list[str] = []
     first = reserve(some, "/runs/a", said.append, worlds=(3, 2, 1))
@@ -372,13 +368,13 @@ def test_places_that_lost_a_node_for_good_are_given_up_for_fewer(nodes) -> None:
     assert 1 <= time.monotonic() - began < 8
     assert held(some) == 2
     assert said == [
-        "goes on with 2 of up to 3 workers: room for 2 of 3 workers of 1 CPUs; even when the cluster is empty it has "
+        "continuing with 2 of up to 3 workers: room for 2 of 3 workers of 1 CPUs; the whole cluster has room for only "
         "room for 2"
     ]
 
 
 @pytest.mark.slow
-def test_a_run_that_did_well_does_not_end_by_a_broken_node_that_joins(nodes, tmp_path) -> None:
+def test_run_survives_a_broken_node_that_joins(nodes, tmp_path) -> None:
     some = ClusterConfig(workers=WorkerRange(least=3, most=4), patience_s=1, max_restarts=0)
     said: list[str] = []
     joined: list[Any] = []
@@ -416,16 +412,16 @@ def test_a_run_that_did_well_does_not_end_by_a_broken_node_that_joins(nodes, tmp
     assert joined[0].node_id in {worker["node_id"] for worker in attempts[1]}
     assert joined[0].node_id not in {worker["node_id"] for worker in attempts[2]}
     assert value["step"] > 1
-    assert any(line.startswith("growing from 3 to 4 workers, from step ") for line in said)
+    assert any(line.startswith("growing from 3 to 4 workers, resuming from step ") for line in said)
     (back,) = (line for line in said if "RuntimeError: this node is broken" in line)
-    assert "; no commit with 4 workers: back to 3 on their nodes, from step " in back
+    assert "; no commit with 4 workers: falling back to 3 workers on their previous nodes, resuming from step " in back
 
 
-# ------------------------------------------------------------------------ nodes that go
+# ------------------------------------------------------------------------ leaving nodes
 
 
 @pytest.mark.slow
-def test_the_worker_of_a_lost_node_is_named_and_not_the_peer_that_noticed(nodes, tmp_path) -> None:
+def test_worker_on_the_lost_node_is_blamed_instead_of_its_peer(nodes, tmp_path) -> None:
     lost: list[str] = []
 
     def lose_rank_0() -> None:
@@ -462,8 +458,8 @@ def test_the_worker_of_a_lost_node_is_named_and_not_the_peer_that_noticed(nodes,
         pytest.param("drain", 20, marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
     ],
 )
-def test_a_node_that_gives_notice_costs_no_step_and_is_no_incident(notice, moves, nodes, recipe, capsys) -> None:
-    given: dict[int, dict[str, Any]] = {}  # attempt → the record of the worker whose node goes
+def test_draining_a_node_loses_no_step_and_is_not_an_incident(notice, moves, nodes, recipe, capsys) -> None:
+    given: dict[int, dict[str, Any]] = {}  # attempt → the record of the worker on the leaving node
 
     def give_notice(message: StatusMessage) -> None:
         attempt = message.attempt
@@ -478,7 +474,7 @@ def test_a_node_that_gives_notice_costs_no_step_and_is_no_incident(notice, moves
         else:
             os.kill(given[attempt]["pid"], signal.SIGTERM)
 
-    # No save but those that the notices ask for. Steps of eight micro-batches: the next node has joined in time.
+    # The only saves are those before a move. Steps have eight micro-batches, so that the next node joins in time.
     steps = 300 + 50 * moves
     changes = ["cluster.backend=ray", "pretrain.save_every=100000", "pretrain.log_every=1", f"pretrain.steps={steps}"]
     changes.append("pretrain.micro_batch=1")
@@ -495,5 +491,5 @@ def test_a_node_that_gives_notice_costs_no_step_and_is_no_incident(notice, moves
     assert [line["step"] for line in read_metrics(stage)] == list(range(1, steps + 1)), "every step once"
     assert rows[0]["step"] == steps
     why = "its node is drained" if notice == "drain" else "worker 1 was sent SIGTERM"
-    assert f"about to leave: {given[1]['node']} ({why}" in said
-    assert said.count("; moving to other nodes, from step ") == moves
+    assert f"leaving the cluster: {given[1]['node']} ({why}" in said
+    assert said.count("; moving the workers to other nodes, resuming from step ") == moves

@@ -1,4 +1,4 @@
-"""How places are asked of Ray; test_ray_nodes.py asks a real cluster for them."""
+"""How places are requested from Ray (from a real cluster: test_ray_nodes.py)."""
 
 import socket
 
@@ -20,11 +20,11 @@ STATE = ClusterState(TOTAL, TOTAL, set())
     [
         (8000, [8] * 1000, [8] * 1000),
         (10, [3, 8, 1], [8, 2]),
-        (5, [1, 2, 0], [2, 1, 1, 1]),  # an autoscaler is told of what has no room, a worker each
+        (5, [1, 2, 0], [2, 1, 1, 1]),  # workers without room get one bundle each, for an autoscaler
         (2, [], [1, 1]),
     ],
 )
-def test_a_bundle_holds_as_many_workers_as_a_node_has_room_for(workers, rooms, sizes) -> None:
+def test_bundle_holds_as_many_workers_as_fit_on_a_node(workers, rooms, sizes) -> None:
     assert ray_places.bundle_sizes(workers, rooms) == sizes
 
 
@@ -33,13 +33,13 @@ def test_the_largest_world_that_fits_is_chosen(room, world) -> None:
     assert ray_places.largest_within((8, 4, 2), room) == world
 
 
-def test_bundles_are_kept_off_nodes_by_their_ids() -> None:
+def test_bundles_exclude_nodes_by_id() -> None:
     assert ray_places.without_nodes(frozenset(), 2) is None
     selector = {"ray.io/node-id": "!in(a,b)"}
     assert ray_places.without_nodes({"b", "a"}, 2) == [selector, selector]
 
 
-def test_a_node_is_there_if_its_kernel_takes_a_connection() -> None:
+def test_node_is_alive_if_its_kernel_accepts_a_connection() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         node = {"NodeManagerAddress": "127.0.0.1", "NodeManagerPort": server.getsockname()[1]}
         assert ray_places.takes_connections(node)
@@ -72,7 +72,7 @@ def test_a_node_that_has_left_the_cluster_is_not_counted(places) -> None:
     assert places._avoided_for(5, STATE) == set()
 
 
-def test_a_node_is_avoided_for_ten_minutes_and_taken_for_alive_after_70_s(places, monkeypatch) -> None:
+def test_node_is_avoided_for_ten_minutes_and_considered_alive_after_70_s(places, monkeypatch) -> None:
     now = [1000.0]
     monkeypatch.setattr(ray_places.time, "monotonic", lambda: now[0])
     places.avoid(["a"])

@@ -1,4 +1,4 @@
-"""Attempt after attempt of a stage whose worker group is a script: which follows, after which wait, and how it ends."""
+"""The supervisor with scripted worker groups: which attempt follows, after which wait, and how a stage ends."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Set
@@ -13,7 +13,7 @@ from data.errors import ExitCode, Preempted
 from jobs.cluster import supervisor
 from jobs.cluster.elastic import Growth
 from jobs.cluster.failure import StageFailed, WorkerGroupError
-from jobs.cluster.supervisor import Attempt, leave_out_unlike, supervise
+from jobs.cluster.supervisor import Attempt, exclude_unlike_nodes, supervise
 from jobs.cluster.worker_group import DRAINED, DrainEvent
 from jobs.cluster_config import ClusterConfig
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
@@ -24,22 +24,23 @@ from tests.support.identities import worker
 
 pytestmark = pytest.mark.quick
 
-START = "the start: nothing was committed yet"
+START = "the beginning (no checkpoint yet)"
+GROWING = "committing this step, then continuing with more workers"
 VALUE = {"step": 40}
 
 
 @dataclass(frozen=True)
 class Ends:
-    """How one attempt ends, and what has happened by then."""
+    """The end of one attempt, and the events before it."""
 
-    cause: str = ""  # of the failure of worker 1; "": it returns
+    cause: str = ""  # of worker 1's failure; "": it returns
     exit_code: int | None = None
     kind: str = ""
     commits: int | None = None  # a step
-    grows: int | None = None  # to so many workers
-    drained: tuple[int | None, ...] = ()  # ranks whose nodes are; None: the driver's own
-    stops: bool = False  # somebody wants the driver to end
-    world: int = 2  # for which there was room
+    grows: int | None = None  # number of workers to grow to
+    drained: tuple[int | None, ...] = ()  # ranks on draining nodes; None: the driver's own node
+    stops: bool = False  # the driver is asked to end
+    world: int = 2  # number of workers with room
 
 
 DIES = Ends("killed by SIGKILL")
@@ -48,13 +49,13 @@ RAISES = Ends("ValueError: no", kind="ValueError")
 
 @dataclass
 class Stand:
-    """Stands in for nodes, worker groups, clock and checkpoints; remembers what was asked of it."""
+    """Replaces nodes, worker groups, clock and checkpoints, and records the requests to them."""
 
     folder: Path
     script: list[Ends]
     cluster: ClusterConfig = ClusterConfig(workers=2, backend="processes", backoff_s=5.0)  # noqa: RUF009 (frozen)
-    stops_at: float = float("inf")  # seconds, on the clock
-    steps: list[int] = field(default_factory=list)  # that are committed, the oldest first
+    stops_at: float = float("inf")  # seconds on the test's clock
+    steps: list[int] = field(default_factory=list)  # committed steps, oldest first
     log: list[str] = field(default_factory=list)
     asked: list[tuple[Any, ...]] = field(default_factory=list)  # of the nodes
     worlds: list[int] = field(default_factory=list)  # of the attempts
@@ -84,7 +85,7 @@ class Stand:
         self.seconds += seconds
 
     def group(self, nodes: Any, cluster: ClusterConfig, folder: Path, **options: Any) -> Any:
-        """A worker group that ends as the script says."""
+        """A worker group that ends according to the script."""
         ends = self.script.pop(0)
         self.worlds.append(cluster.world)
         node = SimpleNamespace(node_id=f"id{cluster.world}")
@@ -115,7 +116,7 @@ class Stand:
 
 
 RESTARTS = [
-    # attempts, waits in seconds, what the log says of each restart
+    # attempts; for each restart, the wait in seconds and the start in the log
     ([Ends()], []),
     ([DIES, DIES, DIES, Ends()], [(5, START), (10, START), (20, START)]),
     ([dataclasses.replace(DIES, commits=0), Ends()], [(0, "step 0")]),
@@ -130,16 +131,16 @@ RESTARTS = [
 
 
 @pytest.mark.parametrize(("script", "restarts"), RESTARTS)
-def test_an_attempt_that_failed_is_followed_by_another_after_its_wait(script, restarts, tmp_path, monkeypatch) -> None:
+def test_failed_attempt_is_followed_by_another_after_a_wait(script, restarts, tmp_path, monkeypatch) -> None:
     stand = Stand(tmp_path, list(script))
     causes = [ends.cause for ends in script[:-1]]
     assert stand.supervise(monkeypatch) == VALUE
     expected = []
     for cause, (seconds, start) in zip(causes, restarts, strict=True):
-        wait = f" in {seconds}s" if seconds else ""
+        wait = f" in {seconds} s" if seconds else ""
         expected.append(f"worker 1 on n1, in forward of step 4: {cause}; restarting from {start}{wait}")
     assert stand.log == expected
-    # The waits are slept in pieces of 0.2 s.
+    # Waits consist of sleeps of 0.2 s.
     assert stand.seconds - 1000 == pytest.approx(sum(seconds for seconds, _ in restarts), abs=0.21 * len(restarts))
     incidents = tmp_path / "pretrain-1" / "incidents.txt"
     assert incidents.exists() == bool(causes)
@@ -158,41 +159,49 @@ ENDINGS = [
     (
         [Ends("OSError: no", kind="PermissionError")] * 2,
         74,
-        "2 attempts in a row made no new checkpoint; the last is the",
+        "2 attempts in a row made no new checkpoint; the next one would",
     ),
-    ([DIES] * 4, 70, "4 attempts in a row made no new checkpoint; the last is the start"),
-    ([dataclasses.replace(DIES, commits=5)] + [DIES] * 4, 70, "4 attempts in a row made no .*; the last is step 5"),
+    ([DIES] * 4, 70, "4 attempts in a row made no new checkpoint; the next one would start from the beginning"),
+    (
+        [dataclasses.replace(DIES, commits=5)] + [DIES] * 4,
+        70,
+        "4 attempts in a row made no .*; the next one .* from step 5",
+    ),
     ([Ends("DataError: shard 7", 65, "DataError")], 65, "^pretrain: shard 7$"),
     ([Ends("Preempted: stopped at step 9", 75, "Preempted", stops=True)], 75, "^stopped at step 9$"),
     ([Ends("Preempted: stopped at step 9", 75, "Preempted")], 75, "^stopped at step 9$"),
     ([dataclasses.replace(DIES, stops=True, commits=8)], 75, "killed by SIGKILL; stopped at step 8; run the same"),
-    # Asked to stop as well as to move: the stop counts.
+    # If a stop and a move are both requested, the stop takes precedence.
     ([Ends("Preempted: at 9", 75, "Preempted", stops=True, grows=4)], 75, "^at 9$"),
-    ([Ends("Preempted: at 9", 75, drained=(1, None), commits=9)], 75, "own node; stopped at step 9; run the same"),
+    (
+        [Ends("Preempted: at 9", 75, drained=(1, None), commits=9)],
+        75,
+        "this command runs on that node; stopped at step 9; run the same",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("script", "exit_code", "message"), ENDINGS)
-def test_a_stage_that_cannot_go_on_ends_with_its_cause(script, exit_code, message, tmp_path, monkeypatch) -> None:
+def test_stage_that_cannot_continue_ends_with_its_cause(script, exit_code, message, tmp_path, monkeypatch) -> None:
     stand = Stand(tmp_path, list(script))
     with pytest.raises((StageFailed, Preempted), match=message) as caught:
         stand.supervise(monkeypatch)
     assert caught.value.exit_code == exit_code and not stand.script
-    # To stop or to move because somebody asked is no incident.
+    # A requested stop or move is not an incident.
     asked = [ends for ends in script if ends.exit_code == 75]
     assert (tmp_path / "pretrain-1" / "incidents.txt").exists() == (asked == [])
 
 
-def test_a_stop_is_heard_in_the_wait_for_a_restart(tmp_path, monkeypatch) -> None:
+def test_stop_is_noticed_during_the_wait_for_a_restart(tmp_path, monkeypatch) -> None:
     stand = Stand(tmp_path, [DIES, DIES, Ends()], stops_at=1007.0)
-    with pytest.raises(Preempted, match=f"stopped while waiting to restart from {START}"):
+    with pytest.raises(Preempted, match="stopped while waiting to restart from the beginning"):
         stand.supervise(monkeypatch)
     assert len(stand.script) == 1 and 1007 <= stand.seconds < 1007.5
 
 
-def test_a_stop_before_the_first_attempt_leaves_nothing(tmp_path, monkeypatch) -> None:
+def test_stop_before_the_first_attempt_leaves_no_files(tmp_path, monkeypatch) -> None:
     stand = Stand(tmp_path, [Ends()], is_stopped=True)
-    with pytest.raises(Preempted, match=f"stopped before the workers had started, at {START}"):
+    with pytest.raises(Preempted, match="stopped before the workers started, at the beginning"):
         stand.supervise(monkeypatch)
     assert len(stand.script) == 1 and not (tmp_path / "pretrain-1" / "attempts").exists()
 
@@ -208,10 +217,11 @@ def test_a_stage_moves_off_nodes_grows_and_falls_back_without_a_restart(tmp_path
     stand = Stand(tmp_path, script)
     assert stand.supervise(monkeypatch, (4, 2)) == VALUE
     assert stand.log == [
-        "about to leave: n0 (its node is drained), n1 (its node is drained); moving to other nodes, from step 5",
-        "growing from 2 to 4 workers, from step 8",
+        "leaving the cluster: n0 (its node is drained), n1 (its node is drained); "
+        "moving the workers to other nodes, resuming from step 5",
+        "growing from 2 to 4 workers, resuming from step 8",
         "worker 1 on n1, in forward of step 4: killed by SIGKILL; "
-        "no commit with 4 workers: back to 2 on their nodes, from step 8",
+        "no commit with 4 workers: falling back to 2 workers on their previous nodes, resuming from step 8",
     ]
     reserve = ("reserve", (4, 2))
     assert stand.asked == [
@@ -228,7 +238,7 @@ def test_a_stage_moves_off_nodes_grows_and_falls_back_without_a_restart(tmp_path
 @pytest.mark.parametrize(
     "cause", ["killed by the out-of-memory killer", "OutOfMemoryError: CUDA", "bad_alloc", "other"]
 )
-def test_an_incident_for_memory_says_what_to_lower(cause, tmp_path) -> None:
+def test_out_of_memory_incident_suggests_settings(cause, tmp_path) -> None:
     context = Stand(tmp_path, []).context()
     context.directory.mkdir(parents=True)
     supervisor.write_incident(
@@ -240,17 +250,24 @@ def test_an_incident_for_memory_says_what_to_lower(cause, tmp_path) -> None:
 
 
 LOOKS = [
-    # has all ended, node is drained, grows, stop is wanted → asked to stop, log
+    # all ended, node draining, grows, stop requested → number of stop requests, log
     (False, False, False, False, 0, []),
     (True, False, False, False, 0, []),
     (False, True, False, False, 1, []),
-    (False, False, True, False, 1, ["room for 4 workers, now 2: committing the step, to go on with more"]),
+    (
+        False,
+        False,
+        True,
+        False,
+        1,
+        [f"room for 4 workers, currently 2: {GROWING}"],
+    ),
     (False, False, False, True, 1, []),
 ]
 
 
 @pytest.mark.parametrize(("ended", "drained", "grows", "stops", "asked", "said"), LOOKS)
-def test_a_look_asks_the_workers_to_commit_where_somebody_wants_them_to_end(
+def test_workers_are_asked_to_commit_before_a_move_growth_or_stop(
     ended, drained, grows, stops, asked, said, tmp_path
 ) -> None:
     stand = Stand(tmp_path, [], is_stopped=stops)
@@ -263,19 +280,19 @@ def test_a_look_asks_the_workers_to_commit_where_somebody_wants_them_to_end(
     group.request_stop = lambda: stops_asked.append(True) or True
     growth = Growth((4,), 60.0, lambda: 4, lambda: 8)
     growth.is_due = lambda: grows and (setattr(growth, "target", 4) or True)  # type: ignore[method-assign]
-    watch = SimpleNamespace(world=2, look=lambda *arguments: looks.append(arguments), slow=lambda: (1, 0.95))
+    watch = SimpleNamespace(world=2, find_stall=lambda *arguments: looks.append(arguments), slow=lambda: (1, 0.95))
     attempt = Attempt(stand.context(), 1, group, watch, growth, can_commit=True)  # type: ignore[arg-type]
     group.node_names = ["n0", "n1"]
     attempt.look()
     assert len(stops_asked) == asked and len(looks) == (not ended)
-    slow = "worker 1 on n1 is slow: the others waited for it alone in 95% of the looks"
+    slow = "worker 1 on n1 is slow: in 95% of the checks, all other workers were waiting for it"
     assert stand.log == ([] if ended else [slow]) + said
-    # It is said once how many workers there will be, and asked again and again.
+    # The new number of workers is logged once, and the stop is requested repeatedly.
     attempt.look()
     assert len(stops_asked) == 2 * asked and len([line for line in stand.log if "room" in line]) == len(said)
 
 
-def test_a_worker_that_is_stuck_ends_the_attempt(tmp_path) -> None:
+def test_stuck_worker_ends_the_attempt(tmp_path) -> None:
     stand = Stand(tmp_path, [])
     now = [0.0]
     places = {0: PhaseReport(9, "reduce", 3, ""), 1: PhaseReport(7, "data", 3, "a.tar")}
@@ -292,11 +309,11 @@ def test_a_worker_that_is_stuck_ends_the_attempt(tmp_path) -> None:
         attempt.look()
 
 
-# ------------------------------------------------------------------------ nodes that are unlike the others
+# ------------------------------------------------------------------------ nodes that differ from the majority
 
 
 class NodesByHand:
-    """Nodes with these versions of torch, each with room for two workers; the ids are "id0", "id1", …."""
+    """Fake nodes with these versions of torch and room for two workers each; their ids are "id0", "id1", …."""
 
     def __init__(self, versions: str, code: Mapping[int, str]) -> None:
         self.known: dict[str, Identity] = {}
@@ -308,7 +325,7 @@ class NodesByHand:
     def identities(self) -> dict[str, Identity]:
         return self.known
 
-    def leave_out(self, node_ids: Set[str], least: int) -> int:
+    def exclude(self, node_ids: Set[str], least: int) -> int:
         self.left_out |= node_ids
         return 2 * (len(self.known) - len(node_ids))
 
@@ -317,16 +334,16 @@ class NodesByHand:
     ("versions", "code", "least", "left_out", "said"),
     [
         ("132", {}, 2, set(), ": a tie, each on 1 of 3 nodes"),
-        ("322", {}, 4, {"id0"}, "n0: left out for this campaign, because node n0 has torch 3, 2 of 3 nodes 2; "),
-        ("322", {}, 5, {"id0"}, "\n  without n0 there is room for 4 of 5 workers"),
-        ("2232", {1: "b" * 64}, 4, {"id1", "id2"}, "n1, n2: left out for this campaign, because node n1 runs "),
-        ("22", {0: "b" * 64, 1: "b" * 64}, 1, {"id0", "id1"}, "\n  without n0, n1 there is room for 0 of 1 workers"),
-        # The odd node has gone meanwhile; or there is one machine, of which nobody is asked.
+        ("322", {}, 4, {"id0"}, "excluded from this campaign: n0 (node n0 has torch 3, 2 of 3 nodes 2); "),
+        ("322", {}, 5, {"id0"}, "\n  without n0 the cluster has room for 4 of 5 workers"),
+        ("2232", {1: "b" * 64}, 4, {"id1", "id2"}, "excluded from this campaign: n1, n2 (node n1 runs "),
+        ("22", {0: "b" * 64, 1: "b" * 64}, 1, {"id0", "id1"}, "\n  without n0, n1 the cluster has room for 0 of 1"),
+        # The differing node has left meanwhile, or the workers run on a single machine.
         ("22", {}, 1, set(), "worker 1 on n1 has torch 3"),
         ("", {}, 1, set(), "worker 1 on n1 has torch 3"),
     ],
 )  # fmt: skip
-def test_nodes_that_are_unlike_most_are_left_out_where_enough_are_left(
+def test_nodes_that_differ_from_the_majority_are_excluded_if_enough_remain(
     versions, code, least, left_out, said, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.setattr(supervisor, "code_version", lambda: "a" * 64)
@@ -337,7 +354,7 @@ def test_nodes_that_are_unlike_most_are_left_out_where_enough_are_left(
         0, "n0", "MismatchedNodes: worker 1 on n1 has torch 3", exit_code=ExitCode.UNAVAILABLE, kind="MismatchedNodes"
     )
     try:
-        leave_out_unlike(context, nodes, failure, least)
+        exclude_unlike_nodes(context, nodes, failure, least)
     except StageFailed as error:
         assert error.exit_code == ExitCode.UNAVAILABLE
         assert str(error).startswith("pretrain: worker 1 on n1 has torch 3")

@@ -1,4 +1,4 @@
-"""One function on N workers: the same contract as plain processes and under an embedded Ray."""
+"""One function on N workers, with the same behavior as plain processes and on an embedded Ray cluster."""
 
 import dataclasses
 import http.client
@@ -50,9 +50,9 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[3]
 BACKENDS = ["processes", "ray"]
-# What Ray itself starts on every node: two agents, and workers that wait for an actor.
+# Ray's own processes on every node: two agents, and idle workers.
 OF_EVERY_NODE = {"DashboardAgent", "RuntimeEnvAgent", "IDLE"}
-# Processes of Ray's head that this has no use for.
+# Processes of Ray's head that are not needed.
 NOT_NEEDED_OF_HEAD = {"monitor.py", "log_monitor.py"}
 FAILURES = [
     # backend, act, cause, exit code
@@ -68,18 +68,18 @@ FAILURES = [
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[dict[str, ClusterConfig]]:
-    """A worker group of two for each backend; one Ray for the whole module."""
+    """A config with two workers for each backend; all tests of this file share one Ray cluster."""
     yield {backend: ClusterConfig(workers=2, backend=backend) for backend in BACKENDS}
     disconnect()
 
 
 @pytest.fixture
 def full(two) -> Iterator["ClusterInfo"]:
-    """The embedded cluster, whose CPUs are all taken."""
+    """The embedded cluster with all its CPUs in use."""
     import ray
 
     info = connect(two["ray"])
-    nodes_of(two["ray"]).release()  # what an earlier test has left reserved for its next attempt
+    nodes_of(two["ray"]).release()  # places that an earlier test has kept for its next attempt
     group = ray.util.placement_group([{"CPU": info.cpus}])
     assert group.wait(30)
     yield info
@@ -105,19 +105,19 @@ def run(
     on_tick: Callable[[], None] = do_nothing,
     name: str = "attempt",
 ) -> Any:
-    """Rank 0's value of a worker group whose folder is `name` in the directory."""
+    """Run a worker group in the folder `name` of the directory; return rank 0's value."""
     return run_worker_group(function, task, cluster=cluster, name=name, directory=directory, on_tick=on_tick)
 
 
 def listening_addresses(process: psutil.Process) -> set[str]:
-    """The addresses at which a process takes connections; the IPv6 spelling of an IPv4 address is the same one."""
+    """Return the addresses on which a process listens; IPv4 addresses in IPv6 notation are converted."""
     connections = process.net_connections("inet")
     listening = [connection for connection in connections if connection.status == psutil.CONN_LISTEN]
     return {connection.laddr.ip.removeprefix("::ffff:") for connection in listening}
 
 
 def ray_processes() -> list[psutil.Process]:
-    """The processes of the embedded cluster that live as long as it does."""
+    """Return the long-lived processes of the embedded cluster."""
     family = []
     for process in family_of():
         with suppress(psutil.NoSuchProcess):  # short-lived ones of Ray's agents
@@ -127,15 +127,15 @@ def ray_processes() -> list[psutil.Process]:
 
 
 def cluster_directories(family: list[psutil.Process]) -> set[Path]:
-    """The temporary directories of the raylets among the processes, from their command lines."""
+    """Return the temporary directories of the raylets among the processes, from their command lines."""
     words = answers(family, lambda process: process.cmdline() if process.name() == "raylet" else [])
     return {Path(word.partition("=")[2]) for word in words if word.startswith("--temp_dir=")}
 
 
 def note_workers_of_ray(has_torch: dict[str, bool]) -> None:
-    """Note the classes of the actors of the embedded cluster, and whether one of each has had torch in its memory.
+    """Record the classes of the embedded cluster's actors, and whether an actor of the class has loaded torch.
 
-    A worker that waits for an actor has the name IDLE.
+    Idle workers are named IDLE.
     """
     for process in ray_processes():
         with suppress(psutil.Error):  # gone meanwhile
@@ -147,7 +147,7 @@ def note_workers_of_ray(has_torch: dict[str, bool]) -> None:
 
 
 def shared_memory(family: list[psutil.Process]) -> set[Path]:
-    """The files under /dev/shm that the processes have mapped."""
+    """Return the files under /dev/shm that the processes have mapped."""
     return {path for path in answers(family, maps_of) if path.is_relative_to("/dev/shm")}
 
 
@@ -169,13 +169,13 @@ def test_workers_find_their_ranks_and_each_other(backend, two, tmp_path) -> None
     assert [value[name] for name in worker_functions.NAMES[:5]] == ["0", "2", "0", "2", "0"]
     assert value["threads"] == 1 and value["cwd"] == os.getcwd()
     assert value["GIVEN"] == "to every worker" and "GIVEN" not in os.environ
-    # Ray's worker computes in a thread; what its malloc was told at the start is not for the processes that it starts.
+    # Ray's worker runs the function in a thread; its malloc settings must not reach the processes that it starts.
     assert value["malloc"] == "" and value["GLIBC_TUNABLES"] == os.environ.get("GLIBC_TUNABLES")
-    # The fork server of these tests may have started elsewhere.
+    # The fork server of these tests may have started in another directory.
     assert value["frees_at_once"] or backend == "processes"
-    assert value["MASTER_ADDR"].startswith("127.")  # nothing of an embedded worker group leaves this machine
+    assert value["MASTER_ADDR"].startswith("127.")  # an embedded worker group stays on this machine
     assert ticks and not alive(tmp_path / "attempt")
-    # Of actors there is the agent alone, and its fork server has torch: no process of Ray's needs it.
+    # The agent is the only actor, and its fork server imports torch: no process of Ray does.
     assert not any(has_torch.values()), has_torch
     assert has_torch.keys() - OF_EVERY_NODE == ({"RayAgent"} if backend == "ray" else set())
     if backend == "ray":
@@ -184,7 +184,7 @@ def test_workers_find_their_ranks_and_each_other(backend, two, tmp_path) -> None
 
 
 @pytest.mark.parametrize(("backend", "act", "cause", "exit_code"), FAILURES)
-def test_the_worker_to_blame_is_named_and_its_peers_die(backend, act, cause, exit_code, two, tmp_path) -> None:
+def test_failed_worker_is_named_and_its_peers_are_killed(backend, act, cause, exit_code, two, tmp_path) -> None:
     with pytest.raises(WorkerGroupError) as caught:
         run(worker_functions.wait_for_peers, {"rank": 1, "act": act}, two[backend], tmp_path)
     error = caught.value
@@ -194,18 +194,18 @@ def test_the_worker_to_blame_is_named_and_its_peers_die(backend, act, cause, exi
     assert not alive(tmp_path / "attempt")
 
 
-def test_a_value_that_is_not_json_is_the_workers_error(two, tmp_path) -> None:
+def test_value_that_is_not_json_is_the_workers_error(two, tmp_path) -> None:
     with pytest.raises(WorkerGroupError, match="not JSON serializable"):
         run(worker_functions.return_a_path, {}, two["processes"], tmp_path)
 
 
-def test_a_name_is_used_once(two, tmp_path) -> None:
+def test_worker_group_name_cannot_be_reused(two, tmp_path) -> None:
     (tmp_path / "attempt").mkdir()
     with pytest.raises(FileExistsError):
         run(worker_functions.add_ranks, {"x": 0}, two["processes"], tmp_path)
 
 
-def test_a_lost_node_and_a_lost_agent_are_told_apart(two, monkeypatch) -> None:
+def test_lost_node_and_lost_agent_are_distinguished(two, monkeypatch) -> None:
     import ray
     from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError
 
@@ -216,7 +216,7 @@ def test_a_lost_node_and_a_lost_agent_are_told_apart(two, monkeypatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(ray, "nodes", lambda: [row])
         node = NodeAgent("n1", "n", "127.0.0.1", 1, lambda *arguments: Future())
-        # A node that has come back under its old name is another one.
+        # A node that returns under its old name counts as a new node.
         before = dataclasses.replace(node, node_id="before")
         unavailable = ActorUnavailableError("for a moment", None)
         evicted = OutOfMemoryError("8 worker(s) were killed\nConsidered workers: …")
@@ -231,7 +231,7 @@ def test_a_lost_node_and_a_lost_agent_are_told_apart(two, monkeypatch) -> None:
         raylet.close()
         assert nodes.losses_of([(node, None)]) == ["its node does not answer"]
         assert {"before", "n"} <= nodes.avoided.keys() and nodes.reservation is None
-        # Sixteen silent ones cost one question to Ray, and the wait for one.
+        # Sixteen silent nodes cost one request to Ray and a single timeout.
         rows = [row | {"NodeID": str(number)} for number in range(16)]
         questions: list[float] = []
         patched.setattr(ray, "nodes", lambda: questions.append(time.monotonic()) or rows)
@@ -242,8 +242,8 @@ def test_a_lost_node_and_a_lost_agent_are_told_apart(two, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_worker_that_a_signal_has_stopped_is_seen_and_named(backend, two, tmp_path) -> None:
-    """By its agent, wherever the driver is."""
+def test_worker_stopped_by_a_signal_is_detected_and_named(backend, two, tmp_path) -> None:
+    """The agent detects it, wherever the driver runs."""
     nodes = nodes_of(two[backend])
     nodes.reserve("test", [2], print, do_nothing)
     folder = tmp_path / "run" / "stage-1" / "attempts" / "attempt-000001"
@@ -259,7 +259,7 @@ def test_a_worker_that_a_signal_has_stopped_is_seen_and_named(backend, two, tmp_
             raise group.evidence().silent_failure(stuck.rank, stuck.cause)
 
     task = {"folder": str(folder), "ready": str(tmp_path / "ready")}
-    with pytest.raises(WorkerGroupError, match=r"worker 1 on .*: frozen: stopped by a signal, \d+s without a sign"):
+    with pytest.raises(WorkerGroupError, match=r"worker 1 on .*: frozen: stopped by a signal, \d+s without progress"):
         group.run(worker_functions.step_for_ever, task, look)
     assert not alive(folder)
 
@@ -272,7 +272,7 @@ def test_a_worker_that_a_signal_has_stopped_is_seen_and_named(backend, two, tmp_
         ("ray", "RayAgent", r"its node's agent died \(killed, or crashed\)"),
     ],
 )
-def test_a_killed_fork_server_or_agent_takes_its_workers_along_and_the_next_attempt_has_another(
+def test_workers_die_with_their_fork_server_or_agent_and_the_next_attempt_has_a_new_one(
     backend, victim, cause, two, tmp_path
 ) -> None:
     killed: list[int] = []
@@ -294,18 +294,18 @@ def test_a_killed_fork_server_or_agent_takes_its_workers_along_and_the_next_atte
     assert run(sleep, task, two[backend], tmp_path, name="next") == "stopped"
 
 
-# ------------------------------------------------------------------------ what is too small or absent
+# ------------------------------------------------------------------------ a cluster that is too small or absent
 
 
 @dataclasses.dataclass
 class Restart:
-    """What was seen when an embedded cluster that was too small made room for a larger one."""
+    """Observations while an embedded cluster that was too small is replaced by a larger one."""
 
     cpus_before: float
     cpus: float
-    before: Any  # what this process had in the one, with places for two workers, and has in the other
+    before: Any  # this process's nodes in the old cluster, with two places, and in the new one
     after: Any
-    sigterms: list[int]  # that our handler has heard meanwhile
+    sigterms: list[int]  # received by our handler meanwhile
 
 
 LARGE = (os.cpu_count() or 1) + 8
@@ -313,7 +313,7 @@ LARGE = (os.cpu_count() or 1) + 8
 
 @pytest.fixture(scope="module")
 def restart(two) -> Restart:
-    """Start a larger cluster, which counts the GPUs that torch sees, of which it has none.
+    """Start a larger cluster, which counts the GPUs that torch sees (none).
 
     A SIGTERM comes while it starts, which takes seconds, in which Ray's own handler would end this process with code
     15. Another one comes afterwards.
@@ -325,7 +325,7 @@ def restart(two) -> Restart:
     sigterms: list[int] = []
 
     def send_sigterm() -> None:
-        # Not while the first cluster is left: then Ray's handler is there.
+        # Not while leaving the first cluster, because Ray's handler is installed then.
         wait_until(lambda: embedded._started not in ([], first), 60)
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -335,19 +335,19 @@ def restart(two) -> Restart:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("CUDA_VISIBLE_DEVICES", "")
             cpus = connect(ClusterConfig(workers=LARGE, gpus_per_worker=1)).cpus
-        sigterms.append(0)  # the start is over
+        sigterms.append(0)  # the start has finished
         os.kill(os.getpid(), signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, handler_before)
     return Restart(cpus_before, cpus, before, nodes_of(two["ray"]), sigterms)
 
 
-def test_an_embedded_cluster_counts_enough_cpus_for_a_larger_worker_group(restart) -> None:
+def test_embedded_cluster_is_replaced_for_a_larger_worker_group(restart) -> None:
     assert restart.cpus_before == max(os.cpu_count() or 1, 2)
     assert restart.cpus == LARGE
 
 
-def test_places_of_an_embedded_cluster_that_has_ended_are_not_taken_for_places_of_the_next(restart) -> None:
+def test_places_of_an_ended_embedded_cluster_are_not_used_in_the_next(restart) -> None:
     """Each cluster gives its first driver the same id."""
     assert restart.after is not restart.before
     assert restart.after.workers_held == 0
@@ -363,38 +363,40 @@ def test_without_a_gpu_the_refusal_says_what_to_type(restart) -> None:
         nodes_of(ClusterConfig(gpus_per_worker=1)).warm_up()
     assert str(raised.value).splitlines() == [
         "room for 0 of 1 workers of 1 CPUs and 1 GPUs",
-        "neither Ray nor torch sees a GPU here",
-        "type cluster.gpus_per_worker=0 to compute on the CPU; or type fewer cluster.workers, or RAY_ADDRESS=host:port "
-        "of more machines",
+        "neither Ray nor torch sees a GPU on this machine",
+        "type cluster.gpus_per_worker=0 to train on the CPU; or type a smaller cluster.workers, or set "
+        "RAY_ADDRESS=host:port of a larger cluster",
     ]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_missing_gpu_is_said_with_what_to_type(backend, restart, tmp_path) -> None:
+def test_missing_gpu_is_reported_with_advice(backend, restart, tmp_path) -> None:
     cluster = ClusterConfig(workers=2, gpus_per_worker=32, backend=backend)
     with pytest.raises(
         ClusterError,
-        match=r"(room for 0 of 2 workers of 1 CPUs and 32 GPUs|want 64 GPUs)[\s\S]*\ntype .*cluster.workers",
+        match=r"(room for 0 of 2 workers of 1 CPUs and 32 GPUs|need 64 GPUs)[\s\S]*\ntype .*cluster.workers",
     ):
         run(worker_functions.add_ranks, {"x": 0}, cluster, tmp_path)
 
 
-def test_a_wait_says_what_for_and_ends(two, full, monkeypatch) -> None:
+def test_wait_logs_its_reason_and_ends(two, full, monkeypatch) -> None:
     monkeypatch.setattr("jobs.cluster.ray_places.FIRST_LINE_S", 1.5)
     said: list[str] = []
     cluster = dataclasses.replace(two["ray"], wait_s=2)
-    with pytest.raises(ClusterError, match=r"^room for 0 of 2 workers of 1 CPUs\nwaited 2 s\ntype"):
+    with pytest.raises(
+        ClusterError, match=r"^room for 0 of 2 workers of 1 CPUs\nthe places did not become free within 2"
+    ):
         nodes_of(cluster).reserve("/runs/a", [2], said.append, do_nothing)
     assert said == ["waiting for the cluster: room for 0 of 2 workers of 1 CPUs"]
 
 
-def test_a_stop_is_heard_soon_while_the_cluster_is_full(two, full) -> None:
+def test_stop_is_noticed_soon_while_the_cluster_is_full(two, full) -> None:
     asked_at: list[float] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
         asked_at.append(time.monotonic())
 
-    def end_if_asked() -> None:
+    def end_if_requested() -> None:
         if asked_at:
             raise Preempted("stopped")
 
@@ -402,30 +404,30 @@ def test_a_stop_is_heard_soon_while_the_cluster_is_full(two, full) -> None:
     try:
         signal.setitimer(signal.ITIMER_REAL, 1.3)
         with pytest.raises(Preempted):
-            nodes_of(two["ray"]).reserve("/runs/a", [2], lambda line: None, end_if_asked)
-        assert time.monotonic() - asked_at[0] < 5.0, "unheard, it would wait for ever"
+            nodes_of(two["ray"]).reserve("/runs/a", [2], lambda line: None, end_if_requested)
+        assert time.monotonic() - asked_at[0] < 5.0, "if the stop went unnoticed, the wait would never end"
     finally:
         signal.signal(signal.SIGALRM, before)
 
 
-def test_a_command_that_waits_for_a_full_cluster_ends_with_75_at_a_signal(full, recipe, tmp_path) -> None:
+def test_command_waiting_for_a_full_cluster_ends_with_75_after_a_signal(full, recipe, tmp_path) -> None:
     command = [sys.executable, "-m", "jobs", "run", str(recipe), "cluster.backend=ray"]
-    # As on macOS: otherwise Ray replaces 127.0.0.1 of this address by an outside one, where nothing listens.
+    # As on macOS: otherwise Ray replaces 127.0.0.1 by an external address, on which nothing listens.
     environment = os.environ | {"RAY_ADDRESS": full.address, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
     with (tmp_path / "said").open("w") as said:
         driver = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=said, stderr=said)
     try:
         wait_until(lambda: "waiting for the cluster: room for 0 of 2 workers" in (tmp_path / "said").read_text(), 60)
         driver.send_signal(signal.SIGTERM)
-        assert driver.wait(20) == 75  # cluster.wait_s is for ever
+        assert driver.wait(20) == 75  # cluster.wait_s has no limit
     finally:
         driver.kill()
-    assert "stopped before the workers had started, at the start: nothing" in (tmp_path / "said").read_text()
+    assert "stopped before the workers started, at the beginning (no checkpoint" in (tmp_path / "said").read_text()
     assert json.loads((tmp_path / "run" / "status.json").read_text())["exit_code"] == 75
 
 
 def test_a_signal_to_the_whole_process_group_commits_and_ends_with_75(recipe, tmp_path) -> None:
-    """As `timeout`, Slurm and a terminal send it: first while the fork server starts, then amid the steps."""
+    """As sent by `timeout`, Slurm and a terminal: first while the fork server starts, then during the steps."""
     command = [sys.executable, "-m", "jobs", "run", str(recipe), "pretrain.steps=5000", "pretrain.log_every=1"]
     command += ["--only", "pretrain"]
     run = tmp_path / "run"
@@ -439,7 +441,7 @@ def test_a_signal_to_the_whole_process_group_commits_and_ends_with_75(recipe, tm
         wait_until(lambda: has_fork_server(driver.pid) and catches_sigterm(driver.pid), 60)
         os.killpg(driver.pid, signal.SIGTERM)
         assert driver.wait(60) == 75, (tmp_path / "said").read_text()
-        # The first one may have come as far as a few steps by the time it heard.
+        # The first run may have taken a few steps before it noticed the signal.
         steps_before = steps_of(run)
         driver = start()
         wait_until(lambda: steps_of(run) > steps_before + 5, 60)
@@ -448,22 +450,22 @@ def test_a_signal_to_the_whole_process_group_commits_and_ends_with_75(recipe, tm
     finally:
         driver.kill()
     text = (tmp_path / "said").read_text()
-    # Steps are saved every 8; the stop itself saves the step that it comes in.
+    # Every eighth step is saved; the stop saves the current step.
     (stopped,) = re.findall(r"^stopped at step (\d+) after committing it", text, re.MULTILINE)
     assert list(run.glob(f"pretrain-*/checkpoints/step-{int(stopped):010d}")), text
-    # Plain processes talk over the loopback, and rank 0 alone says so, once an attempt.
+    # Plain processes communicate over the loopback; only rank 0 logs that, once per attempt.
     assert len(re.findall(r"^\[pretrain\] network: gloo over lo$", text, re.MULTILINE)) == 1
-    # Nobody was killed, at the first signal or at the second, and a stop is no incident.
+    # Neither signal killed a worker, and a stop is not an incident.
     assert not list(run.glob("pretrain-*/incidents.txt"))
 
 
 def steps_of(run: Path) -> int:
-    """How many lines with a step the metrics of a run have."""
+    """Return how many lines of a run's metrics have a step."""
     return sum(path.read_text().count('"step": ') for path in run.glob("*/metrics.jsonl"))
 
 
 def has_fork_server(pid: int) -> bool:
-    """Whether a process has started a fork server."""
+    """Return whether a process has started a fork server."""
     with suppress(psutil.Error):
         for child in psutil.Process(pid).children():
             if "jobs.cluster.fork_server" in child.cmdline():
@@ -472,12 +474,12 @@ def has_fork_server(pid: int) -> bool:
 
 
 def catches_sigterm(pid: int) -> bool:
-    """Whether a process has a handler of its own: before that a signal ends it, as it ends any program."""
+    """Return whether a process has installed its signal handler; before that, a signal ends it."""
     mask = re.search(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     return mask is not None and int(mask[1], 16) >> (signal.SIGTERM - 1) & 1 == 1
 
 
-def test_a_stop_before_any_worker_has_started_ends_the_attempt(two, tmp_path) -> None:
+def test_stop_before_any_worker_has_started_ends_the_attempt(two, tmp_path) -> None:
     context = pretrain_context(tmp_path, two["processes"], stop_requested=lambda: True)
     no_nodes: Any = None
     group = WorkerGroup(no_nodes, two["processes"], tmp_path)
@@ -493,7 +495,7 @@ def test_a_stop_before_any_worker_has_started_ends_the_attempt(two, tmp_path) ->
     group.links.append(AgentLink(NodeAgent("n", "", "127.0.0.1", 2, call), []))
     growth = Growth([], 60.0, lambda: 0, lambda: -1)
     attempt = Attempt(context, 1, group, Watch(2, stall_s=60), growth, can_commit=True)
-    with pytest.raises(Preempted, match="stopped before the workers had started, at the start: nothing was committed"):
+    with pytest.raises(Preempted, match="stopped before the workers started, at the beginning"):
         attempt.look()
     assert asked == ["stop"], "the last report may be older than a worker's start"
     has_started = True
@@ -502,12 +504,12 @@ def test_a_stop_before_any_worker_has_started_ends_the_attempt(two, tmp_path) ->
     has_started = False
     left(group, 1)
     attempt.look()
-    assert asked[2:] == [], "it is asked again after a while only"
-    with pytest.raises(Preempted, match="stopped in pretrain; run the same command again to do it from its start"):
+    assert asked[2:] == [], "the request is repeated only after a while"
+    with pytest.raises(Preempted, match="stopped in pretrain; run the same command again to start this stage"):
         dataclasses.replace(attempt, can_commit=False).look()
 
 
-# ------------------------------------------------------------------------ which devices
+# ------------------------------------------------------------------------ devices
 
 
 @pytest.mark.parametrize(
@@ -515,14 +517,14 @@ def test_a_stop_before_any_worker_has_started_ends_the_attempt(two, tmp_path) ->
     [
         (0, {}, []),
         (8, {"gpus_per_worker": 1, "workers": 8}, []),
-        (8, {"gpus_per_worker": 2, "workers": 3}, ["unused GPUs: 2 of the 8 of this machine; type cluster.workers=4"]),
+        (8, {"gpus_per_worker": 2, "workers": 3}, ["unused GPUs: 2 of 8 in this machine; type cluster.workers=4"]),
         (
             8,
             {"gpus_per_worker": 2, "workers": WorkerRange(least=1, most=3)},
-            ["unused GPUs: 2 of the 8 of this machine; type cluster.workers.most=4"],
+            ["unused GPUs: 2 of 8 in this machine; type cluster.workers.most=4"],
         ),
-        (8, {"gpus_per_worker": 3, "workers": 2}, ["unused GPUs: 2 of the 8 of this machine; too few for one more"]),
-        (1, {"workers": 4}, ["unused GPUs: 1 of the 1 of this machine: the workers compute on the CPU; type"]),
+        (8, {"gpus_per_worker": 3, "workers": 2}, ["unused GPUs: 2 of 8 in this machine; too few for another worker"]),
+        (1, {"workers": 4}, ["unused GPUs: 1 of 1 in this machine: the workers use the CPU; type"]),
     ],
 )
 def test_unused_gpus_are_counted_on_both_backends(gpus, cluster, said, two, restart, monkeypatch) -> None:
@@ -538,11 +540,11 @@ def test_unused_gpus_are_counted_on_both_backends(gpus, cluster, said, two, rest
         assert [line.startswith(start) for line, start in zip(lines, said, strict=True)] == [True] * len(said)
 
 
-# ------------------------------------------------------------------------ nobody else gets in
+# ------------------------------------------------------------------------ access by others
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_nothing_listens_beyond_the_loopback_while_workers_work(backend, two, tmp_path) -> None:
+def test_no_port_is_open_beyond_the_loopback_during_training(backend, two, tmp_path) -> None:
     ready = [tmp_path / f"ready{rank}" for rank in range(2)]
     addresses: set[str] = set()
     directories: set[Path] = set()
@@ -561,12 +563,12 @@ def test_nothing_listens_beyond_the_loopback_while_workers_work(backend, two, tm
     run(worker_functions.meet_and_wait, task, two[backend], tmp_path, look)
     # docs/design/cluster.md, "Who listens", names no other address.
     assert addresses == {"127.0.0.1"}
-    # Ray opens its own directory to everybody; the one around it lets nobody through.
+    # Ray's own directory is open to everybody; the directory around it is not.
     assert len(directories) == 1 or backend == "processes"
     assert all(directory.parent.stat().st_mode & 0o777 == 0o700 for directory in directories)
 
 
-# What answers without a token: pages and health checks without our content, and docs/design/cluster.md's metrics.
+# Open without a token: pages and health checks without our content, and the metrics (docs/design/cluster.md).
 OPEN_PATHS = {"/", "/favicon.ico", "/api/authentication_mode", "/api/gcs_healthz", "/api/healthz"}
 OPEN_PATHS.add("/api/local_raylet_healthz")
 OPEN_CALLS = {"/grpc.health.v1.Health/Check"}
@@ -574,7 +576,7 @@ ROUTE = re.compile(r"""routes\.(get|post|put|delete|patch|view)\(\s*["'](/[^"']*
 
 
 def listening_ports() -> dict[int, str]:
-    """Every port on which a process of the embedded cluster takes connections, and the process's name."""
+    """Return every port on which a process of the embedded cluster listens, and the process's name."""
     ports = {}
     for process in family_of():
         with suppress(psutil.Error):
@@ -585,7 +587,7 @@ def listening_ports() -> dict[int, str]:
 
 
 def http_routes() -> set[tuple[str, str]]:
-    """(method, path) of every endpoint that Ray's dashboard and agents have, from their sources."""
+    """Return (method, path) of every endpoint of Ray's dashboard and agents, from their sources."""
     import ray
 
     routes = {("GET", "/metrics")}
@@ -596,10 +598,10 @@ def http_routes() -> set[tuple[str, str]]:
 
 
 def grpc_methods() -> list[str]:
-    """Every method of every service that Ray's processes have, from its compiled descriptions."""
+    """Return every method of every service of Ray's processes, from their compiled descriptions."""
     import ray.core.generated as generated
 
-    # Ray's Python has no description of the object manager; these names stand in the raylet.
+    # Ray's Python package does not describe the object manager; these names are in the raylet's binary.
     methods = ["/ray.rpc.ObjectManagerService/Push", "/ray.rpc.ObjectManagerService/Pull"]
     for module in pkgutil.iter_modules(generated.__path__):
         if module.name.endswith("_pb2"):
@@ -610,7 +612,7 @@ def grpc_methods() -> list[str]:
 
 
 def http_answer(port: int, method: str, path: str) -> tuple[int, str] | None:
-    """Status and content of the answer to a request without a token; None of a port that does not speak HTTP."""
+    """Return status and content of the answer to a request without a token; None if the port does not speak HTTP."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     try:
         connection.request(method, path)
@@ -623,7 +625,7 @@ def http_answer(port: int, method: str, path: str) -> tuple[int, str] | None:
 
 
 def grpc_statuses(port: int, methods: list[str]) -> dict[str, str]:
-    """The answer to an empty call of each method without a token; empty of a port that does not speak gRPC."""
+    """Return the status of an empty call of each method without a token; empty if the port does not speak gRPC."""
     import grpc
 
     statuses = {}
@@ -639,8 +641,8 @@ def grpc_statuses(port: int, methods: list[str]) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_every_endpoint_of_an_embedded_cluster_asks_for_a_token(two) -> None:
-    """Without one: all routes of its sources on every HTTP port, all methods of its services on every gRPC port."""
+def test_every_endpoint_of_an_embedded_cluster_requires_a_token(two) -> None:
+    """Without a token, try all routes on every HTTP port, and all methods on every gRPC port."""
     import ray
 
     connect(two["ray"])
@@ -648,14 +650,14 @@ def test_every_endpoint_of_an_embedded_cluster_asks_for_a_token(two) -> None:
     ray.get(holder.ready.remote())
     routes = http_routes()
     methods = [*grpc_methods(), *OPEN_CALLS]
-    assert len(routes) > 50 and len(methods) > 100, "Ray keeps them elsewhere now"
+    assert len(routes) > 50 and len(methods) > 100, "Ray has moved its endpoints"
     assert {("POST", "/api/jobs/"), ("GET", "/api/version"), ("GET", "/nodes")} <= routes
     assert "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo" in methods
     answers = Counter[str]()
-    told: dict[str, set[str]] = {}  # process → the endpoints that told something
+    told: dict[str, set[str]] = {}  # process → the endpoints that answered
     for port, name in listening_ports().items():
         anywhere = http_answer(port, "GET", "/nowhere")
-        # A metrics port has one page under every path. Ray has no token for it; it listens on 127.0.0.1.
+        # A metrics port shows the same page under every path. It needs no token, and listens on 127.0.0.1.
         if anywhere is not None and anywhere[0] == 200:
             for line in anywhere[1].splitlines():
                 assert re.match(r"# |\w+({.*})? [-+.\w]+$", line), f"{name} tells more than numbers: {line}"
@@ -665,7 +667,7 @@ def test_every_endpoint_of_an_embedded_cluster_asks_for_a_token(two) -> None:
                 answer = http_answer(port, method, path)
                 assert answer is not None
                 answers[f"http {answer[0]}"] += 1
-                # 404 tells nothing: a path of the agent, asked of the dashboard, is open there.
+                # 404 is no evidence: the path may belong to the agent instead of the dashboard.
                 if answer[0] not in (401, 404):
                     told.setdefault(name, set()).add(path)
         else:
@@ -682,11 +684,11 @@ def test_every_endpoint_of_an_embedded_cluster_asks_for_a_token(two) -> None:
         assert endpoints <= OPEN_PATHS | OPEN_CALLS, name
 
 
-# ------------------------------------------------------------------------ nothing is left behind
+# ------------------------------------------------------------------------ cleanup
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_on_tick_raises_ends_the_worker_group_and_leaving_ends_an_embedded_cluster(backend, two, tmp_path) -> None:
+def test_exception_in_on_tick_ends_the_worker_group_and_disconnecting_ends_the_cluster(backend, two, tmp_path) -> None:
     if backend == "ray":
         info = connect(two["ray"])
         assert info.embedded and info.dashboard.startswith("http://127.0.0.1:") and info.nodes == 1
@@ -726,7 +728,7 @@ DRIVER = """
 
 
 def start_driver(backend: str, folder: Path, function: str) -> subprocess.Popen[str]:
-    """A driver of two workers, which started early what they need."""
+    """A driver with two workers, which has started the preparations early."""
     script = folder / "driver.py"
     script.write_text(textwrap.dedent(DRIVER))
     command = [sys.executable, str(script), backend, str(folder), function]
@@ -741,16 +743,16 @@ def test_a_forked_worker_has_the_compiler_and_keeps_freed_memory(tmp_path) -> No
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_killed_driver_leaves_no_process(backend, tmp_path) -> None:
+def test_killed_driver_leaves_no_process(backend, tmp_path) -> None:
     driver = start_driver(backend, tmp_path, "sleep_until_told")
     try:
-        # Two workers and what carries them: the first one is ready before the second is there.
+        # Two workers and their parents: the first worker is ready before the second exists.
         everybody = lambda: (tmp_path / "ready").exists() and len(family_of(driver.pid)) >= 3  # noqa: E731
         wait_until(lambda: everybody() or driver.poll() is not None, 120)
         family = family_of(driver.pid)
         directories = cluster_directories(family)
         assert len(family) >= 3
-        # The fork server has what the driver has imported, and none of its files: a lock among them would outlive it.
+        # The fork server must not inherit the driver's open files: a lock among them would outlive the driver.
         assert has_fork_server(driver.pid) == (backend == "processes")
         open_files = answers(family, lambda process: [file.path for file in process.open_files()])
         assert str(tmp_path / "mine") not in open_files
@@ -763,15 +765,13 @@ def test_a_killed_driver_leaves_no_process(backend, tmp_path) -> None:
     wait_until(lambda: not any(path.exists() for path in directories | shared), 20)
 
 
-# A campaign of this process leaves the embedded cluster when it ends: it comes after the tests that share that.
-def test_a_machine_whose_gpus_nobody_uses_says_so_once_and_the_start_line_names_the_device(
-    recipe, monkeypatch, capsys
-) -> None:
+# A campaign in this process leaves the embedded cluster at its end, so this test comes after those that share it.
+def test_idle_gpus_are_logged_once_and_the_start_line_names_the_device(recipe, monkeypatch, capsys) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     loaded = campaigns.load(recipe, ["pretrain.steps=2", "pretrain.optim.schedule.warmup_steps=1"])
     run_campaign(loaded, only="pretrain")
     out = capsys.readouterr().out
-    line = "unused GPUs: 8 of the 8 of this machine: the workers compute on the CPU; type cluster.gpus_per_worker=1"
+    line = "unused GPUs: 8 of 8 in this machine: the workers use the CPU; type cluster.gpus_per_worker=1"
     assert out.count(line) == out.count("unused") == 1
     assert "; 2 workers on cpu × micro_batch 4 × accumulation 2 = batch 16, 2 steps" in out
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"NVIDIA H100 80GB HBM3 {device.index}")

@@ -97,10 +97,14 @@ def test_other_sources_become_a_set(photos, tmp_path, capsys, source, samples, c
             64,
             "Input should be greater than or equal to 1",
         ),
-        (["index", "OUT"], 65, "there is no such folder; name the folder that holds the shards"),
-        (["index", "FILE"], 65, "a file that is no *.tar"),
+        (["index", "OUT"], 65, "this folder does not exist; type the folder that contains the shards"),
+        (["index", "FILE"], 65, "not a *.tar file"),
         (["index", "PHOTOS"], 65, "no *.tar here"),
-        (["index", "s3://", "--output", "OUT"], 65, "names no bucket or host, expected one, as in s3://bucket/train"),
+        (
+            ["index", "s3://", "--output", "OUT"],
+            65,
+            "contains no bucket or host, expected one, as in s3://bucket/train",
+        ),
         (["index", "PHOTOS", "--output", "FILE"], 64, "expected a folder for the set"),
         (["pack", "digits", "-", "FILE"], 64, "expected a folder for the set"),
         (["pack", "digits", "-", "FILE/set"], 64, "expected a folder for the set"),
@@ -109,8 +113,8 @@ def test_other_sources_become_a_set(photos, tmp_path, capsys, source, samples, c
         (["pack", "tars", "FILE", "OUT"], 65, "FILE: no valid tar header"),
         (["pack", "table", "TYPO", "OUT"], 65, "labels [99999999999999999999], expected one or more of 0 … 999999"),
         (["index", "s3://bucket/set"], 65, "--output"),
-        (["data", "check", "s3://bucket/set"], 65, "an index is a folder here"),
-        (["data", "check", "OUT"], 65, "expected one *.index.json|there is no such index"),
+        (["data", "check", "s3://bucket/set"], 65, "an index must be local"),
+        (["data", "check", "OUT"], 65, "expected one *.index.json|this index does not exist"),
         (["data", "mend", "OUT"], 64, "No such command 'mend'"),
     ],
 )
@@ -163,7 +167,7 @@ def test_two_shards_whose_tables_would_be_one_are_refused(photos, tmp_path, caps
     capsys.readouterr()
     tars = [str(tmp_path / "a" / "b-000000.tar"), str(tmp_path / "a--b-000000.tar")]
     assert main(["index", *tars, "--output", str(tmp_path / "index")]) == 65
-    assert "two shards would share the table a--b-000000.npy; rename one" in capsys.readouterr().err
+    assert "two shards would share table a--b-000000.npy; rename one" in capsys.readouterr().err
 
 
 def test_an_index_does_not_take_another_one_s_tables(photos, tmp_path, capsys):
@@ -195,7 +199,7 @@ def test_check_counts_what_is_bad_and_repair_makes_a_set_that_passes(broken, tmp
     assert "bad: 2 × " in out and "duplicates: 1" in out and "jobs data repair" in out
     assert "3 shards for 8 workers" in out and page.read_text().startswith("<!doctype html>")
     assert main(["data", "repair", str(broken), str(tmp_path / "mended"), "--unique"]) == 0
-    assert "17 samples in 1 shard," in (out := capsys.readouterr().out) and "3 samples left out" in out
+    assert "17 samples in 1 shard," in (out := capsys.readouterr().out) and "3 samples excluded" in out
     assert main(["data", "check", str(tmp_path / "mended"), "--workers", "2"]) == 0
 
 

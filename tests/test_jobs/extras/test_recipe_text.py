@@ -1,4 +1,4 @@
-"""A recipe as text with every default, and fields of nested sections by dotted name."""
+"""A resolved recipe as text, and conversions between nested sections and dotted names."""
 
 import pytest
 import yaml
@@ -8,18 +8,18 @@ from jobs.extras.recipe_text import flat, resolved, with_fields
 from tests.support import campaigns
 
 
-def test_a_resolved_recipe_has_every_default_and_gives_the_same_keys(recipe, tmp_path):
+def test_a_resolved_recipe_contains_every_default_and_gives_the_same_keys(recipe, tmp_path):
     loaded = campaigns.load(recipe, [])
     sections = yaml.safe_load(resolved(loaded))
     assert sections["pretrain"]["optim"]["lr"] == 2e-3
     assert sections["pretrain"]["optim"]["beta1"] == 0.9
-    again = tmp_path / "again.yaml"
-    again.write_text(resolved(loaded))
-    keys = {stage.name: stage.key for stage in campaigns.load(again, [f"run={tmp_path}/run"]).stages}
+    reloaded = tmp_path / "resolved.yaml"
+    reloaded.write_text(resolved(loaded))
+    keys = {stage.name: stage.key for stage in campaigns.load(reloaded, [f"run={tmp_path}/run"]).stages}
     assert keys == {stage.name: stage.key for stage in loaded.stages}
 
 
-def test_of_several_runs_of_a_section_the_first_is_whole_and_the_others_show_what_differs(recipe):
+def test_the_first_run_of_a_section_is_written_in_full_and_the_others_as_differences(recipe):
     loaded = campaigns.load(recipe, ["finetune.sweep={seeds: [0, 1]}"])
     sections = yaml.safe_load(resolved(loaded))
     assert sections["finetune.seed-0"]["seed"] == 0
@@ -34,13 +34,13 @@ def test_flat_names_every_value_by_its_path():
 
 
 @pytest.mark.quick
-def test_flat_refuses_a_field_that_is_given_both_ways():
+def test_flat_refuses_a_field_given_both_dotted_and_nested():
     with pytest.raises(ConfigError, match=r"p has optim\.lr twice"):
         flat({"optim": {"lr": 1}, "optim.lr": 2}, "p")
 
 
 @pytest.mark.quick
-def test_with_fields_changes_a_copy_and_makes_missing_sections():
+def test_with_fields_changes_a_copy_and_creates_missing_sections():
     section = {"optim": {"lr": 1}, "probe": None}
     changed = with_fields(section, {"optim.lr": 2, "data.train": "x", "probe.shots": [1]}, "p")
     assert changed == {"optim": {"lr": 2}, "data": {"train": "x"}, "probe": {"shots": [1]}}
@@ -49,5 +49,5 @@ def test_with_fields_changes_a_copy_and_makes_missing_sections():
 
 @pytest.mark.quick
 def test_with_fields_refuses_a_path_through_a_value():
-    with pytest.raises(ConfigError, match=r"p sets optim\.lr, and optim is 3, no section"):
+    with pytest.raises(ConfigError, match=r"p sets optim\.lr, but optim is 3, not a section"):
         with_fields({"optim": 3}, {"optim.lr": 2}, "p")

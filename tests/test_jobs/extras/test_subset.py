@@ -1,4 +1,4 @@
-"""`python -m jobs subset`: what it says of its choice, and what it refuses."""
+"""`python -m jobs subset`: its summary, and the outputs it refuses."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def parent(tmp_path: Path) -> Index:
     return pack(samples, tmp_path / "train", shard_samples=7, names=("ant", "bee", "cat", "dog"))
 
 
-def test_the_command_says_what_it_chose(tmp_path, parent, capsys):
+def test_subset_prints_a_summary_of_its_selection(tmp_path, parent, capsys):
     output = tmp_path / "few"
     words = ["subset", str(parent.tables), "--shots", "6", "--seed", "0", "--keep", "3", "--keep", "cat", "--output"]
     assert main([*words, str(output)]) == 0
@@ -32,7 +32,7 @@ def test_the_command_says_what_it_chose(tmp_path, parent, capsys):
     assert main(["subset", str(parent.tables), "--output", str(output)]) == 78
 
 
-def test_a_file_is_no_folder_for_a_subset(tmp_path, parent, capsys):
+def test_subset_refuses_a_file_as_its_output_folder(tmp_path, parent, capsys):
     (tmp_path / "file").touch()
     assert main(["subset", str(parent.tables), "--part", ":3", "--output", str(tmp_path / "file")]) == 64
     assert f"{tmp_path}/file is a file\n  expected a folder for the set" in capsys.readouterr().err

@@ -267,11 +267,11 @@ def test_a_stop_is_heard_while_images_are_packed_and_the_next_start_makes_the_sa
         (["pretrain.steps=x"], 78, "pretrain.steps is x, expected a whole number"),
         (["pretrain.batch_size=20"], 78, "nearest: 16 or 24"),
         (["pretrain.model.image_size=20"], 78, "nearest image_size: 16 or 24"),
-        (["pretrain.model.classes=7"], 65, "labels up to 9, the model has 7 classes"),
+        (["pretrain.model.classes=7"], 65, "labels up to 9, but the model has only 7 classes"),
         (["finetune.init=@resizee"], 78, "did you mean 'resize'"),
         (["resize.init=@fewshot"], 78, "circle"),
         (["resize.init=/nowhere"], 65, "no weights.safetensors in /nowhere"),
-        (["pretrain.data.train=/nowhere"], 65, "there is no such index"),
+        (["pretrain.data.train=/nowhere"], 65, "this index does not exist"),
         (["pretrain.data.train=null"], 78, "pretrain.data.train is missing: the images to train on"),
         ([MIXTURE, "pretrain.data.mixture.a.train=/nowhere"], 65, "pretrain.data.mixture.a.train: /nowhere"),
         ([MIXTURE, "pretrain.data.mixture.a.train=@shards/a"], 78, "pretrain.data.mixture.a.train is @shards, no such"),
@@ -294,7 +294,11 @@ def test_what_cannot_run_is_refused_before_the_first_stage(recipe, capsys, overr
 @pytest.mark.parametrize(
     ("overrides", "code", "message"),
     [
-        (["pretrain.model.classes=7"], 65, "labels up to 9, the model has 7 classes\n  set pretrain.model.classes=10"),
+        (
+            ["pretrain.model.classes=7"],
+            65,
+            "labels up to 9, but the model has only 7 classes\n  type pretrain.model.classes=10",
+        ),
         (["finetune.model.classes=9"], 65, "set finetune.model.classes=10"),
         (
             ["finetune.optim.schedule.warmup_steps=5"],
@@ -330,9 +334,9 @@ def test_what_cannot_run_is_refused_before_the_first_stage(recipe, capsys, overr
             78,
             "fewshot.init is @shards: that is no weights\n  expected @stage",
         ),
-        (["run=/"], 78, "run is /, expected a folder of its own\n  type run=/NAME"),
+        (["run=/"], 78, "run is /, expected a separate folder\n  type run=/NAME"),
         ([f"run={'x' * 300}"], 78, "run has a name of 300 bytes: xxx"),
-        (["run=/dev/null/x"], 78, "/dev/null is a file\n  expected the folder that a run writes into"),
+        (["run=/dev/null/x"], 78, "/dev/null is a file\n  expected the folder of a run"),
         (
             ["run=~nobody-here/x"],
             78,
@@ -387,7 +391,7 @@ def test_what_a_stage_makes_is_compared_with_the_next_before_workers_start(tmp_p
     )
     assert main(["plan", str(file)]) == 0, "the labels of tars are not known before they are packed"
     assert main(["run", str(file)]) == 65
-    message = "labels up to 9, the model has 5 classes\n  set pretrain.model.classes=10"
+    message = "labels up to 9, but the model has only 5 classes\n  type pretrain.model.classes=10"
     assert message in capsys.readouterr().err
     assert not list((tmp_path / "run").glob("pretrain-*"))
     assert main(["plan", str(file)]) == 65, "now the shards are there"

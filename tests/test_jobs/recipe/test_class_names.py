@@ -144,7 +144,7 @@ def test_ids_and_names_in_one_column_are_refused(tmp_path, capsys):
         ("a.txt", "tench\n\ngoldfish\n", "class 1 has no name"),
         ("a.json", '{"2": "goldfish", "0": "tench"}', "class 1 has no name"),
         ("a.txt", "", "it names no classes"),
-        ("a.json", "tench", "expected one class name a line"),
+        ("a.json", "tench", "expected one class name per line"),
     ],
 )
 def test_class_lists_are_read_in_every_form(tmp_path, name, text, names):

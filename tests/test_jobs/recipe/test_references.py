@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 
 from data.errors import ConfigError, DataError
-from jobs.extras.recipe_text import in_words
+from jobs.extras.recipe_text import describe_value
 from jobs.extras.studies.table import waiting_for
 from jobs.recipe import campaign
 from jobs.recipe.records import stage_record
@@ -88,7 +88,7 @@ def test_a_placeholder_stands_in_the_config_until_the_value_is_known(loaded):
     assert user.config.rate == 0.5
     assert user.pending == ("rate",)
     assert user.references == {"rate": "@chooser/rate"}
-    assert in_words(loaded, user, "rate") == "one of (0.5, 0.25), known after chooser"
+    assert describe_value(loaded, user, "rate") == "one of (0.5, 0.25), known after chooser"
 
 
 def test_a_stage_comes_after_the_stage_that_determines_its_value(loaded):
@@ -103,7 +103,7 @@ def test_the_value_replaces_the_placeholder_and_the_key_stays(loaded):
     assert user.config.rate == 0.25
     assert user.pending == ()
     assert user.key == loaded.stage("user").key
-    assert in_words(after, user, "rate") == "0.25, one of (0.5, 0.25) (chooser)"
+    assert describe_value(after, user, "rate") == "0.25, one of (0.5, 0.25) (chooser)"
     assert stage_record(user)["chosen"] == {"rate": 0.25}
     assert "chosen" not in stage_record(loaded.stage("user"))
 

@@ -9,7 +9,7 @@ from jobs.run.log import log_table
 pytestmark = pytest.mark.quick
 
 
-def test_the_closing_table_tells_images_results_and_time():
+def test_closing_table_shows_images_results_and_time():
     rows = [
         {"stage": "shards", "skipped": True, "seconds": 2, "sets": {"a": {"shards": 3}}, "samples_seen": 300},
         {"stage": "finetune", "skipped": False, "seconds": 65, "metrics": {"accuracy": 0.961}, "samples_seen": 38_400},
@@ -21,5 +21,5 @@ def test_the_closing_table_tells_images_results_and_time():
 
 
 def test_no_error_ends_a_command_with_success():
-    assert exit_code(WorkerGroupError(0, "node", "killed by SIGKILL")) == 70, "a crash wants no code of its own"
+    assert exit_code(WorkerGroupError(0, "node", "killed by SIGKILL")) == 70, "a crash requests no exit code"
     assert [exit_code(e) for e in (WorkerGroupError(0, "n", "", exit_code=65), OSError(), ValueError())] == [65, 74, 70]

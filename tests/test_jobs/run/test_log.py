@@ -1,4 +1,4 @@
-"""The driver's log: a stage's lines and its own, each shown once, also where a terminal takes none."""
+"""The driver's log: lines of the stage and of the driver, each shown once, even if a terminal is stuck."""
 
 import fcntl
 import os
@@ -23,11 +23,11 @@ pytestmark = pytest.mark.quick
 
 
 def message(attempt: Path, step: int = 0) -> StatusMessage:
-    """How a stage stands whose workers of this attempt have reported a step."""
+    """Return the status of a stage whose workers have reported a step in this attempt."""
     return StageReader(attempt.parents[1]).read("working", int(attempt.name.rpartition("-")[2]), step)
 
 
-def test_the_driver_shows_every_whole_line_once(tmp_path: Path, capsys):
+def test_driver_shows_every_complete_line_once(tmp_path: Path, capsys):
     attempt = tmp_path / "pretrain-1" / "attempts" / "attempt-000001"
     attempt.mkdir(parents=True)
     log = tmp_path / "pretrain-1" / "log.txt"
@@ -39,7 +39,7 @@ def test_the_driver_shows_every_whole_line_once(tmp_path: Path, capsys):
     assert capsys.readouterr().out == "[pretrain-1] one\n[pretrain-1] two\n[pretrain-1] three\n"
 
 
-def test_the_drivers_lines_are_in_the_log_of_its_stage_and_are_shown_once(tmp_path: Path, capsys):
+def test_drivers_lines_are_in_the_stages_log_and_are_shown_once(tmp_path: Path, capsys):
     attempt = tmp_path / "pretrain-1" / "attempts" / "attempt-000003"
     attempt.mkdir(parents=True)
     log = tmp_path / "pretrain-1" / "log.txt"
@@ -58,7 +58,7 @@ def test_the_drivers_lines_are_in_the_log_of_its_stage_and_are_shown_once(tmp_pa
     )
 
 
-def test_a_wait_is_said_once_with_its_limit_and_signs_of_life_do_not_fill_the_log(tmp_path: Path, capsys):
+def test_wait_is_logged_once_with_its_limit(tmp_path: Path, capsys):
     attempt = tmp_path / "pretrain-1" / "attempts" / "attempt-000003"
     attempt.mkdir(parents=True)
     run_log = RunLog(start_timeout_s=300.0)
@@ -66,24 +66,24 @@ def test_a_wait_is_said_once_with_its_limit_and_signs_of_life_do_not_fill_the_lo
 
     def looks(count: int) -> list[str]:
         for _ in range(count):
-            run_log.last_line_at -= 11.0  # as if nothing had been said for so many seconds
+            run_log.last_line_at -= 11.0  # as if the last line were 11 s old
             run_log.status(message(attempt))
         return capsys.readouterr().out.splitlines()
 
-    waiting = "[pretrain-1] waiting for the workers to start, for up to 5m00s (cluster.start_timeout_s)"
+    waiting = "[pretrain-1] waiting up to 5m00s for the workers to start (cluster.start_timeout_s)"
     assert looks(5) == [waiting]
     (attempt / "rank-00000.json").write_text("{}")
-    assert looks(5) == ["[pretrain-1] 1 workers are up, waiting for the first step"]
+    assert looks(5) == ["[pretrain-1] 1 workers have started; waiting for their first step"]
     Telemetry(tmp_path / "pretrain-1", rank=0, attempt=3).report("train", REPORT)
-    assert looks(3) == [], "no line repeats: the bar is the sign of life"
+    assert looks(3) == [], "no line is repeated, because the bar shows progress"
     assert run_log.stage_file.read_text().splitlines() == [
         f"[driver] {waiting}",
-        "[driver] [pretrain-1] 1 workers are up, waiting for the first step",
+        "[driver] [pretrain-1] 1 workers have started; waiting for their first step",
     ]
 
 
 def on_a_terminal(work: Callable[[terminal.Terminal], None]) -> str:
-    """What a terminal of 120 columns is written while the work is done."""
+    """Return the output to a terminal with 120 columns during the work."""
     reader, writer = pty.openpty()
     fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
     with open(writer, "w") as stream:
@@ -102,7 +102,7 @@ def on_a_terminal(work: Callable[[terminal.Terminal], None]) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.decode())
 
 
-def test_the_bar_moves_although_lines_wait_and_lines_fit_100_columns():
+def test_bar_moves_while_lines_are_queued_and_lines_fit_100_columns():
     def lines_and_moves(shown: terminal.Terminal) -> None:
         for step in range(1, 151):
             shown.write(f"[pretrain] step {step}/150")
@@ -114,13 +114,13 @@ def test_the_bar_moves_although_lines_wait_and_lines_fit_100_columns():
     assert [line for line in lines if line.startswith("[pretrain]")] == [
         f"[pretrain] step {step}/150" for step in range(1, 151)
     ]
-    assert "pretrain  loss 0.0067" in written and "150/150 eta" in written, "the bar's last place"
+    assert "pretrain  loss 0.0067" in written and "150/150 eta" in written, "the bar's last state"
     words = [line for line in lines if "images" in line]
-    assert len(words) > 1 and max(map(len, words)) <= 100, "what is longer goes on further to the right"
+    assert len(words) > 1 and max(map(len, words)) <= 100, "continued lines are indented"
     assert words[0].startswith("  [pretrain] images") and words[1].startswith("      images")
 
 
-def test_the_bar_moves_with_the_steps_that_workers_tell_of_between_two_reports(tmp_path: Path, monkeypatch):
+def test_bar_moves_with_the_workers_steps_between_two_reports(tmp_path: Path, monkeypatch):
     attempt = tmp_path / "pretrain-1a2b3c4d" / "attempts" / "attempt-000003"
     attempt.mkdir(parents=True)
     Telemetry(tmp_path / "pretrain-1a2b3c4d", rank=0, attempt=3).report("train", {**REPORT, "step": 50, "steps": 1100})
@@ -129,11 +129,11 @@ def test_the_bar_moves_with_the_steps_that_workers_tell_of_between_two_reports(t
     monkeypatch.setattr(run_log, "show_progress", lambda done, total, text: moves.append((done, total)))
     for step in (0, 49, 53, 61):
         run_log.status(message(attempt, step))
-    run_log.status(message(attempt.with_name("attempt-000004")))  # its workers have not begun
+    run_log.status(message(attempt.with_name("attempt-000004")))  # its workers have not started
     assert moves == [(50, 1100), (50, 1100), (53, 1100), (61, 1100), (0, None)]
 
 
-def test_a_stage_goes_by_its_name_on_the_terminal_and_by_its_key_in_the_log(tmp_path: Path, capsys):
+def test_terminal_shows_the_stages_name_and_the_log_its_key(tmp_path: Path, capsys):
     attempt = tmp_path / "pre-train-1a2b3c4d" / "attempts" / "attempt-000001"
     attempt.mkdir(parents=True)
     run_log = RunLog(file=tmp_path / "log.txt")
@@ -143,7 +143,7 @@ def test_a_stage_goes_by_its_name_on_the_terminal_and_by_its_key_in_the_log(tmp_
     assert (tmp_path / "log.txt").read_text() == "[pre-train-1a2b3c4d] one\n"
 
 
-def test_lines_that_a_stuck_terminal_misses_are_counted_and_said(monkeypatch):
+def test_lines_missed_by_a_stuck_terminal_are_counted_and_reported(monkeypatch):
     monkeypatch.setattr(terminal, "CLOSE_S", 0.2)
     monkeypatch.setattr(terminal, "MOST_WAITING", 10)
     reader, writer = os.pipe()
@@ -152,15 +152,15 @@ def test_lines_that_a_stuck_terminal_misses_are_counted_and_said(monkeypatch):
     with open(writer, "w") as stream:
         stuck = terminal.Terminal(stream)
         stuck.write("line 0")
-        while not stuck.waiting.empty():  # the thread has it, and cannot get rid of it
+        while not stuck.waiting.empty():  # the thread has taken the line, and cannot write it
             time.sleep(0.01)
         for number in range(1, 31):
             stuck.write(f"line {number}")
         assert stuck.close() == 31
-        # Somebody scrolls on, and what has waited comes.
+        # Somebody scrolls, and the queued lines are written.
         os.read(reader, 4096)
         stuck.thread.join(10)
         shown = os.read(reader, 4096).decode().splitlines()
     os.close(reader)
-    notice = "(20 lines are not shown: this terminal took none; log.txt has them)"
+    notice = "(20 lines are not shown: this terminal accepted none; they are in log.txt)"
     assert shown == ["line 0", notice, *(f"line {number}" for number in range(1, 11))]

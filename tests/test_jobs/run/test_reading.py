@@ -1,4 +1,4 @@
-"""What is read of a run's folder: the last command, finished stages, incidents, and a stage that runs."""
+"""Reading a run's folder: the last command, finished stages, incidents, and a running stage."""
 
 import json
 from pathlib import Path
@@ -37,7 +37,7 @@ COMMIT = {"kind": "checkpoint", "time": 940.0, "attempt": 2, "step": 100}
 
 
 def two_attempts(parent: Path) -> Path:
-    """Make the folder of a stage in its second attempt, with one incident and half a line; return it."""
+    """Make the folder of a stage in its second attempt, with one incident and an incomplete line; return it."""
     directory = parent / "digits" / "pre-train-1a2b3c4d"
     for number in (3, 7):
         (directory / "attempts" / f"attempt-{number:06d}").mkdir(parents=True)
@@ -54,7 +54,7 @@ def two_attempts(parent: Path) -> Path:
 @pytest.mark.parametrize(
     ("code", "state", "has_ended"), [(0, "done", True), (75, "stopped", True), (None, "killed", True)]
 )
-def test_the_last_command_is_known_by_its_exit_code(code, state, has_ended, tmp_path) -> None:
+def test_state_of_the_last_command_follows_from_its_exit_code(code, state, has_ended, tmp_path) -> None:
     write_status(tmp_path, code, "the message", "python -m jobs run digits")
     last = read_command(tmp_path, Folder(tmp_path), print)
     assert (last.state, last.has_ended, last.exit_code) == (state, has_ended, code)
@@ -63,14 +63,14 @@ def test_the_last_command_is_known_by_its_exit_code(code, state, has_ended, tmp_
 
 
 @pytest.mark.parametrize(("content", "problem"), [(None, "missing"), ("", "altered"), ('{"exit_code": 0}', "altered")])
-def test_a_status_that_cannot_be_read_is_unknown(content, problem, tmp_path) -> None:
+def test_unreadable_status_is_unknown(content, problem, tmp_path) -> None:
     if content is not None:
         (tmp_path / "status.json").write_text(content)
     last = read_command(tmp_path, Folder(tmp_path), print)
     assert (last.state, last.problem, last.has_ended) == ("unknown", problem, False)
 
 
-def test_stages_come_in_the_order_in_which_they_were_first_started(tmp_path) -> None:
+def test_stages_are_ordered_by_their_first_start(tmp_path) -> None:
     for name, started in (("b-00000001", 20.0), ("a-00000002", 30.0), ("c-00000003", 10.0)):
         (tmp_path / name).mkdir()
         artifacts.write_record(tmp_path / name / "stage.json", {"started": started})
@@ -93,11 +93,11 @@ def test_an_outcome_has_the_mean_over_draws_and_not_the_draws(tmp_path) -> None:
     assert (outcome.seconds, outcome.metrics) == (3.5, {"accuracy": 0.5, "5shot": 0.4})
 
 
-def test_an_outcome_tells_why_a_stage_has_no_result() -> None:
+def test_outcome_contains_why_a_stage_has_no_result() -> None:
     assert outcome_of({"seconds": 1, "diverged": "loss is inf"}).diverged == "loss is inf"
 
 
-def test_incidents_are_told_apart_by_their_clock_and_not_by_lines_of_a_traceback(tmp_path) -> None:
+def test_incidents_are_separated_by_their_clock_and_not_by_lines_of_a_traceback(tmp_path) -> None:
     (first,) = read_incidents(two_attempts(tmp_path))
     assert first.clock == "2026-11-22 08:00:00"
     assert first.cause == "attempt 7: worker 1 on n1: its process died"
@@ -105,10 +105,10 @@ def test_incidents_are_told_apart_by_their_clock_and_not_by_lines_of_a_traceback
     assert read_incidents(tmp_path) == []
 
 
-# ------------------------------------------------------------------------ a stage that runs
+# ------------------------------------------------------------------------ a running stage
 
 
-def test_the_first_call_reads_the_stage_folder_and_later_ones_only_what_was_added(tmp_path) -> None:
+def test_first_call_reads_all_records_and_later_calls_only_new_ones(tmp_path) -> None:
     stage = two_attempts(tmp_path)
     reader = StageReader(stage)
     message = reader.read("working", 7, 125)
@@ -121,12 +121,12 @@ def test_the_first_call_reads_the_stage_folder_and_later_ones_only_what_was_adde
         file.write("2026-11-22 09:00:00 the worker group: no traceback\n\n")
     message = reader.read("working", 7, 125)
     assert (message.report, message.incidents) == ({"kind": "train", "step": 130}, 2)
-    # Started over: the file is a shorter one.
+    # The stage was started over: the new file is shorter.
     (stage / "metrics.jsonl").write_text('{"kind": "train", "step": 1}\n')
     assert reader.read("working").report == {"kind": "train", "step": 1}
 
 
-def test_records_are_read_in_pieces_and_every_one_once(tmp_path) -> None:
+def test_records_are_read_in_pieces_and_each_once(tmp_path) -> None:
     path = tmp_path / "metrics.jsonl"
     assert records_since(path, 0) == ([], 0)
     path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(100)))
@@ -138,7 +138,7 @@ def test_records_are_read_in_pieces_and_every_one_once(tmp_path) -> None:
     assert steps == list(range(100))
 
 
-def test_a_folder_that_no_stage_of_a_campaign_is_called_by_has_no_key(tmp_path) -> None:
+def test_folder_name_that_is_not_a_stages_has_no_key(tmp_path) -> None:
     (tmp_path / "pretrain-1").mkdir()
     message = StageReader(tmp_path / "pretrain-1").read("waiting")
     assert (message.stage, message.key, message.run) == ("pretrain-1", "", tmp_path.name)

@@ -1,4 +1,4 @@
-"""A command's life on a run: what it checks first, runs and skips, tells its watchers and leaves in status.json."""
+"""A command on a run: its checks, run and skipped stages, calls of watchers, and status.json."""
 
 import json
 import os
@@ -25,14 +25,14 @@ DIGITS = "shards: {kind: pack, sets: {train: {source: digits, split: train, keep
 
 @pytest.fixture
 def packing(tmp_path: Path) -> Campaign:
-    """A campaign of one stage that the driver runs itself."""
+    """A campaign with one stage, which the driver runs without workers."""
     recipe = tmp_path / "packing.yaml"
     recipe.write_text(f"run: {tmp_path / 'run'}\ncluster: {{backend: processes, workers: 1}}\n{DIGITS}")
     return campaigns.load(recipe, [])
 
 
 class States(Watcher):
-    """Keeps what it is told of stages and of the end."""
+    """Records its calls for stages and for the end."""
 
     def __init__(self, run: Path) -> None:
         self.run = run
@@ -45,7 +45,7 @@ class States(Watcher):
         self.events.append(f"exit code {json.loads((self.run / 'status.json').read_text())['exit_code']}")
 
 
-def test_a_stage_is_run_once_and_skipped_by_the_next_command(packing, capsys) -> None:
+def test_stage_runs_once_and_is_skipped_by_the_next_command(packing, capsys) -> None:
     (row,) = run_campaign(packing, quiet=True)
     assert not row["skipped"]
     zeros_and_ones = [sample for sample in digits(train=True, image_size=8) if sample.labels[0] in (0, 1)]
@@ -53,7 +53,7 @@ def test_a_stage_is_run_once_and_skipped_by_the_next_command(packing, capsys) ->
     first = States(packing.run)
     (again,) = run_campaign(packing, watchers=[first])
     assert again["skipped"]
-    assert first.events == ["exit code 0"], "of a stage that is skipped there is no status"
+    assert first.events == ["exit code 0"], "a skipped stage sends no status"
     stage = packing.stages[0]
     line = f"shards: skipped, finished with the same config and inputs (key {stage.key[:8]})"
     assert line in capsys.readouterr().out
@@ -65,7 +65,7 @@ def test_watchers_see_the_stage_and_the_end_that_status_json_has(packing) -> Non
     assert states.events == ["shards waiting", "shards ended", "exit code 0"]
 
 
-def test_what_is_missing_is_refused_before_anything_starts(tmp_path) -> None:
+def test_missing_inputs_are_refused_before_anything_starts(tmp_path) -> None:
     recipe = tmp_path / "missing.yaml"
     text = "shards: {kind: pack, sets: {train: {source: folder, path: " + str(tmp_path / "nothing") + "}}}\n"
     recipe.write_text(f"run: {tmp_path / 'run'}\ncluster: {{backend: processes, workers: 1}}\n{text}")
@@ -77,7 +77,7 @@ def test_what_is_missing_is_refused_before_anything_starts(tmp_path) -> None:
     assert not list(loaded.run.glob("shards-*"))
 
 
-def test_a_run_of_another_command_is_refused_and_its_status_stays(packing) -> None:
+def test_run_owned_by_another_command_is_refused_and_its_status_stays(packing) -> None:
     states = States(packing.run)
     with Lease(packing.storage, print):
         (packing.run / "status.json").write_text("of the other command")
@@ -111,26 +111,28 @@ def stopper(packing):
         signal.signal(number, handler)
 
 
-def test_the_first_signal_asks_for_a_commit_and_a_second_interrupt_ends_at_once(stopper) -> None:
-    assert not stopper.is_asked()
+def test_first_signal_requests_a_commit_and_a_second_interrupt_ends_at_once(stopper) -> None:
+    assert not stopper.is_stop_requested()
     os.kill(os.getpid(), signal.SIGTERM)
-    assert stopper.is_asked()
-    assert stopper.lines == ["SIGTERM: finishing the step, committing, then exit 75; Ctrl-C again ends at once"]
+    assert stopper.is_stop_requested()
+    assert stopper.lines == [
+        "SIGTERM: finishing the step and committing, then exit code 75; press Ctrl-C again to end at once"
+    ]
     os.kill(os.getpid(), signal.SIGTERM)
-    assert len(stopper.lines) == 1, "a second SIGTERM asks for the same thing"
+    assert len(stopper.lines) == 1, "a second SIGTERM is only a repetition"
     with pytest.raises(KeyboardInterrupt, match="interrupted twice"):
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_a_signal_ends_the_work_of_the_driver_itself_at_once(stopper) -> None:
+def test_signal_ends_the_drivers_own_work_at_once(stopper) -> None:
     stopper.works_here = True
     with pytest.raises(Preempted, match="stopped by SIGTERM"):
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_stop_before_a_stage_leaves_it_unstarted(packing, monkeypatch) -> None:
-    monkeypatch.setattr(Stopper, "is_asked", lambda self: True)
-    with pytest.raises(Preempted, match="stopped before shards; run the same command again to go on"):
+def test_stop_before_a_stage_leaves_it_unstarted(packing, monkeypatch) -> None:
+    monkeypatch.setattr(Stopper, "is_stop_requested", lambda self: True)
+    with pytest.raises(Preempted, match="stopped before shards; run the same command again to resume"):
         run_campaign(packing, quiet=True)
     assert json.loads((packing.run / "status.json").read_text())["exit_code"] == 75
     assert not list(packing.run.glob("shards-*"))

@@ -1,4 +1,4 @@
-"""One stage, run: what is refused before it, and what its files record of it."""
+"""Running one stage: refusals before it starts, and the records in its files."""
 
 import hashlib
 import json
@@ -44,13 +44,13 @@ class Numbers(StageKind):
 
 
 class Outcomes(Numbers):
-    """The same, of a kind that needs only the outcomes of what it reads."""
+    """The same kind, but it needs only the outcomes of its inputs."""
 
     inputs: ClassVar[Mapping[str, Reads]] = {"init": Reads.OUTCOME}
 
 
 def stage_of(name: str, kind: StageKind | None = None, *, source: str = "", parent: str = "", number: int = 1) -> Stage:
-    """Return a stage; `parent` is the name of the stage that it reads."""
+    """Return a stage; `parent` is the name of its input stage."""
     cfg = NumbersConfig(number, f"@{parent}" if parent else None)
     parents = {"init": f"@{parent}"} if parent else {}
     return Stage(name, kind or Numbers(), cfg, source or name, parents=parents, key=f"{name}{'0' * 8}"[:8])
@@ -63,7 +63,7 @@ def context_of(run: Path, stage: Stage, *others: Stage, lines: list[str] | None 
 
 
 def finish(run: Path, stage: Stage, **outcome: Any) -> None:
-    """Let a stage have finished with this outcome."""
+    """Mark a stage as finished with this outcome."""
     folder = Campaign(run, ClusterConfig(), (stage,)).directory(stage)
     folder.mkdir(parents=True)
     artifacts.write_record(folder / "done.json", {"key": stage.key, "seconds": 1.0, **outcome, "files": {}})
@@ -89,7 +89,7 @@ def test_provenance_has_config_inputs_and_counts(tmp_path) -> None:
     assert provenance["environment"]["torch"]
 
 
-def test_a_second_start_keeps_the_time_of_the_first_and_names_what_has_changed(tmp_path) -> None:
+def test_second_start_keeps_the_time_of_the_first_and_names_changed_settings(tmp_path) -> None:
     lines: list[str] = []
     context = context_of(tmp_path, stage_of("first", number=7), lines=lines)
     run_stage(context, fresh=False)
@@ -117,7 +117,7 @@ def test_a_stage_whose_input_diverged_is_refused(tmp_path) -> None:
         run_stage(context_of(tmp_path, stage_of("second", parent="first"), first), fresh=False)
 
 
-def test_a_stage_that_reads_outcomes_alone_runs_after_one_that_diverged(tmp_path) -> None:
+def test_stage_that_reads_only_outcomes_runs_after_a_diverged_stage(tmp_path) -> None:
     first = stage_of("first")
     finish(tmp_path, first, diverged="the loss is inf")
     stage = stage_of("second", Outcomes(), parent="first")
@@ -125,7 +125,7 @@ def test_a_stage_that_reads_outcomes_alone_runs_after_one_that_diverged(tmp_path
 
 
 class Failing(Numbers):
-    """A stage that fails as a stage with workers does."""
+    """A stage that fails like a stage with workers."""
 
     def __init__(self, exception: str) -> None:
         self.exception = exception
@@ -134,7 +134,7 @@ class Failing(Numbers):
         raise StageFailed(f"{context.stage.name}: 5 steps were not finite\n  and more", 70, self.exception)
 
 
-def test_a_run_of_a_sweep_that_diverges_has_this_outcome(tmp_path) -> None:
+def test_diverged_run_of_a_sweep_has_an_outcome(tmp_path) -> None:
     lines: list[str] = []
     stage = stage_of("grid.lr-1", Failing("Diverged"), source="grid")
     done = run_stage(context_of(tmp_path, stage, lines=lines), fresh=False)
@@ -171,4 +171,4 @@ def test_the_time_of_earlier_commands_is_in_the_stage_s_seconds(tmp_path) -> Non
     lines = [json.dumps(record) for record in (start, report)]
     (context.directory / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     seconds = run_stage(context, fresh=False)["seconds"]
-    assert 100.0 <= seconds < 130.0, "100 s of the first command, and this one"
+    assert 100.0 <= seconds < 130.0, "100 s of the first command, plus this one"

@@ -1,6 +1,6 @@
-"""Whole runs that are kept in an object store, with a fresh disk for every machine: they end as a run in a folder does.
+"""Complete runs in an object store, with an empty disk on every machine: the result equals that of a run in a folder.
 
-Drivers are real processes, each with a local folder of its own, as if on another machine; the store is moto on
+Drivers are real processes with separate local folders, as if on different machines; the store is moto on
 loopback, behind a proxy that can fail.
 """
 
@@ -44,7 +44,7 @@ RUN = "s3://images/runs/{name}"
 
 
 def recipe_on(shards: Path) -> str:
-    """SMALL on shards that are there, of a run in a store no stage may pack; with two more stages."""
+    """SMALL on existing shards, because a run in a store cannot pack; with two more stages."""
     pretrain = "".join(line for line in SMALL.splitlines(True) if not line.startswith("shards:"))
     return pretrain.replace("@shards", str(shards)) + AFTER.lstrip().format(shards=shards)
 
@@ -65,7 +65,7 @@ def proxy() -> Iterator[Proxy]:
 
 @pytest.fixture
 def drive(small: Path, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    """Start `python -m jobs run` on a machine of a name, which has a disk of its own; its output is in NAME.log."""
+    """Start `python -m jobs run` on a named machine with a separate disk; its output is in NAME.log."""
     started = []
 
     def start(machine: str, *overrides: str) -> subprocess.Popen[bytes]:
@@ -86,7 +86,7 @@ def drive(small: Path, tmp_path: Path) -> Iterator[Callable[..., subprocess.Pope
 
 
 def outcome(folder: Path) -> dict[str, Any]:
-    """What a finished run in a local folder came to: its weights, ledger, and the bytes of its last checkpoint."""
+    """Return the results of a finished run: its weights, ledger, and the bytes of its last checkpoint."""
     made: dict[str, Any] = {}
     for stage in ("pretrain", "resize", "finetune"):
         (directory,) = folder.glob(f"{stage}-*")
@@ -101,7 +101,7 @@ def outcome(folder: Path) -> dict[str, Any]:
 
 
 def losses(folder: Path) -> list[float]:
-    """The loss of every step of pretraining, of the last attempt that took it."""
+    """Return the loss of every pretraining step, from the last attempt that took the step."""
     by_step = {}
     (path,) = folder.glob("pretrain-*/metrics.jsonl")
     for line in path.read_text().splitlines():
@@ -113,15 +113,15 @@ def losses(folder: Path) -> list[float]:
 
 
 def folder_of(machine: Path) -> Path:
-    """The one run's local folder on a machine."""
+    """Return the run's local folder on a machine."""
     (folder,) = machine.iterdir()
     return folder
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_killed_amid_a_save_goes_on_on_another_machine_with_the_same_bits(proxy, drive, tmp_path) -> None:
-    """Requests fail all the while: 503 and 500, answers that are lost, cut short and late."""
+def test_run_killed_during_a_save_resumes_on_another_machine_with_the_same_bits(proxy, drive, tmp_path) -> None:
+    """Requests keep failing: status 503 and 500, and lost, truncated or late answers."""
     run = RUN.format(name="killed")
     assert drive("local", f"run={tmp_path / 'run'}").wait(300) == 0
     first = drive("one", f"run={run}")
@@ -141,7 +141,7 @@ def test_a_run_killed_amid_a_save_goes_on_on_another_machine_with_the_same_bits(
     proxy.fault = lambda path: chance.choice([500, "short"]) if chance.random() < 0.1 else None
     assert drive("two", f"run={run}").wait(600) == 0
     said = (tmp_path / "two.log").read_text()
-    assert "no sign of life: taking the run over" in said
+    assert "taking the run over: no sign of life" in said
     assert "attempt 2: resumed from step 15 (attempt 1, 2 workers" in said
     assert outcome(folder_of(tmp_path / "two")) == outcome(tmp_path / "run")
     assert losses(folder_of(tmp_path / "two")) == losses(tmp_path / "run")
@@ -157,7 +157,7 @@ def test_a_run_killed_amid_a_save_goes_on_on_another_machine_with_the_same_bits(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_that_is_stopped_goes_on_elsewhere_at_once(proxy, drive, tmp_path) -> None:
+def test_stopped_run_resumes_on_another_machine_at_once(proxy, drive, tmp_path) -> None:
     run = RUN.format(name="stopped")
     longer = ("pretrain.steps=300", "pretrain.save_every=50")
     assert drive("local", f"run={tmp_path / 'run'}", *longer).wait(300) == 0
@@ -173,32 +173,32 @@ def test_a_run_that_is_stopped_goes_on_elsewhere_at_once(proxy, drive, tmp_path)
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_of_two_owners_one_is_refused_and_one_that_was_frozen_cannot_commit(proxy, drive, tmp_path) -> None:
+def test_second_owner_is_refused_and_a_frozen_owner_cannot_commit(proxy, drive, tmp_path) -> None:
     run = RUN.format(name="two")
     longer = ("pretrain.steps=1000", "pretrain.save_every=20", "pretrain.keep=4")
     assert drive("local", f"run={tmp_path / 'run'}", *longer).wait(300) == 0
     first = drive("one", f"run={run}", *longer)
     wait_for(tmp_path / "one.log", "checkpoint step 20 committed")
 
-    # While the first lives the second is refused, and says by whom.
+    # While the first is alive, the second is refused, and names the first.
     assert drive("two", f"run={run}", *longer).wait(300) == 73
     assert f"{run} is owned by process {first.pid} on" in (tmp_path / "two.log").read_text()
-    assert first.poll() is None, "the first has ended too soon for this test"
+    assert first.poll() is None, "the first ended too early for this test"
 
-    # It freezes with its workers, and the second takes over and ends the run.
+    # The first freezes with its workers, and the second takes over and finishes the run.
     frozen = [psutil.Process(first.pid), *psutil.Process(first.pid).children(recursive=True)]
     for process in frozen:
         process.suspend()
     assert drive("two", f"run={run}", *longer).wait(600) == 0
     for process in frozen:
         process.resume()
-    # Not 74 of a commit that failed, nor 75 of one that was stopped, which a batch system would start again.
+    # Neither 74 (a failed commit) nor 75 (stopped), after which a batch system would restart the command.
     assert first.wait(300) == 73
     assert f"{run} was taken over by process" in (tmp_path / "one.log").read_text()
     assert "which has ended since" in (tmp_path / "one.log").read_text()
     assert outcome(folder_of(tmp_path / "two")) == outcome(tmp_path / "run")
 
-    # The store is as the second has left it.
+    # The store is unchanged since the second ended.
     assert drive("three", f"run={run}", *longer).wait(300) == 0
     assert (tmp_path / "three.log").read_text().count("skipped, finished with the same config and inputs") == 3
 
@@ -214,9 +214,9 @@ BUCKET = "import boto3; boto3.client('s3').create_bucket(Bucket='images')"
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.skipif(hosts.missing() != "", reason=hosts.missing())
-def test_hosts_that_share_no_folder_lose_one_of_them_and_end_with_the_same_bits(small, shards, drive, tmp_path) -> None:
-    """Three hosts under Ray, with nothing in common but the sets and the store, which is a fourth host."""
-    # Every host has a /tmp of its own, and sees this test's folder alone.
+def test_run_on_hosts_without_shared_storage_survives_a_lost_host(small, shards, drive, tmp_path) -> None:
+    """Three hosts of a Ray cluster, which share only the sets and the store (a fourth host)."""
+    # Every host has a separate /tmp, and sees only this test's folder.
     shutil.copytree(shards, tmp_path / "sets")
     small.write_text(recipe_on(tmp_path / "sets"))
     run = RUN.format(name="hosts")
@@ -242,7 +242,7 @@ def test_hosts_that_share_no_folder_lose_one_of_them_and_end_with_the_same_bits(
         cluster.head.run(f"cp -r /tmp/scratch {tmp_path}/head")
         made = outcome(folder_of(tmp_path / "head"))
         expected = outcome(tmp_path / "run")
-        # The last checkpoint lies in the store; here is the one from which this host went on.
+        # The last checkpoint is in the store; this is the one from which this host resumed.
         for name in ("pretrain", "resize", "finetune", "ledger"):
             assert made[name] == expected[name]
         assert losses(folder_of(tmp_path / "head")) == losses(tmp_path / "run")
@@ -251,10 +251,8 @@ def test_hosts_that_share_no_folder_lose_one_of_them_and_end_with_the_same_bits(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(hosts.missing() != "", reason=hosts.missing())
-def test_a_driver_behind_a_dead_link_is_seen_to_be_gone_is_followed_and_ends_with_73_when_it_is_back(
-    small, shards, tmp_path
-) -> None:
-    """Two hosts and their store, a third; frames are dropped, so that no connection is closed."""
+def test_run_is_taken_over_from_a_driver_with_a_dead_link_which_then_ends_with_73(small, shards, tmp_path) -> None:
+    """Two hosts, and their store on a third; network frames are dropped, so that no connection is closed."""
     shutil.copytree(shards, tmp_path / "sets")
     small.write_text(recipe_on(tmp_path / "sets"))
     run = RUN.format(name="link")
@@ -287,7 +285,7 @@ def test_a_driver_behind_a_dead_link_is_seen_to_be_gone_is_followed_and_ends_wit
         assert "end  stopped without a word: process " in told and " on h0, started 20" in told
         assert "by that machine's clock; to go on type: python -m jobs run " in told
         second = drive("h1")
-        wait_for(log_of("h1"), "no sign of life: taking the run over; should process ")
+        wait_for(log_of("h1"), "taking the run over: no sign of life from process ")
         wait_for(log_of("h1"), "attempt 2: resumed from step ")
 
         network["h0"].mend()
@@ -295,15 +293,15 @@ def test_a_driver_behind_a_dead_link_is_seen_to_be_gone_is_followed_and_ends_wit
         assert first.wait(240) == 73, log_of("h0").read_text()
         print(f"mended: the first driver ended after {time.monotonic() - began:.1f} s")
         assert "error: s3://images/runs/link is owned by process " in log_of("h0").read_text()
-        # The second was not disturbed, and ends when it is asked to, from the other host.
+        # The second was not disturbed, and ends on request from the other host.
         assert second.poll() is None
         told = network["h0"].run(f"python -m jobs stop {run}")
-        assert second.wait(120) == 75 and "it has ended; see how: " in told, log_of("h1").read_text()
+        assert second.wait(120) == 75 and "it has ended; to see how: " in told, log_of("h1").read_text()
         assert log_of("h1").read_text().count("attempt ") and "restarting" not in log_of("h1").read_text()
 
 
 def worker_host(cluster: RayHosts) -> str:
-    """A host that is not the head, with a worker of the running attempt."""
+    """Return a host with a worker of the running attempt that is not the head."""
     said = cluster.head.run("cat /tmp/scratch/*/pretrain-*/attempts/attempt-*/rank-*.json")
     for name in cluster.names[1:]:
         if f'"node": "{name}"' in said:

@@ -1,4 +1,4 @@
-"""Watchers: every one receives the same calls in the same order, and none can end the run."""
+"""Watchers: all receive the same calls in the same order, and none of them can end the run."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.quick
 
 
 class Recorder(Watcher):
-    """Keeps the names of all calls."""
+    """Records the names of all calls."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -49,7 +49,7 @@ class Failing(Recorder):
 
 
 def watch(watching: Watchers, context: Context) -> None:
-    """Let a command run a stage with one attempt."""
+    """Simulate a command that runs a stage with one attempt."""
     lease = Lease(context.campaign.storage, print)
     with watching.of_command(context.campaign, lease), watching.of_stage(context):
         watching.status("working", 1, 3)
@@ -80,18 +80,18 @@ def test_a_watcher_receives_all_calls_in_order(context) -> None:
     assert recorder.calls == ALL_CALLS
 
 
-def test_a_watcher_that_fails_costs_a_line_and_no_other_watcher_a_call(context) -> None:
+def test_failing_watcher_is_logged_and_does_not_affect_the_others(context) -> None:
     recorder = Recorder()
     lines: list[str] = []
     watch(Watchers([Failing(), recorder], lines.append), context)
     assert recorder.calls == ALL_CALLS
     names = ("started", "stage", "status", "ended", "close")
     assert lines == [f"Failing: OSError: {name} is out of order; the run continues without it" for name in names], (
-        "each once, although status is called three times"
+        "each error is logged once, although status is called three times"
     )
 
 
-def test_a_watcher_that_cannot_be_loaded_costs_a_line(context) -> None:
+def test_watcher_that_cannot_be_loaded_is_logged(context) -> None:
     lines: list[str] = []
     recorder = Recorder()
     watching = Watchers(["jobs.extras.nothing:Page", recorder], lines.append)
@@ -105,7 +105,7 @@ def test_watchers_are_loaded_by_name() -> None:
     assert type(watcher).__name__ == "Silent"
 
 
-def test_a_request_to_stop_that_arrives_during_a_call_is_not_lost(context) -> None:
+def test_stop_request_during_a_watchers_call_is_not_lost(context) -> None:
     class Stopped(Watcher):
         def status(self, message: StatusMessage) -> None:
             raise Preempted("stopped by SIGTERM")  # as the handler of the signal does

@@ -171,7 +171,7 @@ def test_all_workers_hear_of_what_becomes_of_rank_0s_work(tmp_path: Path) -> Non
     rank_0, rank_1 = run_worker_group(ranks.hear_of_rank_0, task, cluster=cluster, name="alone", directory=tmp_path)
     failed, stopped = (
         "EvaluationFailed: worker 0: DataError: rank 0 cannot",
-        "EvaluationStopped: stopped in an evaluation",
+        "EvaluationStopped: stopped during an evaluation",
     )
     assert rank_0 == ["done", failed, stopped]
     assert rank_1 == ["None", failed, stopped]
@@ -415,7 +415,7 @@ def test_weights_without_a_record_and_a_set_that_they_were_trained_on_are_named(
     (tmp_path / "leaks.json").write_text(seal(leaks))
     document = judged(world, tmp_path / "out", f"leaks={tmp_path / 'leaks.json'}")
     assert document["weights"]["trained_on"] == {"sets": [], "unknown": str(world / "weights")}
-    assert f"what {world / 'weights'} was trained on: not checked" in capsys.readouterr().out
+    assert f"training sets of {world / 'weights'}: not checked" in capsys.readouterr().out
     weights = trained(tmp_path / "weights", world, {"data.train": str(world / "test")})
     judged(world, tmp_path / "again", weights=str(weights))
     assert "the weights were trained on this set; not checked" in capsys.readouterr().out

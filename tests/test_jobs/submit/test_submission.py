@@ -1,4 +1,4 @@
-"""A run as a Ray job, on a real cluster with its dashboard: submitted, found by name, followed, stopped."""
+"""Runs as Ray jobs on a real cluster with its dashboard: submitted, found by name, followed and stopped."""
 
 import asyncio
 import json
@@ -52,14 +52,14 @@ time.sleep(300)
 
 @pytest.fixture(scope="module")
 def dashboard() -> Iterator[str]:
-    """The address of an embedded cluster's dashboard, which commands find as RAY_ADDRESS.
+    """Set RAY_ADDRESS to the dashboard of an embedded cluster, and return that address.
 
     It starts and takes jobs although the ports that Ray gives to every cluster's dashboard and agent are taken, as by
     another cluster.
     """
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         for port in (DEFAULT_DASHBOARD_PORT, DEFAULT_DASHBOARD_AGENT_LISTEN_PORT):
-            # Where this fails, another cluster of this machine has the port already.
+            # If this fails, another cluster on this machine uses the port already.
             with suppress(OSError):
                 stack.enter_context(socket.create_server((LOOPBACK, port)))
         patch.delenv("RAY_ADDRESS", raising=False)
@@ -77,14 +77,14 @@ def checkout(tmp_path: Path) -> Path:
 
 def test_a_list_without_jobs_says_so(dashboard, capsys) -> None:
     client = JobSubmissionClient()
-    for job in client.list_jobs():  # of the tests before this one, which come in any order
+    for job in client.list_jobs():  # from earlier tests, which run in any order
         if job.submission_id:
             client.delete_job(job.submission_id)
     assert main(["list"]) == 0
     assert capsys.readouterr().out.startswith("no jobs: none was submitted since the cluster's head started; type ")
 
 
-def test_a_job_is_found_by_its_run_followed_and_stopped_with_time_to_commit(dashboard, checkout, capsys) -> None:
+def test_job_is_found_by_its_run_followed_and_stopped_with_time_to_commit(dashboard, checkout, capsys) -> None:
     command = [sys.executable, "-c", TRAIN]
     job = submission.submit("/runs/digits", command, root=checkout)
     assert job.alive and job.id.startswith("digits-001-") and job.run == "/runs/digits"
@@ -96,10 +96,10 @@ def test_a_job_is_found_by_its_run_followed_and_stopped_with_time_to_commit(dash
     follower = threading.Thread(target=submission.logs, args=("/runs/digits",), kwargs={"write": printed.append})
     follower.start()
     deadline = time.monotonic() + 60
-    while "step 1 {braces}" not in "".join(printed):  # a command's braces and quotes arrive as they were
+    while "step 1 {braces}" not in "".join(printed):  # braces and quotes of a command are preserved
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    # The list shows the last whole line that its driver has printed.
+    # The list shows the last complete line of the driver's output.
     assert main(["list"]) == 0
     first, second, *_ = capsys.readouterr().out.splitlines()
     assert first.startswith("RUNNING ") and first.endswith(f"  /runs/digits  ({job.id})")
@@ -116,8 +116,8 @@ def test_a_job_is_found_by_its_run_followed_and_stopped_with_time_to_commit(dash
     assert (ended.status, ended.exit_code) == ("FAILED", 1) and "ZeroDivisionError" in "".join(printed)
 
 
-def test_a_job_that_waits_for_its_place_can_be_stopped(dashboard) -> None:
-    # More CPUs than there are: the job has no place, as on a cluster whose head is full.
+def test_pending_job_can_be_stopped(dashboard) -> None:
+    # With more CPUs than exist, the job stays pending, as on a cluster whose head is full.
     place = {"entrypoint_num_cpus": 10_000, "metadata": {"run": "pending"}}
     submission._submit_when_possible(lambda: JobSubmissionClient().submit_job(entrypoint="true", **place))
     assert submission.status("pending").status == "PENDING"
@@ -125,8 +125,8 @@ def test_a_job_that_waits_for_its_place_can_be_stopped(dashboard) -> None:
     assert {job.run for job in submission.list_jobs()} <= {"pending", "/runs/digits"}
 
 
-def test_an_unknown_run_is_answered_with_those_that_exist(dashboard) -> None:
-    with pytest.raises(UsageError, match="no job of nothing"):
+def test_unknown_run_is_answered_with_the_existing_runs(dashboard) -> None:
+    with pytest.raises(UsageError, match="no job for nothing"):
         submission.status("nothing")
 
 
@@ -135,16 +135,14 @@ def test_a_wrong_token_is_refused_and_explained(dashboard) -> None:
     environment = os.environ | {"RAY_AUTH_TOKEN": "0" * 64}
     asked = subprocess.run([sys.executable, "-c", program], env=environment, cwd=ROOT, capture_output=True, text=True)
     assert asked.returncode == 1
-    assert f"ClusterError: the cluster at {dashboard} refuses us: " in asked.stderr
+    assert f"ClusterError: the cluster at {dashboard} refuses the connection: " in asked.stderr
     assert "RAY_AUTH_TOKEN_PATH to a copy of the head's" in asked.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_two_submitted_campaigns_share_a_cluster_and_the_list_tells_of_both(
-    dashboard, recipe, tmp_path, capsys
-) -> None:
-    """Their recipe lies outside the checkout, and the cluster has room for one of them."""
+def test_two_submitted_campaigns_share_a_cluster_and_are_both_listed(dashboard, recipe, tmp_path, capsys) -> None:
+    """Their recipe is outside the checkout, and the cluster has room for only one of them."""
     workers = os.cpu_count() or 1
     words = [
         "cluster.backend=ray",
@@ -168,9 +166,9 @@ def test_two_submitted_campaigns_share_a_cluster_and_the_list_tells_of_both(
 
     long = ["pretrain.steps=100000", "pretrain.log_every=1", "pretrain.save_every=100000"]
     assert main(["submit", str(recipe), f"run={low}", *words, *long]) == 0
-    # On a busy machine the command itself says first that it starts.
-    assert capsys.readouterr().err.removeprefix("submit: starting …\n") == "", "Ray has nothing to say"
-    # Its loss is shown from its first step on.
+    # On a busy machine the command first prints its activity.
+    assert capsys.readouterr().err.removeprefix("submit: starting …\n") == "", "Ray prints nothing"
+    # The loss is shown after the first step.
     until("  loss ", ["status", str(low)])
     assert main(["submit", str(recipe), f"run={high}", *words]) == 0
     capsys.readouterr()
@@ -180,7 +178,7 @@ def test_two_submitted_campaigns_share_a_cluster_and_the_list_tells_of_both(
     assert "step " in lines[1]
     assert lines[2].startswith("PENDING ") and f"  {high}" in lines[2]
     assert f"room for 0 of {workers} workers of 1 CPUs; held: {workers} CPUs by {low}" in lines[3]
-    # Who holds the places commits and ends; who waits gets them.
+    # The holder of the places commits and ends; the waiting campaign gets them.
     assert submission.stop(str(low)).status == "STOPPED"
     assert submission.logs(str(high), write=lambda text: None).status == "SUCCEEDED"
     assert len(list(high.glob("*/done.json"))) == 4
@@ -191,11 +189,11 @@ def test_two_submitted_campaigns_share_a_cluster_and_the_list_tells_of_both(
 # ------------------------------------------------------------------------ without a cluster
 
 
-def test_the_list_shows_who_runs_then_the_queue_in_its_order_then_who_has_ended(monkeypatch, capsys) -> None:
+def test_list_shows_running_then_pending_then_ended_jobs(monkeypatch, capsys) -> None:
     started = time.mktime((2026, 11, 22, 8, 30, 0, 0, 0, 0))
     waiting = "waiting for the cluster: room for 0 of"
     jobs = [
-        # id, run, status, seconds, what its driver has printed
+        # id, run, status, seconds, output of the driver
         ("old-001", "/runs/old", "FAILED", -60, "waiting for the cluster: true no more\n"),
         ("c-001", "/runs/c", "RUNNING", 0, f"[pretrain] step 9/9\n{waiting} 1\n"),
         ("b-001", "/runs/b", "RUNNING", 60, f"{waiting} 2 workers\n"),
@@ -240,7 +238,7 @@ def test_the_list_shows_who_runs_then_the_queue_in_its_order_then_who_has_ended(
     ]
 
 
-def test_a_head_that_has_just_started_is_asked_again_until_it_takes_jobs(monkeypatch, capsys) -> None:
+def test_submission_is_retried_until_a_new_head_accepts_jobs(monkeypatch, capsys) -> None:
     answer = "Request failed with status code 500: No available agent to submit job, please try again later.."
     asked = []
 
@@ -252,15 +250,15 @@ def test_a_head_that_has_just_started_is_asked_again_until_it_takes_jobs(monkeyp
 
     assert submission._submit_when_possible(submit_job) == "digits-001" and len(asked) == 3
     said = capsys.readouterr().out
-    assert said == "waiting for the agent of the cluster's head, which runs jobs; for up to 300 s\n"
+    assert said == "waiting up to 300 s for the agent of the cluster's head, which runs jobs\n"
     asked.clear()
     monkeypatch.setattr(submission, "AGENT_WAIT_S", 0.0)
-    with pytest.raises(ClusterError, match="the cluster's head takes no jobs: its agent has not started within 0 s"):
+    with pytest.raises(ClusterError, match="the cluster's head accepts no jobs: its agent has not started within 0 s"):
         submission._submit_when_possible(submit_job)
 
 
 class Head:
-    """A head with one job, whose connection for its log breaks once, and which then falls silent or forgets the job."""
+    """A fake head with one job: its log connection breaks once, then it stops answering or forgets the job."""
 
     def __init__(self, end: str) -> None:
         self.end = end
@@ -272,7 +270,7 @@ class Head:
 
     def list_jobs(self) -> list[SimpleNamespace]:
         if self.is_gone and self.end == "silent":
-            time.sleep(60)  # as after a loss of power: no answer, and no end of the connection
+            time.sleep(60)  # as after a power failure: no answer, and the connection is not closed
         if self.is_gone and self.end == "forgets":
             return []
         status, code = "RUNNING", None
@@ -297,27 +295,25 @@ class Head:
     ("end", "code", "text"),
     [
         ("silent", 69, "the cluster's head at http://head:8265 has not answered for "),
-        ("forgets", 69, "knows no job x-001 any more: it was started anew"),
+        ("forgets", 69, "does not know job x-001: it was restarted"),
         ("killed", 69, "job x-001 ended without a word: FAILED, exit code -9"),
         ("shell", 69, "job x-001 ended without a word: FAILED, exit code 137"),
         ("place", 69, "job x-001 ended without a word: FAILED, exit code None"),
         ("data", 65, ""),
     ],
 )
-def test_logs_end_as_the_run_does_and_with_69_where_the_head_or_the_driver_is_gone(
-    end, code, text, monkeypatch, capsys
-) -> None:
+def test_logs_end_with_the_runs_exit_code_or_69_if_head_or_driver_is_lost(end, code, text, monkeypatch, capsys) -> None:
     head = Head(end)
     monkeypatch.setattr(submission, "_connect", lambda: head)
     for name in ("LOOK_EVERY_S", "LOOK_TIMEOUT_S", "HEAD_PATIENCE_S"):
         monkeypatch.setattr(submission, name, 0.1)
     assert main(["logs", "/runs/x"]) == code
     printed = capsys.readouterr()
-    assert printed.out == "step 1\nstep 2\n", "each line once, whatever befell the connection"
+    assert printed.out == "step 1\nstep 2\n", "each line once, although the connection broke"
     assert text in printed.err
 
 
-def test_submit_and_wait_follows_a_job_that_is_alive_and_ends_as_it_does(tmp_path, monkeypatch, capsys) -> None:
+def test_submit_wait_follows_a_live_job_and_ends_with_its_exit_code(tmp_path, monkeypatch, capsys) -> None:
     head = Head("data")
     run = tmp_path / "x"
     head.list_jobs = lambda: [job for job in Head.list_jobs(head) if job.metadata.update(run=str(run)) is None]
@@ -328,7 +324,7 @@ def test_submit_and_wait_follows_a_job_that_is_alive_and_ends_as_it_does(tmp_pat
     assert "job x-001 of this run is RUNNING since " in printed and printed.endswith("step 1\nstep 2\n")
 
 
-def test_submit_refuses_a_run_whose_driver_is_no_job(tmp_path, monkeypatch, capsys) -> None:
+def test_submit_refuses_a_run_whose_driver_is_not_a_job(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(submission, "submit", lambda *_, **__: pytest.fail("it was submitted"))
     with Lease(Folder(tmp_path / "x"), print):
         assert main(["submit", "digits", f"run={tmp_path / 'x'}"]) == 73
@@ -343,14 +339,14 @@ def test_a_checkout_too_large_to_ship_is_refused_with_its_largest_entries(checko
             file.truncate(size * 2**20)
     with pytest.raises(UsageError) as caught:
         submission.measure(checkout)
-    assert "the checkout is 110 MiB" in str(caught.value)
+    assert "the checkout has 110 MiB" in str(caught.value)
     assert "largest: images/a.tar 90 MiB, images/b.tar 20 MiB," in str(caught.value)
     (checkout / ".rayignore").write_text("images/a.tar\n")
     assert submission.measure(checkout)["images/b.tar"] == 20 * 2**20
 
 
-def test_what_is_measured_is_what_ray_packs(checkout, tmp_path) -> None:
-    """Ignore files hold below their own folder, `!` takes an exclusion back, and Ray's package is the judge."""
+def test_measured_size_is_that_of_rays_package(checkout, tmp_path) -> None:
+    """Ignore files apply below their folder, `!` re-includes files; the expected size is that of Ray's package."""
     root = checkout / "root"
     contents = {
         ".gitignore": "*.log\nbuild/\n/top\n",
@@ -375,10 +371,8 @@ def test_what_is_measured_is_what_ray_packs(checkout, tmp_path) -> None:
     assert submission.measure(root) == packed
 
 
-def test_a_secret_in_the_environment_is_refused() -> None:
-    with pytest.raises(
-        UsageError, match="AWS_SECRET_ACCESS_KEY looks like a secret by its name: it would be shown in clear"
-    ):
+def test_secret_in_the_environment_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"AWS_SECRET_ACCESS_KEY looks like a secret \(by its name\), and everybody"):
         submission.submit("x", ["true"], environment={"AWS_SECRET_ACCESS_KEY": "abc"})
 
 
@@ -394,9 +388,7 @@ def test_submit_passes_variables_on_and_refuses_one_without_a_value(monkeypatch,
     assert "expected NAME=VALUE, for example --env NCCL_DEBUG=INFO" in capsys.readouterr().err
 
 
-def test_a_recipe_travels_from_anywhere_with_its_relative_paths_and_is_the_same_campaign(
-    recipe, shards, tmp_path, monkeypatch, capsys
-) -> None:
+def test_submitted_recipe_from_any_folder_is_the_same_campaign(recipe, shards, tmp_path, monkeypatch, capsys) -> None:
     home = tmp_path / "home"
     home.mkdir()
     (home / "mine.yaml").write_text(
@@ -419,7 +411,7 @@ def test_a_recipe_travels_from_anywhere_with_its_relative_paths_and_is_the_same_
     changed = "pretrain.data.train, finetune.data.train, finetune.deepspeed, fewshot.probe.train, photos.sets.a.path"
     assert capsys.readouterr().out == f"relative paths are taken from {home}: {changed}\n"
 
-    # On the cluster's head: another folder, another environment, and what the job took along.
+    # On the cluster's head: another folder, another environment, and only the shipped files.
     run, command, environment = asked[0]
     assert run == str(home / "runs" / "mine")
     monkeypatch.chdir("/")
@@ -429,12 +421,12 @@ def test_a_recipe_travels_from_anywhere_with_its_relative_paths_and_is_the_same_
     there = load_campaign(command[4], command[5:], KINDS)
     assert there.run == here.run
     assert there.stage("pretrain").config.optim.lr == 0.003
-    assert there.stage("finetune").config.data.cache.directory == "~/cache", "of each node's own home"
+    assert there.stage("finetune").config.data.cache.directory == "~/cache", "relative to each node's home"
     assert there.stage("finetune").config.deepspeed == str(home / "tuning.json")
     assert there.stage("photos").config.sets["a"].path == str(home / "photos.csv")
     for stage in here.stages:
         assert not there.stage(stage.name).missing
-        # What a pack stage reads is in its key by path; of all others the content counts.
+        # The key of a pack stage contains the path of its input, other keys contain digests.
         if stage.name in ("pretrain", "resize", "finetune"):
             assert there.stage(stage.name).key == stage.key
     monkeypatch.setenv("WEB", "https://me:hunter2@host/train")
@@ -442,7 +434,7 @@ def test_a_recipe_travels_from_anywhere_with_its_relative_paths_and_is_the_same_
     with pytest.raises(ConfigError, match=r"mine\.yaml holds what looks like a secret: "):
         portable(read_recipe(home / "mine.yaml", secret), str(here.run), home, KINDS)
     assert main(["plan", "env:NOTHING"]) == 78
-    assert "no recipe in the environment variable NOTHING, which is not set" in capsys.readouterr().err
+    assert "expected a recipe in the environment variable NOTHING, which is not set" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -458,7 +450,7 @@ def test_every_path_that_a_kind_of_stage_names_is_a_field_of_its_config(kind) ->
         assert str in (hint, *get_args(hint)), pattern
 
 
-def test_the_equivalent_command_says_the_same(checkout, monkeypatch, capsys) -> None:
+def test_equivalent_command_submits_the_same_job(checkout, monkeypatch, capsys) -> None:
     requests: list[dict[str, Any]] = []
     client = SimpleNamespace(
         get_address=lambda: "http://h:8265", list_jobs=list, submit_job=lambda **request: requests.append(request)
@@ -466,8 +458,8 @@ def test_the_equivalent_command_says_the_same(checkout, monkeypatch, capsys) -> 
     monkeypatch.setattr(submission, "_connect", lambda: client)
     monkeypatch.setattr(submission, "status", lambda run: None)
     submission.submit("/runs/x", ["python", "-m", "jobs", "a={b}"], environment={"A": "b c"}, root=checkout)
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("the same by hand: ")]
-    words = shlex.split(line.removeprefix("the same by hand: "))
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("equivalent command: ")]
+    words = shlex.split(line.removeprefix("equivalent command: "))
     assert words[:3] == ["ray", "job", "submit"] and words[-4:] == ["python", "-m", "jobs", "a={b}"]
     options = dict(zip(words[3:-5:2], words[4:-5:2], strict=True))
     (request,) = requests
@@ -478,7 +470,7 @@ def test_the_equivalent_command_says_the_same(checkout, monkeypatch, capsys) -> 
     assert json.loads(options["--metadata-json"]) == request["metadata"] == {"job_name": "x", "run": "/runs/x"}
 
 
-def test_logs_of_a_run_that_is_no_job_name_the_file_that_has_them(tmp_path, capsys):
+def test_logs_of_a_run_without_a_job_names_its_log_file(tmp_path, capsys):
     with Lease(Folder(tmp_path), print):
         assert main(["logs", str(tmp_path)]) == 64
     assert f"{tmp_path} is no job of a cluster\n  what it prints is in its log: tail -f " in capsys.readouterr().err

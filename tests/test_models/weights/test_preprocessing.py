@@ -82,7 +82,7 @@ def test_an_image_file_becomes_the_same_pixels_and_logits(ops, format, files, tm
     ops = ops or SQUASHED
     remaining = REMAINING[preprocessing_of(ops, model.config).interpolation]
     remarks = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note ")]
-    assert [f"others (by {remaining} of −1 … 1 in the mean" in line for line in remarks] == [True] * bool(remaining)
+    assert [f"differ (by {remaining} of −1 … 1 on average" in line for line in remarks] == [True] * bool(remaining)
     for name, file in files.items():
         expected = ours(file, ops)
         found = pixels_of(Image.open(file).convert("RGB"))

@@ -27,11 +27,11 @@ SEED = int(os.environ.get("FAULT_SEED", "20261120"))
 
 @pytest.fixture(scope="module")
 def recorded(request) -> tuple[Path, list[dict[str, Any]]]:
-    """(the folder with the trace, what became of every run that was hit)"""
+    """Return the folder with the trace, and the state left by every interrupted run."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None or sys.platform != "linux":
         pytest.skip("needs Linux and a C compiler for the shim between Python and its file system calls")
-    memory = Path("/dev/shm")  # where fsync costs nothing; what it means is the simulation's business
+    memory = Path("/dev/shm")  # fsync is free there, and the simulation models its effect
     folder = Path(tempfile.mkdtemp(dir=memory if memory.is_dir() else None))
     request.addfinalizer(lambda: shutil.rmtree(folder))
     shim = folder / "faults.so"
@@ -51,13 +51,13 @@ def newest_saved(outcome: dict[str, Any]) -> int:
 
 
 def check(outcome: dict[str, Any]) -> None:
-    """Loadable, nothing acknowledged lost, nothing half made under a valid name, the claimed attempt still taken."""
+    """Check that a state can be loaded, lost no reported checkpoint, has no partial set and keeps the attempt."""
     assert outcome["loads"] in (30, 40, 50) and outcome["loads"] >= newest_saved(outcome), outcome
     assert not outcome["complaints"], outcome
     assert outcome["attempt"] >= dict(outcome["said"]).get("attempt", 1), outcome
 
 
-def test_a_crash_at_any_call_loses_nothing_acknowledged(recorded) -> None:
+def test_crash_at_any_call_loses_no_reported_checkpoint(recorded) -> None:
     crashes = [o for o in recorded[1] if o["how"] == KILL and o["killed"]]
     for outcome in crashes:
         check(outcome)
@@ -67,7 +67,7 @@ def test_a_crash_at_any_call_loses_nothing_acknowledged(recorded) -> None:
     print(f"{calls} of {calls} crash points loadable")
 
 
-def test_a_crash_in_the_middle_of_any_write_loses_nothing_acknowledged(recorded) -> None:
+def test_crash_during_any_write_loses_no_reported_checkpoint(recorded) -> None:
     torn = [o for o in recorded[1] if o["how"] == TEAR and o["killed"]]
     for outcome in torn:
         check(outcome)
@@ -76,7 +76,7 @@ def test_a_crash_in_the_middle_of_any_write_loses_nothing_acknowledged(recorded)
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EROFS], ids=errno.errorcode.get)
-def test_a_failing_call_leaves_the_checkpoint_before_it_and_training_goes_on(recorded, error) -> None:
+def test_failing_call_keeps_the_previous_checkpoint_and_training_continues(recorded, error) -> None:
     failures = [o for o in recorded[1] if o["error"] == error]
     for outcome in failures:
         check(outcome)
@@ -90,7 +90,7 @@ def test_a_failing_call_leaves_the_checkpoint_before_it_and_training_goes_on(rec
             assert said[-2][0] == "failed" or "failed" in kinds, outcome
     assert len(failures) > 50
     unsaved = [o for o in failures if o["how"] == FAIL_FROM and "ready" in dict(o["said"]) and o["loads"] == 30]
-    assert len(unsaved) > 5 or error == errno.EIO  # the disk was full before the first save could be whole
+    assert len(unsaved) > 5 or error == errno.EIO  # the disk was full before the first save was complete
     assert all(os.strerror(error) in str(dict(o["said"])["failed"]) for o in unsaved)
     print(f"{len(failures)} failing calls of {errno.errorcode[error]}: nothing lost")
 
@@ -100,7 +100,7 @@ def paths(folder: Path) -> tuple[Path, Path, str]:
 
 
 @pytest.mark.parametrize("states", [2_000, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
-def test_a_power_cut_loses_nothing_acknowledged(states, recorded, tmp_path) -> None:
+def test_power_cut_loses_no_reported_checkpoint(states, recorded, tmp_path) -> None:
     recording, rng = Recording(*paths(recorded[0])), random.Random(SEED)
     (tmp_path / "store").mkdir()
     seen = set()
@@ -119,7 +119,7 @@ def test_a_power_cut_loses_nothing_acknowledged(states, recorded, tmp_path) -> N
 
 
 def restart(state: dict[str, bytes | None], folder: Path, known: dict[str, int]) -> list[str]:
-    """What is wrong with what a start finds in the state, where `known` had been acknowledged."""
+    """Start from a state after `known` was reported; return what is wrong with it, "" if nothing."""
     run = folder / "run"
     build(state, run, folder / "store")
     said: list[str] = []
@@ -129,7 +129,7 @@ def restart(state: dict[str, bytes | None], folder: Path, known: dict[str, int])
             said.append(f"loads {found}, acknowledged was {known}")
         if newest_attempt(Folder(run)) < known.get("attempt", 1):
             said.append(f"attempt {newest_attempt(Folder(run))}, acknowledged was {known}")
-        for step in committed(run / "stage" / "checkpoints"):  # the older ones may be needed one day
+        for step in committed(run / "stage" / "checkpoints"):  # the older ones must stay valid too
             verify(step)
     except (CheckpointError, OSError) as error:
         said.append(str(error))
@@ -137,8 +137,8 @@ def restart(state: dict[str, bytes | None], folder: Path, known: dict[str, int])
     return said
 
 
-def test_a_power_cut_would_find_a_save_without_its_fsyncs(recorded, tmp_path) -> None:
-    """The model is no sham: the same run, its fsyncs forgotten, loses what it acknowledged."""
+def test_simulated_power_cut_detects_missing_fsyncs(recorded, tmp_path) -> None:
+    """Check the simulation itself: the same run without its fsyncs loses reported checkpoints."""
     recording, rng = Recording(*paths(recorded[0])), random.Random(SEED)
     for operation in (operation for line in recording.lines for operation in line):
         operation.durable = 1 << 30

@@ -1,6 +1,6 @@
-"""A disk that is too small, fills up or is read-only: the run says which path, what it needs and what is free.
+"""A disk that is too small, fills up or is read-only: the error names the path, the space needed and the free space.
 
-The disk is a real one: a tmpfs that is mounted in a name space of the test's own, where a user may mount.
+The disk is a real tmpfs, mounted in a separate namespace if the user is allowed to mount.
 """
 
 import re
@@ -16,7 +16,7 @@ from tests.support.recipes import TINY
 
 ROOT = Path(__file__).parents[3]
 IN_A_NAME_SPACE = ["unshare", "--map-root-user", "--mount"]
-# Two workers, no evaluation; a checkpoint is 12 bytes a parameter (fp32 masters and Adam's two moments).
+# Two workers, no evaluation; a checkpoint has 12 bytes per parameter (fp32 masters and Adam's two moments).
 OPTIONS = "pretrain.data.evaluate=null pretrain.log_every=1 pretrain.save_every=4 pretrain.max_failed_saves=2"
 
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(not can_mount(), reason="needs Linux where a use
 
 
 def on_a_disk(size_kb: int, script: str, tmp_path: Path, shards: Path) -> str:
-    """What the shell script says, in which $disk is a disk of that size and $run pretrains in $disk/run."""
+    """Return the output of a shell script, in which $disk is a disk of that size and $run pretrains in $disk/run."""
     disk = tmp_path / "disk"
     disk.mkdir()
     recipe = tmp_path / "tiny.yaml"
@@ -57,25 +57,25 @@ def parameters() -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def test_a_disk_without_room_for_the_checkpoints_is_refused_before_the_run(tmp_path: Path, shards: Path) -> None:
+def test_disk_too_small_for_the_checkpoints_is_refused_before_the_run(tmp_path: Path, shards: Path) -> None:
     size_kb = 3 * 12 * parameters() // 1000  # three checkpoints fit; keep=3 needs four, and the weights
     said = on_a_disk(size_kb, "$run; echo code $?; $status; ls $disk/run/pretrain-*", tmp_path, shards)
     assert "code 74" in said, said
     needed = re.search(r"error: ([\d.]+) MB needed under (\S+) \(4 checkpoints of .* ([\d.]+) (k|M)B free", said)
     assert needed is not None, said
-    # Four checkpoints and the weights, counted by hand; each checkpoint has a few kB of headers.
+    # Four checkpoints and the weights, calculated by hand; each checkpoint has a few kB of headers.
     assert float(needed[1]) == pytest.approx((4 * 12 + 4) * parameters() / 1e6, rel=0.1)
     assert needed[2].startswith(str(tmp_path / "disk/run/pretrain-"))
-    assert "lower keep, or give the run another disk: run=/elsewhere" in said
+    assert "lower keep, or use another disk: run=/elsewhere" in said
     assert f"{needed[1]} MB needed under" in said.partition("code 74")[2], "status tells the same"
     assert "attempts" not in said.partition("code 74")[2], "no worker was started"
 
 
-def test_a_disk_that_fills_up_ends_the_run_with_its_path_and_bytes_and_status_tells_it(tmp_path, shards) -> None:
+def test_disk_that_fills_up_ends_the_run_and_status_reports_path_and_bytes(tmp_path, shards) -> None:
     script = (
         "$run pretrain.steps=100000 & pid=$!\n"
         "until ls $disk/run/pretrain-*/checkpoints/step-* >/dev/null 2>&1; do sleep 0.1; done\n"
-        # Filled up again and again: a commit that was under way deletes an older checkpoint, which makes room.
+        # Fill it repeatedly, because the commit in flight deletes an older checkpoint and frees space.
         "while kill -0 $pid 2>/dev/null; do cat /dev/zero >> $disk/ballast 2>/dev/null; sleep 0.1; done\n"
         "wait $pid; echo code $?; $status; rm $disk/ballast; $status\n"
     )
@@ -87,13 +87,13 @@ def test_a_disk_that_fills_up_ends_the_run_with_its_path_and_bytes_and_status_te
     )
     assert end is not None, said
     assert float(end[2]) < float(end[1]), "the first save that failed may have left some room behind"
-    assert "make room under" in said and "then run the same command again" in said
+    assert "free space under" in said and "then run the same command again" in said
     assert said.count("end  pretrain: 2 saves in a row failed") == 2, "status tells it, on the full disk and after"
     assert "killed, or lost with its machine" not in said and "without a word" not in said
 
 
-def test_a_read_only_disk_is_named_with_what_to_do(tmp_path: Path, shards: Path) -> None:
+def test_read_only_disk_is_reported_with_a_remedy(tmp_path: Path, shards: Path) -> None:
     said = on_a_disk(1000, "mount -o remount,ro $disk; $run; echo code $?", tmp_path, shards)
     assert "code 74" in said, said
     assert f"error: Read-only file system: {tmp_path}/disk/run" in said
-    assert "see to the mount or the folder's mode, or name another folder: run=/elsewhere" in said
+    assert "check the mount and the folder's mode, or use another folder: run=/elsewhere" in said

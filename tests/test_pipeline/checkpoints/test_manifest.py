@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself, and the digests of its files."""
+"""The manifest of a checkpoint, and the digests of its files."""
 
 import itertools
 import os
@@ -23,19 +23,19 @@ pytestmark = pytest.mark.quick
 
 @pytest.fixture
 def group(tmp_path) -> savers.WorkerGroup:
-    """A run with committed steps 10 and 20."""
+    """Return a run with committed steps 10 and 20."""
     return savers.with_steps(tmp_path / "run")
 
 
-def test_a_newer_schema_is_refused_and_left_alone(group) -> None:
+def test_newer_schema_is_refused_but_not_quarantined(group) -> None:
     newest = committed(group.folder)[0]
     savers.reseal(newest, schema=SCHEMA + 1)
-    with pytest.raises(CheckpointError, match=r"has schema 2, this code reads up to 1\n  update Patchline"):
+    with pytest.raises(CheckpointError, match=r"has schema 2, but this code reads up to 1\n  update Patchline"):
         group.checkpoints_anew().choose(2, print)
     assert newest.is_dir()
 
 
-def test_the_digests_of_a_save_are_those_of_its_files(tmp_path, monkeypatch) -> None:
+def test_digests_of_a_save_match_its_files(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(manifests, "LEAST_CHUNK", 256)
     monkeypatch.setattr(manifests, "MOST_CHUNKS", 2)
     made = savers.WorkerGroup(tmp_path / "run")
@@ -50,15 +50,15 @@ def test_the_digests_of_a_save_are_those_of_its_files(tmp_path, monkeypatch) -> 
         assert record["chunks"] == "".join(xxhash.xxh3_64(chunk).hexdigest() for chunk in chunks)
 
 
-def test_order_is_by_step_and_attempt_whatever_the_clock_says(tmp_path) -> None:
+def test_checkpoints_are_ordered_by_step_and_attempt_not_by_clock(tmp_path) -> None:
     group = savers.WorkerGroup(tmp_path / "run", attempt=1)
     for step in (10, 20, 30):
         group.save(step)
     later = savers.WorkerGroup(tmp_path / "run", attempt=2)
-    assert later.save(30)  # replayed: the former attempt's copy stays, the later attempt's comes first
+    assert later.save(30)  # repeated: the earlier attempt's copy stays, the later attempt's comes first
     expected = [p.name for p in committed(group.folder)]
     assert expected == [f"step-00000000{n}" for n in ("30-000002", "30", "20", "10")]
-    for jumps in itertools.product((-1, 1), repeat=3):  # by an hour, either way, between any two saves
+    for jumps in itertools.product((-1, 1), repeat=3):  # by an hour, forwards or backwards, between any two saves
         hours = itertools.accumulate((0, *jumps))
         for step, then in zip(reversed(expected), (time.time() + 3600 * hour for hour in hours), strict=True):
             os.utime(group.folder / step, (then, then))
@@ -69,13 +69,13 @@ def test_order_is_by_step_and_attempt_whatever_the_clock_says(tmp_path) -> None:
     assert group.checkpoints.prune(2, 0) == expected[2:]
 
 
-def test_a_folder_under_another_steps_name_is_refused(group) -> None:
+def test_folder_renamed_to_another_step_is_refused(group) -> None:
     os.rename(group.folder / "step-0000000010", group.folder / "step-0000000090")
     step, said = savers.pick(group.folder)
-    assert step == 20 and "is of step 10, the folder's name says 90" in said[0]
+    assert step == 20 and "is of step 10, but the folder's name says 90" in said[0]
 
 
-def test_a_manifest_says_everything_and_only_the_truth(group) -> None:
+def test_manifest_records_the_real_state(group) -> None:
     manifest = read_manifest(committed(group.folder)[0])
     assert asdict(manifest) == {**asdict(savers.manifest(20, 1, 2)), "files": manifest.files}
     assert sorted(manifest.files) == ["rank-00000.safetensors", "rank-00001.safetensors"]

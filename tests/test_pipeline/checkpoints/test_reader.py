@@ -1,4 +1,4 @@
-"""Any range of a checkpoint, in any topology, from as few files as hold it."""
+"""Reading any range of a checkpoint, at any topology, from as few files as possible."""
 
 import os
 import resource
@@ -26,11 +26,11 @@ pytestmark = pytest.mark.quick
 
 @pytest.fixture
 def group(tmp_path) -> savers.WorkerGroup:
-    """A run with committed steps 10 and 20."""
+    """Return a run with committed steps 10 and 20."""
     return savers.with_steps(tmp_path / "run")
 
 
-def test_a_fragment_that_is_nowhere_is_an_error_and_not_a_zero(group) -> None:
+def test_missing_fragment_is_an_error_not_zeros(group) -> None:
     newest = committed(group.folder)[0]
     (newest / "rank-00001.safetensors").unlink()
     name = "rank-00000.safetensors"
@@ -40,13 +40,13 @@ def test_a_fragment_that_is_nowhere_is_an_error_and_not_a_zero(group) -> None:
         reader("w", "master", 0, 96)
 
 
-CUTS = [0, 100, 20_000, 20_001, 31_000, 48_000]  # of a flat state, where its parameters begin and end
+CUTS = [0, 100, 20_000, 20_001, 31_000, 48_000]  # boundaries of the parameters in a flat state
 
 
 def ranges_of(rank: int, world: int, cuts: list[int], *, is_parted: bool) -> Iterator[tuple[str, int, int, int]]:
-    """(parameter, where it begins, first, stop) of what a worker owns of a flat state.
+    """Return (parameter, its first element, first, stop) for each range of a flat state that a worker owns.
 
-    ZeRO 1 and 2 cut the whole state evenly, ZeRO 3 every parameter.
+    ZeRO 1 and 2 split the whole state evenly, ZeRO 3 every parameter.
     """
     for number, (begin, end) in enumerate(pairwise(cuts)):
         begin_cutting, length = (begin, end - begin) if is_parted else (0, cuts[-1])
@@ -60,7 +60,7 @@ def ranges_of(rank: int, world: int, cuts: list[int], *, is_parted: bool) -> Ite
 def save_cut(
     folder: Path, state: torch.Tensor, cuts: list[int], world: int, *, is_parted: bool
 ) -> dict[str, ChunkedRecord]:
-    """Write the files of a world that saved the flat state; returns their records."""
+    """Write the files of a group of workers that save the flat state; return their records."""
     records = {}
     for rank in range(world):
         views = {}
@@ -74,7 +74,7 @@ def save_cut(
 
 @pytest.mark.parametrize("is_parted", [False, True], ids=["save_flat", "save_parted"])
 @pytest.mark.parametrize("world", [8, 64])
-def test_a_worker_opens_and_hashes_what_it_needs_however_much_there_is(is_parted, world, tmp_path, monkeypatch) -> None:
+def test_worker_opens_and_verifies_only_the_files_that_it_needs(is_parted, world, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(manifests, "LEAST_CHUNK", 512)
     state = torch.arange(48_000.0)
     files = save_cut(tmp_path, state, CUTS, world, is_parted=is_parted)
@@ -93,7 +93,7 @@ def test_a_worker_opens_and_hashes_what_it_needs_however_much_there_is(is_parted
             files_here = len(reader.opened)
             assert files_here <= (1 if next_world == world else 4)
             opened += files_here
-            # Besides the ranges: the heads, and the rest of the chunks in which a head or a range begins or ends.
+            # Besides the ranges: the headers, and the rest of the chunks at the ends of headers and ranges.
             ends = 2 * (ranges + files_here) * 512 + files_here * (head_bytes + 512)
             assert read_bytes <= reader.hashed_bytes <= read_bytes + ends
             with pytest.raises(CheckpointError, match="0 of 1 elements of p9"):
@@ -103,11 +103,11 @@ def test_a_worker_opens_and_hashes_what_it_needs_however_much_there_is(is_parted
 
 
 @pytest.mark.parametrize("share", [None, 0.5], ids=["all", "what-is-asked-for"])
-def test_a_checkpoint_of_more_files_than_a_process_may_open_is_read_whole(share, tmp_path) -> None:
+def test_checkpoint_with_more_files_than_the_open_file_limit_is_read(share, tmp_path) -> None:
     world = MOST_OPEN + 100
     state = torch.arange(4.0 * world)
     records = save_cut(tmp_path, state, [0, len(state)], world, is_parted=False)
-    used = max(map(int, os.listdir("/proc/self/fd"))) + 1  # the limit is one of the highest number
+    used = max(map(int, os.listdir("/proc/self/fd"))) + 1  # the limit applies to the highest number
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + MOST_OPEN + 20, before[1]))
     try:
@@ -118,5 +118,5 @@ def test_a_checkpoint_of_more_files_than_a_process_may_open_is_read_whole(share,
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert len(reader.opened) == world
-    holding = [file for file in reader.opened.values() if file.handle is not None or file.kept]
+    holding = [file for file in reader.opened.values() if file.handle is not None or file.cached_chunk]
     assert len(holding) <= MOST_OPEN, "neither descriptors nor chunks of all files"

@@ -1,4 +1,4 @@
-"""A start loads the newest checkpoint that is whole, on all workers alike, in any topology."""
+"""A start loads the newest intact checkpoint, on all workers alike, at any topology."""
 
 import errno
 import os
@@ -19,7 +19,7 @@ from tests.support import savers
 
 @pytest.fixture
 def group(tmp_path) -> savers.WorkerGroup:
-    """A run with committed steps 10 and 20."""
+    """Return a run with committed steps 10 and 20."""
     return savers.with_steps(tmp_path / "run")
 
 
@@ -37,8 +37,8 @@ ALL = (0, 1, 2, 3)
         ),
     ],
 )
-def test_what_one_topology_saved_every_other_loads_bit_for_bit(topologies, tmp_path) -> None:
-    """From each world and ZeRO stages to each: masters and moments as saved, and the weights in use with them."""
+def test_every_topology_loads_what_another_saved_bit_for_bit(topologies, tmp_path) -> None:
+    """Load from each world size and ZeRO stage at each other: masters, moments and computing weights are equal."""
     values = [
         run_worker_group(
             act,
@@ -59,7 +59,7 @@ def test_what_one_topology_saved_every_other_loads_bit_for_bit(topologies, tmp_p
     print(f"{count**2} loads bit-equal")
 
 
-def test_failing_storage_condemns_no_checkpoint(group, monkeypatch) -> None:
+def test_failing_storage_quarantines_no_checkpoint(group, monkeypatch) -> None:
     def refuse(path, *args, **kwargs):
         raise PermissionError(13, "Permission denied", str(path))
 
@@ -69,7 +69,7 @@ def test_failing_storage_condemns_no_checkpoint(group, monkeypatch) -> None:
     assert len(committed(group.folder)) == 2
 
 
-def test_a_bad_checkpoint_that_cannot_be_renamed_is_an_error_that_all_workers_hear(group, monkeypatch) -> None:
+def test_damaged_checkpoint_that_cannot_be_renamed_raises_on_all_workers(group, monkeypatch) -> None:
     file = committed(group.folder)[0] / "rank-00001.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
@@ -95,8 +95,8 @@ MORE_CASES = [(3, "rank-00001.safetensors"), (3, "rank-00000.safetensors"), (1, 
 
 
 @pytest.mark.parametrize("cases", [CASES, pytest.param(MORE_CASES, marks=pytest.mark.slow)], ids=["few", "more"])
-def test_what_one_worker_alone_finds_damaged_makes_all_load_the_one_before(cases, tmp_path) -> None:
-    """Two real workers, each of which reads its own part of the state at ZeRO 1 and 2; at 0 they share the reading."""
+def test_damage_found_by_one_worker_makes_all_load_the_previous_checkpoint(cases, tmp_path) -> None:
+    """Use two real workers: at ZeRO 1 and 2 each reads its own part of the state; at 0 they share the reading."""
     everybody = run_worker_group(
         savers.load_damaged,
         {"run": str(tmp_path), "cases": cases},
@@ -107,27 +107,30 @@ def test_what_one_worker_alone_finds_damaged_makes_all_load_the_one_before(cases
     names = ["step-0000000010", "step-0000000020"]
     for (zero, file), first, second in zip(cases, *everybody, strict=True):
         if not file:
-            # The disk has the right bytes: no checkpoint is to blame, and none is refused.
+            # The bytes on disk are right: no checkpoint is to blame, and none is quarantined.
             assert first["error"] == second["error"] != "" and first["left"] == names
             assert "rank-00001.safetensors: bytes 0 to " in first["error"] and "read by worker 1 on" in first["error"]
-            assert "rank 0 on" in first["error"] and "finds it whole\n  nothing was changed" in first["error"]
+            assert (
+                "rank 0 on" in first["error"]
+                and "read the same checkpoint without errors\n  nothing was changed" in first["error"]
+            )
             continue
         for outcome in (first, second):
             assert (outcome["step"], outcome["wrong"], outcome["error"]) == (10, 0, ""), (zero, file, outcome)
             assert outcome["left"] == ["bad-0000000020-000002", "step-0000000010"]
         (line,) = first["said"]
-        assert file in line and "kept as bad-0000000020-000002, trying the one before it" in line
+        assert file in line and "kept as bad-0000000020-000002; trying the previous checkpoint" in line
         assert second["said"] == [], "rank 0 speaks for all"
-        if zero == 2:  # where worker 1 reads its own file alone
+        if zero == 2:  # worker 1 reads only its own file
             assert "(read by worker 1 on" in line and "the file has changed" in line
 
 
-def test_when_all_are_damaged_in_what_is_read_a_person_decides(group) -> None:
+def test_start_fails_if_all_checkpoints_have_damaged_data(group) -> None:
     for step in committed(group.folder):
         file = step / "rank-00001.safetensors"
         content = bytearray(file.read_bytes())
         content[-1] ^= 1
         file.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"none of 2 checkpoints .* is whole; they are kept as bad-"):
+    with pytest.raises(CheckpointError, match=r"all 2 checkpoints .* are damaged; they are kept as bad-"):
         savers.start_from(group.folder, 2, print)
     assert len(list(group.folder.glob("bad-*"))) == 2

@@ -1,4 +1,4 @@
-"""When a save is due, and how a step is made safe; how a checkpoint is written is in test_stage_checkpoints.py."""
+"""When a save is due, and how a step gets committed; test_stage_checkpoints.py tests how a checkpoint is written."""
 
 import errno
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.quick
 
 @pytest.fixture
 def group(tmp_path: Path) -> Iterator[WorkerGroup]:
-    """A group of one worker, whose save of step 10 is committed."""
+    """Return a group of one worker that has committed step 10."""
     made = WorkerGroup(tmp_path / "run", world=1)
     made.save(10)
     with made.collectives():
@@ -22,7 +22,7 @@ def group(tmp_path: Path) -> Iterator[WorkerGroup]:
 
 
 def beginning(group: WorkerGroup, step: int, begun: list[int]) -> Callable[[], None]:
-    """Return what begins a save of this step, and notes it."""
+    """Return a function that begins a save of this step, and records the call."""
 
     def begin() -> None:
         begun.append(step)
@@ -35,14 +35,14 @@ def beginning(group: WorkerGroup, step: int, begun: list[int]) -> Callable[[], N
     ("step", "is_evaluated", "saves_evaluated", "is_finite", "is_due"),
     [
         (8, False, False, True, True),
-        (8, False, False, False, False),  # amid steps that are not finite
+        (8, False, False, False, False),  # during non-finite steps
         (9, False, False, True, False),
         (9, True, False, True, False),
         (9, True, True, True, True),
         (9, True, True, False, False),
     ],
 )
-def test_a_save_is_due_at_its_interval_and_where_an_evaluation_needs_it(
+def test_save_is_due_at_its_interval_and_for_evaluated_steps(
     group: WorkerGroup, step: int, is_evaluated: bool, saves_evaluated: bool, is_finite: bool, is_due: bool
 ) -> None:
     saver = group.savers[0]
@@ -51,13 +51,13 @@ def test_a_save_is_due_at_its_interval_and_where_an_evaluation_needs_it(
     assert saver.is_due(step, is_evaluated=is_evaluated, is_finite=is_finite) == is_due
 
 
-def test_a_committed_step_is_not_saved_again(group: WorkerGroup) -> None:
+def test_committed_step_is_not_saved_again(group: WorkerGroup) -> None:
     begun: list[int] = []
     assert group.savers[0].ensure_committed(10, beginning(group, 10, begun))
     assert begun == []
 
 
-def test_the_save_in_flight_is_committed_first_and_one_of_the_step_then(group: WorkerGroup) -> None:
+def test_save_in_flight_is_committed_before_the_current_step(group: WorkerGroup) -> None:
     begun: list[int] = []
     beginning(group, 20, [])()
     assert group.savers[0].ensure_committed(25, beginning(group, 25, begun))
@@ -65,7 +65,7 @@ def test_the_save_in_flight_is_committed_first_and_one_of_the_step_then(group: W
     assert group.checkpoints.committed_steps() == [25, 20, 10]
 
 
-def test_a_save_of_this_very_step_in_flight_is_enough(group: WorkerGroup) -> None:
+def test_save_in_flight_of_the_current_step_is_not_repeated(group: WorkerGroup) -> None:
     begun: list[int] = []
     beginning(group, 20, [])()
     assert group.savers[0].ensure_committed(20, beginning(group, 20, begun))
@@ -73,10 +73,10 @@ def test_a_save_of_this_very_step_in_flight_is_enough(group: WorkerGroup) -> Non
 
 
 @pytest.mark.parametrize(("retries", "is_committed", "tries"), [(False, False, 0), (True, True, 2)])
-def test_a_failed_save_of_the_step_is_tried_again_only_if_that_is_wanted(
+def test_failed_save_is_retried_only_with_retries(
     retries: bool, is_committed: bool, tries: int, group: WorkerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The save in flight fails, and so does the first of the retries."""
+    """Let the save in flight fail, and the first retry too."""
     storage = group.checkpoints.storage
     write = storage.write
     failures = [errno.ENOSPC, errno.ENOSPC]
@@ -93,7 +93,7 @@ def test_a_failed_save_of_the_step_is_tried_again_only_if_that_is_wanted(
     assert len(begun) == tries
 
 
-def test_steps_that_anyone_needs_stay(group: WorkerGroup) -> None:
+def test_needed_steps_are_not_deleted(group: WorkerGroup) -> None:
     saver = group.savers[0]
     saver.saving = SavingConfig(keep=2)
     saver.needed.append(lambda: [10])

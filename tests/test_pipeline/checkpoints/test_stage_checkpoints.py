@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, loadable in any topology, and never by the wrong owner."""
+"""Checkpoints are complete or absent, can be loaded at any topology, and are never committed by a former owner."""
 
 import errno
 import os
@@ -45,14 +45,14 @@ SEED = int(os.environ.get("FAULT_SEED", "20261120"))
 
 @pytest.fixture
 def group(tmp_path) -> savers.WorkerGroup:
-    """A run with committed steps 10 and 20."""
+    """Return a run with committed steps 10 and 20."""
     return savers.with_steps(tmp_path / "run")
 
 
 # ------------------------------------------------------------------------ damage
 
 
-def test_every_flipped_bit_is_found_named_and_the_one_before_loaded(group, tmp_path) -> None:
+def test_flipped_bit_is_reported_and_the_previous_checkpoint_loaded(group, tmp_path) -> None:
     rng, good = random.Random(SEED), tmp_path / "good"
     shutil.copytree(group.folder, good)
     files = sorted(committed(group.folder)[0].iterdir())
@@ -73,7 +73,7 @@ def test_every_flipped_bit_is_found_named_and_the_one_before_loaded(group, tmp_p
     print(f"{found} of 300 flipped bits found")
 
 
-def test_every_damaged_set_of_files_is_found_and_named(group, tmp_path) -> None:
+def test_missing_or_extra_files_are_reported(group, tmp_path) -> None:
     rng, good = random.Random(SEED), tmp_path / "good"
     shutil.copytree(group.folder, good)
     names = sorted(p.name for p in committed(group.folder)[0].iterdir())
@@ -87,22 +87,22 @@ def test_every_damaged_set_of_files_is_found_and_named(group, tmp_path) -> None:
         savers.back(group.folder, good)
 
 
-def test_a_pipe_in_place_of_a_file_does_not_hold_the_start(group) -> None:
+def test_pipe_in_place_of_a_file_does_not_block_the_start(group) -> None:
     savers.damage("a pipe", committed(group.folder)[0] / "rank-00001.safetensors", random.Random(0))
     assert savers.pick(group.folder)[0] == 10
 
 
-def test_when_nothing_is_whole_a_person_decides(group) -> None:
+def test_start_fails_if_no_checkpoint_is_intact(group) -> None:
     for step in committed(group.folder):
         (step / "rank-00000.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"none of 2 checkpoints .* is whole; they are kept as bad-"):
+    with pytest.raises(CheckpointError, match=r"all 2 checkpoints .* are damaged; they are kept as bad-"):
         group.checkpoints_anew().choose(2, print)
     assert len(list(group.folder.glob("bad-*"))) == 2
-    assert group.checkpoints_anew().choose(3, print) is None  # the same command again: from step 0
+    assert group.checkpoints_anew().choose(3, print) is None  # the same command again starts from step 0
 
 
 class Poison:
-    """Runs `touch` when it is unpickled."""
+    """An object that runs `touch` when it is unpickled."""
 
     def __init__(self, sentinel: Path) -> None:
         self.sentinel = sentinel
@@ -112,7 +112,7 @@ class Poison:
 
 
 def pickles(poison: Poison, path: Path) -> list[bytes]:
-    """The poison in every wrapping that some loader unpickles: raw, torch's two formats, NumPy's, a zip."""
+    """Return the malicious pickle in every format that some loader unpickles: raw, torch's two, NumPy's, a zip."""
     kinds = [pickle.dumps(poison, protocol) for protocol in (0, 2, 4, 5)]
     for zipped in (True, False):
         torch.save(poison, path, _use_new_zipfile_serialization=zipped)
@@ -124,7 +124,7 @@ def pickles(poison: Poison, path: Path) -> list[bytes]:
     return [*kinds, path.read_bytes()]
 
 
-def test_a_poisoned_pickle_in_any_file_is_refused_and_nothing_runs(group, tmp_path) -> None:
+def test_poisoned_pickle_in_any_file_is_refused_without_running_it(group, tmp_path) -> None:
     sentinel, good = tmp_path / "executed", tmp_path / "good"
     shutil.copytree(group.folder, good)
     kinds = pickles(Poison(sentinel), tmp_path / "poison.pt")
@@ -136,7 +136,7 @@ def test_a_poisoned_pickle_in_any_file_is_refused_and_nothing_runs(group, tmp_pa
             for resealed in {False, name != "MANIFEST.json"}:
                 newest = committed(group.folder)[0]
                 (newest / name).write_bytes(blob)
-                if resealed:  # digests that fit: only the format itself stands between the file and us
+                if resealed:  # digests that match: only the file format prevents the attack
                     savers.reseal(newest)
                 step, said = savers.pick(group.folder)
                 assert step == 10 and name in said[0] and not sentinel.exists()
@@ -146,30 +146,30 @@ def test_a_poisoned_pickle_in_any_file_is_refused_and_nothing_runs(group, tmp_pa
 # ------------------------------------------------------------------------ order and ownership
 
 
-def test_a_frozen_former_owners_commit_is_refused(tmp_path) -> None:
-    """20 owners freeze between writing their file and committing, while another attempt takes over."""
+def test_commit_of_a_frozen_former_owner_is_refused(tmp_path) -> None:
+    """Freeze 20 owners between writing their file and committing, while another attempt takes over."""
     run = tmp_path / "run"
     for round in range(20):
         former = savers.WorkerGroup(run, claim_attempt(Folder(run)))
         former.begin(100 + round)
-        claim_attempt(Folder(run))  # meanwhile somebody else starts
+        claim_attempt(Folder(run))  # another attempt starts meanwhile
         before = sorted(p.name for p in former.folder.iterdir() if not p.name.startswith("."))
         with pytest.raises(RunOwned, match=f"attempt {2 * round + 2} owns .* now, this is attempt {2 * round + 1}"):
             former.finish()
         assert sorted(p.name for p in former.folder.iterdir()) == before
 
 
-def test_a_former_owner_whose_files_were_swept_commits_nothing(group) -> None:
+def test_former_owner_with_deleted_files_commits_nothing(group) -> None:
     group.begin(30)
-    assert savers.pick(group.folder)[0] == 20  # another start sweeps what was in flight
+    assert savers.pick(group.folder)[0] == 20  # another start deletes the save in flight
     assert group.finish() is None and "sees no such file there after 0 s" in group.savers[0].failure
     assert savers.pick(group.folder)[0] == 20
 
 
-# ------------------------------------------------------------------------ what rank 0 does not see
+# ------------------------------------------------------------------------ files not visible to rank 0
 
 
-def test_a_file_that_rank_0_does_not_see_whole_fails_the_save_with_worker_node_and_path(group, monkeypatch) -> None:
+def test_file_not_visible_to_rank_0_fails_the_save_with_worker_node_and_path(group, monkeypatch) -> None:
     monkeypatch.setattr("data.files.SEEN_WITHIN_S", 0.2)
     for seen, said in ((None, "no such file"), (b"half", "4 bytes")):
         group.begin(30)
@@ -180,13 +180,13 @@ def test_a_file_that_rank_0_does_not_see_whole_fails_the_save_with_worker_node_a
         assert group.finish() is None
         failure = group.savers[0].failure
         node = socket.gethostname()
-        assert failure.startswith(f"worker 1 on {node} has written {path} (")
+        assert failure.startswith(f"worker 1 on {node} wrote {path} (")
         assert f"rank 0 on {node} sees {said} there after 0 s; {group.folder} must be the same storage" in failure
         assert savers.pick(group.folder)[0] == 20, "nothing was sealed"
         assert not path.parent.exists()
 
 
-def test_a_file_that_is_seen_late_is_waited_for_and_the_wait_is_said(tmp_path) -> None:
+def test_wait_for_a_file_that_appears_late_is_logged(tmp_path) -> None:
     said: list[str] = []
     telemetry = savers.Quiet()
     telemetry.log = said.append  # type: ignore[method-assign]
@@ -198,13 +198,13 @@ def test_a_file_that_is_seen_late_is_waited_for_and_the_wait_is_said(tmp_path) -
     threading.Timer(1.2, hidden.rename, [path]).start()
     assert group.finish() is not None
     (line,) = said
-    assert re.search(r"rank 0 saw the files of all workers in \S+ only after 1\.\d s", line)
+    assert re.search(r"the files of all workers became visible to rank 0 in \S+ only after 1\.\d s", line)
 
 
 @pytest.mark.skipif(hosts.missing() != "", reason=hosts.missing())
 @pytest.mark.parametrize("apart", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_worker_with_a_disk_of_its_own_seals_nothing(apart, tmp_path) -> None:
-    """Two real workers, one of which finds another disk at the run's path, as a node without the shared mount does."""
+def test_worker_with_a_separate_disk_prevents_the_commit(apart, tmp_path) -> None:
+    """Use two real workers, one with another disk at the run's path, like a node without the shared mount."""
     (tmp_path / "run").mkdir()
     failure = run_worker_group(
         savers.save_apart,
@@ -215,7 +215,7 @@ def test_a_worker_with_a_disk_of_its_own_seals_nothing(apart, tmp_path) -> None:
     )
     folders = [path.name for path in (tmp_path / "run" / "stage" / "checkpoints").iterdir()]
     if apart:
-        assert isinstance(failure, str) and re.match(r"worker 1 on \S+ has written .*rank-00001.safetensors", failure)
+        assert isinstance(failure, str) and re.match(r"worker 1 on \S+ wrote .*rank-00001.safetensors", failure)
         assert folders == []
     else:
         assert (failure, folders) == ("", ["step-0000000010"])
@@ -224,8 +224,8 @@ def test_a_worker_with_a_disk_of_its_own_seals_nothing(apart, tmp_path) -> None:
 # ------------------------------------------------------------------------ full disks
 
 
-def test_of_a_full_disk_the_room_is_said_that_the_save_found(group, monkeypatch) -> None:
-    """Not the room that there is again when the files of the failed save are deleted."""
+def test_full_disk_error_reports_the_free_space_during_the_save(group, monkeypatch) -> None:
+    """Report the free space during the save, not after the files of the failed save were deleted."""
     original = folder_storage.write_durably
 
     def full(path: Path, content: bytes) -> None:
@@ -239,7 +239,7 @@ def test_of_a_full_disk_the_room_is_said_that_the_save_found(group, monkeypatch)
     assert group.savers[0].failure.endswith("MANIFEST.json (1.0 kB free)")
 
 
-def test_foreign_files_among_the_attempts_do_no_harm(tmp_path) -> None:
+def test_foreign_files_among_the_attempts_are_ignored(tmp_path) -> None:
     assert claim_attempt(Folder(tmp_path)) == 1
     for name in ("notes.json", ".000009.123", ".000009.json.123.tmp"):
         (tmp_path / "attempts" / name).write_text("")
@@ -247,9 +247,9 @@ def test_foreign_files_among_the_attempts_do_no_harm(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("starts", [2, 20])
-def test_of_concurrent_starts_exactly_one_owns_the_run_and_the_others_name_it(starts, tmp_path) -> None:
+def test_exactly_one_of_several_concurrent_starts_owns_the_run(starts, tmp_path) -> None:
     lease = Lease(Folder(tmp_path / "run"), print)
-    lease.record["pid"] = 4194305  # above any real pid: its process was killed
+    lease.record["pid"] = 4194305  # larger than any real pid, as if its process had been killed
     lease.take()
     crowd = [drives.fork_process(drives.own, str(tmp_path / "run"), str(tmp_path), number) for number in range(starts)]
     for process in crowd:
@@ -265,7 +265,7 @@ def test_of_concurrent_starts_exactly_one_owns_the_run_and_the_others_name_it(st
     assert len(told) == starts - 1 and all(f"is owned by process {winner.pid} on" in text for text in told), told
 
 
-def test_pruning_keeps_the_newest_and_the_milestones(tmp_path) -> None:
+def test_pruning_keeps_the_newest_and_multiples_of_keep_every(tmp_path) -> None:
     group = savers.WorkerGroup(tmp_path / "run")
     for step in range(10, 80, 10):
         group.save(step)
@@ -276,7 +276,7 @@ def test_pruning_keeps_the_newest_and_the_milestones(tmp_path) -> None:
 
 @pytest.fixture
 def slow_disk(monkeypatch) -> Iterator[SimpleNamespace]:
-    """A disk that `was_asked` to delete something, and does when it `may_delete`, or after 10 s."""
+    """A disk that sets `was_asked` when it should delete something, and waits for `may_delete`, at most 10 s."""
     disk = SimpleNamespace(was_asked=threading.Event(), may_delete=threading.Event())
     rmtree = shutil.rmtree
 
@@ -295,26 +295,26 @@ OLD = ".tmp-old-step-0000000010"
 
 @pytest.fixture
 def deleting(slow_disk, tmp_path) -> Iterator[savers.WorkerGroup]:
-    """A run of keep=2 that has committed step 30, and whose rank 0 deletes step 10 as long as the disk is slow."""
+    """Return a run with keep=2 that has committed step 30 and whose rank 0 is still deleting step 10."""
     group = savers.WorkerGroup(tmp_path / "run", keep=2)
     for step in (10, 20):
         group.save(step)
     group.begin(30)
-    assert group.finish_only() is not None  # ends, though nothing is deleted
+    assert group.finish_only() is not None  # returns although nothing is deleted yet
     assert slow_disk.was_asked.wait(10)
     with group.collectives():
         yield group
 
 
 def begin_alone(group: savers.WorkerGroup, step: int) -> saver.Saver:
-    """Rank 0's saver, which has begun to save the step, and is not waited for."""
+    """Begin to save the step with rank 0's saver, without waiting for it; return the saver."""
     first = group.savers[0]
     first.begin(savers.FakeEngine(0, 2, step).fragments(), savers.manifest(step, 1, 2))
     return first
 
 
 def heard(group: savers.WorkerGroup) -> list[str]:
-    """What rank 0 says from now on."""
+    """Return the list that collects rank 0's log lines from now on."""
     lines: list[str] = []
 
     class Speaking(savers.Quiet):
@@ -325,10 +325,10 @@ def heard(group: savers.WorkerGroup) -> list[str]:
     return lines
 
 
-def test_the_loop_goes_on_and_saves_again_while_an_old_checkpoint_is_deleted(deleting, slow_disk) -> None:
+def test_loop_continues_and_saves_while_an_old_checkpoint_is_deleted(deleting, slow_disk) -> None:
     assert [step_of(path) for path in committed(deleting.folder)] == [30, 20], "no start takes what is half deleted"
     assert (deleting.folder / OLD).is_dir()
-    deleting.begin(40)  # fits, so it is written beside
+    deleting.begin(40)  # fits next to the old one, so it is written
     assert deleting.finish_only() is not None and (deleting.folder / OLD).is_dir()
     slow_disk.may_delete.set()
     deleting.savers[0].wait_for_deleting()
@@ -336,7 +336,7 @@ def test_the_loop_goes_on_and_saves_again_while_an_old_checkpoint_is_deleted(del
     assert len(list(deleting.folder.iterdir())) == 2
 
 
-def test_a_save_that_does_not_fit_beside_what_is_deleted_waits_for_its_room(deleting, slow_disk, monkeypatch) -> None:
+def test_save_waits_for_a_deletion_if_it_does_not_fit_before(deleting, slow_disk, monkeypatch) -> None:
     def check_room(checkpoints: object, manifest: Manifest, needed_bytes: int) -> None:
         if (deleting.folder / OLD).exists():
             raise CheckpointError("full")
@@ -351,7 +351,7 @@ def test_a_save_that_does_not_fit_beside_what_is_deleted_waits_for_its_room(dele
     assert first.result.error == ""
 
 
-def test_a_deletion_that_hangs_is_said_and_holds_up_no_save_that_fits(deleting, monkeypatch) -> None:
+def test_hanging_deletion_is_logged_and_does_not_block_a_save_that_fits(deleting, monkeypatch) -> None:
     monkeypatch.setattr(saver, "DELETING_S", 0.1)
     said = heard(deleting)
     deleting.begin(40)
@@ -368,10 +368,10 @@ def test_a_deletion_that_hangs_is_said_and_holds_up_no_save_that_fits(deleting, 
     assert first.deleting is not None and first.deleting.daemon, "a worker can end"
 
 
-def test_where_the_next_save_does_not_fit_beside_an_old_checkpoint_nobody_hears_of_the_commit_before_it_is_gone(
+def test_commit_is_announced_after_the_deletion_if_the_next_save_would_not_fit(
     slow_disk, tmp_path, monkeypatch
 ) -> None:
-    """Other workers than rank 0 do not look for room: they would find the disk full."""
+    """Workers other than rank 0 do not check for space and would find the disk full."""
     group = savers.WorkerGroup(tmp_path / "run", keep=2)
     for step in (10, 20):
         group.save(step)
@@ -382,29 +382,29 @@ def test_where_the_next_save_does_not_fit_beside_an_old_checkpoint_nobody_hears_
     assert group.told[-1] == ["step-0000000020", "step-0000000030"]
 
 
-def test_where_the_next_save_fits_the_others_hear_of_the_commit_at_once(deleting) -> None:
+def test_commit_is_announced_at_once_if_the_next_save_fits(deleting) -> None:
     assert {OLD, "step-0000000010"} & set(deleting.told[-1])
 
 
-def test_nothing_that_befalls_a_deletion_is_lost(group, tmp_path, monkeypatch) -> None:
+def test_every_failure_of_a_deletion_is_logged(group, tmp_path, monkeypatch) -> None:
     said = heard(group)
     first = group.savers[0]
     first.saving = replace(first.saving, keep=2)
 
     def no_number() -> set[int]:
-        return {int("10 copy")}  # of a file that somebody has copied
+        return {int("10 copy")}  # from a file that somebody copied
 
     first.needed = [no_number]
     assert group.save(30) is not None
-    assert len(said) == 1 and said[0].startswith("old checkpoints stay: ValueError: invalid literal"), said
-    # What a disk deletes in part only.
+    assert len(said) == 1 and said[0].startswith("could not delete old checkpoints: ValueError: invalid literal"), said
+    # A deletion that fails halfway.
     first.needed = []
     monkeypatch.setattr(folder_storage.shutil, "rmtree", lambda path, **options: None)
     assert group.save(40) is not None
-    assert len(said) == 2 and OLD in said[1] and "could not be deleted whole" in said[1], said
+    assert len(said) == 2 and OLD in said[1] and "could not delete all of" in said[1], said
 
 
-def test_a_commit_whose_name_is_not_durable_is_none_and_the_step_can_be_saved_again(group, monkeypatch) -> None:
+def test_commit_fails_if_the_rename_is_not_durable_and_the_step_can_be_saved_again(group, monkeypatch) -> None:
     refused = [group.folder]
     sync = folder_storage.sync
 
@@ -421,7 +421,7 @@ def test_a_commit_whose_name_is_not_durable_is_none_and_the_step_can_be_saved_ag
     assert committed(group.folder)[0].name == "step-0000000030"
 
 
-def test_what_a_deletion_has_left_is_room_for_the_next_start(tmp_path, monkeypatch) -> None:
+def test_leftovers_of_a_deletion_count_as_free_space_for_the_next_start(tmp_path, monkeypatch) -> None:
     model = models.config_of("mu/8", 16, 10)
     cfg = TrainConfig(steps=1000, save_every=10)
     checkpoints = checkpoints_in(tmp_path)
@@ -436,7 +436,7 @@ def test_what_a_deletion_has_left_is_room_for_the_next_start(tmp_path, monkeypat
     assert checkpoints.choose(1, print) is None and not list(tmp_path.iterdir()), "it does"
 
 
-def test_all_workers_wait_for_rank_0_which_deletes_in_the_phase_that_it_leads(tmp_path, monkeypatch) -> None:
+def test_all_workers_wait_for_the_deletion_of_rank_0_at_the_end(tmp_path, monkeypatch) -> None:
     events: list[str] = []
     phases = watchdog.Phases.__new__(watchdog.Phases)
     monkeypatch.setattr(phases, "enter", lambda phase, step: events.append(phase))
@@ -450,7 +450,7 @@ def test_all_workers_wait_for_rank_0_which_deletes_in_the_phase_that_it_leads(tm
     assert events == ["save", "deleting", "wait", "barrier", "save", "wait", "deleting", "barrier"]
 
 
-def test_the_metrics_of_a_save_are_on_the_disk_before_it_is_committed(tmp_path) -> None:
+def test_metrics_of_a_save_are_on_disk_before_its_commit(tmp_path) -> None:
     events: list[str] = []
     group = savers.WorkerGroup(tmp_path / "run")
 
@@ -461,7 +461,7 @@ def test_the_metrics_of_a_save_are_on_the_disk_before_it_is_committed(tmp_path) 
     for of_rank in group.savers:
         of_rank.telemetry = Watching()  # type: ignore[assignment]
     group.save(10)
-    # Once, by rank 0, and behind the beginning of the save, by when the loop has written the records of its steps.
+    # Once, by rank 0, after the save has begun: by then the loop has written the records of its steps.
     assert events == ["fsync, 0 committed, in flight: True"]
     assert [step_of(path) for path in committed(group.folder)] == [10]
 
@@ -470,13 +470,15 @@ def test_the_metrics_of_a_save_are_on_the_disk_before_it_is_committed(tmp_path) 
     ("name", "polyak", "copies", "keep", "checkpoints"),
     [("adam", 0.0, 3, 3, 4), ("adam", 0.9, 4, 3, 4), ("sgd", 0.0, 2, 3, 4), ("adam", 0.0, 3, 2, 3)],
 )
-def test_room_is_asked_for_one_checkpoint_more_than_are_kept_and_for_the_weights(
+def test_required_space_covers_kept_checkpoints_one_more_and_the_weights(
     name, polyak, copies, keep, checkpoints, tmp_path, monkeypatch
 ) -> None:
     model = models.config_of("mu/8", 16, 10)
     parameters = sum(parameter.numel() for parameter in models.build("mu/8", 16, 10).parameters())
     cfg = TrainConfig(steps=1000, save_every=10, keep=keep, polyak=polyak, optim=OptimConfig(name=name))
-    needed = checkpoints * (copies * 4 * parameters + saver.HEADER_BYTES) + 4 * parameters  # fp32: four bytes a number
+    needed = (
+        checkpoints * (copies * 4 * parameters + saver.HEADER_BYTES) + 4 * parameters
+    )  # fp32: four bytes per number
     monkeypatch.setattr(saver, "free_bytes", lambda folder: needed)
     saver.check_disk_space(cfg, model, checkpoints_in(tmp_path))
     monkeypatch.setattr(saver, "free_bytes", lambda folder: needed - 1)
@@ -484,7 +486,7 @@ def test_room_is_asked_for_one_checkpoint_more_than_are_kept_and_for_the_weights
         saver.check_disk_space(cfg, model, checkpoints_in(tmp_path))
 
 
-def test_what_a_save_has_written_already_counts_as_room(tmp_path, monkeypatch) -> None:
+def test_files_already_written_by_a_save_count_as_free_space(tmp_path, monkeypatch) -> None:
     group = savers.WorkerGroup(tmp_path / "run")
     group.temporary(10).mkdir(parents=True)
     (group.temporary(10) / "rank-00000.safetensors").write_bytes(bytes(60_000))

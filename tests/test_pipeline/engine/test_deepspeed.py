@@ -1,4 +1,4 @@
-"""What of DeepSpeed is not documented is named in one file, which checks at start that it is there."""
+"""DeepSpeed's undocumented names are listed in a single file, which checks at the start that they exist."""
 
 import ast
 import os
@@ -22,7 +22,7 @@ CHECKED = {name for names in NAMES.values() for name in names.split()}
 
 
 def attributes(path: Path) -> set[str]:
-    """The names that a file takes as an attribute of something."""
+    """Return the names that a file uses as attributes."""
     tree = ast.parse(path.read_text())
     return {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
 
@@ -31,7 +31,7 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.endswith("__")
 
 
-def test_every_private_name_that_the_file_uses_is_checked_and_every_checked_one_is_used() -> None:
+def test_checked_names_are_exactly_the_used_private_names() -> None:
     text = FILE.read_text()
     used = {name for name in attributes(FILE) if is_private(name)}
     assert used - {"_foreach_mul_"} <= CHECKED
@@ -40,7 +40,7 @@ def test_every_private_name_that_the_file_uses_is_checked_and_every_checked_one_
         assert re.search(rf"\b{name}\b", behind_the_table), f"{name} is checked, and nothing uses it"
 
 
-def test_no_other_file_of_the_product_knows_deepspeeds_insides() -> None:
+def test_no_other_file_uses_private_names_of_deepspeed() -> None:
     private = {name for name in CHECKED if is_private(name)}
     for package in ("models", "data", "pipeline", "jobs"):
         for path in (ROOT / package).rglob("*.py"):
@@ -51,13 +51,13 @@ def test_no_other_file_of_the_product_knows_deepspeeds_insides() -> None:
             assert not imported, f"{path} imports {imported}; let {FILE.name} do it"
 
 
-def test_the_names_are_those_of_the_version_that_is_pinned() -> None:
+def test_names_exist_in_the_pinned_version() -> None:
     assert f'"deepspeed=={EXPECTED}"' in (ROOT / "pyproject.toml").read_text()
     assert f"deepspeed=={EXPECTED}\n" in (ROOT / "constraints.txt").read_text()
     assert import_deepspeed().__version__ == EXPECTED
 
 
-def test_a_module_without_a_name_ends_the_start_with_both_versions_and_a_way_out(monkeypatch) -> None:
+def test_missing_name_in_a_module_ends_the_start_with_versions_and_a_remedy(monkeypatch) -> None:
     monkeypatch.setattr(import_deepspeed(), "__version__", "0.20.1")
     engine = import_deepspeed().DeepSpeedEngine
     monkeypatch.delattr(engine, "_do_optimizer_sanity_check")
@@ -65,12 +65,12 @@ def test_a_module_without_a_name_ends_the_start_with_both_versions_and_a_way_out
         import_deepspeed()
     assert str(raised.value).splitlines() == [
         "DeepSpeed 0.20.1: deepspeed.runtime.engine.DeepSpeedEngine has no _do_optimizer_sanity_check",
-        "  expected DeepSpeed 0.19.8, whose insides Patchline uses (pipeline/engine/deepspeed.py)",
+        "  expected DeepSpeed 0.19.8, whose private names Patchline uses (pipeline/engine/deepspeed.py)",
         "  type: pip install deepspeed==0.19.8",
     ]
 
 
-def test_a_module_that_has_gone_is_named(monkeypatch) -> None:
+def test_missing_module_is_reported(monkeypatch) -> None:
     monkeypatch.setitem(insides.NAMES, "deepspeed.runtime.nowhere", "anything")
     with pytest.raises(ConfigError, match=r"deepspeed\.runtime\.nowhere has no anything"):
         import_deepspeed()
@@ -79,7 +79,7 @@ def test_a_module_that_has_gone_is_named(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("stage", "of"), [(Partitions, "the optimizer of ZeRO 1 and 2"), (Shards, "the optimizer of ZeRO 3")]
 )
-def test_an_optimizer_without_a_name_ends_the_start(stage, of) -> None:
+def test_missing_name_in_an_optimizer_ends_the_start(stage, of) -> None:
     names = dict.fromkeys(NAMES[of].split())
     del names["_optimizer_step"], names["overflow"]
     engine = SimpleNamespace(optimizer=SimpleNamespace(**names), module=SimpleNamespace(parameters=list))
@@ -116,8 +116,8 @@ print(len(probed))
 
 
 @pytest.mark.parametrize("accelerator", ["cpu", "cuda"])
-def test_no_operator_is_probed_when_a_worker_starts(accelerator) -> None:
-    """The planted operators would record a probe, as the last line shows."""
+def test_starting_a_worker_probes_no_deepspeed_operator(accelerator) -> None:
+    """Plant operators that would record a probe; the last line shows that they do."""
     environment = {**os.environ, "DS_ACCELERATOR": accelerator}
     command = [sys.executable, "-c", PLANTED]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
@@ -127,7 +127,7 @@ def test_no_operator_is_probed_when_a_worker_starts(accelerator) -> None:
     assert int(by_hand) == int(operators) > 0
 
 
-def test_a_name_that_a_module_makes_when_it_is_read_is_not_made_by_the_check() -> None:
+def test_check_does_not_compute_lazily_created_names() -> None:
     module = ModuleType("lazy")
     exec("def __getattr__(name):\n    if name == 'made':\n        raise RuntimeError('made')", vars(module))
     assert has_name(module, "made") and not has_name(module, "other")

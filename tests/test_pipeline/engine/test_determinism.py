@@ -1,4 +1,4 @@
-"""What an attempt says of the bits of a resume, and which kernels exact mode has torch use on a GPU."""
+"""The line about the bits of a resume, and the deterministic kernels of exact mode on a GPU."""
 
 import os
 
@@ -20,7 +20,7 @@ KERNELS = "GPU kernels may add in any order"
 NCCL = "NCCL chooses the order of its sums"
 COMPILED = "compiled kernels have not been compared on a GPU"
 
-# What is promised: whole runs on CPUs are compared in test_resume.py and test_checkpoint_runs.py.
+# Whether the promise holds is tested with whole runs on CPUs in test_resume.py and test_checkpoint_runs.py.
 PROMISES = [
     (CPU, REPEATS),
     ({**CPU, "world": 1, "zero": 0}, "a resume with 1 worker at ZeRO 0 on the same hardware repeats every bit"),
@@ -44,7 +44,7 @@ PROMISES = [
 
 
 @pytest.mark.parametrize(("conditions", "expected"), PROMISES)
-def test_the_line_says_whether_a_resume_repeats_the_bits(conditions, expected) -> None:
+def test_resume_line_says_whether_bits_are_repeated(conditions, expected) -> None:
     now = Conditions(**conditions)
     assert resume_line(now) == expected
     assert resume_line(now, before=now) == expected
@@ -61,14 +61,14 @@ def test_the_line_says_whether_a_resume_repeats_the_bits(conditions, expected) -
         ({**GPU, "exact_parts": 4}, {"world": 4}, "the bits may differ from here on (workers: 4 → 2); "),
     ],
 )
-def test_a_resume_by_another_worker_group_says_from_where_the_bits_may_differ(conditions, before, expected) -> None:
+def test_resume_line_reports_a_changed_worker_group(conditions, before, expected) -> None:
     now = Conditions(**conditions)
     assert resume_line(now, Conditions(**{**conditions, **before})) == expected + resume_line(now)
 
 
 @pytest.fixture
 def restored(monkeypatch):
-    """Torch's settings as they were, after the test."""
+    """Restore torch's settings after the test."""
     monkeypatch.delenv(CUBLAS_VARIABLE, raising=False)
     with deterministic_kernels():
         os.environ.pop(CUBLAS_VARIABLE)
@@ -76,11 +76,11 @@ def restored(monkeypatch):
         yield
 
 
-def test_deterministic_kernels_are_switched_on_with_the_variable_that_cublas_reads(restored) -> None:
+def test_deterministic_kernels_are_enabled_together_with_the_cublas_variable(restored) -> None:
     use_deterministic_kernels()
     assert os.environ[CUBLAS_VARIABLE] == ":4096:8"
     assert torch.are_deterministic_algorithms_enabled()
-    # Flash attention would only warn otherwise.
+    # Otherwise flash attention would only warn.
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
     assert not torch.utils.deterministic.fill_uninitialized_memory
     assert not torch.backends.cuda.cudnn_sdp_enabled()
@@ -88,7 +88,7 @@ def test_deterministic_kernels_are_switched_on_with_the_variable_that_cublas_rea
     assert torch._inductor.config.deterministic
 
 
-def test_the_users_own_value_for_cublas_is_kept_if_it_repeats_the_bits(restored, monkeypatch) -> None:
+def test_deterministic_cublas_value_of_the_user_is_kept(restored, monkeypatch) -> None:
     monkeypatch.setenv(CUBLAS_VARIABLE, ":16:8")
     use_deterministic_kernels()
     assert os.environ[CUBLAS_VARIABLE] == ":16:8"
@@ -97,7 +97,7 @@ def test_the_users_own_value_for_cublas_is_kept_if_it_repeats_the_bits(restored,
         use_deterministic_kernels()
 
 
-def test_the_block_leaves_torch_as_it_was(restored) -> None:
+def test_deterministic_context_restores_torchs_settings(restored) -> None:
     torch.backends.cuda.enable_cudnn_sdp(True)
     torch.backends.cudnn.benchmark = True
     with deterministic_kernels():
@@ -106,7 +106,7 @@ def test_the_block_leaves_torch_as_it_was(restored) -> None:
     assert torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cudnn.benchmark
 
 
-def test_the_price_is_the_median_of_steps_measured_in_turn(restored, monkeypatch) -> None:
+def test_cost_is_the_median_of_alternating_measurements(restored, monkeypatch) -> None:
     modes = []
     # The first two steps warm up. With deterministic kernels a step takes twice as long here.
     clock = iter([0, 9, 10, 28, 30, 31, 32, 34, 40, 43, 44, 50])

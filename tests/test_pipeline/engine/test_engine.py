@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO 0–3 on gloo as Patchline uses it; also the guard at every DeepSpeed bump."""
+"""DeepSpeed ZeRO 0–3 on gloo as Patchline uses it; these tests also guard every DeepSpeed upgrade."""
 
 import json
 import os
@@ -45,9 +45,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str, in
 
 
 def in_one_process(count: int = 6) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The same steps in plain torch, with the average written out.
+    """Run the same steps in plain torch, with the average computed by hand.
 
-    Losses are those of the first half of every batch, which is worker 0's of two.
+    Losses are those of the first half of every batch, which belongs to worker 0 of two.
     """
     model = ranks.small_model()
     optimizer = build_optimizer(model, {"0.weight", "2.weight"}, OptimConfig(lr=1e-2))
@@ -64,26 +64,26 @@ def in_one_process(count: int = 6) -> tuple[list[float], dict[str, torch.Tensor]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_restored_state_is_the_saved_one_and_repeats_the_same_losses_bit_for_bit(results, case):
+def test_restored_state_equals_the_saved_one_and_repeats_the_losses_bit_for_bit(results, case):
     assert results[case]["back"] and results[case]["repeats"]
     assert results[case]["updates"] == 3
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_gradient_that_is_not_finite_in_one_micro_batch_of_one_worker_has_all_skip_the_step(results, case):
-    """NaN, then infinity. Neither weights, moments nor average change, and all workers hear what the others say."""
+def test_non_finite_gradient_in_one_micro_batch_makes_all_workers_skip_the_step(results, case):
+    """Use NaN, then infinity: weights, moments and average do not change, and all workers get the summed numbers."""
     assert results[case]["unharmed"]
-    # DeepSpeed has no count of its own at stage 0.
+    # At ZeRO 0 DeepSpeed does not count skipped steps.
     assert results[case]["skipped"] == (2 if case[0] else 0)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_two_ranks_of_every_stage_match_one_process(results, zero):
+def test_two_ranks_at_every_stage_match_one_process(results, zero):
     assert results[zero, "fp32", 2]["losses"] == pytest.approx(in_one_process()[0], abs=2e-6)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_within_averaged_the_model_computes_with_the_average_written_out_by_hand(results, case):
+def test_averaged_uses_the_average_computed_by_hand(results, case):
     model = ranks.small_model()
     model.load_state_dict(in_one_process(3)[1])
     expected = model(ranks.batch_of(0)[0]).detach()
@@ -93,7 +93,7 @@ def test_within_averaged_the_model_computes_with_the_average_written_out_by_hand
     assert (expected - other).abs().max() > 4e-2, "the average has moved too little to tell"
 
 
-def test_the_average_goes_on_from_a_checkpoint_at_another_world_and_stage(tmp_path: Path):
+def test_average_continues_from_a_checkpoint_of_another_world_size_and_stage(tmp_path: Path):
     averages = []
     for save, zero, world in ((True, 2, 2), (False, 3, 1)):
         task = {"zero": zero, "save": save, "folder": str(tmp_path / "checkpoints")}
@@ -120,19 +120,19 @@ def test_bf16_gradients_are_summed_over_micro_batches_and_workers_in_fp32(zero: 
     assert error < 1e-6
 
 
-def test_bf16_has_the_same_bits_at_stages_1_and_2_also_behind_a_skipped_step(results):
+def test_bf16_has_the_same_bits_at_stages_1_and_2_even_after_a_skipped_step(results):
     assert results[1, "bf16", 2]["end"] == results[2, "bf16", 2]["end"]
     assert results[1, "bf16", 2]["behind"] == results[2, "bf16", 2]["behind"]
     assert results[1, "bf16", 2]["behind"] != results[1, "bf16", 2]["end"]
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case[0] > 0])
-def test_the_bucket_that_gradients_are_summed_in_is_no_larger_than_the_model(results, case):
+def test_reduction_bucket_is_not_larger_than_the_model(results, case):
     assert results[case]["bucket"] == 12 * 33 + 33 + 33 * 7 + 7
 
 
-def test_a_worker_that_raises_alone_under_averaged_weights_is_heard_at_once(tmp_path: Path):
-    """It once waited for the others to put the weights back, who waited for it in another collective."""
+def test_error_of_one_worker_under_averaged_weights_is_reported_at_once(tmp_path: Path):
+    """It used to wait for the others to restore the weights, while they waited for it in another collective."""
     began = time.monotonic()
     with pytest.raises(WorkerGroupError, match=r"worker 1 on .*: ValueError: alone"):
         run_worker_group(
@@ -145,7 +145,7 @@ def test_a_worker_that_raises_alone_under_averaged_weights_is_heard_at_once(tmp_
     assert time.monotonic() - began < 40, "the collective's time-out is 60 s"
 
 
-def test_a_deepspeed_file_may_ask_for_sums_in_bf16(tmp_path: Path):
+def test_deepspeed_file_may_request_bf16_sums(tmp_path: Path):
     file = tmp_path / "ds.json"
     file.write_text('{"communication_data_type": "bf16"}')
     error = run_worker_group(
@@ -178,7 +178,7 @@ ODD_VALUES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(("zero", "precision"), [(1, "bf16"), (2, "bf16"), (3, "fp32")])
-def test_what_a_users_deepspeed_file_may_set_changes_no_bit(results, zero, precision, tmp_path: Path):
+def test_allowed_settings_of_a_deepspeed_file_change_no_bit(results, zero, precision, tmp_path: Path):
     assert set(ODD_VALUES) == set(TUNING)
     section = {}
     for key, value in ODD_VALUES.items():
@@ -200,16 +200,16 @@ def test_what_a_users_deepspeed_file_may_set_changes_no_bit(results, zero, preci
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_starts_no_process(results, case):
+def test_step_starts_no_process(results, case):
     assert results[case]["started"] == []
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_torchs_linear_is_left_alone(results, case):
+def test_torchs_linear_is_not_replaced(results, case):
     assert results[case]["linear_untouched"]
 
 
-# Prints for each way page faults that the kernel answers once more for freed memory, and the digest of the end.
+# Prints, for each variant, the page faults caused by returned memory, and the digest of the final weights.
 BOTH_WAYS = """
 import os
 import resource
@@ -261,16 +261,16 @@ for way in ("given back", "kept"):
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc gives back what mallopt can have it keep")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="workers on GPUs leave malloc as it is")
-def test_a_worker_on_a_cpu_keeps_the_memory_that_it_frees_and_no_bit_depends_on_that():
-    """Four tensors of 64 MiB are 65,536 pages of 4 KiB, which the kernel would fill with zeros at every step.
+def test_cpu_worker_keeps_freed_memory_without_changing_bits():
+    """Use four tensors of 64 MiB: 65,536 pages of 4 KiB, which the kernel would zero at every step.
 
-    What is kept holds NaN: whatever read memory before it was written would end otherwise than with new pages.
+    Kept memory contains NaN, so a program that reads memory before writing it would end with other bits.
     """
     environment = os.environ | {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "PYTHONPATH": import_path()} | MALLOC
     command = [sys.executable, "-c", BOTH_WAYS]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     given_back, kept = (line.split() for line in done.stdout.splitlines()[-2:])
-    # Had the thread something to say, it would stand before the number.
+    # A warning of the thread would be printed before the number.
     assert int(kept[0]) < 1000
     assert kept[1] == given_back[1], "weights and moments after three steps"
 
@@ -285,11 +285,11 @@ thread.join()
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc gives back what mallopt can have it keep")
-def test_a_loop_in_a_thread_of_a_process_that_did_not_start_as_workers_do_is_said():
+def test_loop_in_a_thread_with_its_own_heap_is_reported():
     environment = {name: value for name, value in os.environ.items() if name not in MALLOC}
     command = [sys.executable, "-c", IN_A_THREAD]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("the loop is in a thread whose malloc gives large pieces back to the kernel")
+    assert done.stdout.startswith("the loop runs in a thread whose malloc returns large pieces to the kernel")
     assert all(f"start this process with {name}={value}" in done.stdout for name, value in MALLOC.items())
 
 
@@ -297,14 +297,14 @@ def test_a_loop_in_a_thread_of_a_process_that_did_not_start_as_workers_do_is_sai
     ("mallopt", "expected"),
     [
         (lambda number, value: 1, ""),
-        # As glibc before 2.35, where half of a heap of 64 MB is the largest M_MMAP_THRESHOLD.
+        # As in glibc before 2.35, whose largest M_MMAP_THRESHOLD is half of a heap of 64 MB.
         (lambda number, value: int(number != -3 or value <= 2**25), ""),
-        (lambda number, value: int(number != -4), "mallopt has refused M_MMAP_MAX: "),
-        (lambda number, value: 0, "mallopt has refused M_TRIM_THRESHOLD and M_MMAP_MAX: "),
+        (lambda number, value: int(number != -4), "mallopt rejected M_MMAP_MAX: "),
+        (lambda number, value: 0, "mallopt rejected M_TRIM_THRESHOLD and M_MMAP_MAX: "),
         (None, "this C library has no mallopt: "),
     ],
 )
-def test_a_malloc_that_does_not_keep_freed_memory_is_said(monkeypatch, mallopt, expected):
+def test_malloc_that_does_not_keep_freed_memory_is_reported(monkeypatch, mallopt, expected):
     library = SimpleNamespace() if mallopt is None else SimpleNamespace(mallopt=mallopt)
     monkeypatch.setattr(process_group.ctypes, "CDLL", lambda name: library)
     said = process_group.keep_freed_memory()

@@ -1,4 +1,4 @@
-"""With `exact_parts` the bits do not depend on the world; without it they do (whole runs: test_checkpoint_runs.py)."""
+"""With `exact_parts` the bits do not depend on the world size (whole runs: test_checkpoint_runs.py)."""
 
 import json
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ WORLDS = (1, 2, 4)
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], Any]:
-    """What every world found for every case."""
+    """Return the results of every case at every world size."""
     folder, found = tmp_path_factory.mktemp("elastic"), {}
     for world in WORLDS:
         cases = [PLAIN, PLAIN_SGD, *EXACT]
@@ -41,22 +41,22 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], A
 
 
 @pytest.mark.parametrize("case", EXACT, ids=lambda case: "-".join(map(str, case.values())))
-def test_weights_moments_average_losses_and_norms_have_the_same_bits_at_every_world(results, case):
+def test_exact_mode_has_the_same_bits_at_every_world_size(results, case):
     one, two, four = (results[world, json.dumps(case)]["same"] for world in WORLDS)
     assert one == two == four and len(set(one["losses"])) == 6
     assert one["updates"] == 6
 
 
-def test_without_it_the_bits_depend_on_the_world(results):
+def test_without_exact_mode_the_bits_depend_on_the_world_size(results):
     assert len({results[world, json.dumps(PLAIN)]["same"]["state"] for world in WORLDS}) == 3
 
 
 @pytest.mark.parametrize("case", [PLAIN, PLAIN_SGD], ids=["adam", "sgd"])
-def test_every_update_is_counted_and_a_skipped_step_is_not(results, case):
+def test_updates_are_counted_without_skipped_steps(results, case):
     assert [results[world, json.dumps(case)]["same"]["updates"] for world in WORLDS] == [6, 6, 6], "of seven steps"
 
 
-def test_it_trains_as_the_plain_engine_does(results):
+def test_exact_engine_trains_like_the_plain_engine(results):
     plain = results[1, json.dumps(PLAIN)]["same"]
     for case in EXACT[:4]:
         exact = results[1, json.dumps(case)]["same"]
@@ -65,11 +65,11 @@ def test_it_trains_as_the_plain_engine_does(results):
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_a_non_finite_gradient_changes_nothing(results, world):
+def test_non_finite_gradient_changes_nothing(results, world):
     assert all(results[world, json.dumps(case)]["skipped"] for case in EXACT)
 
 
-def test_the_price_is_said_and_so_is_an_attempt_under_other_conditions(tmp_path, monkeypatch):
+def test_cost_and_changed_conditions_are_reported(tmp_path, monkeypatch):
     engine: Any = SimpleNamespace(price=lambda: (0.25, 0.125), sizes={"w": 1_000_000})
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
@@ -84,7 +84,7 @@ def test_the_price_is_said_and_so_is_an_attempt_under_other_conditions(tmp_path,
 
 
 @pytest.mark.parametrize("name", ["adam", "sgd"])
-def test_an_update_does_not_depend_on_where_a_partition_begins(name):
+def test_update_does_not_depend_on_partition_boundaries(name):
     torch.manual_seed(0)
     size, gradients = 20_003, [torch.randn(20_003) * 10.0 ** torch.empty(20_003).uniform_(-8, 0) for _ in range(3)]
     values, found = torch.randn(size), []

@@ -1,4 +1,4 @@
-"""Two flat parameters a block: the engine's bookkeeping of them against models that know nothing of it."""
+"""Two flat parameters per block, compared with plain models."""
 
 import functools
 import itertools
@@ -28,13 +28,13 @@ FAMILIES: list[tuple[str, int, dict[str, Any]]] = [
 
 def flattened(model: models.Model) -> FlatBlocks:
     flat_blocks = FlatBlocks(model, models.decayed_parameters(model))
-    with flat_blocks.while_deepspeed_is_made():
+    with flat_blocks.during_deepspeed_setup():
         pass
     return flat_blocks
 
 
 def summed(model: models.Model, images: torch.Tensor) -> torch.Tensor:
-    """A number that depends on all of the model's output."""
+    """Return a number that depends on the whole output of the model."""
     if isinstance(model.config, models.masked.MaskedConfig):
         return models.masked.objective(model, images, torch.Generator().manual_seed(0))[0]
     return (model(images) * torch.linspace(-1, 1, model.config.classes)).sum()
@@ -50,7 +50,7 @@ def drawn(name: str, size: int, options: dict[str, Any]) -> models.Model:
 
 @pytest.mark.parametrize(("name", "size", "options"), FAMILIES)
 @pytest.mark.parametrize("recomputed", [0, 2])
-def test_a_model_of_flat_blocks_computes_what_the_plain_one_does_and_has_its_gradients(name, size, options, recomputed):
+def test_flat_blocks_have_outputs_and_gradients_of_the_plain_model(name, size, options, recomputed):
     plain, flat = drawn(name, size, options), drawn(name, size, options)
     plain.recomputed_blocks = flat.recomputed_blocks = recomputed
     members = flattened(flat).members
@@ -68,13 +68,13 @@ def test_a_model_of_flat_blocks_computes_what_the_plain_one_does_and_has_its_gra
         holder = holders[member.holder]
         span = slice(member.start, member.start + member.size)
         assert torch.equal(holder.detach().flatten()[span], parameter.detach().flatten()), name
-        if parameter.grad is None:  # the masked model's, which has no class token in its loss
+        if parameter.grad is None:  # in the masked model, whose loss does not use the class token
             assert holder.grad is None, name
         else:
             assert torch.equal(holder.grad.flatten()[span], parameter.grad.flatten()), name
 
 
-def test_kernels_and_the_rest_lie_apart_and_no_element_is_lost_or_held_twice():
+def test_kernels_and_rest_are_separate_and_every_element_is_held_once():
     model = drawn(*FAMILIES[4])
     decayed = models.decayed_parameters(model)
     sizes = {name: p.numel() for name, p in model.named_parameters()}
@@ -96,7 +96,7 @@ def test_the_392_parameters_of_h14_become_72():
 
 
 @pytest.mark.parametrize(("name", "size", "options"), [FAMILIES[0], FAMILIES[4]])
-def test_layers_hold_weights_only_while_their_block_computes_and_raise_when_asked_alone(name, size, options):
+def test_layers_have_weights_only_while_their_block_computes(name, size, options):
     model = drawn(name, size, options)
     flattened(model)
     for _ in range(2):
@@ -130,10 +130,10 @@ def case(
 
 CASES = [case(0), case(1), case(2, recomputed=2), case(3, recomputed=2), case(3, exact=True)]
 CASES += [case(2, "bf16"), case(3, "bf16", recomputed=2)]
-# All of torch.compile but the kernels, whose C++ takes minutes to build.
+# torch.compile without its kernels, whose C++ takes minutes to build.
 CASES += [case(2, compiled="aot_eager"), case(3, recomputed=2, exact=True, compiled="aot_eager")]
 NUMBERS = range(len(CASES))
-# With two micro-batches a step on each of two workers.
+# With two micro-batches per step on each of two workers.
 COMPILED = []
 for zero, recomputed, exact in itertools.product(range(4), (0, 2), (False, True)):
     COMPILED.append(case(zero, "fp32", recomputed, exact, "inductor"))
@@ -143,7 +143,7 @@ for zero, exact in itertools.product((1, 2, 3), (False, True)):
 
 @functools.cache
 def in_plain_torch(count: int) -> tuple[list[float], dict[str, dict[str, torch.Tensor]], torch.nn.Module]:
-    """The same steps in plain torch; losses, the optimizer's state by name, and the model."""
+    """Run the same steps in plain torch; return losses, the optimizer's state by name, and the model."""
     model = ranks.model_of_blocks()
     kernels, rest = [], []
     for name, p in model.named_parameters():
@@ -169,7 +169,7 @@ def in_plain_torch(count: int) -> tuple[list[float], dict[str, dict[str, torch.T
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    """What two workers came to in every case, and the folder with their states."""
+    """Return the results of two workers in every case, and the folder with their states."""
     return train_all(CASES, tmp_path_factory)
 
 
@@ -184,7 +184,7 @@ def train_all(
 
 
 @pytest.mark.parametrize("number", NUMBERS, ids=lambda number: "-".join(map(str, CASES[number].values())))
-def test_every_stage_trains_every_parameter_as_plain_torch_does(trained, number):
+def test_every_stage_trains_every_parameter_like_plain_torch(trained, number):
     assert_trained_as_plain(*trained, number, CASES[number])
 
 
@@ -199,7 +199,7 @@ def test_compiled_blocks_train_every_parameter_at_every_stage(tmp_path_factory):
 def assert_trained_as_plain(
     folder: Path, results: list[dict[str, Any]], number: int, trained_case: dict[str, Any]
 ) -> None:
-    """Losses, masters, moments and averages are those of plain torch, whose blocks nothing compiles."""
+    """Assert that losses, master weights, moments and averages match plain torch with uncompiled blocks."""
     losses, expected, _ = in_plain_torch(3)
     is_bf16 = trained_case["precision"] == "bf16"
     assert results[number]["losses"] == pytest.approx(losses, abs=2e-2 if is_bf16 else 2e-6)
@@ -209,7 +209,7 @@ def assert_trained_as_plain(
         for kind, value in kinds.items():
             found = state[name][kind].view(value.shape)
             if is_bf16:
-                # Gradients of bf16 are some per cent off; those of another parameter would have nothing in common.
+                # bf16 gradients are off by a few per cent; those of another parameter would be completely different.
                 if kind == "exp_avg":
                     assert F.cosine_similarity(found.flatten(), value.flatten(), dim=0) > 0.9, (name, kind)
             elif "qkv.bias" not in name or kind.startswith("exp"):  # the true gradient of its middle third is zero
@@ -222,7 +222,7 @@ def test_weights_written_by_name_are_restored_to_the_bit_and_compute_the_same_bi
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-def test_within_averaged_the_blocks_compute_with_the_average(trained, number):
+def test_averaged_also_applies_to_flat_blocks(trained, number):
     _, state, trained_model = in_plain_torch(3)
     model = ranks.model_of_blocks()
     with torch.no_grad():
@@ -236,11 +236,11 @@ def test_within_averaged_the_blocks_compute_with_the_average(trained, number):
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-def test_deepspeed_sees_two_parameters_a_block_and_hooks_blocks_alone(trained, number):
+def test_deepspeed_sees_two_parameters_per_block_and_hooks_only_blocks(trained, number):
     result = trained[1][number]
     assert result["parameters"] == 7 + 3 * 2
     assert result["layers_hold"] == 0
     for hooks in result["hooks"]:
-        # What cuts the block comes behind what gathers it, and nothing is hooked to the layers in it.
+        # The hook that splits the block comes after the one that gathers it, and its layers have no hooks.
         assert hooks[-1] == "Views.put" and hooks.count("Views.put") == 1
         assert len(hooks) == (3 if CASES[number]["zero"] == 3 else 1)

@@ -1,4 +1,4 @@
-"""ViT-H/14, whole, is trained for one step where there is memory for it."""
+"""Train the whole ViT-H/14 for one step, if there is enough memory."""
 
 import psutil
 import pytest

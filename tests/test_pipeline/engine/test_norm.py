@@ -1,4 +1,4 @@
-"""The gradient's norm over flat pieces, against numpy in float64."""
+"""The gradient norm over flat pieces, compared with numpy in float64."""
 
 import math
 
@@ -14,7 +14,7 @@ SIZES = {"one": [1], "a row": [ROW], "rows and a tail": [3 * ROW + 5], "many": [
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_the_sum_of_squares_is_numpys_in_float64_however_the_gradient_is_cut(sizes: list[int]):
+def test_sum_of_squares_matches_numpy_however_the_gradient_is_split(sizes: list[int]):
     values = np.random.default_rng(0).normal(scale=1e-3, size=sum(sizes)).astype(np.float32)
     gradients = list(torch.from_numpy(values).split(sizes))
     found = sum_of_squares(gradients)
@@ -22,8 +22,8 @@ def test_the_sum_of_squares_is_numpys_in_float64_however_the_gradient_is_cut(siz
     assert float(found) == pytest.approx(float(np.square(values.astype(np.float64)).sum()), rel=1e-6)
 
 
-def test_the_norm_of_a_long_gradient_is_as_right_as_that_of_a_short_one():
-    """Torch adds 16 million squares on a CPU in a few running fp32 sums: it is off by 7e-4."""
+def test_norm_of_a_long_gradient_is_as_accurate_as_that_of_a_short_one():
+    """On a CPU torch sums 16 million squares in a few running fp32 sums, with an error of 7e-4."""
     gradient = torch.randn(2**24, generator=torch.Generator().manual_seed(0))
     expected = float(np.linalg.norm(gradient.numpy().astype(np.float64)))
     assert math.sqrt(float(sum_of_squares([gradient]))) == pytest.approx(expected, rel=1e-7)
@@ -31,12 +31,12 @@ def test_the_norm_of_a_long_gradient_is_as_right_as_that_of_a_short_one():
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("place", [0, ROW, 2 * ROW + 2])
-def test_one_element_that_is_not_finite_makes_the_sum_not_finite(value: float, place: int):
+def test_one_non_finite_element_makes_the_sum_non_finite(value: float, place: int):
     gradient = torch.ones(2 * ROW + 3)
     gradient[place] = value
     assert not math.isfinite(float(sum_of_squares([torch.ones(3), gradient])))
 
 
-def test_a_gradient_is_clipped_to_the_limit_and_never_enlarged():
+def test_gradient_is_clipped_to_the_limit_and_never_enlarged():
     assert 5.0 * clipping(5.0, 1.0) == pytest.approx(1.0, rel=1e-6)
     assert (clipping(0.5, 1.0), clipping(1e9, 0.0)) == (1.0, 1.0), "clip: 0 is off"

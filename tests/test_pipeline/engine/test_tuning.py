@@ -1,4 +1,4 @@
-"""A ds_config.json of the user's own: what may stand there, and that the rest stops plan and run before they start."""
+"""The user's ds_config.json: what it may contain; anything else stops plan and run before they start."""
 
 import contextlib
 import json
@@ -22,7 +22,7 @@ def settings_with(text: str, folder: Path, *, zero: int = 2, precision: str = "f
     )
 
 
-def test_a_file_that_tunes_is_merged_and_what_we_derive_may_be_auto(tmp_path: Path):
+def test_tuning_is_merged_and_derived_settings_may_be_auto(tmp_path: Path):
     merged = settings_with(
         '{"zero_optimization": {"overlap_comm": false, "stage": "auto"}, "gradient_clipping": "auto", '
         '"train_batch_size": "auto", "gradient_accumulation_steps": 2, "fp16": {"enabled": false}}',
@@ -37,47 +37,56 @@ def test_a_file_that_tunes_is_merged_and_what_we_derive_may_be_auto(tmp_path: Pa
     "content",
     [{"bf16": {"enabled": "auto"}}, {"bf16": {"enabled": True}}, {"bf16": {}}, {"communication_data_type": "auto"}],
 )
-def test_auto_and_what_the_recipe_says_too_change_nothing(content: dict[str, Any], tmp_path: Path):
+def test_auto_and_values_equal_to_the_recipe_change_nothing(content: dict[str, Any], tmp_path: Path):
     plain = settings_with("{}", tmp_path, precision="bf16")
     assert settings_with(json.dumps(content), tmp_path, precision="bf16") == plain
-    with pytest.raises(ConfigError, match=r"your file says {'enabled': False}, the recipe {'enabled': True"):
+    with pytest.raises(ConfigError, match=r"is {'enabled': False} in your file and {'enabled': True"):
         settings_with('{"bf16": {"enabled": false}}', tmp_path, precision="bf16")
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"fp16": {"enabled": True}}, "fp16 may not stand there\n  write precision=bf16 or precision=fp32"),
-        ({"bf16": {"enabled": True}}, "bf16 may not stand there\n  write precision=bf16"),
-        ({"torch_autocast": {"enabled": True}}, "torch_autocast may not stand there\n  write precision=bf16"),
-        ({"optimizer": {"type": "Adam"}}, "optimizer may not stand there\n  write the section optim"),
-        ({"scheduler": {"type": "WarmupLR"}}, "scheduler may not stand there\n  write the section optim.schedule"),
-        ({"train_batch_size": 64}, "train_batch_size may not stand there\n  write batch_size"),
+        ({"fp16": {"enabled": True}}, "fp16 is not allowed\n  set precision=bf16 or precision=fp32"),
+        ({"bf16": {"enabled": True}}, "bf16 is not allowed\n  set precision=bf16"),
+        ({"torch_autocast": {"enabled": True}}, "torch_autocast is not allowed\n  set precision=bf16"),
+        ({"optimizer": {"type": "Adam"}}, "optimizer is not allowed\n  set the section optim"),
+        ({"scheduler": {"type": "WarmupLR"}}, "scheduler is not allowed\n  set the section optim.schedule"),
+        ({"train_batch_size": 64}, "train_batch_size is not allowed\n  set batch_size"),
         ({"prescale_gradients": True}, "changes how gradients are summed"),
         ({"zero_optimizaton": {}}, "did you mean 'zero_optimization'?"),
-        ({"zero_optimization": {"overlap_com": True}}, "zero_optimization.overlap_com is no key"),
+        ({"zero_optimization": {"overlap_com": True}}, "unknown key zero_optimization.overlap_com"),
         ({"zero_optimization": {"overlap_com": True}}, "did you mean 'overlap_comm'?"),
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "Patchline does not support it"),
-        ({"zero_optimization": {"zero_quantized_gradients": True}}, "rounds gradients"),
-        ({"zero_optimization": {"stage": 3}}, "your file says 3, the recipe 2\n  remove one of them: write zero"),
-        ({"zero_optimization": {"stage3_max_live_parameters": 1}}, "does nothing at zero=2\n  expected at zero=3"),
+        ({"zero_optimization": {"zero_quantized_gradients": True}}, "rounds transferred gradients"),
+        ({"zero_optimization": {"stage": 3}}, "is 3 in your file and 2 by the recipe\n  remove one of them: set zero"),
+        (
+            {"zero_optimization": {"stage3_max_live_parameters": 1}},
+            "has no effect at zero=2\n  expected only at zero=3",
+        ),
         ({"zero_optimization": {"reduce_bucket_size": 0}}, "reduce_bucket_size is 0\n  DeepSpeed says: "),
         ({"zero_optimization": {"overlap_comm": "perhaps"}}, "overlap_comm is 'perhaps'\n  DeepSpeed says: "),
         ({"zero_optimization": True}, "zero_optimization is True\n  expected a mapping"),
-        ({"gradient_accumulation_steps": 3}, "your file says 3, the recipe 2"),
-        ({"communication_data_type": "bf16"}, "recipe 'fp32'\n  remove one of them: precision=fp32 sums gradients"),
-        ({"timers": {"throughput": {"enabled": True}}}, "DeepSpeed's timer has the host wait twice a micro-batch"),
-        ({"xyzzy": 1}, "xyzzy may not stand there\n  expected zero_optimization with some of overlap_comm"),
-        ([], "holds no mapping"),
+        ({"gradient_accumulation_steps": 3}, "is 3 in your file and 2 by the recipe"),
+        (
+            {"communication_data_type": "bf16"},
+            "'fp32' by the recipe\n  remove one of them: precision=fp32 sums gradients",
+        ),
+        (
+            {"timers": {"throughput": {"enabled": True}}},
+            "DeepSpeed's timer would make the host wait twice per micro-batch",
+        ),
+        ({"xyzzy": 1}, "xyzzy is not allowed\n  expected zero_optimization with some of overlap_comm"),
+        ([], "is not a mapping"),
     ],
 )
-def test_everything_else_is_refused_with_what_to_write_instead(content, message, tmp_path: Path):
+def test_other_settings_are_refused_with_a_replacement(content, message, tmp_path: Path):
     with pytest.raises(ConfigError) as refusal:
         settings_with(json.dumps(content), tmp_path)
     assert message in str(refusal.value) and "ds.json" in str(refusal.value)
 
 
-def test_the_type_of_sums_is_fp32_or_bf16_under_precision_bf16_alone(tmp_path: Path):
+def test_type_of_sums_can_be_chosen_only_with_precision_bf16(tmp_path: Path):
     chosen = settings_with('{"communication_data_type": "bf16"}', tmp_path, precision="bf16")
     assert chosen["communication_data_type"] == "bf16"
     with pytest.raises(ConfigError, match="communication_data_type is 'fp16'\n  expected fp32; or bf16"):
@@ -86,15 +95,15 @@ def test_the_type_of_sums_is_fp32_or_bf16_under_precision_bf16_alone(tmp_path: P
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [('{"a": 1, "a": 2}', "a stands there twice"), ("{", "is not valid JSON")],
+    [('{"a": 1, "a": 2}', "a appears twice"), ("{", "is not valid JSON")],
 )
-def test_a_file_that_is_no_plain_json_is_refused(text: str, message: str, tmp_path: Path):
+def test_file_that_is_not_strict_json_is_refused(text: str, message: str, tmp_path: Path):
     with pytest.raises(ConfigError, match=message):
         settings_with(text, tmp_path)
 
 
-def test_a_missing_file_says_how_to_do_without(tmp_path: Path):
-    with pytest.raises(ConfigError, match="No such file or directory\n  expected a JSON file; deepspeed=null"):
+def test_missing_file_is_refused_with_a_remedy(tmp_path: Path):
+    with pytest.raises(ConfigError, match="No such file or directory\n  expected a JSON file, or deepspeed=null"):
         deepspeed_config(
             zero=2, precision="fp32", micro_batch=1, accumulation=1, clip=1.0, user_file=str(tmp_path / "none.json")
         )
@@ -111,7 +120,7 @@ def test_deepspeed_still_has_every_key_that_may_be_set():
     ("key", "value", "stages"),
     [("contiguous_gradients", True, [1, 2, 3]), ("allgather_bucket_size", 9, [1, 2]), ("sub_group_size", 9, [3])],
 )
-def test_a_key_is_taken_at_the_stages_that_read_it(key: str, value: object, stages: list[int], tmp_path: Path):
+def test_key_is_accepted_only_at_stages_that_read_it(key: str, value: object, stages: list[int], tmp_path: Path):
     taken = []
     for zero in (0, 1, 2, 3):
         with contextlib.suppress(ConfigError):
@@ -126,5 +135,5 @@ def test_plan_and_run_both_refuse_before_anything_starts(command: str, recipe: P
     file.write_text('{"fp16": {"enabled": true}}')
     assert main([command, str(recipe), f"pretrain.deepspeed={file}"]) == 78
     error = capsys.readouterr().err
-    assert "pretrain: deepspeed file" in error and "write precision=bf16 or precision=fp32" in error
+    assert "pretrain: deepspeed file" in error and "set precision=bf16 or precision=fp32" in error
     assert not list((recipe.parent / "run").glob("*/checkpoints/step-*"))

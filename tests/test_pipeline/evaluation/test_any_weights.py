@@ -1,4 +1,4 @@
-"""Weights of this project and of others: their digests, and the sets that they were trained on."""
+"""Our own and foreign weights: their digests, and the sets that they were trained on."""
 
 import hashlib
 import json
@@ -26,12 +26,12 @@ def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def test_the_digest_of_our_weights_is_that_of_their_file(weights):
+def test_digest_of_our_weights_is_that_of_their_file(weights):
     assert not any_weights.is_foreign(str(weights))
     assert any_weights.digest_of(str(weights), print) == sha256(weights / "weights.safetensors")
 
 
-def test_the_digest_of_a_part_of_an_npz_is_of_the_file_and_the_part(tmp_path):
+def test_digest_of_a_part_of_an_npz_includes_the_part_name(tmp_path):
     file = tmp_path / "theirs.npz"
     file.write_bytes(b"anything")
     assert any_weights.digest_of(str(file), print) == sha256(file)
@@ -39,7 +39,7 @@ def test_the_digest_of_a_part_of_an_npz_is_of_the_file_and_the_part(tmp_path):
     assert any_weights.digest_of(f"{file}:img", print) == part
 
 
-def test_the_config_next_to_foreign_weights_is_in_their_digest(tmp_path):
+def test_digest_of_foreign_weights_includes_the_config_next_to_them(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"anything")
     (tmp_path / "config.json").write_text("{}")
     assert any_weights.is_foreign(str(tmp_path))
@@ -47,7 +47,7 @@ def test_the_config_next_to_foreign_weights_is_in_their_digest(tmp_path):
     assert any_weights.digest_of(str(tmp_path), print) == hashlib.sha256(both.encode()).hexdigest()
 
 
-def test_pixels_that_are_normalised_in_another_way_are_refused(tmp_path):
+def test_weights_with_another_pixel_normalisation_are_refused(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"anything")
     pretrained = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
     (tmp_path / "config.json").write_text(json.dumps({"pretrained_cfg": pretrained}))
@@ -57,14 +57,14 @@ def test_pixels_that_are_normalised_in_another_way_are_refused(tmp_path):
     any_weights.refuse_other_pixels(str(tmp_path))
 
 
-def test_a_file_that_is_no_weights_is_named(tmp_path):
+def test_file_without_weights_is_reported(tmp_path):
     file = tmp_path / "broken.npz"
     file.write_bytes(b"no zip")
     with pytest.raises(DataError, match=f"cannot load {file}"):
         any_weights.load(str(file), {})
 
 
-def test_training_sets_are_followed_through_the_stages_before(tmp_path, weights):
+def test_training_sets_are_collected_from_all_previous_stages(tmp_path, weights):
     digest = sha256(weights / "weights.safetensors")
     first = {"data.train": {"path": "/a", "digest": "1", "part_of": None}}
     artifacts.write_record(weights / artifacts.PROVENANCE, {"inputs": first})
@@ -80,5 +80,5 @@ def test_training_sets_are_followed_through_the_stages_before(tmp_path, weights)
     assert end == "", "the first stage began with random weights"
 
 
-def test_the_end_of_the_records_is_named(weights):
+def test_end_of_the_training_records_is_reported(weights):
     assert any_weights.training_sets(str(weights)) == ([], str(weights))

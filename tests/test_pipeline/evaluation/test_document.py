@@ -18,15 +18,15 @@ from tests.support.evaluated_sets import NAMES, store_of, unreadable
 pytestmark = pytest.mark.quick
 
 
-def test_the_interval_of_a_share_written_out_by_hand() -> None:
+def test_interval_of_a_share_matches_a_hand_calculation() -> None:
     # 8 of 10: (0.8 + 1.9208/10 ± 1.96 √(0.16/10 + 0.9604/100)) / (1 + 3.8416/10)
     entry = document.share_entry(8, 10)
     assert (entry["low"], entry["high"]) == pytest.approx((0.4902, 0.9433), abs=1e-4)
     assert document.share_entry(0, 0) == {"value": 0.0, "low": 0.0, "high": 1.0, "samples": 0}
 
 
-def test_few_shot_has_the_mean_of_its_seeds_their_deviation_and_an_interval(tmp_path: Path) -> None:
-    """Seeds are not 0, 1, 2; a test sample cannot be read and three are leaked, of which one cannot be read."""
+def test_few_shot_reports_mean_deviation_and_interval_of_its_seeds(tmp_path: Path) -> None:
+    """Use seeds other than 0, 1, 2, an unreadable test sample, and three leaked samples, one of them unreadable."""
     store = unreadable(None, np.zeros(120, int), tmp_path, [7])
     right = np.random.default_rng(4).random((3, 119)) < [[0.5], [0.6], [0.9]]
     (protocol,) = protocols_of(("fewshot",), SimpleNamespace(fewshot=FewShotConfig((1,), (3, 4, 5))), {})
@@ -43,7 +43,7 @@ def test_few_shot_has_the_mean_of_its_seeds_their_deviation_and_an_interval(tmp_
     assert np.array_equal(document.right_of(entries[0][0]), right)
 
 
-def test_a_single_draw_says_what_it_cannot_tell(tmp_path: Path) -> None:
+def test_single_draw_says_that_its_variance_is_unknown(tmp_path: Path) -> None:
     store = store_of(None, np.zeros(10, int), tmp_path)
     (protocol,) = protocols_of(("fewshot",), SimpleNamespace(fewshot=FewShotConfig((1,), (7,))), {})
     entry = document.result_of(Outcome({"1shot": [np.arange(10) < 8]}), protocol, store, None, None)["values"]["1shot"]
@@ -53,8 +53,8 @@ def test_a_single_draw_says_what_it_cannot_tell(tmp_path: Path) -> None:
     }
 
 
-def test_shots_are_named_by_shard_and_place_in_it(tmp_path: Path) -> None:
-    """In shards of 4, 1 and 7 samples; two seeds and two values."""
+def test_shots_are_listed_by_shard_and_position(tmp_path: Path) -> None:
+    """Use shards of 4, 1 and 7 samples, two seeds and two values."""
     shards = tuple(Shard(f"{name}.tar", count, 0, "") for name, count in (("a", 4), ("b", 1), ("c", 7)))
     train = FeatureStore(Index(shards, 10, (), "d" * 64, "", Path(), names=NAMES), tmp_path)
     test = store_of(None, np.zeros(5, int), tmp_path)
@@ -69,7 +69,7 @@ def test_shots_are_named_by_shard_and_place_in_it(tmp_path: Path) -> None:
 
 
 def results_of_two_sets() -> dict:
-    """A document as evaluation.json holds it: of two sets, one of which was compared with a training set."""
+    """Return a document like evaluation.json with two sets, one of which was compared with a training set."""
     share = {"value": 0.8, "low": 0.4902, "high": 0.9433, "samples": 10}
     draws = {"value": 0.5, "low": 0.25, "high": 0.75, "samples": 1200, "sd": 0.0123, "seeds": {"3": 0.4, "5": 0.6}}
     leaks = {
@@ -92,7 +92,7 @@ def results_of_two_sets() -> dict:
     }
 
 
-def test_the_table_of_a_document_word_for_word() -> None:
+def test_table_of_a_document_word_for_word() -> None:
     whole = results_of_two_sets()
     del whole["results"][1]["values"]["1shot"]["sd"]
     verdict = "75.00% without 2 shared with eeeeeeee; /more (ffffffff) not checked"
@@ -107,7 +107,7 @@ def test_the_table_of_a_document_word_for_word() -> None:
     ]
 
 
-def test_values_of_several_sets_carry_the_sets_name_and_say_whether_the_set_is_whole() -> None:
+def test_values_of_several_sets_have_the_set_name_and_whether_all_samples_were_read() -> None:
     whole = results_of_two_sets()
     entries = document.entries_of(whole)
     assert {name: entry["whole"] for name, entry in entries.items()} == {
@@ -125,11 +125,11 @@ def test_values_of_several_sets_carry_the_sets_name_and_say_whether_the_set_is_w
     }
 
 
-def test_values_are_given_with_and_without_leaked_samples(tmp_path: Path) -> None:
+def test_values_are_reported_with_and_without_leaked_samples(tmp_path: Path) -> None:
     numbers = [3, 45, 46, 149]
     store = unreadable(None, np.zeros(150, int), tmp_path, [77])
     is_right = np.zeros(149, bool)
-    is_right[[3, 45, 46, 148]] = True  # row 148 of those that could be read is sample 149
+    is_right[[3, 45, 46, 148]] = True  # row 148 of the readable samples is sample 149
     (protocol,) = protocols_of(("top-1",), None, {})
     result = document.result_of(Outcome({"top-1": [is_right]}), protocol, store, None, numbers)
     assert result["values"]["top-1"]["value"] == 4 / 149

@@ -1,4 +1,4 @@
-"""Requests on sets: each set passes through the model once, and what its protocols need is kept."""
+"""Evaluation requests: each set passes through the model once, and only what the protocols need is stored."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,7 +34,7 @@ def with_a_bad_one(tmp_path_factory: pytest.TempPathFactory) -> Index:
 
 @contextmanager
 def evaluator_of(model: nn.Module, index: Index, folder: Path) -> Iterator[Evaluator]:
-    """One process, for the set "set"."""
+    """Return an evaluator of one process for the set "set"."""
     phases = Phases(folder, 0, 60.0)
     yield Evaluator(
         group=EvaluationGroup(phases, CPU, wants_stop=lambda: False),
@@ -49,7 +49,7 @@ def evaluator_of(model: nn.Module, index: Index, folder: Path) -> Iterator[Evalu
 
 
 def evaluate(model: nn.Module, index: Index, folder: Path, *requests: Request) -> list[document.Entry]:
-    """The results of one process for the set "set"."""
+    """Return the results of one process for the set "set"."""
     with evaluator_of(model, index, folder) as evaluator:
         return evaluator.evaluate(requests)
 
@@ -65,8 +65,8 @@ def evaluate(model: nn.Module, index: Index, folder: Path, *requests: Request) -
         ([("other", "other", "knn"), ("other", None, "top-1"), ("set", None, "top-5")], 0, 5),
     ],
 )
-def test_of_a_set_what_its_protocols_need_is_kept(asked, width, best, with_a_bad_one: Index, tmp_path: Path) -> None:
-    """Of the set "set": a protocol of features wants them of both its sets, one of the head its best classes."""
+def test_only_what_the_protocols_need_is_stored(asked, width, best, with_a_bad_one: Index, tmp_path: Path) -> None:
+    """Protocols of features need the features of both sets; protocols of the head need the best classes."""
     settings = SimpleNamespace(knn=NeighboursConfig((3,)), linear=LinearConfig())
     requests = [Request(test, train, protocols_of((name,), settings, {})[0]) for test, train, name in asked]
     with evaluator_of(Sums(), with_a_bad_one, tmp_path) as evaluator:
@@ -76,7 +76,7 @@ def test_of_a_set_what_its_protocols_need_is_kept(asked, width, best, with_a_bad
     store.close()
 
 
-def test_a_set_passes_through_the_model_once_for_all_its_requests(with_a_bad_one: Index, tmp_path: Path) -> None:
+def test_set_passes_through_the_model_once_for_all_requests(with_a_bad_one: Index, tmp_path: Path) -> None:
     model = Sums()
     passed = []
     model.mix.register_forward_hook(lambda *args: passed.append(1))
@@ -88,14 +88,14 @@ def test_a_set_passes_through_the_model_once_for_all_its_requests(with_a_bad_one
     assert len(passed) == 10, "150 samples in batches of 16"
 
 
-def test_a_set_of_which_nothing_can_be_read_has_no_value(tmp_path: Path) -> None:
+def test_unreadable_set_has_no_value(tmp_path: Path) -> None:
     index = Index((Shard("a.tar", 5, 0, ""),), 10, (), "d" * 64, "", Path(), names=NAMES)
     (protocol,) = protocols_of(("top-1",), None, {})
     with pytest.raises(DataError, match="set: none of 5 samples could be read"):
         result_of(Request("set", None, protocol), {"set": FeatureStore(index, tmp_path)}, CPU, no_beat)
 
 
-def test_a_new_protocol_is_a_function_and_a_row(
+def test_new_protocol_needs_only_a_function_and_a_row(
     with_a_bad_one: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def most_common(inputs: Inputs, settings: None) -> Outcome:

@@ -1,4 +1,4 @@
-"""What rank 0 keeps of a set: the same at any world, in the order of the set, on a disk that has room."""
+"""Features stored by rank 0: the same at any world size, in the order of the set, on a disk with enough room."""
 
 from collections import deque
 from pathlib import Path
@@ -24,7 +24,7 @@ def with_a_bad_one(tmp_path_factory: pytest.TempPathFactory) -> Index:
 
 
 def collected(index: Index, world: int, folder: Path) -> FeatureStore:
-    """What rank 0 has received when every rank of a world has given its part, one after the other."""
+    """Return rank 0's store after every rank has sent its part, one after another."""
     torch.manual_seed(0)
     model = Sums()
     store = FeatureStore(index, folder)
@@ -34,7 +34,7 @@ def collected(index: Index, world: int, folder: Path) -> FeatureStore:
     return store
 
 
-def test_what_rank_0_has_is_the_same_to_the_bit_at_any_world(with_a_bad_one: Index, tmp_path: Path) -> None:
+def test_rank_0_stores_the_same_bits_at_any_world_size(with_a_bad_one: Index, tmp_path: Path) -> None:
     alone = collected(with_a_bad_one, 1, tmp_path)
     assert alone.rows.tolist() == [row for row in range(150) if row != 77], "every good sample once, in order"
     for world in (2, 3, 4, 16):
@@ -45,10 +45,10 @@ def test_what_rank_0_has_is_the_same_to_the_bit_at_any_world(with_a_bad_one: Ind
     assert not list(tmp_path.iterdir()), "the file has no name: nothing is left behind"
 
 
-def test_rank_0_receives_what_each_of_the_others_sends(
+def test_rank_0_receives_the_batches_of_all_ranks(
     with_a_bad_one: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ten batches for three ranks: the last rank has two of padding. Those that send keep nothing."""
+    """Send ten batches from three ranks, two of them padding on the last rank; the other ranks store nothing."""
     alone = collected(with_a_bad_one, 1, tmp_path)
     torch.manual_seed(0)
     model = Sums()
@@ -68,7 +68,7 @@ def test_rank_0_receives_what_each_of_the_others_sends(
 
 
 @pytest.mark.parametrize(("count", "size"), [(12, 4), (13, 4), (11, 4), (3, 4), (4, 4), (5, 1), (0, 4)])
-def test_blocks_hold_every_row_once_and_in_order(count: int, size: int, tmp_path: Path) -> None:
+def test_blocks_contain_every_row_once_in_order(count: int, size: int, tmp_path: Path) -> None:
     features = np.random.default_rng(6).normal(size=(20, 3)).astype(np.float32)
     store = unreadable(features, np.zeros(20, int), tmp_path, [2, 9])
     assert [place for place, _ in store.blocks(size=18)] == [slice(0, 18)]
@@ -82,7 +82,7 @@ def test_blocks_hold_every_row_once_and_in_order(count: int, size: int, tmp_path
         assert np.array_equal(np.concatenate(blocks), features[rows])
 
 
-def test_a_disk_without_room_is_refused_at_the_first_batch(
+def test_full_disk_is_detected_at_the_first_batch(
     with_a_bad_one: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*args: int) -> None:

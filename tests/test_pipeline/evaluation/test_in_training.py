@@ -1,4 +1,4 @@
-"""Which steps are evaluated, and what is logged about the time that it takes."""
+"""Which steps are evaluated, and the log line about the time that it takes."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -29,12 +29,12 @@ def listening() -> Any:
 
 
 @pytest.mark.parametrize(("every", "due"), [(0, []), (25, [25, 50, 75]), (40, [40, 80])])
-def test_multiples_of_evaluate_every_are_due_but_for_the_last_step(every: int, due: list[int]) -> None:
+def test_multiples_of_evaluate_every_are_due_except_the_last_step(every: int, due: list[int]) -> None:
     evaluator = evaluator_of(every)
     assert [step for step in range(1, 101) if evaluator.is_due(step)] == due
 
 
-def test_a_step_was_due_only_between_the_first_and_the_last_of_a_stage_with_sets() -> None:
+def test_only_steps_between_first_and_last_are_due_and_only_with_sets() -> None:
     evaluator = evaluator_of(25)
     worker = listening()
     assert [step for step in range(101) if evaluator.was_due(worker, step)] == [25, 50, 75]
@@ -42,7 +42,7 @@ def test_a_step_was_due_only_between_the_first_and_the_last_of_a_stage_with_sets
     assert not evaluator.was_due(worker, 25)
 
 
-def test_the_share_of_the_time_is_logged_once_with_what_to_do_about_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_share_of_time_for_evaluations_is_logged_once_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(in_training.time, "monotonic", lambda: clock[0])
     evaluator = evaluator_of(25)
@@ -53,23 +53,23 @@ def test_the_share_of_the_time_is_logged_once_with_what_to_do_about_it(monkeypat
     evaluator.report_cost(worker, 25, 10.0)  # 50 s of 25 steps: 2 s a step
     evaluator.report_cost(worker, 50, 10.0)
     assert worker.lines == [
-        "evaluated in the loop: 10.00s every 25 steps, 16.7% of the time"
-        "; evaluate_on=spare evaluates commits beside training, where the cluster has room"
+        "evaluation during training: 10.00s every 25 steps, 16.7% of the time"
+        "; with evaluate_on=spare a spare worker evaluates checkpoints during training, if the cluster has room"
     ]
 
 
-def test_a_failed_evaluation_is_recorded_with_its_exit_code_and_what_follows() -> None:
+def test_failed_evaluation_is_recorded_with_exit_code_and_consequence() -> None:
     worker = listening()
     error = EvaluationFailed("no\nroom", 74)
-    report_failure(worker, SimpleNamespace(step=12), error, "training goes on without it")  # type: ignore[arg-type]
+    report_failure(worker, SimpleNamespace(step=12), error, "training continues without it")  # type: ignore[arg-type]
     ((kind, values, line),) = worker.records
     assert kind == "evaluate_failed"
     assert values == {"step": 12, "error": "no\nroom", "exit_code": 74}
     assert line.startswith("evaluate step 12 FAILED (no")
-    assert line.endswith("); training goes on without it")
+    assert line.endswith("); training continues without it")
 
 
-def test_a_stage_without_sets_evaluates_nothing() -> None:
+def test_stage_without_sets_evaluates_nothing() -> None:
     nothing: Any = None
     evaluator = StageEvaluator(TrainConfig(steps=100, evaluate_every=5), nothing, 100)
     assert not evaluator.is_due(5)

@@ -1,4 +1,4 @@
-"""Intervals against scipy, sums written out, and simulations with a known truth."""
+"""Intervals compared with scipy, with plain sums, and with simulations whose true value is known."""
 
 import itertools
 from functools import partial
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.quick
 
 
 @pytest.mark.parametrize(("right", "samples"), [(0, 10), (10, 10), (1, 3), (355, 400), (49_000, 50_000)])
-def test_the_interval_of_a_share_is_scipys_wilson_interval(right: int, samples: int) -> None:
+def test_interval_of_a_share_matches_scipys_wilson_interval(right: int, samples: int) -> None:
     expected = stats.binomtest(right, samples).proportion_ci(0.95, method="wilson")
     assert wilson(right / samples, samples) == pytest.approx((expected.low, expected.high), abs=1e-12)
     is_right = np.arange(samples) < right
@@ -23,7 +23,7 @@ def test_the_interval_of_a_share_is_scipys_wilson_interval(right: int, samples: 
 
 
 def two_way(right: np.ndarray) -> tuple[float, float]:
-    """The interval by the textbook's sums of squares of two crossed factors, written out cell by cell."""
+    """Compute the interval from the textbook's sums of squares of two crossed factors, cell by cell."""
     draws, samples = right.shape
     mean = right.mean()
     of_draws = sum(samples * (right[s].mean() - mean) ** 2 for s in range(draws)) / (draws - 1)
@@ -45,7 +45,7 @@ def two_way(right: np.ndarray) -> tuple[float, float]:
 @pytest.mark.parametrize("seed", [3, 11])
 @pytest.mark.parametrize("draws", [2, 3, 7])
 @pytest.mark.parametrize(("spread", "hard"), [(0.0, 0.0), (0.0, 4.0), (1.5, 0.3), (0.2, 1.0)])
-def test_few_shot_intervals_are_those_of_two_crossed_factors(seed: int, draws: int, spread: float, hard: float) -> None:
+def test_few_shot_intervals_match_two_crossed_factors(seed: int, draws: int, spread: float, hard: float) -> None:
     rng = np.random.default_rng(seed)
     score = 1 + spread * rng.normal(size=(draws, 1)) + hard * rng.normal(size=(1, 150)) + rng.normal(size=(draws, 150))
     right = score > 0
@@ -53,7 +53,7 @@ def test_few_shot_intervals_are_those_of_two_crossed_factors(seed: int, draws: i
     assert over_draws(right[None]) == over_draws(right), "an axis of one tells nothing"
 
 
-def test_draws_that_are_all_alike_leave_the_interval_of_the_samples() -> None:
+def test_identical_draws_give_the_interval_of_the_samples_alone() -> None:
     right = np.random.default_rng(5).random(2000) < 0.8
     low, high = over_draws(np.stack([right] * 3))
     assert (low, high) == pytest.approx(wilson(right.mean(), 2000), abs=2e-4)
@@ -63,31 +63,31 @@ def test_draws_that_are_all_alike_leave_the_interval_of_the_samples() -> None:
 
 @pytest.mark.parametrize("sizes", [[1] * 102, [10] * 102, [1, 4, 9, 50, 200]])
 @pytest.mark.parametrize("accuracy", [1.0, 0.0, 0.9])
-def test_no_mean_over_classes_is_certain(sizes: list[int], accuracy: float) -> None:
+def test_mean_over_classes_always_has_a_nonzero_interval(sizes: list[int], accuracy: float) -> None:
     labels = np.repeat(np.arange(len(sizes)), sizes)
     right = np.random.default_rng(9).random(len(labels)) < accuracy
     low, high = mean_over_classes(right, labels[:, None])
     assert 0 <= low < high <= 1 and high - low > 0.5 / sum(sizes)
     mean = np.mean([right[labels == label].mean() for label in range(len(sizes))])
     assert low <= mean <= high
-    # One class for every sample, or all of one size and perfect: as many independent samples as there are.
+    # With one class per sample, or equal and perfect classes, all samples are independent.
     if len(set(sizes)) == 1 and (accuracy != 0.9 or sizes[0] == 1):
         expected = wilson(right.mean(), len(right))
         assert (low, high) == pytest.approx(expected, abs=0.004)
 
 
 @pytest.mark.parametrize("samples", [0, 1, 5])
-def test_a_mean_over_no_classes_may_be_anything(samples: int) -> None:
+def test_mean_over_no_classes_has_the_interval_0_to_1(samples: int) -> None:
     assert mean_over_classes(np.ones(samples, bool), np.full((samples, 2), -1)) == (0.0, 1.0)
 
 
-def test_classes_half_of_which_are_always_right_and_half_never_are_not_certain_either() -> None:
+def test_classes_that_are_all_right_or_all_wrong_still_have_an_interval() -> None:
     labels = np.repeat(np.arange(20), 10)
     low, high = mean_over_classes(labels % 2 == 0, labels[:, None])
     assert 0.01 < high - low < 0.1 and low + high == pytest.approx(1.0)
 
 
-def test_the_variance_of_a_mean_over_classes_written_out_with_several_labels() -> None:
+def test_variance_of_a_mean_over_classes_matches_a_plain_sum_with_several_labels() -> None:
     rng = np.random.default_rng(21)
     labels = np.stack([rng.integers(4, size=60), rng.integers(4, 7, size=60), np.full(60, -1)], axis=1)
     labels[::3, 1] = -1
@@ -122,7 +122,7 @@ WORLDS = {
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_intervals_hold_the_truth_as_often_as_they_promise(world: str) -> None:
-    """Of 800 repetitions 92 to 97 %, and two deviations of such a count (1.5 points) on either side."""
+def test_intervals_contain_the_true_value_as_often_as_promised(world: str) -> None:
+    """Expect 92 to 97 % of 800 repetitions, with two standard deviations of the count (1.5 points) on either side."""
     held, width = simulations.coverage(WORLDS[world], 800, np.random.default_rng(17))
     assert 0.905 <= held <= 0.985 and width < 0.25

@@ -1,4 +1,4 @@
-"""The probes of frozen features against scikit-learn, NumPy and the original's golden results."""
+"""Probes of frozen features, compared with scikit-learn, NumPy and golden results of the original."""
 
 import json
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.quick
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Small matrices on a busy machine: threads that wait for each other took 20 times as long."""
+    """Use one thread: on a busy machine, waiting threads made small matrices 20 times slower."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with threadpool_limits(1):
@@ -47,7 +47,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def sets(tmp_path_factory: pytest.TempPathFactory) -> tuple[FeatureStore, FeatureStore, dict[str, np.ndarray]]:
-    """Pixels of the digits as features: 1,000 rows to learn from, 300 to judge."""
+    """Return pixels of the digits as features: 1,000 training rows and 300 test rows."""
     pixels, labels = load_digits(return_X_y=True)
     folder = tmp_path_factory.mktemp("features")
     arrays = {
@@ -76,7 +76,7 @@ def accuracy_of(
     return float((fitted.scores(torch.from_numpy(test)).argmax(1).numpy() == expected).mean())
 
 
-def test_every_golden_accuracy_is_met_exactly_where_the_original_is_well_conditioned(golden):
+def test_few_shot_matches_golden_accuracies_exactly_if_well_conditioned(golden):
     rows = json.loads(str(golden["results_json"]))
     sets = [golden[name] for name in ("feat_train", "labels_train", "feat_test", "labels_test")]
     for row in rows:
@@ -86,7 +86,7 @@ def test_every_golden_accuracy_is_met_exactly_where_the_original_is_well_conditi
     assert len(rows) == 27
 
 
-def test_the_rows_are_those_the_original_picks(golden):
+def test_picked_rows_match_the_original(golden):
     for name in golden.files:
         if name.startswith("idx_seed"):
             seed, shots = (int(part) for part in name.removeprefix("idx_seed").split("_shots"))
@@ -94,15 +94,15 @@ def test_the_rows_are_those_the_original_picks(golden):
             assert sorted(ours) == sorted(golden[name])
 
 
-def test_a_class_smaller_than_the_shots_gives_all_it_has():
+def test_class_with_fewer_samples_than_shots_uses_all_of_them():
     labels = np.array([0, 0, 0, 1, 2, 2])
     assert sorted(few_shot_rows(labels, shots=2, seed=0))[-3:] == [3, 4, 5]
     assert len(few_shot_rows(labels, shots=2, seed=0)) == 5
 
 
 @pytest.mark.parametrize(("rows", "width"), [(6, 40), (12, 11), (13, 12)])
-def test_fewer_rows_than_features_are_interpolated_by_the_smallest_map(rows: int, width: int) -> None:
-    """Without a penalty, by NumPy's pseudo-inverse; the constant feature is one more."""
+def test_fewer_rows_than_features_give_the_minimum_norm_interpolation(rows: int, width: int) -> None:
+    """Compare with NumPy's pseudo-inverse, without a penalty; there is one more feature, the constant."""
     rng = np.random.default_rng(7)
     x = rng.normal(size=(rows, width))
     labels = np.arange(rows) % 3
@@ -117,7 +117,7 @@ def test_fewer_rows_than_features_are_interpolated_by_the_smallest_map(rows: int
     np.testing.assert_allclose(fitted.scores(torch.from_numpy(x)).numpy(), targets, atol=1e-9 + rounding)
 
 
-def test_few_shot_from_a_store_is_the_originals(golden, tmp_path: Path) -> None:
+def test_few_shot_from_a_store_matches_the_original(golden, tmp_path: Path) -> None:
     train = store_of(golden["feat_train"].astype(np.float32), golden["labels_train"].astype(int), tmp_path)
     test = store_of(golden["feat_test"].astype(np.float32), golden["labels_test"].astype(int), tmp_path)
     rows = [row for row in json.loads(str(golden["results_json"])) if row["l2"] == 1024.0]
@@ -131,9 +131,9 @@ def test_few_shot_from_a_store_is_the_originals(golden, tmp_path: Path) -> None:
         assert sorted(judged.shots[name][str(cfg.seeds[0])]) == sorted(expected)
 
 
-def test_few_shot_in_training_is_of_first_labels_and_that_of_an_evaluation_of_any(sets, tmp_path: Path) -> None:
+def test_few_shot_uses_first_labels_in_training_and_any_label_in_evaluation(sets, tmp_path: Path) -> None:
     train, _, arrays = sets
-    # The true label comes second in every other sample, behind one that is wrong.
+    # In every other sample the true label comes second, after a wrong one.
     true = arrays["test_labels"]
     labels = np.stack([true, np.full_like(true, -1)], axis=1)
     labels[::2] = np.stack([(true + 1) % 10, true], axis=1)[::2]
@@ -154,7 +154,7 @@ def test_few_shot_in_training_is_of_first_labels_and_that_of_an_evaluation_of_an
 
 
 @pytest.mark.parametrize("weighted", [True, False])
-def test_neighbours_vote_as_scikit_learns_do(weighted: bool, sets, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_knn_matches_scikit_learn(weighted: bool, sets, monkeypatch: pytest.MonkeyPatch) -> None:
     train, test, arrays = sets
     monkeypatch.setattr(probes, "TEST_BLOCK", 70)  # several blocks of each set
     monkeypatch.setattr(FeatureStore.blocks, "__defaults__", (None, 130))
@@ -170,12 +170,12 @@ def test_neighbours_vote_as_scikit_learns_do(weighted: bool, sets, monkeypatch: 
         )
         reference.fit(arrays["train"].astype(np.float64), arrays["train_labels"])
         expected = reference.predict(arrays["test"].astype(np.float64))
-        # float32 and float64 may rank neighbours that are equally near otherwise.
+        # float32 and float64 may order equally near neighbours differently.
         assert (is_right == (expected == arrays["test_labels"])).mean() > 0.99
         assert is_right.mean() > 0.9
 
 
-def test_logistic_regression_is_scikit_learns(sets) -> None:
+def test_logistic_regression_matches_scikit_learn(sets) -> None:
     train, test, arrays = sets
     l2 = 1e-2
     outcome = probes.logistic(inputs_of(train, test), LogisticConfig(l2=(l2,)))
@@ -186,15 +186,15 @@ def test_logistic_regression_is_scikit_learns(sets) -> None:
     expected = reference.decision_function((arrays["test"] - mean) / std)
     fitted = fit_logistic(train, train.rows, l2, 1000, CPU, no_beat)
     scores = fitted.scores(test.features(test.rows)).numpy()
-    # A constant may be added to all classes' biases: what softmax does not see is taken off.
+    # Softmax is invariant to a constant added to all biases, so subtract it.
     scores -= scores.mean(1, keepdims=True)
     assert np.abs(scores - (expected - expected.mean(1, keepdims=True))).max() < 1e-3
     (is_right,) = outcome.right["logistic"]
     assert (is_right == (expected.argmax(1) == arrays["test_labels"])).all() and outcome.chosen == {"l2": l2}
 
 
-def test_logistic_regression_learns_from_the_first_row_and_the_last(sets, tmp_path: Path) -> None:
-    """Two classes have a single row: a fit that leaves out either predicts that class nowhere."""
+def test_logistic_regression_uses_the_first_and_the_last_row(sets, tmp_path: Path) -> None:
+    """Two classes have a single row: a fit that skips either row never predicts its class."""
     _, test, arrays = sets
     middle = np.flatnonzero((arrays["train_labels"] != 3) & (arrays["train_labels"] != 6))[:200]
     first = np.flatnonzero(arrays["train_labels"] == 3)[:1]
@@ -212,7 +212,7 @@ def test_logistic_regression_learns_from_the_first_row_and_the_last(sets, tmp_pa
     assert (is_right == (expected == arrays["test_labels"])).mean() > 0.99
 
 
-def test_the_penalty_with_the_best_held_out_accuracy_is_chosen(sets) -> None:
+def test_penalty_with_the_best_held_out_accuracy_is_chosen(sets) -> None:
     train, test, arrays = sets
     cfg = LogisticConfig(l2=(1e-4, 1e-2, 100.0), held_out=0.2, iterations=200)
     chosen = probes.logistic(inputs_of(train, test), cfg).chosen
@@ -230,7 +230,7 @@ def test_the_penalty_with_the_best_held_out_accuracy_is_chosen(sets) -> None:
 
 
 @pytest.mark.parametrize("shots", [1, 4])
-def test_shots_are_numbers_of_the_set_also_where_samples_are_missing(shots: int, sets, tmp_path: Path) -> None:
+def test_shots_are_sample_numbers_even_if_samples_are_missing(shots: int, sets, tmp_path: Path) -> None:
     _, test, arrays = sets
     features, labels = arrays["train"][:200], arrays["train_labels"][:200]
     train = store_of(features, labels, tmp_path)
@@ -256,10 +256,10 @@ def test_shots_are_numbers_of_the_set_also_where_samples_are_missing(shots: int,
 @pytest.mark.parametrize(
     ("seed", "held_out", "l2"), [(3, 0.2, (1e-2, 30.0)), (11, 0.37, (1e-3, 1e-1, 1e3)), (2, 0.001, (1e-1, 1.0))]
 )
-def test_the_chosen_penalty_is_fitted_to_all_rows(
+def test_chosen_penalty_is_fitted_to_all_rows(
     seed: int, held_out: float, l2: tuple[float, ...], sets, tmp_path: Path
 ) -> None:
-    """Two samples cannot be read; the split, the choice and the fit to all are scikit-learn's and NumPy's."""
+    """With two unreadable samples, split, choice and final fit match scikit-learn and NumPy."""
     _, test, arrays = sets
     features, labels = arrays["train"][:150], arrays["train_labels"][:150]
     train = store_of(features, labels, tmp_path)
@@ -282,7 +282,7 @@ def test_the_chosen_penalty_is_fitted_to_all_rows(
         accuracies[penalty] = reference.score((features[aside] - mean) / std, labels[aside])
         found = outcome.chosen[f"held-out accuracy at l2 {penalty:g}"]
         assert found == pytest.approx(accuracies[penalty], abs=1e-9)
-    # Of equal ones the larger.
+    # Among equal accuracies the larger penalty.
     best = max(l2, key=lambda penalty: (accuracies[penalty], penalty))
     assert outcome.chosen["l2"] == best
     reference, mean, std = fitted(kept, best)
@@ -290,7 +290,7 @@ def test_the_chosen_penalty_is_fitted_to_all_rows(
     assert (outcome.right["logistic"][0] == expected).mean() > 0.99
 
 
-def test_the_linear_probe_of_all_rows_is_ridge_regression(sets) -> None:
+def test_linear_probe_of_all_rows_matches_ridge_regression(sets) -> None:
     train, _, arrays = sets
     fitted = fit_all(train, 1024.0, no_beat)
     at_once = fit(torch.from_numpy(arrays["train"]), torch.from_numpy(arrays["train_labels"]))
@@ -328,12 +328,12 @@ def test_more_neighbours_than_training_samples_are_refused(sets, tmp_path: Path)
         (LogisticConfig, {"iterations": 0}, "logistic.iterations"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(settings: type, options: dict, message: str) -> None:
+def test_invalid_settings_are_refused(settings: type, options: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         settings(**options)
 
 
-def test_settings_at_their_borders_are_taken() -> None:
+def test_settings_at_their_limits_are_accepted() -> None:
     FewShotConfig((1,), (0,), 0.0)
     LinearConfig(0.0)
     NeighboursConfig((1,), temperature=1e-9)

@@ -1,4 +1,4 @@
-"""The protocols of an evaluation and its document against scipy, NumPy and the original's golden results."""
+"""Evaluation protocols and document, compared with scipy, NumPy and golden results of the original."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ from tests.support.golden import GOLDEN
 pytestmark = pytest.mark.quick
 
 
-def test_top_1_top_5_and_per_class_are_numpys(tmp_path: Path) -> None:
+def test_top_1_top_5_and_per_class_match_numpy(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     scores = rng.normal(size=(500, 10))
     labels = rng.integers(3, size=500)
@@ -42,8 +42,8 @@ def test_top_1_top_5_and_per_class_are_numpys(tmp_path: Path) -> None:
     assert results["per-class"]["values"]["per-class"]["value"] == pytest.approx(np.mean(by_class))
 
 
-def test_per_class_counts_images_and_a_label_list_in_each_of_its_classes(tmp_path: Path) -> None:
-    """Three labels at most, classes of unequal sizes, one that no image has, an image without a label, a bad one."""
+def test_per_class_counts_a_sample_in_each_class_of_its_labels(tmp_path: Path) -> None:
+    """Use up to three labels, unequal classes, an empty class, an unlabelled image and an unreadable one."""
     rng = np.random.default_rng(8)
     labels = np.full((90, 3), -1)
     for row in range(89):
@@ -69,8 +69,8 @@ def test_per_class_counts_images_and_a_label_list_in_each_of_its_classes(tmp_pat
     assert [entry["name"] for entry in result["classes"]] == [*NAMES, None]
 
 
-def test_real_accuracy_is_the_originals(tmp_path: Path) -> None:
-    """Any of several labels; images with an empty list are left out, as the source that packs them does."""
+def test_real_accuracy_matches_the_original(tmp_path: Path) -> None:
+    """Accept any of several labels; images with an empty list are excluded, as when they are packed."""
     path = GOLDEN / "real_eval.json"
     if not path.exists():
         pytest.skip("golden data is absent: ../shared/golden/real_eval.json")
@@ -89,7 +89,7 @@ def test_every_protocol_has_a_function() -> None:
     assert COMPUTE.keys() == PROTOCOLS.keys()
 
 
-def test_a_protocols_digest_is_of_its_name_and_fields() -> None:
+def test_protocol_digest_covers_name_and_fields() -> None:
     (one, other) = protocols_of(("top-1", "knn"), SimpleNamespace(knn=NeighboursConfig()), {"precision": "fp32"})
     canonical = '{"fields": {"precision": "fp32"}, "protocol": "top-1"}'
     assert one.digest == hashlib.sha256(canonical.encode()).hexdigest()

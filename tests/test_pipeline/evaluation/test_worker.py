@@ -1,4 +1,4 @@
-"""The worker of a stage that evaluates: its results are those of the whole model on the whole set."""
+"""The worker of an evaluation stage: its results match those of the whole model on the whole set."""
 
 import time
 from dataclasses import asdict
@@ -51,14 +51,14 @@ def evaluate(run: Path, test: Path) -> Any:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A folder of a run with weights of a small model."""
+    """Return the folder of a run with the weights of a small model."""
     model = models.from_config(models.config_of("mu/8", 16, 10), torch.Generator().manual_seed(0))
     torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(1))  # a new head is all zeros
     models.save_weights(model, tmp_path / "run" / "weights")
     return tmp_path / "run"
 
 
-def test_two_workers_count_as_many_right_ones_as_the_model_has(run: Path, tmp_path: Path) -> None:
+def test_two_workers_count_the_right_predictions_of_the_whole_model(run: Path, tmp_path: Path) -> None:
     pack(islice(digits(train=False, image_size=16), 50), tmp_path / "set", shard_samples=20)
     value = evaluate(run, tmp_path / "set")
     model = models.load(run / "weights")
@@ -72,7 +72,7 @@ def test_two_workers_count_as_many_right_ones_as_the_model_has(run: Path, tmp_pa
     assert result["values"]["top-1"]["value"] == right / 50
 
 
-def test_a_set_that_is_not_there_ends_all_workers_with_its_name_and_what_to_do(run: Path, tmp_path: Path) -> None:
+def test_missing_set_ends_all_workers_with_its_name_and_a_remedy(run: Path, tmp_path: Path) -> None:
     with pytest.raises(WorkerGroupError, match="repair the set, then run the same command again") as failure:
         evaluate(run, tmp_path / "nothing")
     assert str(tmp_path / "nothing") in str(failure.value)

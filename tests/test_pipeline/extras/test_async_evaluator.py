@@ -208,7 +208,7 @@ def test_an_evaluation_that_ends_its_attempts_is_given_up_with_words(alone, tmp_
             with open(tmp_path / "metrics.jsonl", "a") as file:
                 file.write(record("evaluate_skipped", 10))
     assert evaluator.evaluated == [10, 10]
-    assert alone.said == ["evaluate step 10 SKIPPED: 3 attempts have ended before it had a value"]
+    assert alone.said == ["evaluate step 10 SKIPPED: 3 attempts ended before it had a result"]
 
 
 @pytest.mark.parametrize(("changes", "step"), [({"evaluate": None}, 10), ({}, 0), ({}, 15), ({}, 100)])
@@ -227,7 +227,7 @@ def test_the_next_attempt_does_what_was_stopped_and_says_what_nobody_judges_any_
     progress: Any = SimpleNamespace(step=10)
     assert not Evaluating(alone.job, is_stopped=True).resume(alone, progress)
     skipped = "evaluate step 5 SKIPPED: nothing is evaluated beside training any more"
-    assert alone.said == [skipped, "evaluate step 10: stopped, it is done later"], "20 is taken again"
+    assert alone.said == [skipped, "evaluate step 10: stopped; it will be evaluated later"], "20 is taken again"
     evaluator = Evaluating(alone.job)
     assert evaluator.resume(alone, progress)
     assert evaluator.evaluated == [10] and not requested_steps(tmp_path)

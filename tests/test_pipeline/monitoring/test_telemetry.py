@@ -1,4 +1,4 @@
-"""What a run says, and how it is read back."""
+"""Log lines and metrics: writing and reading."""
 
 import math
 import time
@@ -16,7 +16,7 @@ REPORT |= {"world": 16, "mfu": 0.47, "wait": 0.008, "memory_gb": 61.0, "eta_s": 
 REPORT |= {"seconds": 24.0, "stalled_s": 0.5, "evaluated_s": 0.0}
 
 
-def test_the_log_line_has_one_order_and_human_numbers():
+def test_log_line_has_fixed_order_and_readable_numbers():
     line = "step 120000/700000  loss 2.841  lr 7.1e-4  grad 0.420  img/s 41.2k  wait 1%  eta 3d04h"
     assert log_line(REPORT) == line
     assert "  loss inf  " in log_line(REPORT | {"loss": math.inf})
@@ -44,12 +44,12 @@ def test_the_log_line_has_one_order_and_human_numbers():
         {"step": 50, "steps": 1100, "loss": 0.000123456, "grad_norm": 1.5e-5, "lr": 0.0, "images_per_s": 63.3},
     ],
 )
-def test_the_log_line_of_a_stage_fits_100_columns(values):
-    """Of ViT-H over a million steps, and of photographs on a laptop."""
+def test_log_line_fits_100_columns(values):
+    """Use reports of ViT-H over a million steps, and of photographs on a laptop."""
     assert len("[pretrain] " + log_line(REPORT | values)) <= 100
 
 
-def test_memory_is_the_most_that_was_ever_held(monkeypatch):
+def test_memory_is_the_peak(monkeypatch):
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     assert memory_gb() == pytest.approx(int(status["VmHWM"].removesuffix("kB")) / 2**20, rel=0.02)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -57,7 +57,7 @@ def test_memory_is_the_most_that_was_ever_held(monkeypatch):
     assert memory_gb() == 3.0
 
 
-def test_a_torn_last_line_is_left_out_and_the_newest_record_is_found_from_the_tail(tmp_path: Path):
+def test_torn_last_line_is_skipped_and_the_newest_record_found_at_the_end(tmp_path: Path):
     telemetry = Telemetry(tmp_path, rank=0, attempt=3)
     for step in range(1, 5):
         telemetry.report("train", REPORT | {"step": step})
@@ -70,14 +70,16 @@ def test_a_torn_last_line_is_left_out_and_the_newest_record_is_found_from_the_ta
     assert last_metrics(tmp_path / "nothing") is None
 
 
-def test_numbers_that_are_not_finite_are_null_in_the_file_and_nan_to_its_readers(tmp_path: Path):
+def test_non_finite_numbers_are_null_in_the_file_and_nan_when_read(tmp_path: Path):
     telemetry = Telemetry(tmp_path, rank=0, attempt=1)
     recent = [{"step": 6, "loss": math.inf, "grad_norm": math.nan}]
     telemetry.report("train", REPORT | {"loss": math.nan, "losses": [1.5, math.inf], "mfu": None})
     telemetry.report("spike", {"step": 7, "grad_norm": -math.inf, "recent": recent})
     telemetry.close()
     with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write('{"kind": "train", "step": 8, "loss": NaN, "losses": [Infinity]}\n')  # as it was written before
+        file.write(
+            '{"kind": "train", "step": 8, "loss": NaN, "losses": [Infinity]}\n'
+        )  # the format of earlier versions
 
     first, second, _ = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert '"loss": null' in first and '"losses": [1.5, null]' in first
@@ -91,8 +93,8 @@ def test_numbers_that_are_not_finite_are_null_in_the_file_and_nan_to_its_readers
     assert math.isnan(spike["grad_norm"]) and math.isnan(spike["recent"][0]["grad_norm"])
 
 
-def test_a_line_tells_the_speed_of_all_steps_since_the_line_before() -> None:
-    """A save after 2 of 5 steps ended a record: the line's 50 images took 10 s, not the last 30 images 4 s."""
+def test_log_line_shows_the_speed_of_all_steps_since_the_previous_line() -> None:
+    """A save after 2 of 5 steps ended a record; the line must show 50 images in 10 s, not the last 30 in 4 s."""
     since_line = Window()
     before_save = Window()
     before_save.losses = [3.0, 2.9]
@@ -112,7 +114,7 @@ def test_a_line_tells_the_speed_of_all_steps_since_the_line_before() -> None:
     assert values["eta_s"] == pytest.approx(10, rel=0.01)
 
 
-def test_only_rank_0_reports_and_every_worker_may_say(tmp_path: Path):
+def test_only_rank_0_writes_records_and_every_worker_may_log(tmp_path: Path):
     other = Telemetry(tmp_path, rank=2, attempt=1)
     other.report("train", REPORT)
     other.log("bad sample 1 replaced: a.tar 7: no JPEG")
@@ -129,10 +131,10 @@ def test_tensorboard_opens_on_the_loss(tmp_path: Path):
     telemetry.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    curves = sorted(events.Tags()["scalars"])  # as TensorBoard's page has them
+    curves = sorted(events.Tags()["scalars"])  # in the order of TensorBoard's page
     assert curves[0] == "1 train/1 loss" and "2 evaluate/accuracy" in curves and "checkpoint/took_s" in curves
 
 
-def test_a_line_of_the_log_cannot_act_on_a_terminal(tmp_path):
+def test_log_line_contains_no_terminal_control_sequences(tmp_path):
     Telemetry(tmp_path, 0, 1).log("bad sample a\x1b]0;title\x07: × 3\nthe second line\u202e")
     assert (tmp_path / "log.txt").read_text() == "bad sample a\\x1b]0;title\\x07: × 3\nthe second line\\u202e\n"

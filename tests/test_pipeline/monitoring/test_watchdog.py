@@ -1,4 +1,4 @@
-"""The watchdog: a hang becomes a verdict that names rank, phase and shard."""
+"""The watchdog: a hang is reported with rank, phase and shard."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from data.index.document import load_index
 from data.shards.reader import ShardReader
 from pipeline.evaluation.evaluator import EvaluationGroup, Evaluator
-from pipeline.monitoring.watchdog import SLOW_LOOKS, PhaseReport, Phases, Stall, Watch, read_phase
+from pipeline.monitoring.watchdog import SLOW_CHECKS, PhaseReport, Phases, Stall, Watch, read_phase
 
 pytestmark = pytest.mark.quick
 
@@ -29,7 +29,7 @@ def group(tmp_path) -> list[Phases]:
 
 
 class FolderWatch(Watch):
-    """A watch that is told what an agent would read in the workers' folder."""
+    """A watch that gets the phases that an agent would read from the workers' folder."""
 
     def __init__(self, folder, world: int, **options) -> None:
         super().__init__(world, **options)
@@ -50,7 +50,7 @@ def awake(rank: int) -> bool:
 
 
 def put(group: list[Phases], *phases: str) -> None:
-    """All workers go through a whole step, then as far as `phases`."""
+    """Move all workers through a whole step, then into the given phases."""
     order = ["data", "forward", "backward", "reduce"]
     for worker, phase in zip(group, phases, strict=True):
         for passed in [*order, *order[: order.index(phase)]]:
@@ -59,10 +59,10 @@ def put(group: list[Phases], *phases: str) -> None:
 
 
 READER = "data of step 8, shard train-000003.tar"
-WAITED_FOR = "stuck for 11s, the others wait for it"
+WAITED_FOR = "stuck for 11s; the other workers are waiting for it"
 COLLECTIVE = "stuck collective: all 3 workers are there for 11s"
-FROZEN = "frozen: stopped by a signal, 11s without a sign of life"
-VERDICTS = [  # phases of the three workers, the rank that is stopped; the rank that is named, its place, the cause
+FROZEN = "frozen: stopped by a signal, 11s without progress"
+VERDICTS = [  # phases of the three workers, the stopped rank; expected rank, phase and cause
     (("reduce", "data", "reduce"), None, 1, READER, "stalled reader: 11s without a batch"),
     (("reduce", "reduce", "forward"), None, 2, "forward of step 8", WAITED_FOR),
     (("reduce", "reduce", "reduce"), None, 0, "reduce of step 8", COLLECTIVE),
@@ -73,7 +73,7 @@ VERDICTS = [  # phases of the three workers, the rank that is stopped; the rank 
 
 
 @pytest.mark.parametrize(("phases", "stopped", "rank", "place", "cause"), VERDICTS)
-def test_the_verdict_names_who_is_behind(phases, stopped, rank, place, cause, group, watch, clock) -> None:
+def test_stall_names_the_late_worker(phases, stopped, rank, place, cause, group, watch, clock) -> None:
     put(group, *phases)
     assert watch.find_stall(awake) is None
     clock.now = 9
@@ -83,51 +83,51 @@ def test_the_verdict_names_who_is_behind(phases, stopped, rank, place, cause, gr
     assert str(watch.places[rank]) == place
 
 
-def test_nobody_is_judged_while_anybody_moves(group, watch, clock) -> None:
+def test_no_stall_while_any_worker_moves(group, watch, clock) -> None:
     put(group, "reduce", "data", "reduce")
     for clock.now in range(0, 60, 6):
         group[1].enter("data", 7)
         assert watch.find_stall(awake) is None
 
 
-def test_there_is_no_phase_without_a_judge(tmp_path, group, watch, clock) -> None:
-    """A worker that never starts, one stuck at the start, a rank 0 that works alone, a stuck evaluation."""
+def test_every_phase_is_watched(tmp_path, group, watch, clock) -> None:
+    """Watch a worker that never starts, one stuck at the start, a rank 0 working alone, a stuck evaluation."""
     late = FolderWatch(tmp_path, 3, stall_s=10, start_s=100, clock=clock)
     for worker in group[:2]:
         worker.enter("join", 0)
     assert watch.find_stall(awake) is late.find_stall(awake) is None
     clock.now = 11
-    assert watch.find_stall(awake) == Stall(2, "does not start, 11s without a sign of life")
+    assert watch.find_stall(awake) == Stall(2, "does not start, 11s without progress")
     assert late.find_stall(awake) is None, "importing takes its time"
     clock.now = 12
-    with group[0].rank_0_phase("restore", 0, True):  # rank 0 restores, the others wait for it
+    with group[0].rank_0_phase("restore", 0, True):  # rank 0 restores while the others wait
         for worker in group[1:]:
             for phase in ("restore", "wait") if worker is group[1] else ("join", "restore", "wait"):
                 worker.enter(phase, 0)
         assert watch.find_stall(awake) is None
         clock.now = 23
-        assert watch.find_stall(awake) == Stall(0, "stuck for 11s, the others wait for it")
+        assert watch.find_stall(awake) == Stall(0, "stuck for 11s; the other workers are waiting for it")
         assert str(watch.places[0]) == "restore"
     group[2].enter("evaluate", 40, "test-000001.tar")
     assert watch.find_stall(awake) is None
     assert str(watch.places[2]) == "evaluate after step 40, shard test-000001.tar"
 
 
-def test_of_several_that_do_not_start_the_first_is_named_unless_another_is_stopped(group, watch, clock) -> None:
+def test_first_worker_that_does_not_start_is_named_unless_another_is_stopped(group, watch, clock) -> None:
     group[0].enter("join", 0)
     watch.find_stall(awake)
     clock.now = 11
-    assert watch.find_stall(awake) == Stall(1, "does not start, 11s without a sign of life")
+    assert watch.find_stall(awake) == Stall(1, "does not start, 11s without progress")
     clock.now = 22
     assert watch.find_stall(lambda rank: rank == 2).rank == 2
 
 
-def test_a_slow_worker_is_named_and_an_even_worker_group_is_not(group, watch, clock) -> None:
-    for _ in range(SLOW_LOOKS):
+def test_slow_worker_is_named_but_not_in_an_even_group(group, watch, clock) -> None:
+    for _ in range(SLOW_CHECKS):
         put(group, "reduce", "reduce", "reduce")
         watch.find_stall(awake)
     assert watch.slow() is None
-    for _ in range(SLOW_LOOKS):
+    for _ in range(SLOW_CHECKS):
         put(group, "reduce", "reduce", "forward")
         watch.find_stall(awake)
         group[2].enter("backward", 7), group[2].enter("reduce", 7)
@@ -137,7 +137,7 @@ def test_a_slow_worker_is_named_and_an_even_worker_group_is_not(group, watch, cl
 
 
 def places_of(world: int, steps: int, behind: int | None) -> dict[int, PhaseReport]:
-    """All have gone through some steps; one is still before its last phase."""
+    """Return phases of workers after some steps, one of which is still in an earlier phase."""
     entered = 100 + 4 * steps
     places = dict.fromkeys(range(world), PhaseReport(entered, "reduce", 8, ""))
     if behind is not None:
@@ -146,11 +146,11 @@ def places_of(world: int, steps: int, behind: int | None) -> dict[int, PhaseRepo
 
 
 @pytest.mark.parametrize("world", [256, 4096])
-def test_a_verdict_on_a_large_group_waits_for_the_last_that_moves(world, clock) -> None:
+def test_large_group_stalls_only_when_its_last_worker_stops_moving(world, clock) -> None:
     watch = Watch(world, stall_s=10, clock=clock)
     places = places_of(world, 0, None)
     assert watch.find_stall(places, awake) is None
-    # All hang but for one worker.
+    # All workers hang except one.
     clock.now = 11
     places[world - 1] = PhaseReport(102, "reduce", 8, "")
     assert watch.find_stall(places, awake) is None
@@ -159,14 +159,14 @@ def test_a_verdict_on_a_large_group_waits_for_the_last_that_moves(world, clock) 
     places = {rank: PhaseReport(103 - (rank == stuck), "reduce", 8, "") for rank in range(world)}
     assert watch.find_stall(places, awake) is None, "they have moved since"
     clock.now = 33
-    assert watch.find_stall(places, awake) == Stall(stuck, "stuck for 11s, the others wait for it")
+    assert watch.find_stall(places, awake) == Stall(stuck, "stuck for 11s; the other workers are waiting for it")
 
 
 @pytest.mark.parametrize("slow_rank", [0, 700, None])
-def test_a_slow_worker_of_a_large_group_is_named_and_no_other(slow_rank, clock) -> None:
+def test_only_the_slow_worker_of_a_large_group_is_named(slow_rank, clock) -> None:
     watch = Watch(1000, stall_s=10, clock=clock)
     named = []
-    for steps in range(2 * SLOW_LOOKS):
+    for steps in range(2 * SLOW_CHECKS):
         clock.now += 1
         assert watch.find_stall(places_of(1000, steps, slow_rank), awake) is None
         slow = watch.slow()
@@ -176,7 +176,7 @@ def test_a_slow_worker_of_a_large_group_is_named_and_no_other(slow_rank, clock) 
 
 
 @pytest.mark.parametrize("letter", ["a", "é", "𝄞"])
-def test_a_shard_with_a_long_name_is_named_by_its_end(letter, group, watch) -> None:
+def test_long_shard_name_is_cut_at_the_start(letter, group, watch) -> None:
     for worker in group:
         worker.enter("data", 10**9, 244 * letter + "-000123.tar")
     assert watch.find_stall(awake) is None
@@ -184,8 +184,8 @@ def test_a_shard_with_a_long_name_is_named_by_its_end(letter, group, watch) -> N
     assert place.startswith(f"data of step {10**9 + 1}, shard …{letter}") and place.endswith(f"{letter}-000123.tar")
 
 
-def test_the_shard_that_is_named_in_an_evaluation_is_the_one_that_is_read(tmp_path, shards, monkeypatch) -> None:
-    """Batches of 30 from shards of 100: whenever a sample is read, the phase file names its shard."""
+def test_evaluation_phase_names_the_shard_being_read(tmp_path, shards, monkeypatch) -> None:
+    """Read batches of 30 from shards of 100: the phase file always names the shard being read."""
     worker = Phases(tmp_path, 0, 3600)
     index = load_index(shards / "train")
     evaluator = Evaluator(
@@ -212,7 +212,7 @@ def test_the_shard_that_is_named_in_an_evaluation_is_the_one_that_is_read(tmp_pa
     worker.close()
 
 
-def test_a_worker_on_a_full_disk_goes_on(tmp_path, monkeypatch) -> None:
+def test_worker_continues_on_a_full_disk(tmp_path, monkeypatch) -> None:
     def refuse(*args):
         raise OSError(28, "No space left on device")
 

@@ -1,4 +1,4 @@
-"""Which hooks a stage needs for evaluations and searches on a spare place."""
+"""The hooks that a stage needs for evaluations and searches on a spare worker."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -22,14 +22,14 @@ pytestmark = pytest.mark.quick
         ({}, [[0, 1, 2, 3]], {MASKING}),
     ],
 )
-def test_hooks_are_those_of_the_keys_in_use_and_of_what_a_checkpoint_masks(values, masked, expected, tmp_path) -> None:
+def test_hooks_follow_the_keys_in_use_and_the_masks_of_a_checkpoint(values, masked, expected, tmp_path) -> None:
     checkpoints = SimpleNamespace(committed=lambda: ["step-1"], manifest=lambda name: SimpleNamespace(masked=masked))
     context: Any = SimpleNamespace(directory=tmp_path, checkpoints=checkpoints)
     cfg: Any = config.build(FullConfig, {"steps": 10, **values}, "pretrain")
     assert set(AsyncEvaluationExtra().hooks(cfg, context)) == expected
 
 
-def test_requests_of_an_earlier_attempt_need_the_hook_too(tmp_path) -> None:
+def test_pending_requests_of_an_earlier_attempt_need_the_hook_too(tmp_path) -> None:
     (tmp_path / EVALUATIONS).mkdir()
     context: Any = SimpleNamespace(directory=tmp_path, checkpoints=SimpleNamespace(committed=list))
     cfg: Any = FullConfig(steps=10)

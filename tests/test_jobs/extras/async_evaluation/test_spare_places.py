@@ -1,4 +1,4 @@
-"""When this machine has a place beside a worker group."""
+"""Free resources of this machine next to a worker group."""
 
 import pytest
 

@@ -1,6 +1,5 @@
-"""Commits judged beside training: the loop's values, nobody else's steps, and no silence when it goes wrong."""
+"""Evaluation during training: it has the values of the training loop, does not affect training, and logs failures."""
 
-import json
 import os
 import shutil
 import signal
@@ -37,12 +36,12 @@ from tests.support.configs import FullConfig
 from tests.support.demo import step_losses
 from tests.support.drives import assert_same, finish, said, stage, start
 
-EVERY_16 = ("pretrain.evaluate_every=16", "pretrain.keep_every=16")  # where nothing is saved otherwise
+EVERY_16 = ("pretrain.evaluate_every=16", "pretrain.keep_every=16")  # steps at which nothing else is saved
 SPARE = "pretrain.evaluate_on=spare"
 
 
-def judged(run: Path) -> dict[int, dict[str, float]]:
-    """What every evaluation has come to, by step; where and how long it was is left out."""
+def evaluated(run: Path) -> dict[int, dict[str, float]]:
+    """Return the values of every evaluation by step, without the place and duration."""
     values = {}
     for record in read_metrics(stage(run), "evaluate"):
         named = {"kind", "time", "attempt", "step", "where", "node", "seconds"}
@@ -57,9 +56,9 @@ def where(run: Path) -> dict[int, str]:
 
 @pytest.fixture(scope="module")
 def sets(shards, tmp_path_factory) -> tuple[str, ...]:
-    """Judge accuracy and few-shot features on the test set: 2 workers have 45 batches of 4 each."""
+    """Evaluate accuracy and few-shot features on the test set: 2 workers have 45 batches of 4 each."""
     path = shards / "test"
-    # As many images to learn from; the very same set is refused.
+    # A training set of the same size; the same folder for training and test would be refused.
     learned = tmp_path_factory.mktemp("learned")
     pack(digits(train=False, image_size=16), learned, name="learned", shard_samples=90)
     return (f"pretrain.data.evaluate={path}", f"pretrain.probe={{train: {learned}, test: {path}, shots: [1, 5]}}")
@@ -67,7 +66,7 @@ def sets(shards, tmp_path_factory) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def loop(tmp_path_factory, sets) -> Path:
-    """A run whose own workers judge its steps 16, 32 and 40."""
+    """A run whose training workers evaluate steps 16, 32 and 40."""
     run = tmp_path_factory.mktemp("loop") / "run"
     assert finish(run, *EVERY_16, *sets) == 0, said(run)
     return run
@@ -75,7 +74,7 @@ def loop(tmp_path_factory, sets) -> Path:
 
 @pytest.fixture
 def run(loop, tmp_path) -> Path:
-    """A run with its shards packed and its training still to do."""
+    """A run whose shards are packed, before training."""
     shutil.copytree(loop, tmp_path / "run", ignore=shutil.ignore_patterns("pretrain-*", "attempts", "status.json"))
     return tmp_path / "run"
 
@@ -83,38 +82,38 @@ def run(loop, tmp_path) -> Path:
 # ------------------------------------------------------------------------ whole runs
 
 
-def test_what_is_judged_beside_training_is_what_the_loop_would_have_judged(loop, run, sets, shards) -> None:
+def test_evaluation_during_training_has_the_values_of_the_training_loop(loop, run, sets, shards) -> None:
     assert finish(run, *EVERY_16, *sets, SPARE, patch="spare_core") == 0, said(run)
     assert_same(run, loop)
-    assert judged(run) == judged(loop)
-    assert judged(run).keys() == {16, 32, 40} and judged(run)[16]["judged"] == load_index(shards / "test").samples
+    assert evaluated(run) == evaluated(loop)
+    assert evaluated(run).keys() == {16, 32, 40} and evaluated(run)[16]["judged"] == load_index(shards / "test").samples
     assert where(run) == {16: "spare", 32: "spare", 40: "training"}
     assert where(loop) == dict.fromkeys((16, 32, 40), "training")
     log = (stage(run) / "log.txt").read_text()
     assert log.count("evaluate step 16  accuracy 0.") == log.count("evaluate step 32  accuracy 0.") == 1
-    assert "beside training, on " in log and "evaluated in the loop" not in log
-    assert (stage(loop) / "log.txt").read_text().count("evaluated in the loop: ") == 1, "its price, once"
+    assert "during training, on " in log and "evaluation during training: " not in log
+    assert (stage(loop) / "log.txt").read_text().count("evaluation during training: ") == 1, "its cost is logged once"
     kept = {folder: {step_of(path) for path in committed(stage(folder) / "checkpoints")} for folder in (run, loop)}
-    assert kept[run] >= {16, 32}, "committed first"
-    assert kept[loop] == {30, 35, 40}, "an evaluation by the workers themselves is no reason to save"
+    assert kept[run] >= {16, 32}, "a spare worker needs a commit"
+    assert kept[loop] == {30, 35, 40}, "the training workers need no commit"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [("precision=bf16", "zero=3"), ("polyak=0.9", "zero=1"), ("exact_parts=4",)])
-def test_the_values_are_the_loops_at_other_settings(options, run, sets) -> None:
+def test_the_values_equal_those_of_the_loop_with_other_settings(options, run, sets) -> None:
     settings = [f"pretrain.{option}" for option in options]
     assert finish(run, *EVERY_16, *sets, *settings) == 0, said(run)
-    expected = judged(run)
+    expected = evaluated(run)
     shutil.rmtree(stage(run))
     assert finish(run, *EVERY_16, *sets, *settings, SPARE, patch="spare_core") == 0, said(run)
-    assert where(run)[16] == "spare" and judged(run) == expected
+    assert where(run)[16] == "spare" and evaluated(run) == expected
 
 
 @pytest.mark.slow
-def test_with_nothing_spare_the_loop_judges_and_says_at_what_price(loop, run, sets) -> None:
+def test_without_a_spare_core_the_loop_evaluates_and_logs_the_cost(loop, run, sets) -> None:
     assert finish(run, *EVERY_16, *sets, SPARE, "cluster.cpus_per_worker=1") == 0, said(run)
     assert_same(run, loop)
-    assert judged(run) == judged(loop) and set(where(run).values()) == {"training"}
+    assert evaluated(run) == evaluated(loop) and set(where(run).values()) == {"training"}
     log = (stage(run) / "log.txt").read_text()
     assert log.count("% of the time; evaluate_on=spare, but nothing was spare") == 1
     assert not requested_steps(stage(run))
@@ -124,49 +123,49 @@ def test_with_nothing_spare_the_loop_judges_and_says_at_what_price(loop, run, se
 @pytest.mark.parametrize(
     ("how", "cause"), [("SIGKILL", "killed by SIGKILL"), ("SIGSTOP", "frozen: stopped by a signal")]
 )
-def test_an_evaluator_that_dies_or_hangs_costs_training_nothing(how, cause, loop, run, sets) -> None:
+def test_an_evaluator_that_dies_or_hangs_does_not_affect_training(how, cause, loop, run, sets) -> None:
     stall = "pretrain.stall_s=6"
     assert finish(run, *EVERY_16, *sets, SPARE, stall, patch=f"evaluator_dies {how}") == 0, said(run)
     assert_same(run, loop)
-    assert judged(run) == judged(loop) and where(run)[16] == "spare"
-    assert f"evaluate step 16: the process beside training failed ({cause}" in said(run), said(run)
-    assert "1 of 3 times" in said(run) and "restarting" not in said(run)
+    assert evaluated(run) == evaluated(loop) and where(run)[16] == "spare"
+    assert f"evaluate step 16: the spare worker failed ({cause}" in said(run), said(run)
+    assert "attempt 1 of 3" in said(run) and "restarting" not in said(run)
     assert len(list(run.parent.glob("struck-*"))) == 1 and not (stage(run) / "incidents.txt").exists()
 
 
 @pytest.mark.slow
-def test_an_evaluator_that_always_dies_is_given_up_with_words(loop, run, sets) -> None:
+def test_an_evaluator_that_always_dies_is_given_up_with_a_message(loop, run, sets) -> None:
     assert finish(run, *EVERY_16, *sets, SPARE, patch="evaluator_dies SIGKILL 99") == 0, said(run)
     assert_same(run, loop)
-    assert judged(run)[40] == judged(loop)[40]
+    assert evaluated(run)[40] == evaluated(loop)[40]
     failed = {record["step"] for record in read_metrics(stage(run), "evaluate_failed")}
-    assert 16 in failed and failed | judged(run).keys() == {16, 32, 40}
-    assert "evaluate step 16 FAILED beside training (killed by SIGKILL)" in said(run), said(run)
+    assert 16 in failed and failed | evaluated(run).keys() == {16, 32, 40}
+    assert "evaluate step 16 FAILED on a spare worker (killed by SIGKILL)" in said(run), said(run)
 
 
 def wait_for(claim: Callable[[], object], process: Any) -> None:
     deadline = time.monotonic() + 120
     while not claim():
-        assert process.is_alive() and time.monotonic() < deadline, "waited in vain"
+        assert process.is_alive() and time.monotonic() < deadline, "the condition was not met in time"
         time.sleep(0.02)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 75)])
-def test_what_was_asked_for_is_judged_by_the_next_command(number, exit_code, loop, run, sets) -> None:
-    """Training has ended, and waits for its evaluations; then the driver is killed, or asked to stop."""
+def test_the_next_command_finishes_pending_evaluations(number, exit_code, loop, run, sets) -> None:
+    """The driver is killed, or asked to stop, after training while evaluations are pending."""
     process = start(run, *EVERY_16, *sets, SPARE, patch="slow_evaluator")
-    wait_for(lambda: "waiting for the evaluations of steps 16, 32" in said(run), process)
+    wait_for(lambda: "for the evaluation of steps 16, 32" in said(run), process)
     os.kill(process.pid, number)
     process.join(60)
     assert process.exitcode == exit_code, said(run)
-    assert requested_steps(stage(run)) == [16, 32] and judged(run).keys() == {40}
-    assert exit_code != 75 or "the evaluations of steps 16, 32 have not; run the same command again" in said(run)
+    assert requested_steps(stage(run)) == [16, 32] and evaluated(run).keys() == {40}
+    assert exit_code != 75 or "not the evaluation of steps 16, 32; run the same command again" in said(run)
     (run.parent / "go").touch()
     assert finish(run, *EVERY_16, *sets, SPARE, patch="slow_evaluator") == 0, said(run)
     assert_same(run, loop)
     values = {record["step"]: record["accuracy"] for record in read_metrics(stage(run), "evaluate")}
-    assert values == {step: row["accuracy"] for step, row in judged(loop).items()}
+    assert values == {step: row["accuracy"] for step, row in evaluated(loop).items()}
     assert step_losses(stage(run)) == step_losses(stage(loop)), "no step was computed twice"
 
 
@@ -174,12 +173,12 @@ def test_what_was_asked_for_is_judged_by_the_next_command(number, exit_code, loo
 
 
 class Scripted:
-    """Places where evaluations go as they are told: a value to return, or an error to raise."""
+    """Resources on which evaluations have scripted outcomes: a value to return, or an error to raise."""
 
     def __init__(self, *outcomes: Any) -> None:
         self.outcomes = list(outcomes)
-        self.judged: list[int] = []
-        self.searched: list[tuple[int, Any]] = []  # the step of each, and what it does without
+        self.evaluated: list[int] = []
+        self.searched: list[tuple[int, Any]] = []  # step and masked samples of each search
         self.has_room = True
         self.has_training_ended = False
 
@@ -204,7 +203,7 @@ class Scripted:
         if "search" in task:
             self.searched.append((task["search"]["step"], task["hooks"][SEARCH]["masked"]))
         else:
-            self.judged.append(step_of(Path(task["checkpoint"])))
+            self.evaluated.append(step_of(Path(task["checkpoint"])))
         if isinstance(outcome, Exception):
             raise outcome
         if outcome is not None:
@@ -213,7 +212,7 @@ class Scripted:
 
 
 class ScriptedGroup:
-    """A worker group of one on a scripted place."""
+    """A worker group of one on scripted resources."""
 
     def __init__(self, place: Scripted, cluster: ClusterConfig, folder: Path) -> None:
         self.place = place
@@ -238,26 +237,26 @@ def scripted_groups(monkeypatch) -> None:
 
 
 class Stage:
-    """A stage's folder with commits, and what has them judged."""
+    """A stage's folder with commits, and the spare worker that evaluates them."""
 
     def __init__(self, folder: Path, places: Scripted) -> None:
         self.folder = folder
-        self.said: list[str] = []
+        self.log_lines: list[str] = []
         no = lambda *args: None  # noqa: E731
-        context: Any = SimpleNamespace(directory=folder, log=self.said.append, poll=no, stop_requested=no)
+        context: Any = SimpleNamespace(directory=folder, log=self.log_lines.append, poll=no, stop_requested=no)
         context.checkpoints = checkpoints_in(folder / "checkpoints")
         self.attempt = folder / "attempts" / "attempt-000001"
         self.attempt.mkdir(parents=True)
         self.evaluations = SpareWorker(FullConfig(steps=100, evaluate_every=10, evaluate_on="spare"), context)
         self.evaluations.place = places  # type: ignore[assignment]
         self.places = places
-        # What an attempt leaves to the calls that a test makes itself, without a thread.
+        # Set by `during_attempt`; here for tests that call methods directly, without a thread.
         self.evaluations.task = {}
         self.evaluations.attempt_folder = self.attempt
         self.evaluations.cluster = ClusterConfig(backend="processes")
 
     def during_attempt(self) -> AbstractContextManager[None]:
-        """Evaluate beside an attempt, as the supervisor has it."""
+        """Evaluate during an attempt, as the supervisor does."""
         return self.evaluations.during_attempt({}, self.attempt, ClusterConfig(backend="processes"))
 
     def commit(self, *steps: int) -> None:
@@ -276,32 +275,32 @@ class Stage:
         return kinds
 
 
-def test_of_commits_that_wait_the_two_newest_are_judged_and_the_others_named(tmp_path) -> None:
+def test_only_the_two_newest_waiting_commits_are_evaluated_and_the_others_are_skipped(tmp_path) -> None:
     made = Stage(tmp_path, Scripted())
     made.places.has_room = False
     made.commit(10, 20, 30)
     made.evaluations.poll()
-    assert made.places.judged == [] and requested_steps(tmp_path) == [20, 30]
-    assert not (made.attempt / async_evaluation.SPARE_FILE).exists(), "the loop is to judge the next one itself"
+    assert made.places.evaluated == [] and requested_steps(tmp_path) == [20, 30]
+    assert not (made.attempt / async_evaluation.SPARE_FILE).exists(), "the loop must evaluate the next step itself"
     made.places.has_room = True
     for _ in range(3):
         made.evaluations.poll()
     made.commit(40, 50, 60)
     for _ in range(3):
         made.evaluations.poll()
-    assert made.places.judged == [20, 30, 50, 60] and (made.attempt / async_evaluation.SPARE_FILE).exists()
+    assert made.places.evaluated == [20, 30, 50, 60] and (made.attempt / async_evaluation.SPARE_FILE).exists()
     expected = {step: "evaluate" for step in (20, 30, 50, 60)}
     assert made.answers() == {**expected, 10: "evaluate_skipped", 40: "evaluate_skipped"}
     assert not made.answers() and not requested_steps(tmp_path)
 
 
-def test_spikes_are_searched_one_after_the_other_and_what_they_name_is_masked_once(tmp_path, monkeypatch) -> None:
-    """The second search fails, the third is put off once, the fourth is too late; none of them ends the training."""
+def test_spikes_are_searched_in_order_and_the_samples_found_are_masked_once(tmp_path, monkeypatch) -> None:
+    """The second search fails, the third is postponed once, the fourth comes too late; training always continues."""
     sample = {"slot": 5, "shard": "a.tar", "sample": 7, "key": "k7", "range": [0, 7, 8], "is_twin": False}
     named = {"is_spike": True, "is_found": True, "rows": [5], "samples": [sample], "value_without": 0.25}
     innocent = {"is_spike": True, "is_found": False, "rows": [1, 2, 3], "samples": []}
     died = WorkerGroupError(0, "n1", "killed by SIGKILL", exit_code=70)
-    places = Scripted(named, died, NoPlace("somebody wants the place"), innocent)
+    places = Scripted(named, died, NoPlace("another job needs the resources"), innocent)
     made = Stage(tmp_path, places)
     made.evaluations.cfg = FullConfig(steps=100, health=HealthConfig(on_spike="bisect"))
     made.evaluations.task = {"config": {}, "job": {}, "hooks": {SEARCH: {}}}
@@ -327,18 +326,18 @@ def test_spikes_are_searched_one_after_the_other_and_what_they_name_is_masked_on
         health.count_step(step, 1.0, 0.1 if step % 2 else 2.0, "", [])
     assert [line.count("it is searched beside training") for _, line in reported[1:]] == [1, 1, 1, 1]
 
-    left = tmp_path / "searches" / "step-0000000020" / tmp_path.name / "attempts" / "attempt-000001"
-    left.mkdir(parents=True)  # by a command that was killed
+    leftover = tmp_path / "searches" / "step-0000000020" / tmp_path.name / "attempts" / "attempt-000001"
+    leftover.mkdir(parents=True)  # of a command that was killed
     for _ in range(4):
         made.evaluations.poll()
     assert [step for step, _ in places.searched] == [20, 22, 24, 24]
     assert [masked for _, masked in places.searched] == [[], *[[[0, 0, 7, 8]]] * 3]
-    said = "\n".join(made.said)
-    assert "step 20: its spike goes with 1 sample, without which grad_norm is 0.25: a.tar k7; masked" in said
-    assert "step 22: the search beside training FAILED (killed" in said
-    assert "step 24: no single sample is behind its spike, 3 are at the least: nothing is masked" in said
+    log = "\n".join(made.log_lines)
+    assert "step 20: its spike is caused by 1 sample, without which grad_norm is 0.25: a.tar k7; masked" in log
+    assert "step 22: the search on a spare worker FAILED (killed" in log
+    assert "step 24: no single sample causes its spike, at least 3 do: nothing is masked" in log
     made.evaluations.finish()
-    assert "step 26: not searched to its end, training has ended" in made.said
+    assert "step 26: search cancelled because training has ended" in made.log_lines
     assert sorted(path.name for path in (tmp_path / "searches").iterdir()) == [
         f"step-00000000{step}.json" for step in (20, 22, 24, 26)
     ]
@@ -350,25 +349,28 @@ def test_spikes_are_searched_one_after_the_other_and_what_they_name_is_masked_on
     assert reported[5:] == [("masked", "step 30: 1 sample masked from here on, 1 in all: a.tar k7")]
 
 
-def test_a_step_that_was_never_committed_is_not_waited_for(tmp_path) -> None:
+def test_a_step_that_was_never_committed_is_skipped(tmp_path) -> None:
     made = Stage(tmp_path, Scripted())
     async_evaluation.request(tmp_path, 10)
     made.evaluations.poll()
-    assert requested_steps(tmp_path) == [10], "its save may be on its way"
+    assert requested_steps(tmp_path) == [10], "the step may be saved soon"
     made.commit(20)
     made.evaluations.poll()
     assert made.answers() == {10: "evaluate_skipped", 20: "evaluate"}
 
 
-def test_a_place_that_is_wanted_and_a_death_put_off_and_a_refusal_does_not(tmp_path) -> None:
+def test_an_evaluation_is_retried_after_a_death_or_lost_resources_but_not_after_an_error(tmp_path) -> None:
     death = WorkerGroupError(0, "n1", "killed by SIGKILL")
     refusal = WorkerGroupError(0, "n1", "DataError: torn", exit_code=65, kind="DataError")
-    made = Stage(tmp_path, Scripted(NoPlace("somebody wants the place"), death, None, refusal, death, death, death))
+    made = Stage(
+        tmp_path, Scripted(NoPlace("another job needs the resources"), death, None, refusal, death, death, death)
+    )
     made.commit(10)
     for _ in range(3):
         made.evaluations.poll()
     assert made.answers() == {10: "evaluate"}
-    assert "put off, somebody wants the place" in made.said[0] and "1 of 3 times" in made.said[1]
+    assert "postponed, because another job needs the resources" in made.log_lines[0]
+    assert "attempt 1 of 3" in made.log_lines[1]
     made.commit(20)
     made.evaluations.poll()
     assert made.answers() == {20: "evaluate_failed"} and (made.attempt / async_evaluation.SPARE_FILE).exists()
@@ -377,10 +379,10 @@ def test_a_place_that_is_wanted_and_a_death_put_off_and_a_refusal_does_not(tmp_p
         made.evaluations.poll()
     assert made.answers() == {30: "evaluate_failed"}
     made.evaluations.poll()
-    assert not (made.attempt / async_evaluation.SPARE_FILE).exists(), "from now on the loop judges"
+    assert not (made.attempt / async_evaluation.SPARE_FILE).exists(), "from now on the loop evaluates"
 
 
-def test_a_checkpoint_that_is_to_be_judged_is_not_pruned(tmp_path) -> None:
+def test_a_save_does_not_prune_a_checkpoint_that_waits_for_evaluation(tmp_path) -> None:
     made = Stage(tmp_path, Scripted())
     made.commit(10, 20, 30, 40)
     async_evaluation.withdraw(tmp_path, 20)
@@ -388,7 +390,7 @@ def test_a_checkpoint_that_is_to_be_judged_is_not_pruned(tmp_path) -> None:
     assert removed == ["step-0000000020"]
 
 
-def test_nor_does_the_command_prune_it(tmp_path, monkeypatch, capsys) -> None:
+def test_the_prune_command_keeps_a_checkpoint_that_waits_for_evaluation(tmp_path, monkeypatch, capsys) -> None:
     made = Stage(tmp_path, Scripted())
     made.commit(10, 20, 30, 40)
     async_evaluation.withdraw(tmp_path, 20)
@@ -397,19 +399,19 @@ def test_nor_does_the_command_prune_it(tmp_path, monkeypatch, capsys) -> None:
     assert capsys.readouterr().out == f"{tmp_path.name}: step-0000000020 deleted\n"
 
 
-def test_in_the_end_nothing_is_left_of_what_waited_or_was_put_off(tmp_path) -> None:
-    made = Stage(tmp_path, Scripted(NoPlace("somebody wants the place"), None))
+def test_at_the_end_waiting_and_postponed_evaluations_are_finished(tmp_path) -> None:
+    made = Stage(tmp_path, Scripted(NoPlace("another job needs the resources"), None))
     made.commit(10, 20, 30, 40, 50)
     for step in (30, 40, 50):
         async_evaluation.withdraw(tmp_path, step)
     made.evaluations.finish()
-    assert made.places.judged == [10, 10, 20]
+    assert made.places.evaluated == [10, 10, 20]
     assert [step_of(folder) for folder in committed(tmp_path / "checkpoints")] == [50, 40, 30], "keep is 3"
     assert [record["step"] for record in read_metrics(tmp_path, "evaluate")] == [10, 20]
     assert list((tmp_path / EVALUATIONS).iterdir()) == []
 
 
-def test_an_evaluation_that_ends_with_its_attempt_leaves_no_folder(tmp_path) -> None:
+def test_an_evaluation_stopped_with_its_attempt_leaves_no_folder(tmp_path) -> None:
     made = Stage(tmp_path, Scripted())
     made.commit(10)
     made.evaluations.has_ended.set()
@@ -417,35 +419,33 @@ def test_an_evaluation_that_ends_with_its_attempt_leaves_no_folder(tmp_path) -> 
     assert [path.name for path in (tmp_path / EVALUATIONS).iterdir()] == ["step-0000000010.requested"]
 
 
-def test_a_thread_that_outlives_its_attempt_stays_told_to_end_and_has_no_second_beside_it(
-    tmp_path, monkeypatch
-) -> None:
+def test_a_thread_that_outlives_its_attempt_stays_stopped_and_gets_no_second_thread(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("jobs.extras.async_evaluation.spare_worker.END_S", 0.01)
     made = Stage(tmp_path, Scripted())
-    asked = threading.Event()
+    has_question = threading.Event()
     has_answer = threading.Event()
 
     def slow_head() -> bool:
-        asked.set()
+        has_question.set()
         return has_answer.wait(10)
 
     monkeypatch.setattr(made.places, "is_free", slow_head)
     with made.during_attempt():
-        assert asked.wait(10)
+        assert has_question.wait(10)
         made.evaluations.end()
     first = made.evaluations.thread
     with made.during_attempt():
         assert made.evaluations.thread is first and made.evaluations.has_ended.is_set()
         has_answer.set()
         first.join(10)
-        assert not first.is_alive(), "the next attempt has not taken back what it was told"
-        assert not (made.attempt / async_evaluation.SPARE_FILE).exists(), "nobody is there who would judge"
+        assert not first.is_alive(), "the next attempt must not clear its stop event"
+        assert not (made.attempt / async_evaluation.SPARE_FILE).exists(), "no thread would evaluate"
     made.commit(10)
     made.evaluations.finish()
-    assert made.places.judged == [10], "by a thread of its own"
+    assert made.places.evaluated == [10], "a new thread evaluates it"
 
 
-def test_an_answer_stays_until_the_disk_has_taken_its_record(tmp_path, monkeypatch) -> None:
+def test_a_result_is_kept_until_its_record_is_written(tmp_path, monkeypatch) -> None:
     made = Stage(tmp_path, Scripted())
     async_evaluation.request(tmp_path, 10)
     async_evaluation.skip(tmp_path, 10, "no reason")
@@ -453,39 +453,32 @@ def test_an_answer_stays_until_the_disk_has_taken_its_record(tmp_path, monkeypat
     with monkeypatch.context() as patched:
         patched.setattr(Telemetry, "_append", lambda *args: False)
         made.evaluations.report_records()
-    assert "refused the records of evaluations" in made.said[-1] and "step-0000000010.json" in made.said[-1]
+    assert "could not write evaluation results" in made.log_lines[-1] and "step-0000000010.json" in made.log_lines[-1]
     made.evaluations.report_records()
     assert [record["step"] for record in read_metrics(tmp_path, "evaluate_skipped")] == [10]
     assert async_evaluation.records(tmp_path) == []
-
-
-# ------------------------------------------------------------------------ rank 0 alone
-
-
-def record(kind: str, step: int) -> str:
-    return json.dumps({"kind": kind, "time": 0.0, "attempt": 1, "step": step}) + "\n"
 
 
 # ------------------------------------------------------------------------ on Ray
 
 
 @pytest.mark.slow
-def test_under_ray_a_free_share_judges_the_same(run, sets) -> None:
-    """The embedded cluster of two CPUs, of which the worker has one."""
+def test_on_ray_a_free_cpu_evaluates_with_the_same_values(run, sets) -> None:
+    """The embedded cluster has two CPUs; the training worker uses one."""
     one = (*EVERY_16, *sets, "cluster.workers=1")
     assert finish(run, *one) == 0, said(run)
-    expected, losses = judged(run), step_losses(stage(run))
+    expected, losses = evaluated(run), step_losses(stage(run))
     weights = (stage(run) / "weights.safetensors").read_bytes()
     shutil.rmtree(stage(run))
     assert finish(run, *one, "cluster.backend=ray", SPARE) == 0, said(run)
     assert where(run) == {16: "spare", 32: "spare", 40: "training"}, said(run)
-    assert judged(run) == expected and step_losses(stage(run)) == losses
+    assert evaluated(run) == expected and step_losses(stage(run)) == losses
     assert (stage(run) / "weights.safetensors").read_bytes() == weights
-    assert not (stage(run) / "incidents.txt").exists() and "tried again" not in said(run)
+    assert not (stage(run) / "incidents.txt").exists() and "retried" not in said(run)
 
 
 @pytest.mark.slow
-def test_a_borrowed_place_of_ray_goes_to_whoever_asks_and_a_dead_evaluator_is_named(tmp_path) -> None:
+def test_borrowed_ray_resources_are_returned_on_demand_and_a_dead_evaluator_is_reported(tmp_path) -> None:
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
 
@@ -513,21 +506,21 @@ def test_a_borrowed_place_of_ray_goes_to_whoever_asks_and_a_dead_evaluator_is_na
             finally:
                 place.give_back()
 
-        # Somebody asks for all CPUs, of which the evaluation has one.
-        asked_for = []
+        # Another job requests all CPUs; the evaluation uses one of them.
+        requests = []
 
         def ask(group: WorkerGroup) -> None:
-            if has_started(group) and not asked_for:
-                assert nodes_of(cluster).room() == cpus, "for a larger worker group it is free"
-                asked_for.append(placement_group([{"CPU": 1}] * cpus))
+            if has_started(group) and not requests:
+                assert nodes_of(cluster).room() == cpus, "borrowed resources count as free for a worker group"
+                requests.append(placement_group([{"CPU": 1}] * cpus))
             if place.is_wanted():
-                raise NoPlace("somebody wants the place")
+                raise NoPlace("another job needs the resources")
 
         with pytest.raises(NoPlace):
             run_until("wanted", ask)
-        assert asked_for and ray.get(asked_for[0].ready(), timeout=20) is not None
+        assert requests and ray.get(requests[0].ready(), timeout=20) is not None
         assert not place.is_free()
-        remove_placement_group(asked_for[0])
+        remove_placement_group(requests[0])
 
         def kill(group: WorkerGroup) -> None:
             if has_started(group):
@@ -536,22 +529,22 @@ def test_a_borrowed_place_of_ray_goes_to_whoever_asks_and_a_dead_evaluator_is_na
 
         deadline = time.monotonic() + 20
         while not place.is_free():
-            assert time.monotonic() < deadline, "what somebody had is given back"
+            assert time.monotonic() < deadline, "the other job's CPUs were not released"
             time.sleep(0.1)
         with pytest.raises(WorkerGroupError, match="killed by SIGKILL"):
             run_until("killed", kill)
         deadline = time.monotonic() + 20
         while not place.is_free():
-            assert time.monotonic() < deadline, "given back"
+            assert time.monotonic() < deadline, "the evaluator's CPU was not released"
             time.sleep(0.1)
-        # When training has ended its places serve.
+        # After training, its reserved resources can be used.
         nodes = nodes_of(cluster)
         nodes.reserve("test", [1], print, lambda: None)
         rest = placement_group([{"CPU": 1}] * (cpus - 1))
         assert ray.get(rest.ready(), timeout=20) is not None
         deadline = time.monotonic() + 20
         while place.is_free():
-            assert time.monotonic() < deadline, "all CPUs are taken"
+            assert time.monotonic() < deadline, "the CPUs are not all in use"
             time.sleep(0.1)
         place.has_training_ended = True
         assert place.is_free() and place.take() and not place.is_wanted()

@@ -1,20 +1,14 @@
-"""`jobs diff` names what two recipes mean differently, and nothing that they only write differently."""
+"""`jobs diff` lists differences in meaning between two recipes, and no differences in notation."""
 
 import json
 import re
 import shlex
-from functools import cache
 from pathlib import Path
 
 import pytest
-import yaml
 
 from jobs.__main__ import main
-from jobs.commands import campaigns
-from jobs.commands.campaigns import RECIPES
-from jobs.resolved_recipe import Kinds
-from pipeline.recipe import read_recipe
-from tests.support.campaigns import KINDS
+from tests.support.recipe_diffs import lines_of, read_shipped_recipes_once, subjects, write_variant
 from tests.support.recipes import TINY
 
 ROOT = Path(__file__).parents[4]
@@ -26,32 +20,32 @@ TRANSFER = "transfer/cifar10"
 L16 = "vit_l16_i21k"
 B16 = "vit_b16_i1k"
 
-# What people who train a ViT again do otherwise than the paper, from docs/design/SPEC.md (the section behind each), not
-# from the code: recipe, deviation, the words of the difference, and something that stands in its lines.
+# Frequent deviations from the paper, taken from docs/design/SPEC.md (section in the comment) and not from the code:
+# recipe, deviation, subject of the difference, and a text in its lines.
 PLANTED = [
     (I21K, "pretrain.optim.schedule.end=0", "learning-rate schedule and its end", "1e-5 and not at 0"),  # 2.1, 2.3
     (JFT, "pretrain.optim.schedule.decay=cosine", "learning-rate schedule and its end", "table 3"),  # 2.1
     (JFT, "pretrain.optim.schedule.warmup_steps=500", "warm-up", "10,000 steps"),  # 2.1
-    (I1K, "pretrain.optim.weight_decay=9e-4", "weight decay", "in big_vision's convention"),  # 2.2: 0.3 · lr 3e-3
+    (I1K, "pretrain.optim.weight_decay=9e-4", "weight decay", "big_vision's convention"),  # 2.2: 0.3 · lr 3e-3
     (I21K, "pretrain.optim.head_weight_decay=3", "weight decay", "3 on the head"),  # 2.6
     (I1K, "pretrain.optim.lr=3e-4", "peak learning rate", "3e-3"),  # 2.1
     (I1K, "pretrain.data.augment={min_area: 0.08}", "training crop", "RandomResizedCrop keeps 8 %"),  # 2.5
     (I1K, "pretrain.data.augment.flip=false", "flip", "bd20fee"),  # 2.4
     (I1K, "pretrain.data.preprocess=null", "preprocessing at evaluation", "resize_small(256)"),  # 2.5
     (I21K, "pretrain.loss=softmax", "loss", "issue 34"),  # 1.5
-    (I21K, "pretrain.model.head_bias=0", "head, and its first values", "-10"),  # 1.5
-    (I1K, "pretrain.model.representation=null", "head, and its first values", "tanh"),  # 1.5
+    (I21K, "pretrain.model.head_bias=0", "head and its initialization", "-10"),  # 1.5
+    (I1K, "pretrain.model.representation=null", "head and its initialization", "tanh"),  # 1.5
     (I1K, "pretrain.label_smoothing=0.1", "label smoothing", "issue 89"),  # 2.1
     (I1K, "pretrain.passes=90", "images seen", "384,348,160"),  # 2.1
-    (JFT, "pretrain.optim.clip=1", "gradient clipping", "ImageNet alone"),  # 2.1
-    (JFT, "pretrain.data.max_labels=1", "labels of an image", "several labels"),  # 2.1
+    (JFT, "pretrain.optim.clip=1", "gradient clipping", "only on ImageNet"),  # 2.1
+    (JFT, "pretrain.data.max_labels=1", "labels per image", "several labels"),  # 2.1
     (JFT, "pretrain.model.dropout=0.1", "dropout", "84.53"),  # 1.3, 2.4
-    (I1K, "pretrain.optim.beta2=0.95", "averages of the optimizer", "0.999"),  # 2.1
+    (I1K, "pretrain.optim.beta2=0.95", "optimizer betas, eps and momentum", "0.999"),  # 2.1
     (TRANSFER, "resize.image_size=224", "resolution", "81.2 %"),  # 2.4
     (TRANSFER, "finetune.optim.name=adam", "optimizer", "table 7"),  # 2.7, D.1
     (TRANSFER, "finetune.steps=1000", "images seen", "CIFAR 10,000"),  # 2.4
-    (TRANSFER, "finetune.new_head=false", "head, and its first values", "zeros"),  # 1.5
-    (L16, "finetune-imagenet.polyak=0", "weights that are handed on", "0.9999"),  # 2.4
+    (TRANSFER, "finetune.new_head=false", "head and its initialization", "zero-init"),  # 1.5
+    (L16, "finetune-imagenet.polyak=0", "exported weights", "0.9999"),  # 2.4
     (BEYER, "pretrain.mixup=0", "RandAugment and mixup", "73.6"),  # 2.6
     (BEYER, "pretrain.model={pool: token, class_slot: false}", "pooling", "76.9"),  # 2.6
     (BEYER, "pretrain.model.positions=learned", "position embeddings", "75.0"),  # 2.6
@@ -59,14 +53,14 @@ PLANTED = [
     (I1K, "pretrain.model.patch=32", "model", "80.73"),  # 1.7
     (I21K, "pretrain.model.classes=19167", "training data", "21,843"),  # winter21 has fewer, docs/data-sets.md
     (B16, "real.preprocess=resize(384)", "preprocessing at evaluation", "configs/transfer.py"),  # 2.5
-    (B16, "fewshot.probe.l2=1", "protocol of the evaluation", "l2 1024"),  # 4
+    (B16, "fewshot.probe.l2=1", "evaluation protocol", "l2 1024"),  # 4
     (I1K, "pretrain.precision=fp32", "precision", "float32"),
     (I1K, "pretrain.seed=1", "seed", "seed"),
     (TRANSFER, "finetune.sweep.seeds=[0]", "number of runs", "three"),  # 2.4
     (TRANSFER, "finetune.sweep.grid.optim.lr=[0.1,0.3]", "peak learning rate", "0.001, 0.003, 0.01, 0.03"),  # 2.4
 ]
 
-# The same stage in other words.
+# The same stage, expressed differently.
 EQUAL = [
     (I1K, ["pretrain.passes=null", "pretrain.steps=93835"]),  # SPEC 2.1
     (I1K, ["pretrain.micro_batch=16", "cluster.workers=4", "pretrain.zero=3", "pretrain.checkpoint_blocks=12"]),
@@ -84,72 +78,43 @@ EQUAL = [
 ]
 
 
-LOAD = campaigns.load_campaign
-
-
-@cache
-def shipped(name: str):
-    return LOAD(name, [], KINDS)
-
-
 @pytest.fixture(autouse=True)
 def shipped_recipes_are_read_once(monkeypatch):
-    def load_campaign(path: str, words: list[str], kinds: Kinds):
-        return shipped(path) if path in campaigns.shipped() and not words else LOAD(path, words, kinds)
-
-    monkeypatch.setattr("jobs.extras.diff.diff.load_campaign", load_campaign)
-
-
-def written(folder: Path, recipe: str, *overrides: str, name: str = "mine.yaml") -> str:
-    """A recipe of somebody's own: one that ships, with other values."""
-    file = folder / name
-    file.write_text(yaml.safe_dump(dict(read_recipe(RECIPES / f"{recipe}.yaml", overrides).values)))
-    return str(file)
-
-
-def lines_of(capsys, *words: str) -> list[str]:
-    assert main(["diff", *words]) == 0, capsys.readouterr().err
-    return capsys.readouterr().out.splitlines()
-
-
-def subjects(lines: list[str]) -> list[str]:
-    return [line[4:].partition(":")[0] for line in lines if re.match(r" ?\d+\. ", line)]
+    read_shipped_recipes_once(monkeypatch)
 
 
 @pytest.mark.parametrize(("recipe", "deviation", "subject", "evidence"), PLANTED)
-def test_a_deviation_is_named_alone_and_what_is_to_be_typed_takes_it_back(
+def test_only_the_deviation_is_listed_and_its_overrides_remove_it(
     tmp_path, capsys, recipe, deviation, subject, evidence
 ):
-    mine = written(tmp_path, recipe, deviation)
+    mine = write_variant(tmp_path, recipe, deviation)
     lines = lines_of(capsys, mine, recipe)
     assert subjects(lines) == [subject]
-    # A sentence may go on in the next line.
+    # Join the lines: a sentence can continue on the next line.
     assert evidence in re.sub(r"\s+", " ", " ".join(lines))
     typed = shlex.split(re.search(r"^ +type +(.*?)^ +(?:note|paper) ", "\n".join(lines), re.M | re.S)[1])
-    mended = written(tmp_path, recipe, deviation, *typed, name="mended.yaml")
+    mended = write_variant(tmp_path, recipe, deviation, *typed, name="mended.yaml")
     assert subjects(lines_of(capsys, mended, recipe)) == []
 
 
 @pytest.mark.parametrize(("recipe", "words"), EQUAL)
-def test_the_same_in_other_words_is_no_difference(tmp_path, capsys, recipe, words):
-    lines = lines_of(capsys, written(tmp_path, recipe, *words), recipe)
+def test_a_different_notation_is_not_a_difference(tmp_path, capsys, recipe, words):
+    lines = lines_of(capsys, write_variant(tmp_path, recipe, *words), recipe)
     assert lines[0].startswith("no differences") and subjects(lines) == []
 
 
-def test_the_most_consequential_comes_first_and_what_is_nearly_equal_last(tmp_path, capsys):
+def test_differences_are_sorted_by_consequence_and_slight_ones_come_last(tmp_path, capsys):
     changes = ["pretrain.seed=3", "pretrain.passes=299", "pretrain.loss=softmax", "pretrain.batch_size=1024"]
-    lines = lines_of(capsys, written(tmp_path, I1K, *changes, "pretrain.model.name=B/32"), I1K)
+    lines = lines_of(capsys, write_variant(tmp_path, I1K, *changes, "pretrain.model.name=B/32"), I1K)
     assert subjects(lines) == ["model", "batch size", "loss", "seed", "images seen"]
-    assert any("linear rule" in line and "0.00075" in line for line in lines)  # 3e-3 · 1024 / 4096
+    assert any("linear scaling" in line and "0.00075" in line for line in lines)  # 3e-3 · 1024 / 4096
     assert lines[-1].startswith("not compared") and "content.data.train" in lines[-1]
-    # A line of table 3 that is the recipe with overrides.
-    assert (
-        subjects(lines_of(capsys, written(tmp_path, I1K, "pretrain.model.name=B/32"), I1K, "pretrain.model.name=B/32"))
-        == []
-    )
+    # Overrides apply to the other recipe: another row of table 3.
+    mine = write_variant(tmp_path, I1K, "pretrain.model.name=B/32")
+    assert subjects(lines_of(capsys, mine, I1K, "pretrain.model.name=B/32")) == []
 
 
-def test_a_written_out_recipe_is_the_recipe_and_a_run_is_compared_with_one(tmp_path, capsys, shards):
+def test_a_resolved_recipe_equals_its_recipe_and_a_run_can_be_compared(tmp_path, capsys, shards):
     for name in (I1K, BEYER, JFT):
         assert subjects(lines_of(capsys, str(ROOT / "tests/recipes" / f"{name}.yaml"), name)) == []
     recipe = tmp_path / "tiny.yaml"
@@ -157,17 +122,17 @@ def test_a_written_out_recipe_is_the_recipe_and_a_run_is_compared_with_one(tmp_p
     assert main(["run", str(recipe), "pretrain.steps=6", "pretrain.seed=4"]) == 0
     capsys.readouterr()
     lines = lines_of(capsys, str(tmp_path / "run"), str(recipe))
-    assert subjects(lines) == ["images seen", "seed"] and "96; there 384" in lines[1]
+    assert subjects(lines) == ["images seen", "seed"] and "96; other: 384" in lines[1]
     assert subjects(lines_of(capsys, str(tmp_path / "run"), str(tmp_path / "run" / "pretrain"))) == []
 
 
-def test_of_another_family_the_name_is_to_be_typed(capsys):
+def test_for_another_model_family_the_name_of_the_model_is_the_override(capsys):
     text = "\n".join(lines_of(capsys, "table3/bit_jft300m", JFT))
-    assert "family bit; there vit\n    type   pretrain.model=B/16\n" in text and "model.family=" not in text
+    assert "family bit; other: vit\n    type   pretrain.model=B/16\n" in text and "model.family=" not in text
 
 
-def test_what_cannot_be_compared_is_said(tmp_path, capsys):
-    mine = written(tmp_path, I1K)
+def test_recipes_that_cannot_be_compared_are_refused(tmp_path, capsys):
+    mine = write_variant(tmp_path, I1K)
     assert main(["diff", mine, "table3/vit_i2k"]) == 78
     assert "did you mean" in capsys.readouterr().err
     only_shards = tmp_path / "pack.yaml"
@@ -175,4 +140,4 @@ def test_what_cannot_be_compared_is_said(tmp_path, capsys):
     assert main(["diff", mine, str(only_shards)]) == 64
     assert "neither trains" in capsys.readouterr().err
     assert main(["diff", mine, TRANSFER]) == 64
-    assert "of the kind finetune" in capsys.readouterr().err
+    assert "of kind finetune" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Facts are compared by their values, whatever their words are."""
+"""Facts are compared by value, whatever their text."""
 
 import pytest
 
@@ -20,21 +20,21 @@ pytestmark = pytest.mark.quick
         (Fact((1, 2), ""), Fact((1, 3), ""), False),
     ],
 )
-def test_equal_facts(first, second, is_equal) -> None:
+def test_facts_are_equal_within_their_slack_or_if_one_of_several_values_matches(first, second, is_equal) -> None:
     assert first.equals(second) is is_equal
     assert second.equals(first) is is_equal
     assert (differences({"name": first}, {"name": second}) == []) is is_equal
 
 
-def test_a_fact_that_one_stage_lacks_is_a_difference() -> None:
+def test_a_fact_missing_from_one_stage_is_a_difference() -> None:
     fact = Fact(1, "one", effect=Effect.ORDER)
     (difference,) = differences({}, {"name": fact})
-    assert difference.words == ("not there", "one")
+    assert difference.words == ("absent", "one")
     assert difference.known is fact
     assert not difference.is_unknown
 
 
-def test_a_fact_whose_value_is_not_known_is_not_equal_to_any() -> None:
+def test_a_fact_of_unknown_value_equals_no_other() -> None:
     (difference,) = differences({"name": Fact(None, "")}, {"name": Fact(None, "")})
     assert difference.is_unknown
 

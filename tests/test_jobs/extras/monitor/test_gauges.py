@@ -1,4 +1,4 @@
-"""The gauges of a run, and the files for Prometheus and Grafana that show them."""
+"""The gauges of a run, and the Prometheus and Grafana files that use them."""
 
 import json
 import math
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.quick
 DEPLOY = Path(__file__).parents[4] / "deploy" / "monitoring"
 
 
-def test_gauges_leave_out_what_is_unknown_or_not_finite_and_say_that_it_is_not(tmp_path) -> None:
+def test_unknown_and_non_finite_values_have_no_gauge_and_is_finite_reports_them(tmp_path) -> None:
     message = StageReader(two_attempts(tmp_path)).read("waiting")
     values = values_of(replace(message, time=1060.0))
     assert values["loss"] == 2.8410 and values["checkpoint_age_s"] == 120.0 and values["report_age_s"] == 60.0
@@ -48,7 +48,7 @@ def expressions() -> list[str]:
     return queries
 
 
-def test_every_metric_of_the_dashboard_and_the_alerts_is_one_that_is_exported() -> None:
+def test_the_dashboard_and_the_alerts_use_only_exported_metrics() -> None:
     from ray.dashboard.modules.reporter.reporter_agent import METRICS_GAUGES
 
     exported = {f"ray_patchline_{name}" for name in (*OF_REPORT, *OF_DRIVER, *OF_RUN)} | {f"ray_{WORKER_GAUGE}"}
@@ -59,12 +59,12 @@ def test_every_metric_of_the_dashboard_and_the_alerts_is_one_that_is_exported() 
         assert names or 'up{job="ray"}' in query, query
         shown.update(names)
     assert shown <= exported
-    # What row 8 of "a campaign nobody babysits" asks to see.
+    # The values that the operators' requirements name.
     for name in ("loss", "images_per_s", "mfu", "wait_storage", "checkpoint_age_s", "restarts", "incidents", "world"):
         assert f"ray_patchline_{name}" in shown
 
 
-def test_the_alerts_are_a_file_that_prometheus_is_told_of() -> None:
+def test_prometheus_loads_the_file_with_the_alerts() -> None:
     config = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())
     assert config["rule_files"] == ["alerts.yml"]
     (job,) = config["scrape_configs"]
@@ -72,8 +72,8 @@ def test_the_alerts_are_a_file_that_prometheus_is_told_of() -> None:
     assert job["job_name"] == "ray", "the alerts name it"
 
 
-# Two nodes, scraped every minute: as a cluster is on which h14 ends with code 0, and where its node is lost after five
-# minutes. Ray lists living nodes alone: of one that is lost `up` vanishes with all else, and is not 0.
+# Two nodes, scraped every minute. First value: run h14 ends with exit code 0. Second: its node is lost after five
+# minutes. Ray lists only living nodes: for a lost node, `up` vanishes with all its metrics instead of becoming 0.
 LIVES_ON = "1+0x120"
 RUNS_ON = "3+0x120"
 HEAD = 'instance="10.0.0.1:40001", job="ray"'
@@ -94,31 +94,31 @@ SERIES = {
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (Debian's prometheus)")
 @pytest.mark.parametrize(
-    ("column", "alone", "minute", "expected"),
+    ("column", "only", "minute", "expected"),
     [
-        # The end of h14 is good news, at once and later.
+        # No alert for the successful end of h14, neither soon nor later.
         (0, None, 10, set()),
         (0, None, 90, set()),
-        # A node is lost, and with it the driver of h14; another run's driver cannot renew its lease.
+        # A node is lost with the driver of h14; the driver of another run cannot renew its lease.
         (1, None, 10, {"PatchlineNodeGone", "PatchlineRunGone", "PatchlineLease"}),
-        # The dead stay dead. That the node left is told for an hour.
+        # Alerts for dead runs stay; the alert for the lost node ends after an hour.
         (1, None, 90, {"PatchlineRunGone", "PatchlineLease"}),
-        # Nothing is left, or Prometheus has never known of anything.
+        # The whole cluster is gone, or Prometheus has never seen one.
         (1, "waiting", 45, {"PatchlineClusterGone", "PatchlineNoRun"}),
     ],
 )
-def test_prometheus_fires_the_alerts_of_a_node_and_a_driver_that_are_dead_and_of_no_run_that_ended_well(
-    column, alone, minute, expected, tmp_path
+def test_alerts_fire_for_a_dead_node_or_driver_but_not_for_a_run_that_ended_well(
+    column, only, minute, expected, tmp_path
 ) -> None:
     (group,) = yaml.safe_load((DEPLOY / "alerts.yml").read_text())["groups"]
     names = [rule["alert"] for rule in group["rules"]]
     series = []
     for name, values in SERIES.items():
-        if alone is None or alone in name:
+        if only is None or only in name:
             series.append({"series": name, "values": values[column]})
     checks = []
     for name in names:
-        # Two nodes or runs may fire one alert.
+        # Two nodes or runs can fire the same alert.
         expression = f'count(ALERTS{{alertname="{name}", alertstate="firing"}}) > bool 0'
         samples = [{"labels": "{}", "value": 1}] if name in expected else []
         checks.append({"expr": expression, "eval_time": f"{minute}m", "exp_samples": samples})
@@ -127,5 +127,5 @@ def test_prometheus_fires_the_alerts_of_a_node_and_a_driver_that_are_dead_and_of
     document = {"rule_files": [str(DEPLOY / "alerts.yml")], "evaluation_interval": "1m", "tests": [test]}
     file.write_text(yaml.safe_dump(document))
     for words in (["check", "rules", str(DEPLOY / "alerts.yml")], ["test", "rules", str(file)]):
-        told = subprocess.run(["promtool", *words], capture_output=True, text=True)
-        assert told.returncode == 0, told.stdout + told.stderr
+        result = subprocess.run(["promtool", *words], capture_output=True, text=True)
+        assert result.returncode == 0, result.stdout + result.stderr

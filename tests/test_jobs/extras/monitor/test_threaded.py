@@ -1,4 +1,4 @@
-"""A watcher with a thread: it shows a stage that waits, works and ends, and cannot hold up a run."""
+"""A watcher with a thread shows stages while they wait, run and end, and cannot delay a run."""
 
 import threading
 import time
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.quick
 
 
 class States(ThreadedWatcher):
-    """Keeps the state of everything that it shows."""
+    """Records the state of every message that it shows."""
 
     name = "monitoring"
 
@@ -38,12 +38,12 @@ def context(needs_workers: bool) -> Any:
     return SimpleNamespace(stage=SimpleNamespace(kind=SimpleNamespace(needs_workers=needs_workers)))
 
 
-def test_a_stage_that_waits_works_and_ends_is_shown_so(tmp_path: Path, monkeypatch) -> None:
+def test_a_stage_is_shown_as_waiting_working_and_ended(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(threaded, "SHOW_EVERY_S", 0.01)
     reader = StageReader(two_attempts(tmp_path))
     watcher = States()
     watcher.start(print)
-    wait_until(lambda: "run" in watcher.states)  # before the first stage, and between two
+    wait_until(lambda: "run" in watcher.states)  # shown before the first stage and between stages
     watcher.stage(context(needs_workers=True))
     watcher.status(reader.read("waiting"))
     wait_until(lambda: "waiting" in watcher.states)
@@ -57,7 +57,7 @@ def test_a_stage_that_waits_works_and_ends_is_shown_so(tmp_path: Path, monkeypat
     assert set(of_stage) == {"waiting", "working", "ended"}
 
 
-def test_an_attempt_that_has_not_reported_for_a_while_is_shown_as_waiting(tmp_path: Path, monkeypatch) -> None:
+def test_an_attempt_without_recent_messages_is_shown_as_waiting(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(threaded, "SHOW_EVERY_S", 0.01)
     message = StageReader(two_attempts(tmp_path)).read("working", 7)
     watcher = States()
@@ -69,7 +69,7 @@ def test_an_attempt_that_has_not_reported_for_a_while_is_shown_as_waiting(tmp_pa
     assert "working" not in watcher.states
 
 
-def test_the_end_of_every_stage_is_shown_however_short_it_was(tmp_path: Path) -> None:
+def test_the_end_of_every_stage_is_shown_even_if_it_was_short(tmp_path: Path) -> None:
     reader = StageReader(two_attempts(tmp_path))
     watcher = States()
     watcher.stage(context(needs_workers=True))
@@ -82,10 +82,10 @@ def test_the_end_of_every_stage_is_shown_however_short_it_was(tmp_path: Path) ->
     assert watcher.states == ["ended", "ended", "ended", "run"], "a stage of the driver is not shown"
 
 
-def test_who_fails_or_never_answers_costs_a_line_and_never_the_run(tmp_path: Path, monkeypatch) -> None:
+def test_failures_and_hangs_are_logged_once_and_do_not_stop_the_run(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(threaded, "SHOW_EVERY_S", 0.01)
     monkeypatch.setattr(threaded, "CLOSE_S", 0.2)
-    said: list[str] = []
+    log: list[str] = []
     shown: list[str] = []
     is_over = threading.Event()
 
@@ -99,13 +99,13 @@ def test_who_fails_or_never_answers_costs_a_line_and_never_the_run(tmp_path: Pat
             is_over.wait()
 
     watcher = Failing()
-    watcher.start(said.append)
+    watcher.start(log.append)
     watcher.stage(context(needs_workers=True))
     watcher.status(StageReader(two_attempts(tmp_path)).read("working", 7))
     wait_until(lambda: len(shown) == 5)
     began = time.monotonic()
     watcher.close()
-    assert time.monotonic() - began < 10, "of a call that never returns"
-    assert len(said) == 2 and said[1].startswith("monitoring: no answer within 0.2 s")
-    assert said[0].startswith("monitoring: ConnectionError: the head is away; the run goes on")
+    assert time.monotonic() - began < 10, "close must not wait for a call that never returns"
+    assert len(log) == 2 and log[1].startswith("monitoring: no answer within 0.2 s")
+    assert log[0].startswith("monitoring: ConnectionError: the head is away; the run continues")
     is_over.set()

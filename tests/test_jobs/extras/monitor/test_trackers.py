@@ -1,6 +1,6 @@
-"""W&B and MLflow beside a run: off by default, fed from metrics.jsonl, in the same run after a restart, and harmless.
+"""W&B and MLflow during a run: off by default, fed from metrics.jsonl, resumed after a restart, and harmless.
 
-The two that talk to a real client are skipped where its package is not installed: pip install 'patchline[trackers]'.
+Tests with a real client are skipped if its package is not installed: pip install 'patchline[trackers]'.
 """
 
 import importlib.util
@@ -54,14 +54,14 @@ def stage(tmp_path: Path) -> Path:
 # ------------------------------------------------------------------------ the recipe
 
 
-def test_trackers_are_off_unless_a_recipe_says_where_and_change_no_key(recipe) -> None:
+def test_trackers_are_off_by_default_and_do_not_change_keys(recipe) -> None:
     plain = campaigns.load(recipe, [])
     assert plain.trackers.used() == []
     tracked = campaigns.load(recipe, ["trackers.wandb.project=vit", "trackers.mlflow.uri=/shared/mlruns"])
     assert tracked.trackers.used() == ["wandb", "mlflow"]
     assert [stage.key for stage in tracked.stages] == [stage.key for stage in plain.stages]
-    told = [facts_of(loaded, loaded.stages[0])["recipe"] for loaded in (plain, tracked)]
-    assert told[0] == told[1]
+    recipes = [facts_of(loaded, loaded.stages[0])["recipe"] for loaded in (plain, tracked)]
+    assert recipes[0] == recipes[1]
 
 
 @pytest.mark.parametrize(
@@ -69,10 +69,10 @@ def test_trackers_are_off_unless_a_recipe_says_where_and_change_no_key(recipe) -
     [
         ("trackers.wandb.projekt=vit", "unknown key trackers.wandb.projekt; did you mean 'project'"),
         ("trackers.mlflow.uri=mlruns", "mlflow.uri is mlruns, expected https://…, or an absolute folder"),
-        ("trackers.mlflow.uri=https://me:pass@host", "looks like a secret by its value"),
+        ("trackers.mlflow.uri=https://me:pass@host", r"looks like a secret \(by its value\)"),
     ],
 )
-def test_what_cannot_be_used_is_refused_when_the_recipe_is_read(override, message, recipe) -> None:
+def test_wrong_settings_are_refused_when_the_recipe_is_read(override, message, recipe) -> None:
     with pytest.raises(ConfigError, match=message):
         campaigns.load(recipe, [override])
 
@@ -81,7 +81,7 @@ def test_what_cannot_be_used_is_refused_when_the_recipe_is_read(override, messag
 
 
 class Listener:
-    """A tracker's client that keeps what it is sent, and is away when it is told to be."""
+    """A tracker's client that records what it is sent, and can be made unavailable."""
 
     def __init__(self) -> None:
         self.runs: dict[str, list[int]] = {}
@@ -109,13 +109,13 @@ def tracker_of(listener: Any, *directories: Path) -> Tracker:
     return tracker
 
 
-def test_every_record_is_sent_once_into_the_same_run_across_restarts_and_outages(stage) -> None:
+def test_every_record_is_sent_once_to_the_same_run_across_restarts_and_outages(stage) -> None:
     listener = Listener()
     look = StageReader(stage).read
     tracker_of(listener, stage).show(look("working"))
     with (stage / "metrics.jsonl").open("a") as file:
         file.write(train_line(11) + '{"kind": "tr')
-    # Another process, as after a restart of the driver; the tracker is away at first.
+    # A new process, as after a restart of the driver; the tracker is unavailable at first.
     listener.is_away = True
     tracker = tracker_of(listener, stage)
     with pytest.raises(ConnectionError):
@@ -127,7 +127,7 @@ def test_every_record_is_sent_once_into_the_same_run_across_restarts_and_outages
     assert listener.events == ["open pretrain id-0 of code c0de"] * 2
 
 
-def test_a_stage_that_has_ended_has_its_run_closed_once_all_is_sent(stage) -> None:
+def test_the_run_of_a_finished_stage_is_closed_after_all_records_are_sent(stage) -> None:
     second = stage.parent / "finetune-5e6f7a8b"
     second.mkdir()
     listener = Listener()
@@ -140,26 +140,28 @@ def test_a_stage_that_has_ended_has_its_run_closed_once_all_is_sent(stage) -> No
     assert listener.events == opened and listener.runs == {"id-0": list(range(1, 11)), "id-2": [1]}
 
 
-def test_a_record_becomes_numbers_under_the_names_of_tensorboard() -> None:
+def test_records_are_sent_under_the_names_of_tensorboard() -> None:
     assert numbers_of(json.loads(train_line(4))) == {"train/loss": 0.25}
 
 
-# ------------------------------------------------------------------------ a client that is no help
+# ------------------------------------------------------------------------ clients that fail or hang
 
 
 CLIENTS = {
     "fails": "raise RuntimeError('no route to host')",
     "hangs": "import time; time.sleep(60)",
 }
-SAID = {
-    "fails": ["wandb: RuntimeError: no route to host; the run goes on, and is shown again when that has passed"],
-    "hangs": ["wandb: no answer within 0.5 s, and the end is not waited for"],
+LOGGED = {
+    "fails": [
+        "wandb: RuntimeError: no route to host; the run continues, and monitoring resumes once the problem is gone"
+    ],
+    "hangs": ["wandb: no answer within 0.5 s; the last values may be missing"],
 }
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-def test_a_tracker_that_hangs_or_fails_costs_a_line(client, stage, monkeypatch) -> None:
-    # A package of this name that does no more; a client that is installed is not seen.
+def test_a_tracker_that_hangs_or_fails_costs_one_log_line(client, stage, monkeypatch) -> None:
+    # A stand-in package with this name hides an installed client.
     (stage / "wandb.py").write_text(
         f"class Settings:\n    def __init__(self, **options): pass\ndef init(**options):\n    {CLIENTS[client]}\n"
     )
@@ -167,25 +169,25 @@ def test_a_tracker_that_hangs_or_fails_costs_a_line(client, stage, monkeypatch) 
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     monkeypatch.setattr(threaded, "SHOW_EVERY_S", 0.01)
     monkeypatch.setattr(trackers, "CLOSE_S", 0.5)
-    said: list[str] = []
+    log: list[str] = []
     began = time.monotonic()
     config = TrackersConfig(wandb=WandbConfig(project="vit"))
-    (tracker,) = start_trackers(config, said.append)
+    (tracker,) = start_trackers(config, log.append)
     tracker.facts = {stage: FACTS}
     tracker.is_shown = True
     tracker.status(StageReader(stage).read("waiting"))
     time.sleep(0.3)
     tracker.close()
-    assert time.monotonic() - began < 5 and said == SAID[client]
+    assert time.monotonic() - began < 5 and log == LOGGED[client]
     sys.modules.pop("wandb", None)
 
 
-def test_a_package_that_is_missing_costs_a_line_that_says_what_to_type(monkeypatch) -> None:
+def test_a_missing_package_is_logged_with_the_command_to_install_it(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "mlflow", None)  # as if it were not installed
-    said: list[str] = []
-    assert start_trackers(TrackersConfig(mlflow=MlflowConfig(uri="/nowhere")), said.append) == []
-    assert said[0].startswith("mlflow: ") and said[0].endswith("; the run goes on without it")
-    assert "pip install 'patchline[trackers]'" in said[1]
+    log: list[str] = []
+    assert start_trackers(TrackersConfig(mlflow=MlflowConfig(uri="/nowhere")), log.append) == []
+    assert log[0].startswith("mlflow: ") and log[0].endswith("; the run continues without this tracker")
+    assert "pip install 'patchline[trackers]'" in log[1]
 
 
 # ------------------------------------------------------------------------ the real clients
@@ -211,17 +213,17 @@ tracker.close()
 
 @needs("wandb")
 @pytest.mark.slow  # 12 s
-def test_a_server_of_wandb_that_cannot_be_reached_does_not_hold_up_the_end(stage) -> None:
+def test_an_unreachable_wandb_server_does_not_delay_the_end(stage) -> None:
     environment = os.environ | {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "a" * 40}
     began = time.monotonic()
     words = [sys.executable, "-c", UNREACHABLE, str(stage)]
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-    assert time.monotonic() - began < 45, "of the client's own 90 s"
+    assert time.monotonic() - began < 45, "the client's own limit is 90 s"
     assert "wandb: " in done.stdout
 
 
 def train_twice(recipe: Path, *overrides: str) -> Path:
-    """Train, stopped half way by SIGTERM and begun again; return the stage's folder."""
+    """Train until SIGTERM stops the run half way, then resume; return the stage's folder."""
     loaded = campaigns.load(recipe, [*overrides, "pretrain.steps=200", "pretrain.log_every=2"])
     directory = loaded.directory(loaded.stage("pretrain"))
 
@@ -237,18 +239,18 @@ def train_twice(recipe: Path, *overrides: str) -> Path:
 
 
 @needs("mlflow")
-def test_a_run_and_its_restart_are_one_run_in_mlflow(recipe, tmp_path, monkeypatch, capsys) -> None:
+def test_a_run_and_its_restart_are_one_mlflow_run(recipe, tmp_path, monkeypatch, capsys) -> None:
     import mlflow
 
-    # MLflow would rather have a database than a folder.
+    # MLflow prefers a database to a folder.
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     uri = f"file://{tmp_path}/mlruns"
     directory = train_twice(recipe, f"trackers.mlflow.uri={uri}")
-    said = capsys.readouterr().out
+    out = capsys.readouterr().out
     client = mlflow.MlflowClient(tracking_uri=uri)
     experiment = client.get_experiment_by_name("patchline")
     (run,) = client.search_runs([experiment.experiment_id])
-    assert said.count(f"mlflow: pretrain is run {run.info.run_id} of experiment patchline") == 2, said
+    assert out.count(f"mlflow: pretrain is run {run.info.run_id} of experiment patchline") == 2, out
     sent = [(metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, "train/loss")]
     assert sorted(sent) == sorted((record["step"], record["loss"]) for record in read_metrics(directory))
     params, tags = run.data.params, run.data.tags
@@ -258,7 +260,7 @@ def test_a_run_and_its_restart_are_one_run_in_mlflow(recipe, tmp_path, monkeypat
 
 
 @needs("wandb")
-def test_a_run_and_its_restart_are_one_run_in_wandb(recipe, monkeypatch, capsys) -> None:
+def test_a_run_and_its_restart_are_one_wandb_run(recipe, monkeypatch, capsys) -> None:
     from wandb.proto import wandb_internal_pb2
 
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -267,7 +269,7 @@ def test_a_run_and_its_restart_are_one_run_in_wandb(recipe, monkeypatch, capsys)
     ids = set()
     sent = []
     codes = set()
-    # Offline every process leaves a file of its own, which `wandb sync` brings together by the run's id.
+    # Offline, each process writes a separate file; `wandb sync` joins them by the run's id.
     files = sorted(directory.glob("wandb/offline-run-*/run-*.wandb"))
     assert len(files) == 2
     for file in files:
@@ -284,7 +286,7 @@ def test_a_run_and_its_restart_are_one_run_in_wandb(recipe, monkeypatch, capsys)
 
 
 def payloads_of(path: Path) -> list[bytes]:
-    """Return the records of W&B's file: LevelDB's log format, in blocks of 32 KiB, behind a header of 7 bytes."""
+    """Return the records of W&B's file: LevelDB's log format, in blocks of 32 KiB, after a header of 7 bytes."""
     data = path.read_bytes()
     payloads = []
     parts = b""

@@ -1,4 +1,4 @@
-"""How the command `new` reads a time."""
+"""How `jobs new` parses a time."""
 
 import pytest
 import typer
@@ -13,6 +13,6 @@ def test_a_time_is_in_minutes_unless_it_has_a_unit(text, minutes) -> None:
     assert minutes_of(text) == minutes
 
 
-def test_a_text_that_is_no_time_is_refused() -> None:
+def test_a_text_without_a_time_is_refused() -> None:
     with pytest.raises(typer.BadParameter, match="expected minutes"):
         minutes_of("soon")

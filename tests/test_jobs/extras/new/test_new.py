@@ -1,9 +1,8 @@
-"""`jobs new` on each kind of source: what it finds, what it writes, and that `jobs run` takes that without an edit.
+"""`jobs new` on every kind of image source: its findings, the recipe, and a run of the unedited recipe.
 
-The images are digits of 16 pixels; what there is to find is counted by hand, with tarfile and with webdataset.
+The images are digits of 16 pixels; expected counts come from the samples themselves, tarfile and webdataset.
 """
 
-import csv
 import io
 import json
 import re
@@ -13,90 +12,28 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from webdataset import ShardWriter
 
 import models
 from data.index.document import load_index
-from data.sources.samples import Sample, digits
+from data.sources.samples import digits
 from jobs.__main__ import main
-from jobs.resolved_recipe import Campaign
 from tests.support.campaigns import load
+from tests.support.image_sources import (
+    NAMES,
+    class_folders,
+    flat_folder,
+    name_of,
+    new,
+    parquet,
+    parquet_without_labels,
+    table,
+    table_without_labels,
+    tars,
+    three_digits,
+)
 
-NAMES = ("null", "eins", "zwei")  # in no alphabetic order
 FEW = ("cluster.workers=1", "pretrain.steps=3", "pretrain.optim.schedule.warmup_steps=1")
-
-
-def three_digits(train: bool = True, most: int = 60) -> list[Sample]:
-    """Return some of the digits 0, 1 and 2: of each class a third, or nearly so."""
-    chosen = [sample for sample in digits(train=train, image_size=16) if sample.labels[0] < 3]
-    return chosen[:most]
-
-
-def name_of(sample: Sample) -> str:
-    return NAMES[sample.labels[0]]
-
-
-def class_folders(folder: Path, samples: list[Sample]) -> Path:
-    for sample in samples:
-        path = folder / name_of(sample) / f"{sample.key}.jpg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(sample.image)
-    return folder
-
-
-def flat_folder(folder: Path, samples: list[Sample]) -> Path:
-    folder.mkdir(parents=True)
-    for sample in samples:
-        (folder / f"Über {sample.key}.jpg").write_bytes(sample.image)
-    return folder
-
-
-def tars(folder: Path, samples: list[Sample], label: Callable[[Sample], dict[str, object]], name: str = "x") -> Path:
-    folder.mkdir(exist_ok=True)
-    with ShardWriter(f"{folder}/{name}-%02d.tar", maxcount=25, verbose=0) as writer:
-        for sample in samples:
-            writer.write({"__key__": sample.key, "jpg": sample.image, **label(sample)})
-    return folder
-
-
-def table(folder: Path, samples: list[Sample]) -> Path:
-    class_folders(folder / "images", samples)
-    with open(folder / "photos.csv", "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(["file_name", "label"])
-        for sample in samples:
-            writer.writerow([f"images/{name_of(sample)}/{sample.key}.jpg", name_of(sample)])
-    return folder / "photos.csv"
-
-
-def paths_alone(folder: Path, samples: list[Sample]) -> Path:
-    path = table(folder, samples)
-    path.write_text("".join(f"{line.rpartition(',')[0]}\n" for line in path.read_text().splitlines()))
-    return path
-
-
-def images_alone(folder: Path, samples: list[Sample]) -> Path:
-    import pyarrow
-    from pyarrow.parquet import write_table
-
-    folder.mkdir()
-    write_table(pyarrow.table({"image": [sample.image for sample in samples]}), folder / "images.parquet")
-    return folder
-
-
-def parquet(folder: Path, samples: list[Sample]) -> Path:
-    import pyarrow
-    from pyarrow.parquet import write_table
-
-    folder.mkdir()
-    for name, part in (("train", samples[:40]), ("test", samples[40:])):
-        images = [{"bytes": sample.image, "path": None} for sample in part]
-        rows = {"image": images, "label": [name_of(sample) for sample in part]}
-        write_table(pyarrow.table(rows), folder / f"{name}-00000-of-00001.parquet")
-    return folder
-
-
-# Every kind of source: what makes it, what `new` says, and the accuracy's set, or none without labels.
+# Every kind of source: a function that makes it, a line that `new` prints, and the set for accuracy (None: no labels).
 KINDS: dict[str, tuple[Callable[[Path], Path], str, str | None]] = {
     "folders": (
         lambda p: class_folders(class_folders(p / "train", three_digits()).parent / "val", three_digits(False)).parent,
@@ -120,34 +57,28 @@ KINDS: dict[str, tuple[Callable[[Path], Path], str, str | None]] = {
     ),
     "csv": (lambda p: table(p, three_digits()), "60 images of 3 classes (eins", "@parts/held-out"),
     "parquet": (lambda p: parquet(p, three_digits()), "40 images of 3 classes", "@shards/test"),
-    "images alone": (lambda p: flat_folder(p, three_digits()), "60 images without labels", None),
-    "csv without labels": (lambda p: paths_alone(p, three_digits()), "60 images without labels", None),
-    "parquet without labels": (lambda p: images_alone(p, three_digits()), "60 images without labels", None),
+    "unlabelled images": (lambda p: flat_folder(p, three_digits()), "60 images without labels", None),
+    "csv without labels": (lambda p: table_without_labels(p, three_digits()), "60 images without labels", None),
+    "parquet without labels": (lambda p: parquet_without_labels(p, three_digits()), "60 images without labels", None),
     "tars without labels": (lambda p: tars(p, three_digits(), lambda _: {}), "60 images without labels", None),
 }
-RUN = ("folders", "json names", "images alone")  # to the weights; of the others what differs, their data
+RUN = ("folders", "json names", "unlabelled images")  # trained completely; for the others only the data is made
 
 
 @pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_a_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("jobs.extras.new.training.MEASURED_S", 0.0)
-
-
-def new(place: object, *words: str) -> Campaign:
-    """Return the campaign of the recipe that is written."""
-    assert main(["new", str(place), "--output", "recipe.yaml", "--minutes", "0.01", *words]) == 0
-    return load(Path("recipe.yaml"), [])
 
 
 @pytest.mark.parametrize(
     "kind", [kind if kind in RUN else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
 )
-def test_what_new_writes_runs_without_an_edit(kind, tmp_path, capsys):
-    make, said, evaluated = KINDS[kind]
+def test_the_recipe_of_new_runs_unedited(kind, tmp_path, capsys):
+    make, line, evaluated = KINDS[kind]
     campaign = new(make(tmp_path / "in put"))
     out = capsys.readouterr().out
-    assert said in out and "next: python -m jobs run recipe.yaml" in out
+    assert line in out and "next: python -m jobs run recipe.yaml" in out
     stage = campaign.stages[-1]
     assert stage.config.data.evaluate == evaluated
     assert main(["run", "recipe.yaml", *FEW]) == 0
@@ -162,7 +93,7 @@ def test_what_new_writes_runs_without_an_edit(kind, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in RUN])
-def test_the_data_of_every_kind_is_packed_or_indexed_by_the_recipe(kind, tmp_path):
+def test_the_recipe_packs_or_indexes_every_kind_of_source(kind, tmp_path):
     make, _, _ = KINDS[kind]
     new(make(tmp_path / "input"))
     assert main(["run", "recipe.yaml", "--only", "shards"]) == 0
@@ -178,7 +109,7 @@ def test_the_data_of_every_kind_is_packed_or_indexed_by_the_recipe(kind, tmp_pat
 
 
 def test_the_held_out_part_is_disjoint_and_has_its_share_of_every_class(tmp_path):
-    """By the keys that tarfile and the tables name, and the labels that were written."""
+    """Compares the keys and labels that were written with those in the index tables."""
     samples = [sample for sample in digits(train=True, image_size=16) if sample.labels[0] < 3][:300]
     campaign = new(tars(tmp_path / "input", samples, lambda sample: {"cls": name_of(sample)}))
     for stage in ("shards", "parts"):
@@ -208,32 +139,32 @@ def test_weights_are_fine_tuned_with_a_new_head(tmp_path, capsys):
         == 0
     )
     for words, message in (
-        (["--init", "nowhere"], "there are no weights"),
-        (["--init", "weights", "--model", "S/16"], "leave out --model"),
+        (["--init", "nowhere"], "contains no weights"),
+        (["--init", "weights", "--model", "S/16"], "omit --model"),
     ):
         assert main(["new", str(folder), "--output", "other.yaml", *words]) != 0
         assert message in capsys.readouterr().err and not Path("other.yaml").exists()
 
 
-def test_a_recipe_that_is_there_stays(tmp_path, capsys):
+def test_an_existing_recipe_is_not_overwritten(tmp_path, capsys):
     folder = class_folders(tmp_path / "input", three_digits())
     Path("input.yaml").write_text("mine")
     assert main(["new", str(folder)]) == 64
     assert Path("input.yaml").read_text() == "mine"
-    assert "input.yaml is there already" in capsys.readouterr().err
+    assert "input.yaml exists already" in capsys.readouterr().err
 
 
-def test_a_model_that_is_named_gets_an_image_size_of_64_patches_or_more(tmp_path, capsys):
+def test_a_given_model_gets_images_of_at_least_64_patches(tmp_path, capsys):
     folder = class_folders(tmp_path / "input", three_digits())
     new(folder, "--model", "mu/8", "--minutes", "0.0001")
-    assert "longer than --minutes asks for: fewer than 10 steps train nothing" in capsys.readouterr().out
+    assert "longer than --minutes: fewer than 10 steps would train nothing" in capsys.readouterr().out
     Path("recipe.yaml").unlink()
     stage = new(folder, "--model", "mu/8").stages[-1]
     assert stage.model == models.config_of("mu/8", 64, 3)
-    # Every line of the recipe that holds a choice gives its reason.
+    # Every line with a choice gives its reason.
     text = Path("recipe.yaml").read_text()
     assert 20 <= len(text.splitlines()) <= 36
-    assert re.search(r"\n    # RandAugment needs more passes .*\n    augment: ", text)
+    assert re.search(r"\n    # no RandAugment, which needs more passes .*\n    augment: ", text)
     for key in ("model", "lr", "schedule", "steps", "micro_batch"):
         assert re.search(rf"^ *{key}: .*  # ", text, re.MULTILINE), key
 
@@ -241,12 +172,12 @@ def test_a_model_that_is_named_gets_an_image_size_of_64_patches_or_more(tmp_path
 # ---------------------------------------------------------------------------------------------- odd folders
 
 
-def test_odd_folders_are_read_or_refused_with_what_to_do(tmp_path, capsys):
+def test_odd_folders_are_read_or_refused_with_advice(tmp_path, capsys):
     samples = three_digits()
     grey = samples[0].image
     cut = samples[1].image[:200]
 
-    def made(name: str, files: dict[str, bytes]) -> Path:
+    def make_folder(name: str, files: dict[str, bytes]) -> Path:
         for file, content in files.items():
             path = tmp_path / name / file
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -276,15 +207,15 @@ def test_odd_folders_are_read_or_refused_with_what_to_do(tmp_path, capsys):
             0,
             "日本 犬 8",
         ),
-        ("one-each", {f"{name}/1.jpg": grey for name in "abcdefghijkl"}, 0, "too few images of most classes"),
-        ("corrupt", {**several, "a/9.jpg": cut}, 0, "1 of 17 that were opened cannot be read: 1 × truncated, first "),
+        ("one-each", {f"{name}/1.jpg": grey for name in "abcdefghijkl"}, 0, "most classes have too few images"),
+        ("corrupt", {**several, "a/9.jpg": cut}, 0, "1 of 17 opened images cannot be read: 1 × truncated, first "),
         ("wrapped/deep/photos", {f"train/{name}": content for name, content in several.items()}, 0, "16 images of 2"),
         ("gifs", {**several, "a/x.gif": b"GIF"}, 0, "1 × .gif: no jpg, jpeg, png, webp"),
         (
             "hidden",
             {**several, "a/.ipynb_checkpoints/1-checkpoint.jpg": grey, "b/._1.jpg": grey},
             0,
-            "(a 8, b 8), 16 × 16 px in the middle\n  2 files are hidden, and are left out",
+            "(a 8, b 8), median size 16 × 16 px\n  2 files are hidden, and are left out",
         ),
         ("beside", {**several, "x.jpg": grey}, 0, "1 images lie in no class's folder"),
         ("competition", {**{f"train/{name}": grey for name in several}, "test/1.jpg": grey}, 0, "is not evaluated on"),
@@ -311,12 +242,12 @@ def test_odd_folders_are_read_or_refused_with_what_to_do(tmp_path, capsys):
         ("half", {"train-0.tar": b"", "val-0.tar": b"", "more.tar": b""}, 65, "'more.tar' are of no part"),
     ]
     for name, files, code, message in cases:
-        made(name, files)
+        make_folder(name, files)
         output = tmp_path / f"{name.replace('/', '-')}.yaml"
         place = str(tmp_path / name.partition("/")[0])
         assert main(["new", place, "--output", str(output), "--minutes", "0.01"]) == code, name
-        said = capsys.readouterr()
-        assert message in said.out + said.err, name
+        printed = capsys.readouterr()
+        assert message in printed.out + printed.err, name
         assert output.exists() == (code == 0), name
         if code == 0:
             load(output, [])
@@ -325,24 +256,27 @@ def test_odd_folders_are_read_or_refused_with_what_to_do(tmp_path, capsys):
     assert "objective: masked" in Path("u.yaml").read_text()
 
 
-def test_images_without_labels_are_said_to_be_trained_without_classes_and_how_to_get_some(tmp_path, capsys):
+def test_new_explains_training_without_labels_and_how_to_add_classes(tmp_path, capsys):
     photos = class_folders(tmp_path / "photos", three_digits())
     cases = [
-        (photos / "eins", f"if it is one class, and 'null', 'zwei' beside it others, type python -m jobs new {photos}"),
+        (
+            photos / "eins",
+            f"if it is one class and 'null', 'zwei' next to it are others, type python -m jobs new {photos}",
+        ),
         (flat_folder(tmp_path / "alone" / "flat", three_digits()), "for classes sort the images into a sub-folder"),
-        (paths_alone(tmp_path / "table", three_digits()), "for classes give the table a column label"),
+        (table_without_labels(tmp_path / "table", three_digits()), "for classes give the table a column label"),
         (tars(tmp_path / "tars", three_digits(), lambda _: {}), "for classes put a .cls or .json"),
     ]
     for place, how in cases:
         new(place)
-        said = capsys.readouterr().out
-        assert "no labels: masked patch prediction is trained" in said and how in said, place
+        out = capsys.readouterr().out
+        assert "no labels: masked patch prediction learns features" in out and how in out, place
         Path("recipe.yaml").unlink()
     new(cases[0][0], "--unlabelled")
-    assert "no labels" not in capsys.readouterr().out, "it was asked for"
+    assert "no labels" not in capsys.readouterr().out, "the user asked for it"
 
 
-def test_the_folder_that_one_stands_in_and_odd_rows_and_classes_are_said(tmp_path, monkeypatch, capsys):
+def test_the_current_folder_similar_classes_and_repeated_rows_are_reported(tmp_path, monkeypatch, capsys):
     folder = class_folders(tmp_path / "input", three_digits())
     (folder / "eins").rename(folder / "NULL")
     new(folder)
@@ -358,7 +292,7 @@ def test_the_folder_that_one_stands_in_and_odd_rows_and_classes_are_said(tmp_pat
     assert "1 rows name an image of another row" in capsys.readouterr().out
 
 
-def test_the_recipe_names_commands_as_they_were_typed(tmp_path, monkeypatch):
+def test_the_recipe_shows_commands_as_the_user_typed_them(tmp_path, monkeypatch):
     folder = class_folders(tmp_path / "input", three_digits())
     for program, typed in (("/venv/bin/patchline", "patchline"), ("/checkout/jobs/__main__.py", "python -m jobs")):
         monkeypatch.setattr("sys.argv", [program])
@@ -368,7 +302,7 @@ def test_the_recipe_names_commands_as_they_were_typed(tmp_path, monkeypatch):
         Path("recipe.yaml").unlink()
 
 
-def test_sizes_are_the_middle_ones_and_greys_count_as_images(tmp_path, capsys):
+def test_the_median_size_is_printed_and_grey_images_are_read(tmp_path, capsys):
     import cv2
     import numpy as np
 
@@ -377,5 +311,5 @@ def test_sizes_are_the_middle_ones_and_greys_count_as_images(tmp_path, capsys):
         path.parent.mkdir(parents=True, exist_ok=True)
         cv2.imwrite(str(path), np.full((height, width), number, np.uint8))
     stage = new(tmp_path / "mixed").stages[-1]
-    assert "12 images of 2 classes (a 6, b 6), 400 × 300 px in the middle" in capsys.readouterr().out
+    assert "12 images of 2 classes (a 6, b 6), median size 400 × 300 px" in capsys.readouterr().out
     assert stage.model.image_size == (64, 64)

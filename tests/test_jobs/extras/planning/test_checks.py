@@ -1,4 +1,4 @@
-"""The table of checks: who shows which rows, and what a verdict comes to."""
+"""The table of checks: the commands that show each check, and the results of verdicts."""
 
 from typing import Any, cast
 
@@ -12,17 +12,17 @@ from jobs.extras.planning.stage_checks import CheckVerdict
 pytestmark = pytest.mark.quick
 
 
-def test_each_command_shows_rows_and_each_row_is_shown() -> None:
+def test_every_command_shows_checks_and_every_check_is_shown() -> None:
     commands = set()
     for check in CHECKS:
         shown_by = set(check.commands.split())
         assert shown_by, check.name
-        assert check.looks_at in (STAGE, NODES, GROUP)
+        assert check.needs in (STAGE, NODES, GROUP)
         commands |= shown_by
     assert commands == {"plan", "trial", "preflight"}
 
 
-def test_only_a_fail_has_an_exit_code_and_only_what_is_wrong_a_remedy(monkeypatch) -> None:
+def test_only_failures_have_an_exit_code_and_only_problems_a_remedy(monkeypatch) -> None:
     findings = [
         CheckVerdict("OK", "fine", "nothing"),
         CheckVerdict("WARN", "slow", "buy"),

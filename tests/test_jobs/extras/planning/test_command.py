@@ -1,4 +1,4 @@
-"""What `plan` and `trial` refuse, and how soon they answer."""
+"""Options that `plan` and `trial` refuse, and the time until `plan` prints its first line."""
 
 import os
 import subprocess
@@ -21,16 +21,16 @@ ROOT = Path(__file__).parents[4]
         (["plan", "--price", "0"], 78, "--price is 0, expected more than 0"),
         (["plan", "--mtbf", "-1"], 78, "--mtbf is -1, expected more than 0"),
         (["trial", "--stage", "pretran"], 78, "the recipe has no stage 'pretran'"),
-        (["trial", "--stage", "resize"], 78, "resize is a stage of kind resize, which takes no steps"),
+        (["trial", "--stage", "resize"], 78, "resize is a stage of kind resize, which does not train"),
     ],
 )
-def test_refusals(words, code, message, recipe, capsys):
+def test_wrong_options_are_refused(words, code, message, recipe, capsys):
     assert main([words[0], str(recipe), *words[1:]]) == code
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_plan_says_something_within_two_seconds(recipe):
+def test_plan_prints_a_line_within_two_seconds(recipe):
     environment = {**os.environ, "PYTHONPATH": import_path()}
     began = time.monotonic()
     with subprocess.Popen(

@@ -1,4 +1,4 @@
-"""A stage that does not fit its devices is refused; one whose need is not known is not."""
+"""A stage that does not fit its devices is refused; a stage whose need is unknown is not."""
 
 import dataclasses
 
@@ -13,14 +13,14 @@ from tests.support.campaigns import load
 
 @pytest.fixture(autouse=True)
 def untraced(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here steps are really traced, into a folder of this session's own."""
+    """Trace steps for real in these tests, with a separate cache for this session."""
     folder = tmp_path_factory.getbasetemp() / "traces"
     monkeypatch.setenv("PATCHLINE_CACHE", str(folder))
 
 
 @pytest.fixture
 def traced_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps need 2 GiB and 1 for each image, half of that with all blocks recomputed; states go with the ZeRO stage."""
+    """Steps need 2 GiB plus 1 GiB per image, or half if all blocks are recomputed; states follow the ZeRO stage."""
 
     def trace(step: memory_traces.StepToTrace) -> MemoryTrace:
         share = 1 - step.recomputed / 24
@@ -31,28 +31,26 @@ def traced_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "trace_of", trace)
 
 
-def test_patches_that_are_left_out_to_the_end_are_said_and_nothing_is_refused_for_them(recipe, capsys, traced_by_hand):
+def test_a_stage_with_patch_dropout_to_the_end_is_not_refused(recipe, capsys, traced_by_hand):
     limited = ["cluster.gpus_per_worker=1", "cluster.gpu_memory_gb=5", "pretrain.zero=1", "finetune.zero=2"]
     limited += ["finetune.micro_batch=4", "pretrain.thinning.patch_dropout=0.5"]
     assert main(["plan", str(recipe), *limited]) == 0
-    said = capsys.readouterr().out
-    assert "(checkpoint_blocks=0); of whole images, which patch dropout leaves out to the end: a worker needs" in said
-    assert "pretrain: whether it fits cluster.gpu_memory_gb=5 is not known with patch dropout" in said
-    # Where the last steps see whole images, they count.
+    out = capsys.readouterr().out
+    assert "(checkpoint_blocks=0); for whole images, which patch dropout never uses here: the actual need" in out
+    assert "pretrain: cannot tell whether it fits cluster.gpu_memory_gb=5 with patch dropout" in out
+    # If the last steps see whole images, the stage is refused.
     assert main(["plan", str(recipe), *limited, "pretrain.thinning.patch_dropout_until=0.9"]) == 78
     assert "pretrain: a worker needs 6.0 GiB" in capsys.readouterr().err
 
 
-def test_of_a_compiled_step_the_need_is_not_known_and_nothing_is_refused_for_it(recipe, capsys, traced_by_hand):
-    """Uncompiled it would need 6 GiB."""
+def test_a_compiled_stage_has_an_unknown_need_and_is_not_refused(recipe, capsys, traced_by_hand):
+    """Without compilation it would need 6 GiB."""
     limited = ["cluster.gpus_per_worker=1", "cluster.gpu_memory_gb=5", "pretrain.zero=1", "finetune.zero=2"]
     limited += ["finetune.micro_batch=4", "pretrain.compile=true"]
     assert main(["plan", str(recipe), *limited]) == 0
-    said = capsys.readouterr().out
-    assert (
-        "memory  not known: the step is not traced with compile: true" in said and "of pretrain it is not known" in said
-    )
-    assert "pretrain: whether it fits cluster.gpu_memory_gb=5 is not known: the step is not traced with" in said
+    out = capsys.readouterr().out
+    assert "memory  unknown: the step is not traced with compile: true" in out and "unknown for pretrain" in out
+    assert "pretrain: cannot tell whether it fits cluster.gpu_memory_gb=5: the step is not traced with" in out
 
     stage = load(recipe, limited).stage("pretrain")
     assert memory.need_if_traced(stage.config, stage.model, 2, is_gpu=True) is None
@@ -60,11 +58,11 @@ def test_of_a_compiled_step_the_need_is_not_known_and_nothing_is_refused_for_it(
     assert memory_need(uncompiled, stage.model, 2, is_gpu=True).device_bytes == 6 * GIB
 
 
-def test_plan_tells_the_parts_and_ends_as_run_would_where_they_do_not_fit(recipe, capsys, traced_by_hand):
+def test_plan_lists_the_parts_of_the_memory_and_exits_like_run_if_they_do_not_fit(recipe, capsys, traced_by_hand):
     gpu = ["cluster.gpus_per_worker=1", "pretrain.zero=1", "finetune.zero=1"]
     assert main(["plan", str(recipe), *gpu]) == 0
-    said = capsys.readouterr().out
-    assert "memory  6.0 GiB a worker, most in backward: 4.0 GiB activations + 2.0 GiB weights and optimizer" in said
+    out = capsys.readouterr().out
+    assert "memory  6.0 GiB a worker, most in backward: 4.0 GiB activations + 2.0 GiB weights and optimizer" in out
     for command in ("plan", "run"):
         assert main([command, str(recipe), *gpu, "cluster.gpu_memory_gb=5"]) == 78
         assert "type one of these: pretrain.micro_batch=2 (needs 4.0 GiB); " in capsys.readouterr().err

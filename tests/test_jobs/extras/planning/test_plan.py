@@ -1,9 +1,9 @@
-"""What `plan` prints of a campaign, and how it ends."""
+"""The output and exit codes of `plan`."""
 
 from jobs.__main__ import main
 
 
-def test_plan_tells_what_would_run(recipe, capsys):
+def test_plan_describes_the_stages_that_would_run(recipe, capsys):
     assert main(["plan", str(recipe)]) == 0
     out = capsys.readouterr().out
     assert "16 = 2 workers × micro_batch 4 × accumulation 2" in out
@@ -12,28 +12,28 @@ def test_plan_tells_what_would_run(recipe, capsys):
     assert "feed" not in out, "no GPU to feed"
 
 
-def test_plan_says_in_what_pieces_and_when_gradients_are_summed(recipe, capsys):
+def test_plan_shows_when_and_in_which_buckets_gradients_are_reduced(recipe, capsys):
     file = recipe.parent / "ds.json"
     file.write_text('{"zero_optimization": {"overlap_comm": true, "reduce_bucket_size": 1000}}')
 
-    def said(*options: str) -> list[str]:
+    def sums(*options: str) -> list[str]:
         assert main(["plan", str(recipe), *options]) == 0
         return [line for line in capsys.readouterr().out.splitlines() if line.startswith("  sums")]
 
-    assert "one bucket of" in said("pretrain.zero=2")[0]
-    tuned = said("pretrain.zero=2", f"pretrain.deepspeed={file}")[0]
+    assert "one bucket of" in sums("pretrain.zero=2")[0]
+    tuned = sums("pretrain.zero=2", f"pretrain.deepspeed={file}")[0]
     assert "buckets of 0.001 million gradients" in tuned and tuned.endswith("(overlap_comm on)")
-    assert said("cluster.workers=1") == []
+    assert sums("cluster.workers=1") == []
 
 
-def test_plan_names_what_is_missing_and_ends_as_run_does_unless_asked(recipe, capsys):
+def test_plan_lists_missing_inputs_and_exits_like_run_unless_allowed(recipe, capsys):
     missing = ["pretrain.data.train=/nowhere", "fewshot.probe.test=/neither"]
     assert main(["plan", str(recipe), *missing]) == 65
     planned = capsys.readouterr()
-    assert "  MISSING pretrain.data.train: /nowhere: there is no such index" in planned.out
+    assert "  MISSING pretrain.data.train: /nowhere: this index does not exist" in planned.out
     error = planned.err[planned.err.index("error: ") :]
     assert error.startswith("error: 2 inputs are missing: pretrain.data.train: /nowhere: there is no")
-    assert "\n  fewshot.probe.test: /neither: there is no such index" in error
+    assert "\n  fewshot.probe.test: /neither: this index does not exist" in error
     assert main(["run", str(recipe), *missing]) == 65
     assert capsys.readouterr().err == error
     log = (recipe.parent / "run" / "log.txt").read_text()
@@ -42,4 +42,4 @@ def test_plan_names_what_is_missing_and_ends_as_run_does_unless_asked(recipe, ca
     assert main(["plan", str(recipe), *missing, "--without-data"]) == 0
     out = capsys.readouterr().out
     assert "  MISSING fewshot.probe.test: /neither" in out
-    assert out.endswith("planned without 2 missing inputs: until they are there `run` ends with exit code 65\n")
+    assert out.endswith("planned without 2 missing inputs: until they exist, `run` ends with exit code 65\n")

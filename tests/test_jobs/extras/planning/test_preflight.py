@@ -1,4 +1,4 @@
-"""`jobs preflight`: what workers report is judged as it should be, by hand; and two real workers report it."""
+"""`jobs preflight` with two real workers, and with problems that it must report."""
 
 import os
 import re
@@ -11,15 +11,15 @@ from jobs.__main__ import main
 # ------------------------------------------------------------------------ real parts
 
 
-def test_a_set_is_read_here_and_one_that_is_gone_says_so(shards) -> None:
+def test_a_readable_set_is_measured_and_a_missing_set_is_an_error(shards) -> None:
     reach = read_some(str(shards / "train"))
     sizes = sorted((shards / "train").glob("*.tar"))
     chosen = [sizes[0], sizes[len(sizes) // 2], sizes[-1]]
     assert reach["error"] == "" and reach["bytes"] == sum(min(path.stat().st_size, 2**22) for path in chosen)
-    assert "there is no such index" in read_some(str(shards / "nowhere"))["error"]
+    assert "this index does not exist" in read_some(str(shards / "nowhere"))["error"]
 
 
-def test_two_real_workers_are_looked_at_and_nothing_is_left_behind(recipe, tmp_path, capsys) -> None:
+def test_two_real_workers_are_checked_and_leave_nothing_behind(recipe, tmp_path, capsys) -> None:
     assert main(["preflight", str(recipe)]) == 0
     out = capsys.readouterr().out
     for subject in (
@@ -36,18 +36,20 @@ def test_two_real_workers_are_looked_at_and_nothing_is_left_behind(recipe, tmp_p
     ):
         assert re.search(rf"^OK   {subject} ", out, re.MULTILINE), out
     assert f"OK   workers     2 on 1 node ({os.uname().nodename}: 0,1), on cpu" in out
-    # The gradients of pretraining, in fp32, counted from the model; twice, as its micro-batches are accumulated.
+    # The fp32 gradients of pretraining, counted from the model; reduced twice because micro-batches are accumulated.
     parameters = sum(parameter.numel() for parameter in models.build("mu/8", 16, 10, dropout=0.1).parameters())
     assert f"pretrain: 2 × {4 * parameters / 1e3:.1f} kB of gradients" in out
     assert re.search(r"slowest 0–1 \(\S+, \S+\): [\d.]+ .B in [\d.]+ ms", out)
-    assert not (tmp_path / "run").exists(), "a run directory that was not there is not there"
+    assert not (tmp_path / "run").exists(), "a run directory that did not exist is removed again"
 
 
-def test_a_run_directory_that_refuses_is_a_fail_and_so_is_a_missing_set(recipe, tmp_path, capsys) -> None:
+def test_an_unusable_run_directory_and_a_missing_set_are_failures(recipe, tmp_path, capsys) -> None:
     (tmp_path / "file").touch()
-    assert main(["preflight", str(recipe), f"run={tmp_path}/file/run"]) == ExitCode.CONFIG, "as plan and run refuse it"
+    assert main(["preflight", str(recipe), f"run={tmp_path}/file/run"]) == ExitCode.CONFIG, "like plan and run"
     gone = tmp_path / "gone"
     assert main(["preflight", str(recipe), "cluster.gpus_per_worker=1", f"pretrain.data.evaluate={gone}"]) == 65
     out = capsys.readouterr().out
     assert re.search(rf"^FAIL inputs .*{gone}", out, re.MULTILINE)
-    assert re.search(r"^FAIL workers     nothing was measured: 2 workers want 2 GPUs and this machine has 0", out, re.M)
+    assert re.search(
+        r"^FAIL workers     nothing was measured: 2 workers need 2 GPUs, but this machine has 0", out, re.M
+    )

@@ -1,8 +1,8 @@
-"""What an audit concludes from the first difference."""
+"""The cause that an audit derives from the first difference."""
 
 import pytest
 
-from jobs.extras.replays.audit import Finding, judge
+from jobs.extras.replays.audit import Finding, classify
 
 pytestmark = pytest.mark.quick
 
@@ -17,5 +17,5 @@ pytestmark = pytest.mark.quick
         (Finding(10, 15, what="loss", step=11, size=1e-6), "silent corruption"),
     ],
 )
-def test_what_a_difference_is_told_by_where_it_begins_and_what_else_differs(finding: Finding, verdict: str) -> None:
-    assert judge(finding) == verdict
+def test_the_cause_follows_from_the_first_difference_and_the_conditions(finding: Finding, verdict: str) -> None:
+    assert classify(finding) == verdict

@@ -1,4 +1,4 @@
-"""What `bisect` refuses before it looks for a run."""
+"""Arguments that `bisect` refuses before it reads a run."""
 
 import pytest
 
@@ -9,13 +9,13 @@ pytestmark = pytest.mark.quick
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
-        ("step=3 limit=0.7", "'limit=0.7' is not understood"),
-        ("step=3 shards", "'shards' is not understood"),
-        ("metric=loss", "no step is named"),
+        ("step=3 limit=0.7", "unknown argument 'limit=0.7'"),
+        ("step=3 shards", "unknown argument 'shards'"),
+        ("metric=loss", "the step is missing"),
     ],
 )
-def test_words_that_do_not_fit_are_refused(words: str, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_wrong_arguments_are_refused(words: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         bisect("run", words.split(), output=None)

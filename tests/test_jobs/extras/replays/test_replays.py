@@ -1,8 +1,8 @@
-"""Runs whose steps are taken again: audited, searched, and without samples; real workers, in one process of commands.
+"""Replays of a run on real workers: audit, bisect and without; all commands run in one process.
 
-The run is trained by two workers in exact mode. In step 8 a bit of worker 1's gradient is flipped, behind the model's
-back. All replays are made by the same process, without faults; one of them, from step 0 on, with the samples masked in
-the task that its workers are told, and by one worker: the run that has never seen them.
+Two workers train the run in exact mode. In step 8 a bit of worker 1's gradient is flipped. All replays run in the same
+process without faults. One more run starts at step 0 with the samples masked in the workers' task, on one worker: this
+is the run that has never seen them.
 """
 
 import json
@@ -52,12 +52,12 @@ FLIPPED = "blocks.0.mlp.down.weight"
 
 
 def flip_in_the_run() -> None:
-    """In the run itself, and in none of its replays, flip a high bit of worker 1's gradient in step 8."""
+    """Flip a high bit of worker 1's gradient in step 8, in the run itself but not in its replays."""
     runs: list[str] = []
     set_up = train.set_up
     backward = ExactEngine.backward
 
-    def noting(task: Any) -> Any:
+    def recording(task: Any) -> Any:
         runs.append(Path(task.job.run).name)
         return set_up(task)
 
@@ -80,12 +80,12 @@ def flip_in_the_run() -> None:
 
     make_task = training.make_training_task
     training.make_training_task = masked_from_the_start  # type: ignore[assignment]
-    train.set_up = noting  # type: ignore[assignment]
+    train.set_up = recording  # type: ignore[assignment]
     ExactEngine.backward = flipping  # type: ignore[method-assign]
 
 
 def first_used_in(step: int, count: int) -> list[str]:
-    """Return samples, as a list has them, that a step of the run is the first to use."""
+    """Return samples that step `step` is the first to use, as lines of a list file."""
     (path,) = Path().glob("run/shards-*/train")
     index = load_index(path)
     order = Order(index.shard_samples, seed=0, batch_size=16)
@@ -98,7 +98,7 @@ def first_used_in(step: int, count: int) -> list[str]:
 
 
 def command(folder: str, commands: list[str]) -> None:
-    """Run `python -m jobs` with each of the words, in one process, whose fork server serves them all."""
+    """Run `python -m jobs` once for each command line, in one process with one fork server."""
     os.chdir(folder)
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
@@ -136,7 +136,7 @@ COMMANDS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run all commands, and return the folder that they were typed in."""
+    """Run all commands; return their working directory."""
     folder = tmp_path_factory.mktemp("replays")
     (folder / "small.yaml").write_text(RECIPE)
     (folder / "empty.txt").write_text("\n")
@@ -154,30 +154,30 @@ def stage(run: Path) -> Path:
 
 
 def last_state(run: Path) -> dict[str, torch.Tensor]:
-    """Every master and moment of the newest checkpoint, whatever number of workers has saved it."""
+    """Return every master and moment of the newest checkpoint, joined from all workers."""
     newest = max((stage(run) / "checkpoints").glob("step-*"))
     reader = Reader(newest, verify(newest).files)
     return {f"{name} {kind}": whole_state(reader, name, kind) for name, kind in reader.pieces}
 
 
-def test_every_command_ends_as_it_should(folder: Path) -> None:
+def test_every_command_has_the_expected_exit_code(folder: Path) -> None:
     codes = dict(zip(COMMANDS, json.loads((folder / "codes.json").read_text()), strict=True))
     expected = dict.fromkeys(COMMANDS, 0) | {"flipped": 65, "another": 64, "world": 64, "inside": 64}
     assert codes == expected
     assert not list((folder / "run").glob("audit*"))
-    # A page of a replay would be looked at by nobody, and cost it a fifth of its time.
+    # Replays write no page: nobody would look at it, and it would take a fifth of the time.
     assert (folder / "flipped" / "steps-6-10").is_dir() and not list(folder.glob("flipped/*/report.html"))
 
 
-def test_without_any_sample_the_run_comes_out_again(folder: Path) -> None:
+def test_without_an_empty_list_the_run_is_reproduced(folder: Path) -> None:
     weights = [(stage(folder / run) / "weights.safetensors").read_bytes() for run in ("run", "none")]
     assert weights[0] == weights[1]
     record = artifacts.read_record(folder / "none" / "audit.json")
     assert record["equals_run"] and record["metrics"] == record["metrics_with"]
 
 
-def test_without_samples_a_run_is_the_one_that_never_saw_them(folder: Path) -> None:
-    """From the commit before their first use, by two workers; against step 0 on, by one."""
+def test_a_run_without_samples_equals_a_run_that_never_saw_them(folder: Path) -> None:
+    """Repeated by two workers from the commit before the first use; trained from step 0 by one worker."""
     ours, theirs = last_state(folder / "listed"), last_state(folder / "start")
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
@@ -192,7 +192,7 @@ def test_a_clean_stretch_is_equal_on_another_number_of_workers_and_signed(folder
     report = folder / "clean" / "audit.json"
     (finding,) = artifacts.read_record(report)["stretches"]
     assert (finding["verdict"], finding["world"], finding["steps"], finding["traced"]) == ("equal", 1, 5, 5)
-    # With these alike a trace alone would have accused: those of parts have the same bits at every world.
+    # Conditions are equal, so a differing trace alone would count. Exact traces do not depend on the world size.
     assert finding["conditions"] == {}
     assert finding["states"] == len(last_state(folder / "run"))
     public = (folder / "key.pub").read_text().split()
@@ -201,32 +201,32 @@ def test_a_clean_stretch_is_equal_on_another_number_of_workers_and_signed(folder
     assert os.system(f"{check} < {report} > {folder}/verified 2>&1") == 0, (folder / "verified").read_text()
 
 
-def test_a_flipped_bit_is_named_by_step_worker_and_parameter(folder: Path) -> None:
+def test_a_flipped_bit_is_located_by_step_worker_and_parameter(folder: Path) -> None:
     (finding,) = artifacts.read_record(folder / "flipped" / "audit.json")["stretches"]
     assert finding["verdict"] == "silent corruption"
     assert (finding["step"], finding["worker"], finding["what"]) == (8, 1, "gradient")
     assert finding["differing"][0]["parameter"] == FLIPPED
 
 
-def test_a_step_without_a_spike_accuses_nobody(folder: Path) -> None:
+def test_a_step_without_a_spike_blames_no_sample(folder: Path) -> None:
     record = artifacts.read_record(folder / "run-bisect" / "step-12" / "bisect.json")
     assert not record["is_spike"] and record["samples"] == []
     text = (folder / f"{list(COMMANDS).index('no spike')}.log").read_text()
-    assert "as it is on record, to the bit" in text
+    assert "equals the record bit for bit" in text
 
 
-def test_the_page_of_the_run_shows_what_its_replays_have_said(folder: Path) -> None:
+def test_the_page_of_the_run_shows_the_results_of_its_replays(folder: Path) -> None:
     shown = Album(with_replay=False).replays(read_run(folder / "run"))
-    said = {gallery.title.partition(",")[0]: [] for gallery in shown}
+    remarks = {gallery.title.partition(",")[0]: [] for gallery in shown}
     for gallery in shown:
-        said[gallery.title.partition(",")[0]].append(gallery.remark)
-    audits = "\n".join(said["audit"])
+        remarks[gallery.title.partition(",")[0]].append(gallery.remark)
+    audits = "\n".join(remarks["audit"])
     assert "steps 11 to 15: equal in 5 losses and norms" in audits
-    flipped = "steps 6 to 10: silent corruption from step 8 on, first in the gradient of worker 1; most in "
+    flipped = "steps 6 to 10: silent corruption from step 8 on, first in the gradient of worker 1; largest in "
     assert f"{flipped}{FLIPPED}" in audits
-    without = "\n".join(said["without"])
-    assert "2 of 1,442 samples, first used in step 7" in without and "equal to the run's, bit for bit" in without
-    assert "step 12 from commit 10, loss against the usual" in said["bisect"][0] and "no spike" in said["bisect"][0]
-    assert not Album(with_replay=False).replays(read_run(folder / "start")), "those are of another run"
+    without = "\n".join(remarks["without"])
+    assert "2 of 1,442 samples, first used in step 7" in without and "equal the run's, bit for bit" in without
+    assert "step 12 from commit 10, loss compared with" in remarks["bisect"][0] and "no spike" in remarks["bisect"][0]
+    assert not Album(with_replay=False).replays(read_run(folder / "start")), "the replays belong to another run"
     page = write_report([folder / "run"], folder / "page.html", with_replay=False).read_text()
-    assert "Steps that were taken again" in page and flipped in page
+    assert "Replayed steps" in page and flipped in page

@@ -1,4 +1,4 @@
-"""Which trained stage a path means to the commands that repeat steps."""
+"""The trained stage that a path names."""
 
 from pathlib import Path
 
@@ -22,13 +22,13 @@ def run(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("path", ["", "pretrain", "pretrain-00000001"])
-def test_a_run_with_one_trained_stage_means_that_stage(run: Path, path: str) -> None:
+def test_a_run_with_one_trained_stage_names_that_stage(run: Path, path: str) -> None:
     assert find_trained(str(run / path)) == run / "pretrain-00000001"
 
 
 def test_a_folder_without_a_trained_stage_is_refused(tmp_path: Path) -> None:
     (tmp_path / "pictures").mkdir()
-    with pytest.raises(UsageError, match=r"there is no trained stage in .*pictures\n  expected a run directory"):
+    with pytest.raises(UsageError, match=r"pictures has no trained stage\n  expected a run directory"):
         find_trained(str(tmp_path / "pictures"))
 
 

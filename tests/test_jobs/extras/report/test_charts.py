@@ -1,4 +1,4 @@
-"""Curves of a page: thinned and smoothed."""
+"""Curves of a page: reduced to buckets, and smoothed."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from jobs.extras.report.charts import smooth, thin
 pytestmark = pytest.mark.quick
 
 
-def test_a_smoothed_curve_is_the_mean_of_so_many_steps_each_and_leaves_a_gap_where_nothing_is_finite():
+def test_a_smoothed_curve_is_the_mean_of_each_bucket_with_gaps_for_non_finite_values():
     y = np.random.default_rng(0).normal(size=1000)
     y[3] = np.inf
     y[28:42] = np.nan
@@ -18,12 +18,12 @@ def test_a_smoothed_curve_is_the_mean_of_so_many_steps_each_and_leaves_a_gap_whe
     assert np.flatnonzero(np.isnan(means)).tolist() == [2] and x[0] == 6.5
 
 
-def test_a_thinned_curve_keeps_the_least_and_the_greatest_of_each_bucket():
+def test_a_reduced_curve_keeps_the_minimum_and_maximum_of_each_bucket():
     y = np.random.default_rng(0).normal(size=10_007)
     y[5000:5100] = np.nan
-    x, thinned = thin(np.arange(len(y)), y, buckets=50)
-    assert len(x) <= 102 and (thinned[~np.isnan(thinned)] == y[x.astype(int)][~np.isnan(thinned)]).all()
+    x, reduced = thin(np.arange(len(y)), y, buckets=50)
+    assert len(x) <= 102 and (reduced[~np.isnan(reduced)] == y[x.astype(int)][~np.isnan(reduced)]).all()
     for low in range(0, 10_000, 2000):
         part = (x >= low) & (x < low + 2000)
-        assert np.nanmax(thinned[part]) == np.nanmax(y[low : low + 2000])
-        assert np.nanmin(thinned[part]) == np.nanmin(y[low : low + 2000])
+        assert np.nanmax(reduced[part]) == np.nanmax(y[low : low + 2000])
+        assert np.nanmin(reduced[part]) == np.nanmin(y[low : low + 2000])

@@ -1,4 +1,4 @@
-"""A run's page: its numbers are those of metrics.jsonl, names stay text, and a browser finds nothing to complain of."""
+"""A run's page has the numbers of metrics.jsonl, shows names as text, and works in a browser."""
 
 import json
 import re
@@ -30,11 +30,11 @@ from jobs.run.log import write_status
 from pipeline import artifacts
 from tests.support.archives import make_subset
 from tests.support.browser import CHROMIUM, Browser
-from tests.support.paged_runs import add, change, incident, make_run, report, start
+from tests.support.paged_runs import SPIKE, add, change, incident, make_restarted_run, make_run, report, start
 from tests.support.stores import store
 
 MARKUP = "<script>window.hacked=1</script><img src=x onerror=window.hacked=2>"
-# Words of a page that go on in the next line; names and paths may break behind a dash or a stroke.
+# Finds words that are broken across lines; names and paths may break after a dash or a slash.
 BROKEN = """(() => {
     const broken = []
     const nodes = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT)
@@ -51,12 +51,10 @@ BROKEN = """(() => {
 })()"""
 CUT = "[...document.querySelectorAll('.wide')].filter(table => table.scrollWidth > table.clientWidth).length"
 HOSTILE = (MARKUP, "\"quoted' & so", "\u202eflesti", "שלום עולם", "x" * 300)
-SPIKE = {"kind": "spike", "step": 14, "grad_norm": 321.5, "limit": 12.0, "ids": [[0, 0, 1]]}
-SPIKE["recent"] = [{"step": 14, "loss": 9.5, "grad_norm": 321.5, "ledger": "0" * 12}]
 
 
 class Tables(HTMLParser):
-    """The text of every cell of a page, row by row, and of everything else."""
+    """The text of a page, and of each table cell row by row."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -79,7 +77,7 @@ class Tables(HTMLParser):
             self.rows[-1][-1] += text
 
     def row(self, *first: str) -> list[str]:
-        """The cells of the row that begins with these."""
+        """Return the cells of the row that begins with these texts."""
         rows = [[cell.strip() for cell in row] for row in self.rows]
         (match,) = [row for row in rows if row[: len(first)] == [*first]]
         return match
@@ -87,37 +85,27 @@ class Tables(HTMLParser):
 
 @pytest.fixture
 def restarted(tmp_path: Path, shards: Path) -> Path:
-    """A run that was killed at step 24 and took the steps from 17 on again; with whatever a page can show."""
-    folder = make_run(tmp_path / "run", shards)
-    second = [start(2, 16), report(2, 20, 28, [1.0, 0.75, 0.5, 0.625], "a" * 64)]
-    second += [report(2, 28, 28, [0.4] * 8, "b" * 64)]
-    add(folder, SPIKE, *second)
-    add(folder, {"kind": "evaluate", "step": 8, "accuracy": 0.5, "judged": 100, "seconds": 1.5})
-    values = {"accuracy": 0.8125, "judged": 352, "5shot": 0.7, "5shot-seed-0": 0.6, "5shot-seed-1": 0.8}
-    add(folder, {"kind": "evaluate", "step": 28, **values})
-    (folder / "incidents.txt").write_text(incident(15, "worker 1 on n7, in backward of step 24: killed by SIGKILL"))
-    (folder / "log.txt").write_text("[worker 1] bad sample 1 replaced: train-000001.tar k7: not a JPEG\n")
-    artifacts.write_record(folder / artifacts.EXCLUDED_STEPS, {"stretches": [[20, 22]]})
-    return folder
+    """A run that was killed at step 24 and repeated the steps from 17 on."""
+    return make_restarted_run(tmp_path / "run", shards)
 
 
-def test_the_numbers_of_the_page_are_those_of_metrics_jsonl(restarted, tmp_path, shards):
+def test_the_numbers_of_the_page_equal_those_in_metrics_jsonl(restarted, tmp_path, shards):
     shown = Tables(write_report([restarted], tmp_path / "page.html", with_replay=False).read_text())
-    # An independent reading: the newest report that holds a step is the one whose weights went on.
+    # Read metrics.jsonl independently: a restart discards the steps after its checkpoint.
     losses: dict[int, float] = {}
     norms: dict[int, float] = {}
     rates: dict[int, float] = {}
     for line in (restarted / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
         if record["kind"] == "start":
-            for kept_values in (losses, norms, rates):
-                for step in [step for step in kept_values if step > record["step"]]:
-                    del kept_values[step]
+            for values in (losses, norms, rates):
+                for step in [step for step in values if step > record["step"]]:
+                    del values[step]
         if record["kind"] == "train":
             rates[record["step"]] = record["lr"]
-            for behind, loss in enumerate(reversed(record["losses"])):
-                losses[record["step"] - behind] = loss
-                norms[record["step"] - behind] = record["grad_norms"][-1 - behind]
+            for age, loss in enumerate(reversed(record["losses"])):
+                losses[record["step"] - age] = loss
+                norms[record["step"] - age] = record["grad_norms"][-1 - age]
     curves = {"training loss": losses, "gradient norm of training": norms, "learning rate": rates}
     for name, values in curves.items():
         by_value = sorted(values, key=lambda step: (values[step], step))
@@ -125,18 +113,18 @@ def test_the_numbers_of_the_page_are_those_of_metrics_jsonl(restarted, tmp_path,
         steps = [min(values), max(values), by_value[0], most]
         assert shown.row(name)[1:] == [f"{values[step]!r} (step {step})" for step in steps]
     low, high = binomtest(286, 352).proportion_ci(method="wilson")
-    assert shown.row("28", "accuracy")[2:] == ["81.25 %", f"{low:.2%} to {high:.2%}, of 352 samples"]
-    assert shown.row("28", "5shot")[2:] == ["70.00 %", "± 14.14% between 2 draws of the shots"]
-    for said in (
+    assert shown.row("28", "accuracy")[2:] == ["81.25 %", f"{low:.2%} to {high:.2%}, 352 samples"]
+    assert shown.row("28", "5shot")[2:] == ["70.00 %", "± 14.14% over 2 few-shot draws"]
+    for text in (
         "attempt 2: random weights, step 16",
         "steps 21 to 22",
-        "Spike at step 14: gradient norm 322, usual up to 12",
+        "Spike at step 14: gradient norm 322, normal up to 12",
         "killed by SIGKILL",
-        "attempt 2 went on 1s later with 2 workers",
+        "attempt 2 resumed 1s later with 2 workers",
         "lost steps of attempt 1",
         "3 bad samples were replaced",
     ):
-        assert said in shown.text, said
+        assert text in shown.text, text
     assert shown.row("1", "not a JPEG") == ["1", "not a JPEG", "train-000001.tar k7"]
     index = json.loads((shards / "train" / "train.index.json").read_text())
     name, samples, size, sha256 = index["shards"][0][:4]
@@ -144,7 +132,7 @@ def test_the_numbers_of_the_page_are_those_of_metrics_jsonl(restarted, tmp_path,
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
-def test_a_browser_shows_the_page_without_a_request_and_hostile_names_as_text(tmp_path, shards):
+def test_a_browser_shows_the_page_without_requests_and_hostile_names_as_text(tmp_path, shards):
     samples = []
     for number, sample in zip(range(20), digits(train=True, image_size=16), strict=False):
         samples.append(Sample(f"k{number}", sample.image, (number % 5,), sample.extension))
@@ -164,7 +152,7 @@ def test_a_browser_shows_the_page_without_a_request_and_hostile_names_as_text(tm
     other = make_run(tmp_path / "other", shards)
     change(other / "stage.json", "config", "loss", value=MARKUP)
     pages = [write_report([folder.parent], tmp_path / "page.html", with_replay=False)]
-    # The stages are called otherwise, and are the only ones of their runs.
+    # The stages have different names, but each is the only one of its run.
     pages.append(write_report([folder.parent, other.parent], tmp_path / "compared.html"))
     with Browser(tmp_path) as browser:
         for file in pages:
@@ -179,7 +167,7 @@ def test_a_browser_shows_the_page_without_a_request_and_hostile_names_as_text(tm
                 assert browser.value("document.scripts.length + document.querySelectorAll('[onerror]').length") == 0
                 assert browser.value("document.querySelectorAll('svg path').length") > 20
                 grounds.add(browser.value("getComputedStyle(document.body).backgroundColor"))
-                # What is written is not what it is written on, in the charts too.
+                # Text and background differ in colour, also in the charts.
                 assert browser.value("getComputedStyle(document.querySelector('svg text')).fill") not in grounds
             assert len(grounds) == 2
             assert MARKUP in browser.value("document.body.textContent")
@@ -210,14 +198,14 @@ def test_on_a_phone_no_table_is_cut_and_no_word_is_broken(restarted, tmp_path, s
         assert "another $run$ of a name" in browser.value("document.querySelector('svg').textContent")
 
 
-def test_a_finished_page_says_what_was_trained_and_how_well_each_class_is_known(restarted, tmp_path, shards):
+def test_a_finished_page_describes_the_training_and_the_accuracy_of_each_class(restarted, tmp_path, shards):
     rows = [[0, 36, 36, -1, 0], [3, 40, 30, 8, 6], [8, 10, 9, 1, 1]]
     document = {"step": 24, "set": str(shards / "test"), "samples": [], "classes": rows}
     artifacts.write_record(restarted / artifacts.EXAMPLES, document)
     shown = Tables(write_report([restarted.parent], tmp_path / "page.html", with_replay=False).read_text())
     for name, words in (
         ("model", "mu/8, patch 8 × 8, width 32, depth 1, heads 2"),
-        ("first weights", "random"),
+        ("initial weights", "random"),
         ("image size", "16 × 16 pixels"),
         ("steps", "28 of 28, in batches of 16 images: 448 images seen"),
         ("device", "2 workers on Xeon"),
@@ -231,7 +219,7 @@ def test_a_finished_page_says_what_was_trained_and_how_well_each_class_is_known(
     assert by_class[-3:] == ["class 3", "class 8", "class 0"]
 
 
-def test_a_page_of_a_million_steps_is_small_and_keeps_what_stands_out(tmp_path, shards, capsys):
+def test_a_page_of_a_million_steps_is_small_and_keeps_outliers(tmp_path, shards, capsys):
     folder = make_run(tmp_path / "run", shards)
     random = np.random.default_rng(0)
     losses = np.round(2 + random.random(1_000_000), 6)
@@ -254,7 +242,7 @@ def test_a_page_of_a_million_steps_is_small_and_keeps_what_stands_out(tmp_path, 
     assert row[3:] == ["0.25 (step 123,457)", "77.5 (step 654,322)"]
 
 
-def test_the_verdict_says_how_the_run_stands_and_what_it_waits_for(tmp_path, shards):
+def test_the_verdict_gives_the_state_of_the_run_and_the_reason_for_waiting(tmp_path, shards):
     folder = make_run(tmp_path / "run", shards)
 
     def verdict() -> str:
@@ -267,19 +255,19 @@ def test_the_verdict_says_how_the_run_stands_and_what_it_waits_for(tmp_path, sha
     assert re.match(r"Running since .*: pretrain at step 25 of 50, loss 1.25, 25s to go\.$", verdict())
     (folder / "attempts" / "attempt-000002").mkdir()
     (folder / "log.txt").write_text("step 25\n[driver] waiting for 2 GPUs\n")
-    assert verdict().endswith("it waits for its workers to start: waiting for 2 GPUs.")
+    assert verdict().endswith("waiting for its workers to start: waiting for 2 GPUs.")
     with open(folder / "log.txt", "a") as log:
         log.write("[driver] pretrain: key 1a2b3c4d, in runs/run/pretrain-1a2b3c4d\n")
-    assert verdict().endswith("it waits for its workers to start.")
+    assert verdict().endswith("waiting for its workers to start.")
     lease = Lease(Folder(tmp_path / "run"), print)
-    lease.record["pid"] = 2**22 + 1  # above any real one: its process was killed
+    lease.record["pid"] = 2**22 + 1  # larger than any real pid: as if the process had been killed
     lease.take()
-    assert "Stopped: killed, or lost with its machine" in verdict()
+    assert "Stopped: killed, or its machine was lost" in verdict()
     artifacts.write_record(folder / "done.json", {"seconds": 3.0, "metrics": {"accuracy": 0.5}})
     assert verdict() == "Done. pretrain accuracy 50.00%"
 
 
-def test_two_parts_of_a_set_are_told_apart_by_their_folders_rules_and_samples(tmp_path, shards):
+def test_two_parts_of_a_set_are_shown_with_their_folders_rules_and_samples(tmp_path, shards):
     folder = make_run(tmp_path / "run", shards)
     whole = load_index(shards / "train")
     parts = tmp_path / "run" / "parts-1a2b3c4d"
@@ -289,48 +277,48 @@ def test_two_parts_of_a_set_are_told_apart_by_their_folders_rules_and_samples(tm
     change(folder / "task.json", "job", "evaluate", value=str(parts / "held-out"))
     shown = Tables(write_report([tmp_path / "run"], tmp_path / "page.html", with_replay=False).read_text())
     samples = []
-    for name, part, of_run in (("train", ":80%", "train"), ("evaluate on", "80%:", "held-out")):
+    for name, part, of_run in (("train", ":80%", "train"), ("evaluation", "80%:", "held-out")):
         of_set = [" ".join(cell.split()) for cell in shown.row(name)]
         samples.append(int(of_set[1].replace(",", "")))
         assert of_set[2:4] == ["10", f"parts-1a2b3c4d/{of_run}"]
-        assert of_set[4].startswith(f"part {part}, seed 0 of {shards / 'train'}, in its 15 tars of ")
-    # All digits, of which a fifth of each of ten classes is held out.
+        assert of_set[4].startswith(f"part {part}, seed 0 of {shards / 'train'}, in 15 tars, ")
+    # A fifth of each of the ten classes of digits is held out.
     assert sum(samples) == 1442 and abs(samples[1] - 1442 / 5) <= 10
 
 
 @pytest.mark.parametrize("name", ["stage.json", "task.json", "metrics.jsonl", artifacts.EXAMPLES, "incidents.txt"])
-def test_a_file_that_was_altered_costs_the_page_a_part_and_is_named(restarted, tmp_path, name):
+def test_a_modified_file_is_named_and_only_its_part_of_the_page_is_missing(restarted, tmp_path, name):
     (restarted / name).write_text('{"kind": "train"}\n' if name == "metrics.jsonl" else "2026-99-99 99:99:99 {torn\n")
     text = write_report([restarted.parent], tmp_path / "page.html", with_replay=False).read_text()
-    assert "CANNOT TELL" in text or "cannot be shown" in text
+    assert "UNREADABLE" in text or "cannot be shown" in text
 
 
-def test_a_run_and_a_set_in_a_store_are_shown_as_those_on_a_disk(tmp_path, shards, monkeypatch, capsys):
-    """Both in S3: the images of a judged set are read there, and no temporary path is on the page."""
-    folder = make_run(tmp_path / "there", shards)
+def test_a_run_and_a_set_in_a_store_are_shown_like_local_ones(tmp_path, shards, monkeypatch, capsys):
+    """Run and set are in S3: the page shows images of the evaluation set, and no temporary path."""
+    folder = make_run(tmp_path / "local", shards)
     shutil.copytree(shards / "test", tmp_path / "index")
     for tar in (tmp_path / "index").glob("*.tar"):
         tar.unlink()
-    there = load_index(shards / "test")
-    write_index(tmp_path / "index" / "test.index.json", "s3://images/set", there.shards, there.class_counts)
+    index = load_index(shards / "test")
+    write_index(tmp_path / "index" / "test.index.json", "s3://images/set", index.shards, index.class_counts)
     samples = [{"shard": 0, "sample": 7, "labels": [1], "predicted": 2, "confidence": 0.75}]
     artifacts.write_record(
         folder / artifacts.EXAMPLES, {"step": 24, "set": str(tmp_path / "index"), "samples": samples}
     )
     (folder / "log.txt").write_text("bad sample 1 replaced: train-000001.tar k7: not a JPEG\n")
-    write_status(tmp_path / "there", None, "running", "python -m jobs run x")
+    write_status(tmp_path / "local", None, "running", "python -m jobs run x")
     files = {f"set/{tar.name}": tar for tar in (shards / "test").glob("*.tar")}
-    for file in (tmp_path / "there").rglob("*.*"):
-        files[f"runs/there/{file.relative_to(tmp_path / 'there')}"] = file
+    for file in (tmp_path / "local").rglob("*.*"):
+        files[f"runs/stored/{file.relative_to(tmp_path / 'local')}"] = file
     monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path / "cache"))
     with store("s3", files):
-        assert main(["report", "s3://images/runs/there", "--output", str(tmp_path / "page.html")]) == 0
-        kept_by_run = write_report([tmp_path / "there"], tmp_path / "kept.html", with_replay=False).read_text()
+        assert main(["report", "s3://images/runs/stored", "--output", str(tmp_path / "page.html")]) == 0
+        during_run = write_report([tmp_path / "local"], tmp_path / "during.html", with_replay=False).read_text()
     text = (tmp_path / "page.html").read_text()
-    pixels = decode(ShardReader(there).read(0, 7)[1])
-    assert str(jpeg(pixels)) in text and str(jpeg(pixels)) not in kept_by_run
-    assert "its images lie in a store; to see them: python -m jobs report " in kept_by_run
-    assert "patchline-run-" not in text, "the copy's folder is gone when somebody reads the page"
+    pixels = decode(ShardReader(index).read(0, 7)[1])
+    assert str(jpeg(pixels)) in text and str(jpeg(pixels)) not in during_run
+    assert "the images are in an object store; to show them, type: python -m jobs report " in during_run
+    assert "patchline-run-" not in text, "the temporary copy no longer exists when the page is read"
     assert "not a JPEG" in text and "Running since" in text
 
 
@@ -363,7 +351,7 @@ def test_sweeps_evaluations_and_analyses_are_shown(restarted, tmp_path):
     assert shown.row("optim.lr=0.3")[1] == "diverged" and "Chosen: optim.lr=0.01" in shown.text
     assert 'aria-label="grid: accuracy, 95 %"' in text and 'aria-label="training loss of the runs"' in text
     assert shown.row("test", "top-1")[2:] == ["87.65%", "85.00% to 90.00%", "1,234"]
-    assert "runs/digits/finetune, over 2 images" in shown.text
+    assert "runs/digits/finetune, 2 images" in shown.text
     assert 'alt="attention.png"' in text and 'alt="inside.png"' in text
 
 
@@ -385,22 +373,22 @@ pretrain:
 
 
 def run(folder: Path, shards: Path, lr: float) -> Path:
-    """A run of six steps; returns its directory."""
+    """Train six steps; return the run directory."""
     recipe = folder / f"lr-{lr}.yaml"
     recipe.write_text(RECIPE.format(run=folder / f"lr-{lr}", shards=shards, lr=lr))
     assert main(["run", str(recipe)]) == 0
     return folder / f"lr-{lr}"
 
 
-def test_a_run_keeps_its_page_and_two_runs_part_behind_the_first_update(tmp_path, shards, monkeypatch, capsys):
+def test_a_run_updates_its_page_and_a_comparison_finds_the_first_different_step(tmp_path, shards, monkeypatch, capsys):
     monkeypatch.delenv(page_watcher.SWITCH)
     first = run(tmp_path, shards, 0.01)
     assert f"page: {first / 'report.html'}" in capsys.readouterr().out
     shown = Tables((first / "report.html").read_text())
-    assert "Done. pretrain accuracy" in shown.text and "the confident mistakes first" in shown.text
+    assert "Done. pretrain accuracy" in shown.text and "the most confident mistakes first" in shown.text
     (folder,) = first.glob("pretrain-*")
 
-    # The predictions are those of the weights that the stage hands on, computed by a plain pass.
+    # The predictions equal those of the exported weights, computed by a plain forward pass.
     import torch
 
     import models
@@ -412,7 +400,7 @@ def test_a_run_keeps_its_page_and_two_runs_part_behind_the_first_update(tmp_path
     reader = ShardReader(load_index(shards / "test"))
     record = json.loads((folder / artifacts.EXAMPLES).read_text())
     examples = record["samples"]
-    taken_for = np.zeros((10, 10), int)
+    confusion = np.zeros((10, 10), int)
     outputs = {}
     for number, shard in enumerate(reader.index.shards):
         for sample in range(shard.samples):
@@ -420,18 +408,18 @@ def test_a_run_keeps_its_page_and_two_runs_part_behind_the_first_update(tmp_path
             pixels = torch.from_numpy(decode(image)).permute(2, 0, 1)[None] / 127.5 - 1
             with torch.no_grad():
                 output = model.eval()(pixels).softmax(1)[0]
-            taken_for[int(label), int(output.argmax())] += 1
+            confusion[int(label), int(output.argmax())] += 1
             outputs[number, sample] = (int(label), output)
     for example in examples:
         label, output = outputs[example["shard"], example["sample"]]
         assert example["labels"] == [label]
         assert example["predicted"] == int(output.argmax())
         assert example["confidence"] == pytest.approx(float(output.max()), abs=1e-5)
-    # So are the counts by class: its samples, right ones, and what most of the others are taken for.
+    # The counts per class too: samples, correct predictions, and the most frequent wrong prediction.
     for label, samples, right, other, times in record["classes"]:
-        mistakes = taken_for[label].copy()
+        mistakes = confusion[label].copy()
         mistakes[label] = 0
-        assert [samples, right, times] == [taken_for[label].sum(), taken_for[label, label], mistakes.max()]
+        assert [samples, right, times] == [confusion[label].sum(), confusion[label, label], mistakes.max()]
         assert other == (mistakes.argmax() if times else -1)
     assert len(record["classes"]) == 10
     is_wrong = [example["predicted"] not in example["labels"] for example in examples]
@@ -441,7 +429,7 @@ def test_a_run_keeps_its_page_and_two_runs_part_behind_the_first_update(tmp_path
     assert mistakes == sorted(mistakes, reverse=True) and hits == sorted(hits, reverse=True)
     assert len(examples) == 32 and 0 < len(mistakes) <= 24
 
-    # The batch of a spike is the one that the order of samples says.
+    # The batch of a spike is the batch in the sample order.
     add(folder, {**SPIKE, "step": 5})
     spiked = write_report([first], tmp_path / "spiked.html").read_text()
     index = load_index(shards / "train")
@@ -449,18 +437,18 @@ def test_a_run_keeps_its_page_and_two_runs_part_behind_the_first_update(tmp_path
     places = [f"{index.shards[a].name}, {b}" for a, b in zip(shard.tolist(), sample.tolist(), strict=True)]
     assert re.findall(r">(train-\d+\.tar, \d+)<", spiked) == places
 
-    # A page that cannot be made costs the run a line.
+    # If a page cannot be written, the run logs one line.
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("no ink")
 
     monkeypatch.setattr(page, "write_report", fail)
     second = run(tmp_path, shards, 0.02)
-    assert "no page of this run: RuntimeError: no ink" in capsys.readouterr().out
+    assert "report.html: RuntimeError: no ink" in capsys.readouterr().out
     assert not (second / "report.html").exists()
     monkeypatch.undo()
 
     compared = Tables(write_report([first, second], tmp_path / "both.html").read_text())
-    # The rate of step 1 is 0: the warm-up begins there. Step 2 is the first that moves weights by another amount.
-    assert "part at step 3: loss" in compared.text
+    # The learning rate of step 1 is 0 in both runs, where the warm-up begins: step 2 makes the first different update.
+    assert "first differ at step 3: loss" in compared.text
     assert compared.row("config", "optim.lr")[2:4] == ["0.01", "0.02"]
-    assert re.search(r"Likeliest cause:\s+config, optim.lr\s+\(0.01 → 0.02\)", compared.text)
+    assert re.search(r"Most likely cause:\s+config, optim.lr\s+\(0.01 → 0.02\)", compared.text)

@@ -1,4 +1,4 @@
-"""When the page that a run keeps is renewed."""
+"""The times at which a run updates its page."""
 
 import time
 
@@ -6,7 +6,7 @@ from jobs.extras.report import page, page_watcher
 from jobs.extras.report.page_watcher import PageWatcher
 
 
-def test_a_page_is_renewed_at_evaluations_and_not_for_every_look(tmp_path, monkeypatch):
+def test_the_page_is_updated_at_evaluations_but_not_at_every_poll(tmp_path, monkeypatch):
     from types import SimpleNamespace
 
     written = []
@@ -17,18 +17,18 @@ def test_a_page_is_renewed_at_evaluations_and_not_for_every_look(tmp_path, monke
     (tmp_path / "pretrain-1").mkdir()
     (tmp_path / "pretrain-1" / "stage.json").touch()
     lines: list[str] = []
-    keeper = PageWatcher()
-    keeper.started(SimpleNamespace(run=tmp_path), None, lines.append)
+    watcher = PageWatcher()
+    watcher.started(SimpleNamespace(run=tmp_path), None, lines.append)
     for evaluation in (None, None, {"step": 8}, {"step": 8}, {"step": 16}):
-        keeper.show(SimpleNamespace(stage="pretrain", report={}, evaluation=evaluation, incidents=0))
+        watcher.show(SimpleNamespace(stage="pretrain", report={}, evaluation=evaluation, incidents=0))
     assert len(written) == 3
-    keeper.ended()
+    watcher.ended()
     assert len(written) == 4 and lines == [f"page: {tmp_path / 'report.html'}"]
-    keeper.close()
+    watcher.close()
     monkeypatch.setenv(page_watcher.SWITCH, "off")
-    keeper = PageWatcher()
-    keeper.started(SimpleNamespace(run=tmp_path), None, lines.append)
-    assert keeper.thread is None
-    keeper.ended()
-    keeper.close()
+    watcher = PageWatcher()
+    watcher.started(SimpleNamespace(run=tmp_path), None, lines.append)
+    assert watcher.thread is None
+    watcher.ended()
+    watcher.close()
     assert len(written) == 4

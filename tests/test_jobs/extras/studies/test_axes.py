@@ -1,43 +1,15 @@
-"""The axes of the runs of a study."""
+"""The axes of a study: size and cost of its runs."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from jobs.recipe import records
-from jobs.resolved_recipe import Campaign, Context
-from pipeline import artifacts
 from tests.support.campaigns import load
+from tests.support.sweep_tables import finish, make_table
 
 
-def finish(loaded: Campaign, name: str, accuracy: float, **outcome: Any) -> Path:
-    """Leave behind what a finished run would."""
-    stage = loaded.stage(name)
-    folder = loaded.directory(stage)
-    folder.mkdir(parents=True)
-    artifacts.write_record(folder / "stage.json", records.stage_record(stage))
-    metrics = {} if outcome else {"accuracy": accuracy}
-    artifacts.write_record(folder / "done.json", {"key": stage.key, "seconds": 1.0, "metrics": metrics, **outcome})
-    return folder
-
-
-def make_table(loaded: Campaign, name: str) -> tuple[dict[str, Any], list[str]]:
-    """Run the stage of a table, and return its record and the lines that it says."""
-    said: list[str] = []
-    stage = loaded.stage(name)
-    folder = loaded.directory(stage)
-    folder.mkdir(parents=True, exist_ok=True)
-    artifacts.write_record(folder / "stage.json", records.stage_record(stage))
-    context = Context(loaded, stage, said.append, poll=lambda attempt, step: None, stop_requested=lambda: False)
-    outcome = stage.kind.run(stage.config, context)
-    artifacts.write_record(folder / "done.json", {"key": stage.key, "seconds": 0.0, **outcome})
-    return artifacts.read_record(folder / "sweep.json"), said
-
-
-def test_rows_have_the_axes_of_table_6(tmp_path):
-    """Counted by the paper, and seconds by hand; of a run that ended early, what it has trained."""
+def test_the_axes_equal_those_of_table_6(tmp_path):
+    """Expected values are the paper's, seconds are computed by hand; a run that ended early counts what it trained."""
     recipe = tmp_path / "sizes.yaml"
     recipe.write_text(
         f"run: {tmp_path}/run\n"
@@ -53,16 +25,16 @@ def test_rows_have_the_axes_of_table_6(tmp_path):
     steps = round(7 * 303e6 / 4096)
     for seed, seconds in ((0, 100.0), (1, 300.0)):
         folder = finish(loaded, f"pretrain.seed-{seed}", 0.5)
-        # A tenth of the seconds of steps was an evaluation, and 50 s passed before the first and 9 after the last.
+        # Evaluations took a tenth of the time of steps; 50 s passed before the first step and 9 s after the last.
         report = {"kind": "train", "attempt": 1, "time": 1050.0 + seconds, "seconds": seconds, "wait": 0.25}
         report |= {"step": steps, "steps": 900_000, "losses": [1.0] * steps, "samples_seen": 4096 * steps}
         report |= {"stalled_s": 1.0, "evaluated_s": seconds / 10}
         start = {"kind": "start", "attempt": 1, "time": 1040.0, "claimed": 1000.0, "step": 0}
         last = {"kind": "evaluate", "attempt": 1, "time": 1059.0 + seconds, "step": steps, "accuracy": 0.5}
         (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in (start, report, last)))
-    document, said = make_table(loaded, "pretrain")
+    document, log = make_table(loaded, "pretrain")
     axes = document["axes"]["pretrain"]
-    assert axes["parameters"] == 85_798_656 + 18291 * 769  # timm's vit_base_patch16_224 without a head, and the head
+    assert axes["parameters"] == 85_798_656 + 18291 * 769  # timm's vit_base_patch16_224 without head, plus the head
     assert axes["exaflops"] == pytest.approx(224, rel=0.002)  # the paper's table 6
     assert axes["gmacs"] == pytest.approx(224e18 / 6 / (7 * 303e6) / 1e9, rel=0.005)
     assert (axes["samples"], axes["steps"], axes["seconds"]) == (4096 * steps, steps, pytest.approx(180))
@@ -70,5 +42,5 @@ def test_rows_have_the_axes_of_table_6(tmp_path):
     assert rates == pytest.approx([4096 * steps / 90, 4096 * steps / 270])
     assert axes["images_per_s"] == pytest.approx(sum(rates) / 2)
     heading = "parameters GMACs exaFLOPs samples steps seconds images/s"
-    assert said[-2].split() == heading.split() and said[-1].split()[:4] == ["pretrain", "99.9M", "17.58", "223.7"]
-    assert (loaded.directory(loaded.stage("pretrain")) / "report.txt").read_text().splitlines()[-2:] == said[-2:]
+    assert log[-2].split() == heading.split() and log[-1].split()[:4] == ["pretrain", "99.9M", "17.58", "223.7"]
+    assert (loaded.directory(loaded.stage("pretrain")) / "report.txt").read_text().splitlines()[-2:] == log[-2:]

@@ -1,4 +1,4 @@
-"""The chart of a study: a panel for ours and one for the paper's, a line for each series."""
+"""The chart of a study: one panel for our results and one for the paper's, with one line per series."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def panel(*series: str) -> dict:
     return {"title": "t", "is_curve": False, "is_share": False, "x": "samples", "y": "accuracy", "points": points}
 
 
-def test_the_papers_points_have_a_panel_of_their_own(tmp_path) -> None:
+def test_the_papers_points_are_drawn_in_a_separate_panel(tmp_path) -> None:
     record = {**panel("ours", "hybrids"), "log": ["x"], "stamp": "commit abc", "paper": panel("paper")}
     figure = study_figure(record, {})
     assert [axes.get_xscale() for axes in figure.axes] == ["log", "log"]

@@ -1,4 +1,4 @@
-"""A sweep is many stages: the sections that one would write by hand, and their names."""
+"""A sweep expands to the sections and names that a user would write by hand."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ def expanded(sections: dict[str, Any]) -> Sections:
     return expand(typed, KINDS, lambda name, section: None)
 
 
-def test_a_grid_on_a_held_out_part_is_the_stages_that_one_would_write_by_hand():
+def test_a_grid_with_held_out_expands_to_the_stages_written_by_hand():
     section = {
         "init": "w",
         "data": {"train": "all", "evaluate": "test"},
@@ -34,7 +34,7 @@ def test_a_grid_on_a_held_out_part_is_the_stages_that_one_would_write_by_hand():
     stages = expanded({"shards": {"kind": "pack"}, "finetune": section})
     schedule = {"schedule": {"warmup_steps": 2}}
     base = {"kind": "finetune", "init": "w"}
-    judged = {**base, "data": {"train": "most", "evaluate": "rest"}}
+    on_held_out = {**base, "data": {"train": "most", "evaluate": "rest"}}
     optim = {**schedule, "lr": "@finetune.grid/optim.lr"}
     final = {**base, "data": {"train": "all", "evaluate": "test"}, "optim": optim}
     assert list(stages) == [
@@ -42,8 +42,8 @@ def test_a_grid_on_a_held_out_part_is_the_stages_that_one_would_write_by_hand():
         "finetune",
     ]
     assert stages["shards"] == StageSection({"kind": "pack"}, "shards")
-    assert stages["finetune.lr-0.01"].values == {**judged, "optim": {**schedule, "lr": 0.01}}
-    assert stages["finetune.lr-3e-05"].values == {**judged, "optim": {**schedule, "lr": 3e-5}}
+    assert stages["finetune.lr-0.01"].values == {**on_held_out, "optim": {**schedule, "lr": 0.01}}
+    assert stages["finetune.lr-3e-05"].values == {**on_held_out, "optim": {**schedule, "lr": 3e-5}}
     assert stages["finetune.seed-0"] == StageSection({**final, "seed": 0}, "finetune")
     assert stages["finetune.seed-7"] == StageSection({**final, "seed": 7}, "finetune")
     assert stages["finetune.grid"].values == {
@@ -72,7 +72,7 @@ def test_a_grid_on_a_held_out_part_is_the_stages_that_one_would_write_by_hand():
         ("finetune.seed-7", "finetune", 7),
     ]
     assert not stages["finetune"].values["chooses"]
-    assert section["optim"] == {"schedule": {"warmup_steps": 2}}, "the recipe itself stays as it was read"
+    assert section["optim"] == {"schedule": {"warmup_steps": 2}}, "the recipe must not be modified"
 
 
 @pytest.mark.parametrize(
@@ -91,11 +91,11 @@ def test_a_grid_on_a_held_out_part_is_the_stages_that_one_would_write_by_hand():
         ),
     ],
 )
-def test_runs_are_called_by_what_they_vary(varies, names):
+def test_runs_are_named_by_the_values_that_vary(varies, names):
     assert " ".join(expanded({"p": {"kind": "pretrain", "sweep": varies}})) == names
 
 
-def test_a_name_of_each_with_another_model_has_none_of_the_fields_of_the_first():
+def test_another_model_in_each_does_not_inherit_the_fields_of_the_first():
     model = {"name": "mu/8", "image_size": 16, "classes": 10, "depth": 3}
     each = {"vit": {"steps": 9}, "deep": {"model": {"depth": 5}}, "same": {"model.name": "mu/8"}}
     each["bit"] = {"model": {"name": "BiT-R50x1", "classes": 5}}
@@ -105,7 +105,7 @@ def test_a_name_of_each_with_another_model_has_none_of_the_fields_of_the_first()
     assert models["p.bit"] == {"name": "BiT-R50x1", "image_size": 16, "classes": 5}
 
 
-def test_a_chain_is_the_stages_that_one_would_write_by_hand():
+def test_a_chain_of_sweeps_expands_to_the_stages_written_by_hand():
     recipe = {
         "pretrain": {"sweep": {"each": {"small": {"lr": 1}, "large": {"lr": 2}}, "seeds": [0, 1]}},
         "resize": {"init": "@pretrain.*", "image_size": 48},
@@ -121,7 +121,7 @@ def test_a_chain_is_the_stages_that_one_would_write_by_hand():
     names = [*(f"pretrain.{run}" for run in runs), "pretrain", *(f"resize.{run}" for run in runs), "resize"]
     names += [*(f"finetune.{task}" for task in tasks), "finetune", *(f"evaluate.{task}" for task in tasks), "evaluate"]
     assert list(stages) == names
-    # Each goes on from the run of its own name; a stage that draws anything has the chain's seed, or its own.
+    # Each run continues the run of the same name, with the chain's seed unless it sets its own.
     assert stages["resize.large.seed-1"].values == {
         "kind": "resize",
         "init": "@pretrain.large.seed-1",
@@ -134,10 +134,10 @@ def test_a_chain_is_the_stages_that_one_would_write_by_hand():
     rows = [(run["row"], run["seed"]) for run in stages["evaluate"].values["runs"].values()]
     assert rows[:4] == [("small, cats", 0), ("small, dogs", 0), ("small, cats", 1), ("small, dogs", 1)]
     assert stages["evaluate"].values["best"] == "top-1" and not stages["evaluate"].values["chooses"]
-    assert recipe["resize"]["init"] == "@pretrain.*", "the recipe itself stays as it was read"
+    assert recipe["resize"]["init"] == "@pretrain.*", "the recipe must not be modified"
 
 
-def test_each_run_of_a_chain_chooses_for_itself_and_the_values_of_the_chain_are_in_its_table():
+def test_each_run_of_a_chain_chooses_separately_and_the_table_has_the_values_of_the_chain():
     stages = expanded(
         {
             "pretrain": {"sweep": {"grid": {"model": {"depth": [1, 2]}}}},
@@ -161,7 +161,7 @@ def test_each_run_of_a_chain_chooses_for_itself_and_the_values_of_the_chain_are_
         "seed": None,
         "values": {"model.depth": 2},
     }
-    # A grid of several weights compares: which value is best for one of them is no choice for all.
+    # A grid over several initial weights only compares: the best value for one of them is not a choice for all.
     assert not stages["again"].values["chooses"]
     assert stages["again"].values["runs"]["again.depth-1.lr-5"]["values"] == {"model.depth": 1, "lr": 5}
     assert stages["again"].values["runs"]["again.depth-1.lr-5"]["row"] == "model.depth=1, lr=5"
@@ -172,20 +172,20 @@ def test_each_run_of_a_chain_chooses_for_itself_and_the_values_of_the_chain_are_
     [
         (
             {"f": {"init": "@p.*"}, "p": {"sweep": {"seeds": [0]}}},
-            "f reads @p.*, the runs of a sweep, and no section p",
+            "f reads @p.*, the runs of a sweep, but no section p",
         ),
-        ({"p": {}, "f": {"init": "@p.*"}}, "no section p above it has or reads one\n  type @p, or move f below"),
+        ({"p": {}, "f": {"init": "@p.*"}}, "no section p above f has a sweep\n  type @p, or move f below"),
         (
             {"p": {"sweep": {"seeds": [0]}}, "f": {"init": "@p.*", "sweep": {"seeds": [1]}}},
-            "f.sweep.seeds: the runs that f reads have seeds already",
+            "f.sweep.seeds: the runs that f reads already have seeds",
         ),
         (
             {"p": {"sweep": {"seeds": [0]}}, "q": {"sweep": {"seeds": [1]}}, "f": {"init": "@p.*", "data": "@q.*/x"}},
-            "f reads the runs of p, q, which are not called alike: seed-0; seed-1",
+            "f reads the runs of p, q, which have different names: seed-0; seed-1",
         ),
     ],
 )
-def test_a_chain_that_means_nothing_is_refused(sections, message):
+def test_an_impossible_chain_is_refused(sections, message):
     with pytest.raises(ConfigError) as error:
         expanded(sections)
     assert message in str(error.value)
@@ -194,34 +194,34 @@ def test_a_chain_that_means_nothing_is_refused(sections, message):
 @pytest.mark.parametrize(
     ("varies", "message"),
     [
-        ({}, "p.sweep: nothing varies: give each, grid or seeds"),
+        ({}, "p.sweep: nothing varies: add each, grid or seeds"),
         ({"gird": {"lr": [1]}}, "unknown key p.sweep.gird; did you mean 'grid'?"),
         ({"grid": {"lr": 1}}, "p.sweep.grid.lr is 1, expected a list of values"),
         ({"grid": {"lr": []}}, "p.sweep.grid.lr is [], expected a list of values"),
         ({"grid": {"lr": [1, 1]}}, "p.sweep.grid.lr has 1 twice"),
-        ({"grid": {"lr": ["a/b", "a b"]}}, "p.sweep.grid: two of its runs would be called lr-a_b"),
-        ({"grid": {"a.lr": [1], "a": {"lr": [2]}}}, "p.sweep.grid has a.lr twice, as a.lr and as a section"),
-        ({"grid": {"kind.lr": [1]}}, "p.sweep sets kind.lr, and kind is 'pretrain', no section"),
+        ({"grid": {"lr": ["a/b", "a b"]}}, "p.sweep.grid: two runs would have the same name lr-a_b"),
+        ({"grid": {"a.lr": [1], "a": {"lr": [2]}}}, "p.sweep.grid has a.lr twice: as a.lr and in a section"),
+        ({"grid": {"kind.lr": [1]}}, "p.sweep sets kind.lr, but kind is 'pretrain', not a section"),
         ({"seeds": [1, 1]}, "p.sweep: seeds has 1 twice"),
-        ({"held_out": {"init": "x"}, "seeds": [1]}, "held_out is what a grid is run on: give grid, or leave it out"),
-        ({"each": {"a": None}, "grid": {"lr": [1]}}, "p.sweep has each and grid\n  expected held_out too"),
+        ({"held_out": {"init": "x"}, "seeds": [1]}, "held_out needs a grid: add grid, or remove held_out"),
+        ({"each": {"a": None}, "grid": {"lr": [1]}}, "p.sweep has each and grid\n  add held_out"),
         ({"each": {"a": 3}}, "each.a is 3, expected fields"),
         ({"each": {"cars": None}, "groups": {"g": ["cras"]}}, "groups.g names 'cras'; did you mean 'cars'?"),
     ],
 )
-def test_a_sweep_that_means_nothing_is_refused(varies, message):
+def test_an_impossible_sweep_is_refused(varies, message):
     with pytest.raises(ConfigError) as error:
         expanded({"p": {"kind": "pretrain", "sweep": varies}})
     assert message in str(error.value)
 
 
-def test_null_takes_a_sweep_off():
+def test_null_disables_a_sweep():
     assert expanded({"p": {"kind": "pretrain", "sweep": None}}) == {"p": StageSection({"kind": "pretrain"}, "p")}
     chain = {"p": {"kind": "pretrain", "sweep": {"seeds": [0, 1]}}, "r": {"init": "@p.*", "sweep": None}}
     assert list(expanded(chain)) == ["p.seed-0", "p.seed-1", "p", "r.seed-0", "r.seed-1", "r"]
 
 
-def test_in_a_chain_every_row_has_means_of_its_own_and_a_name_its_own_grid():
+def test_in_a_chain_every_row_has_its_own_means_and_a_name_can_have_its_own_grid():
     each = {"cars": {}, "dots": {"grid": {"steps": [4]}, "held_out": {"data": "small"}}}
     sweep = {"each": each, "grid": {"steps": [1, 2]}, "held_out": {"data": "most"}, "groups": {"natural": ["cars"]}}
     recipe = {"p": {"kind": "pretrain", "sweep": {"each": {"S": {}, "B": {}}, "seeds": [0, 1]}}}
@@ -238,7 +238,7 @@ def test_in_a_chain_every_row_has_means_of_its_own_and_a_name_its_own_grid():
     assert {run["row"] for run in table["runs"].values()} == {"S, cars", "S, dots", "B, cars", "B, dots"}
 
 
-def test_paths_of_a_sweep_travel_with_a_submitted_job(tmp_path):
+def test_paths_in_a_sweep_become_absolute_in_a_submitted_job(tmp_path):
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(
         "finetune:\n"

@@ -1,4 +1,4 @@
-"""A figure holds the numbers of the tables that it names, and the paper's; what it cannot draw is refused by name."""
+"""A figure contains the numbers of its tables and of the paper; impossible figures are refused by name."""
 
 import csv
 import json
@@ -19,7 +19,7 @@ SPEC = Path(__file__).parents[5] / "shared" / "reference" / "SPEC.md"
 
 
 def table(folder: Path, rows: dict[str, dict[str, Any]]) -> str:
-    """A sweep's table: rows by name, with accuracy, deviation, axes, and values of the grid."""
+    """Write the table of a sweep: rows by name, with accuracy, deviation, axes, and values of the grid."""
     record: dict[str, Any] = {"metric": "accuracy", "rows": {}, "means": {}, "chosen": {}, "axes": {}, "runs": []}
     for number, (name, row) in enumerate(rows.items()):
         mean = {"mean": row.get("accuracy"), "sd": row.get("sd"), "runs": 1, "interval": None}
@@ -36,7 +36,7 @@ def table(folder: Path, rows: dict[str, dict[str, Any]]) -> str:
 
 @pytest.fixture
 def tables(tmp_path: Path) -> dict[str, str]:
-    """Two sizes pretrained, and each fine-tuned on two sets."""
+    """Two pretrained sizes, each fine-tuned on two sets."""
     sizes = {"S-32": {"axes": {"exaflops": 55.0}}, "S-16": {"axes": {"exaflops": 224.0}}}
     tuned = {}
     for number, (size, task) in enumerate([("S-32", "c10"), ("S-32", "pets"), ("S-16", "c10"), ("S-16", "pets")]):
@@ -51,7 +51,7 @@ def tables(tmp_path: Path) -> dict[str, str]:
 
 
 def draw(tmp_path: Path, section: dict[str, Any]) -> tuple[dict[str, Any], Path]:
-    """Run a figure and return its record, and its folder."""
+    """Run a stage `figure`; return its record and its folder."""
     recipe = tmp_path / "figure.yaml"
     recipe.write_text(json.dumps({"run": str(tmp_path / "run"), "figure": section}))
     loaded = campaigns.load(recipe, [])
@@ -62,7 +62,7 @@ def draw(tmp_path: Path, section: dict[str, Any]) -> tuple[dict[str, Any], Path]
     return artifacts.read_record(loaded.directory(stage) / "figure.json"), loaded.directory(stage)
 
 
-def test_rows_get_their_x_from_the_table_that_they_go_on_from_and_the_paper_stands_beside_them(tables, tmp_path):
+def test_rows_take_x_from_their_parent_row_and_the_papers_values_are_added(tables, tmp_path):
     paper = {"table": "table 6", "x": "exaflops", "y": "ImageNet"}
     section = {"tables": tables, "x": "pre.exaflops", "series": "row.2", "log": ["x"], "paper": paper, "stamp": "small"}
     record, folder = draw(tmp_path, section)
@@ -85,14 +85,14 @@ def test_rows_get_their_x_from_the_table_that_they_go_on_from_and_the_paper_stan
     assert "table 6</text>" in svg and ">small</text>" in svg
 
 
-def test_means_over_rows_are_drawn_where_rows_names_them(tables, tmp_path):
+def test_means_over_rows_are_drawn_if_rows_selects_them(tables, tmp_path):
     record, _ = draw(tmp_path, {"tables": tables, "x": "pre.exaflops", "series": "row.2", "rows": "*, mean of *"})
     points = [(point["series"], point["x"], point["y"], point["high"], point["runs"]) for point in record["points"]]
     assert points == [("mean of 2", 55.0, 0.5625, 0.5825, 3), ("mean of 2", 224.0, 0.8125, 0.8325, 3)]
 
 
 def trained_table(folder: Path, **own: Any) -> str:
-    """A table of two runs that have trained for 8 steps, and of a run that has diverged."""
+    """Write a table of two runs that trained for 8 steps, and a third that diverged."""
     rows = {"a": {"axes": {"steps": 8, "samples": 800, "seconds": 80.0}}, "lost": {}}
     table(folder / "long-00000000", rows)
     record = artifacts.read_record(folder / "long-00000000" / "sweep.json")
@@ -111,8 +111,8 @@ def trained_table(folder: Path, **own: Any) -> str:
 
 
 @pytest.mark.parametrize("x", ["samples", "exaflops", "seconds"])
-def test_a_curve_is_the_mean_of_the_runs_of_a_row_over_their_axis(x, tmp_path, capsys):
-    # Half of the patches are seen in the first half of the steps: it costs less than the second.
+def test_a_curve_is_the_mean_over_the_runs_of_a_row(x, tmp_path, capsys):
+    # The first half of the steps sees half of the patches, so it costs less than the second.
     thinning = {"patch_dropout": 0.5, "patch_dropout_until": 0.5}
     tables = {"t": trained_table(tmp_path / "other", thinning=thinning)}
     drawn, _ = draw(tmp_path, {"tables": tables, "y": "loss", "x": x, "curve": True})
@@ -122,17 +122,16 @@ def test_a_curve_is_the_mean_of_the_runs_of_a_row_over_their_axis(x, tmp_path, c
     assert [point["x"] for point in drawn["points"]] == pytest.approx(places[x], rel=1e-12)
     assert [(point["y"], point["runs"]) for point in drawn["points"]] == [(5.0, 2), (2.0, 2)]
     assert drawn["points"][0]["high"] - 5.0 == pytest.approx(2**0.5)
-    said = capsys.readouterr().out
-    assert "lost of t has no curve: diverged" in said
+    assert "lost of t has no curve: its runs diverged" in capsys.readouterr().out
 
 
-def test_a_branch_has_no_seconds_of_its_own_that_its_curve_could_be_over(tmp_path):
+def test_the_curve_of_a_branch_cannot_be_drawn_over_seconds(tmp_path):
     tables = {"t": trained_table(tmp_path / "other", init="@trunk", begin=4)}
-    with pytest.raises(DataError, match="seconds of the runs of 'a' of t is not known step by step"):
+    with pytest.raises(DataError, match="seconds is not known for every step of the runs of 'a' of t"):
         draw(tmp_path, {"tables": tables, "y": "loss", "x": "seconds", "curve": True})
 
 
-def test_values_of_which_some_are_no_numbers_are_names(tmp_path):
+def test_values_are_treated_as_names_if_some_are_not_numbers(tmp_path):
     rows = {}
     for size in (None, 768):
         rows[f"size={size}"] = {"accuracy": 0.5, "values": {"model.representation": size}}
@@ -142,7 +141,7 @@ def test_values_of_which_some_are_no_numbers_are_names(tmp_path):
 
 
 @pytest.mark.parametrize("sizes", [(1e3, 3e3, 1e4, 3e4, 1e5, 3e5), (1e3, 1e4, 1e5, 3e5)])
-def test_a_law_that_was_planted_in_a_table_is_in_the_figure(sizes, tmp_path):
+def test_a_law_planted_in_a_table_is_recovered_in_the_figure(sizes, tmp_path):
     rows = {}
     for samples in sizes:
         rows[f"{samples:g}"] = {"accuracy": 1 - (0.1 + 0.4 * (samples / 1e4) ** -0.5), "axes": {"samples": samples}}
@@ -152,40 +151,40 @@ def test_a_law_that_was_planted_in_a_table_is_in_the_figure(sizes, tmp_path):
     assert parameters["floor"][0] == pytest.approx(0.1, rel=1e-3)
     assert parameters["exponent 1"][0] == pytest.approx(0.5, rel=1e-3)
     text = (folder / "figure.md").read_text()
-    # Four points have a law, and three have none that could foretell the fourth.
+    # Four points determine a law; the remaining three do not, so there is no forecast of the fourth.
     if len(sizes) == 4:
-        assert "what the law without the largest point foretells of it is not known: 3 points, expected 4" in text
+        assert "no forecast of the largest point from the others: 3 points, expected 4" in text
         return
     assert record["fit"]["largest"]["foretold"] == pytest.approx(1 - rows["300000"]["accuracy"], rel=1e-3)
-    assert "without 300000 it foretells" in text
+    assert "fitted without 300000, the law predicts" in text
 
 
 @pytest.mark.parametrize(
     ("section", "message"),
     [
         ({"x": "exaflop"}, "has no 'exaflop'; did you mean 'exaflops'?\n  expected one of row, exaflops"),
-        ({"y": "top-1"}, "no row of t has a number"),
-        ({"x": "row", "y": "exaflops", "groups": {"big": "L-*"}}, "the row 'S-32' of t is of none of the groups"),
+        ({"y": "top-1"}, "no row of t has a value"),
+        ({"x": "row", "y": "exaflops", "groups": {"big": "L-*"}}, "the row 'S-32' of t matches no group"),
         ({"y": "exaflops", "fit": ["exaflops"]}, "2 points, expected 4 or more for a law of 3 parameters"),
         ({"curve": True, "y": "loss"}, "no curve of loss over steps in metrics.jsonl"),
         ({"log": ["z"]}, "log is ['z'], expected x, y or both"),
         ({"paper": {"table": "table 60", "x": "row", "y": "5shot"}}, "paper.table is table 60; did you mean 'table 6"),
         (
             {"paper": {"table": "table 8", "x": "row", "y": "top-1"}},
-            "which table 8 does not have\n  expected 5shot, row",
+            "which table 8 does not contain\n  expected 5shot, row",
         ),
         ({"tables": {}}, "figure.tables is empty"),
     ],
 )
-def test_what_cannot_be_drawn_is_refused_by_name(section, message, tables, tmp_path):
+def test_an_impossible_figure_is_refused_by_name(section, message, tables, tmp_path):
     with pytest.raises((ConfigError, DataError)) as error:
         draw(tmp_path, {"tables": {"t": tables["pre"]}, "y": "exaflops", **section})
     assert message in str(error.value)
 
 
-@pytest.mark.skipif(not SPEC.exists(), reason="the paper's tables are not here")
-def test_the_published_values_are_those_of_the_paper():
-    """Each number of paper.csv in the lines of its table in SPEC.md; axes of ours (images) are in its text."""
+@pytest.mark.skipif(not SPEC.exists(), reason="the paper's tables are not available")
+def test_the_published_values_equal_those_in_the_paper():
+    """Every number of paper.csv is in its table in SPEC.md, except for our own axes such as images."""
     spec = SPEC.read_text()
     with open(figure.PAPER, newline="") as file:
         entries = list(csv.DictReader(file))

@@ -1,4 +1,4 @@
-"""A sweep does not choose by what it learns from or is judged on; what a plan can look up, it looks up."""
+"""A sweep must not choose values on training or final evaluation samples; plans check data before training."""
 
 import io
 import json
@@ -30,7 +30,7 @@ finetune:
   precision: fp32
   sweep:
     grid: {{optim: {{lr: [0.01, 0.1]}}}}
-    held_out: {{data: {{train: {sets}/{train}, evaluate: {sets}/{judged}}}}}
+    held_out: {{data: {{train: {sets}/{train}, evaluate: {sets}/{evaluated}}}}}
     seeds: [0, 1]
 """
 PARTS = {"most": ("train", "17:"), "rest": ("train", ":17"), "overlap": ("train", "16:40"), "of-test": ("test", ":60")}
@@ -38,7 +38,7 @@ PARTS = {"most": ("train", "17:"), "rest": ("train", ":17"), "overlap": ("train"
 
 @pytest.fixture(scope="module")
 def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sets of digits: training and test images, unequal parts of them by a permutation, and test packed twice."""
+    """Sets of digits: training and test images, random parts of both of unequal size, and the test set packed again."""
     folder = tmp_path_factory.mktemp("sets")
     for name, train, shard_samples in (("train", True, 100), ("test", False, 100), ("again", False, 64)):
         pack(digits(train=train, image_size=16), folder / name, name=name, shard_samples=shard_samples)
@@ -48,7 +48,7 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def bytes_of(index) -> list[tuple[bytes, bytes]]:
-    """Every sample's members by Python's tarfile, as the index says where they lie."""
+    """Read the bytes of every sample with plain file access, at the offsets in the index."""
     samples = []
     for number, shard in enumerate(index.shards):
         raw = Path(index.location(shard)).read_bytes()
@@ -60,63 +60,63 @@ def bytes_of(index) -> list[tuple[bytes, bytes]]:
 
 @pytest.mark.parametrize("other", ["train", "test", "again", "most", "rest", "overlap", "of-test"])
 @pytest.mark.parametrize("name", ["test", "rest", "overlap", "of-test"])
-def test_shared_samples_are_those_of_a_loop_over_all_pairs(sets: Path, name: str, other: str) -> None:
+def test_shared_samples_are_counted_like_by_a_loop_over_all_pairs(sets: Path, name: str, other: str) -> None:
     one, two = load_index(sets / name), load_index(sets / other)
     same_places, same_bytes = shared_samples(one, two)
-    there = set(bytes_of(two))
-    assert same_bytes == sum(sample in there for sample in bytes_of(one))
+    second_bytes = set(bytes_of(two))
+    assert same_bytes == sum(sample in second_bytes for sample in bytes_of(one))
     parents = {"again": "again", "train": "train", "test": "test"} | {part: PARTS[part][0] for part in PARTS}
     places = []
     for part, index in ((name, one), (other, two)):
-        found = set()
+        locations = set()
         for number, shard in enumerate(index.shards):
-            found |= {(parents[part], shard.name, int(place)) for place in index.table(number)["image"]}
-        places.append(found)
+            locations |= {(parents[part], shard.name, int(place)) for place in index.table(number)["image"]}
+        places.append(locations)
     assert same_places == len(places[0] & places[1])
 
 
 @pytest.mark.parametrize(
-    ("train", "judged", "told"),
+    ("train", "evaluated", "overlapping"),
     [
         ("most", "rest", ""),
         ("most", "test", "finetune.seed-0.data.evaluate"),
         ("most", "of-test", "finetune.seed-0.data.evaluate"),
-        ("most", "again", "finetune.seed-0.data.evaluate"),  # the same images, packed once more
+        ("most", "again", "finetune.seed-0.data.evaluate"),  # the same images, packed again
         ("most", "overlap", "finetune.lr-0.01.data.train"),
         ("train", "rest", "finetune.lr-0.01.data.train"),
     ],
 )
-def test_a_grid_is_judged_on_what_is_neither_learned_nor_the_result(
-    sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture, train: str, judged: str, told: str
+def test_a_grid_must_be_evaluated_on_samples_neither_trained_on_nor_in_the_result(
+    sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture, train: str, evaluated: str, overlapping: str
 ) -> None:
     recipe = tmp_path / "held.yaml"
-    recipe.write_text(RECIPE.format(run=tmp_path / "run", sets=sets, train=train, judged=judged))
-    assert main(["plan", str(recipe)]) == (65 if told else 0)
+    recipe.write_text(RECIPE.format(run=tmp_path / "run", sets=sets, train=train, evaluated=evaluated))
+    assert main(["plan", str(recipe)]) == (65 if overlapping else 0)
     error = capsys.readouterr().err
-    assert (f"are in {told}" in error) == bool(told)
+    assert (f"are also in {overlapping}" in error) == bool(overlapping)
     assert main(["plan", str(recipe), "finetune.sweep.chosen_on_test=true"]) == 0
 
 
-def test_a_table_says_that_it_was_chosen_on_test(sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_table_chosen_on_test_is_labelled(sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     recipe = tmp_path / "held.yaml"
-    recipe.write_text(RECIPE.format(run=tmp_path / "run", sets=sets, train="most", judged="test"))
+    recipe.write_text(RECIPE.format(run=tmp_path / "run", sets=sets, train="most", evaluated="test"))
     assert main(["run", str(recipe)]) == 65
     assert main(["run", str(recipe), "finetune.sweep.chosen_on_test=true", "finetune.sweep.seeds=[0]"]) == 0
     assert "finetune.grid, in %, chosen on test" in capsys.readouterr().out
 
 
-def test_a_grid_without_a_held_out_part_says_that_its_best_row_was_chosen_on_test(
+def test_a_grid_without_held_out_is_labelled_as_chosen_on_test(
     sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     recipe = tmp_path / "grid.yaml"
-    text = RECIPE.format(run=tmp_path / "run", sets=sets, train="", judged="")
+    text = RECIPE.format(run=tmp_path / "run", sets=sets, train="", evaluated="")
     recipe.write_text("".join(line for line in text.splitlines(True) if "held_out:" not in line))
     assert main(["run", str(recipe), "finetune.sweep.seeds=[0]"]) == 0
     out = capsys.readouterr().out
     assert "finetune, in %, chosen on test" in out and ", the best of 2, chosen on test" in out
     (record,) = (tmp_path / "run").glob("finetune-*/sweep.json")
     assert json.loads(record.read_text())["chosen_on_test"] is True
-    # Seeds and names alone choose nothing.
+    # Without a grid nothing is chosen.
     recipe.write_text(
         "".join(line for line in text.splitlines(True) if "held_out:" not in line and "grid:" not in line)
     )
@@ -146,10 +146,10 @@ evaluate:
 
 
 @pytest.mark.parametrize("key", ["pretrain.probe", "fewshot.probe", "evaluate.sets.small"])
-def test_a_probe_is_not_judged_on_the_set_that_it_learns_from(
+def test_a_probe_must_not_be_evaluated_on_its_training_set(
     sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture, key: str
 ) -> None:
-    """By the digest: a copy at another path is the same set."""
+    """Sets are compared by digest: a copy in another folder is the same set."""
     recipe = tmp_path / "probed.yaml"
     recipe.write_text(PROBED.format(run=tmp_path / "run", sets=sets))
     copied = shutil.copytree(sets / "test", tmp_path / "copied")
@@ -176,8 +176,8 @@ pretrain:
 """
 
 
-def test_what_a_plan_can_look_up_is_looked_up(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """Four folders are four classes before they are packed, and workers beyond the cores are named."""
+def test_plan_counts_class_folders_and_cores_before_training(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Four folders are four classes before they are packed; more workers than cores are reported."""
     for number in range(4):
         (tmp_path / "images" / f"class{number}").mkdir(parents=True)
         for sample in list(digits(train=False, image_size=16))[number : number + 3]:
@@ -191,11 +191,11 @@ def test_what_a_plan_can_look_up_is_looked_up(tmp_path: Path, capsys: pytest.Cap
     gpu = ["cluster.workers=1", "cluster.backend=ray", "cluster.gpus_per_worker=1", "pretrain.precision=bf16"]
     assert main(["plan", str(recipe), "--without-data", "pretrain.model.classes=4", *gpu]) == 0
     out = capsys.readouterr().out
-    assert "no number of processes feeds so small a model" in out and "type pretrain.data.processes" not in out
+    assert "decoding limits so small a model" in out and "type pretrain.data.processes" not in out
 
 
 @pytest.mark.parametrize("most", [2, 3, 7])
-def test_labels_that_an_index_has_read_are_counted_before_training(
+def test_the_maximum_number_of_labels_in_an_index_is_checked_before_training(
     tmp_path: Path, capsys: pytest.CaptureFixture, most: int
 ) -> None:
     rng = np.random.default_rng(most)

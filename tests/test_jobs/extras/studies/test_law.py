@@ -1,4 +1,4 @@
-"""A branch has the bits of its trunk and of a run of its own; a law is scored; a budget is kept."""
+"""A branch is bit-equal to its trunk and to a separate run; forecasts are scored; a budget is enforced."""
 
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,13 @@ import models
 from data.errors import ConfigError
 from jobs.__main__ import main
 from jobs.extras.studies.axes import AT_A_STEP, axes_at
-from jobs.extras.studies.law import compute_of, foretell
+from jobs.extras.studies.law import compute_of, forecast_of
 from jobs.resolved_recipe import Context
 from pipeline import artifacts
 from pipeline.extras.power_law import fit
 from tests.support import campaigns
 
-# A step of each kind of state: moments, averaged weights, draws of dropout, crops and mixup.
+# Uses every kind of state: moments, averaged weights, random draws of dropout, crops and mixup.
 COMMON: dict[str, Any] = {
     "kind": "pretrain",
     "data": {"augment": {"min_area": 0.5}},
@@ -34,7 +34,7 @@ COOLED = {"schedule": {"decay": "constant", "warmup_steps": 4, "cooldown_steps":
 
 
 def law(folder: Path) -> str:
-    """A law of curves that were far better than any run of these tests: an error of 1 % after 100 samples."""
+    """Write a law far better than any run of these tests: an error of 1 % after 100 samples."""
     samples = np.geomspace(10, 1000, 8)
     error = 0.001 + 0.009 * (samples / 100) ** -0.5
     fitted = fit(samples[:, None], error * (1 + 0.01 * np.cos(samples)), np.random.default_rng(0), draws=50)
@@ -44,7 +44,7 @@ def law(folder: Path) -> str:
 
 
 def recipe(folder: Path, shards: Path, changes: dict[str, Any] | None = None) -> Path:
-    """A trunk with its branches, a run of its own like one of them, and a trunk in a sweep with its branch."""
+    """Write a recipe with a trunk and its branches, a separate run like one of them, and a trunk in a sweep."""
     data = {**COMMON["data"], "train": str(shards / "train"), "evaluate": str(shards / "test")}
     trunk = {**COMMON, "data": data, "steps": 24, "save_every": 8, "keep_every": 8}
     sections: dict[str, Any] = {
@@ -57,7 +57,7 @@ def recipe(folder: Path, shards: Path, changes: dict[str, Any] | None = None) ->
         "far": {**trunk, "evaluate_every": 8, "law": law(folder), "sweep": {"each": {"a": {}}}},
         "after": {"kind": "pretrain", "init": "@far.*", "begin": 16, "steps": 24},
     }
-    sections["cool"]["optim"] = {"schedule": {"cooldown_steps": 4}}  # the rest is its trunk's
+    sections["cool"]["optim"] = {"schedule": {"cooldown_steps": 4}}  # the other fields come from the trunk
     for key, value in (changes or {}).items():
         section, _, field = key.partition(".")
         if field:
@@ -69,28 +69,28 @@ def recipe(folder: Path, shards: Path, changes: dict[str, Any] | None = None) ->
     return path
 
 
-def test_a_branch_has_the_bits_of_its_trunk_and_of_a_run_of_its_own_and_a_law_is_scored(tmp_path, shards, capsys):
+def test_a_branch_is_bit_equal_to_its_trunk_and_to_a_separate_run_and_a_law_is_scored(tmp_path, shards, capsys):
     assert main(["run", str(recipe(tmp_path, shards))]) == 0
-    said = capsys.readouterr().out
+    out = capsys.readouterr().out
     weights = {}
     for file in (tmp_path / "run").glob("*/weights.safetensors"):
         weights[file.parent.name.rpartition("-")[0]] = file.read_bytes()
     assert weights["same"] == weights["trunk"] != weights["cool"]
     assert weights["cool"] == weights["apart"]
-    assert "branch: resumed from step 8" in said and "OUTSIDE" in said
-    # The law expects more than there is; the stage goes to its end all the same, and the score says so.
+    assert "branch: resumed from step 8" in out and "OUTSIDE" in out
+    # The law predicts too much; the stage finishes anyway, and the score records the difference.
     (folder,) = (tmp_path / "run").glob("far.a-*")
     done = artifacts.read_done(folder)
     assert done is not None
     assert done["step"] == 24
     assert not done["foretold"]["is_inside"]
     assert done["foretold"]["was"] == done["metrics"]["accuracy"]
-    assert "figure.json" not in said and "foretells accuracy 0.9" in said
+    assert "figure.json" not in out and "predicts accuracy 0.9" in out
     assert weights["after.a"]
 
 
 def law_of(axis: str, y: str = "accuracy") -> dict[str, Any]:
-    """A figure over the runs of the sweep, with a law of an axis."""
+    """Return a section `figure` over the runs of the sweep, with a law over one axis."""
     return {"curves": {"kind": "figure", "tables": {"t": "@far"}, "y": y, "fit": [axis]}}
 
 
@@ -100,50 +100,48 @@ NEXT = {"kind": "pretrain", "init": "@trunk", "begin": 16, "steps": 24, "law": "
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"cool.begin": 12}, "keeps those that keep_every 8 and save_every 8 divide\n  type trunk.keep_every=12"),
+        ({"cool.begin": 12}, "steps with keep_every=8 and save_every=8\n  type trunk.keep_every=12"),
         ({"cool.steps": 8}, "begins at step 8 and ends at step 8"),
-        ({"cool.seed": 1}, "has its values, and here they differ: seed: 0 → 1"),
-        ({"cool.model": {"dropout": 0.5}}, "has its values, and here they differ: model.dropout: 0.1 → 0.5"),
-        ({"apart.begin": 8, "apart.init": "other/trunk"}, "apart.begin: init is other/trunk, and a branch has the"),
-        ({"cool.optim": {"schedule": {"cooldown_steps": 12}}}, "the learning rate of step 8 is 0.003 in trunk, and"),
+        ({"cool.seed": 1}, "but these differ: seed: 0 → 1"),
+        ({"cool.model": {"dropout": 0.5}}, "but these differ: model.dropout: 0.1 → 0.5"),
+        ({"apart.begin": 8, "apart.init": "other/trunk"}, "apart.begin: init is other/trunk, but a branch needs a"),
+        ({"cool.optim": {"schedule": {"cooldown_steps": 12}}}, "the learning rate of step 8 is 0.003 in trunk, but"),
         ({"cool.init": "@far"}, "cool.init is @far: that is the table of a sweep"),
         ({"apart.begin": 8}, "begin is a step of the stage that init names: give init"),
-        ({**law_of("seconds"), "next": NEXT}, "@curves/figure.json is a law of seconds, which nothing tells before"),
-        ({**law_of("samples", y="5shot"), "next": NEXT}, "is a law of 5shot, which its evaluations will not have"),
+        ({**law_of("seconds"), "next": NEXT}, "@curves/figure.json needs seconds, which is unknown before"),
+        ({**law_of("samples", y="5shot"), "next": NEXT}, "predicts 5shot, which the stage does not report"),
         ({"next": {**NEXT, "law": "@trunk/figure.json"}}, "next.law: @trunk/figure.json has no fit\n  expected @FIG"),
-        ({"budget": 1e-12}, "budget is 1e-12 exaFLOPs, and the recipe takes"),
+        ({"budget": 1e-12}, "budget is 1e-12 exaFLOPs, but the recipe needs"),
         ({"budget": "much"}, "budget is much, expected exaFLOPs"),
     ],
 )
-def test_what_would_be_no_branch_or_costs_too_much_is_refused_before_anything_starts(
-    changes, message, tmp_path, shards
-):
+def test_impossible_branches_and_exceeded_budgets_are_refused_before_the_start(changes, message, tmp_path, shards):
     with pytest.raises(ConfigError) as error:
         campaigns.load(recipe(tmp_path, shards, changes), [])
     assert message in str(error.value)
 
 
-def test_a_branch_costs_its_own_steps_alone(tmp_path, shards):
-    # A branch of a grid is a branch like any other.
+def test_a_branch_costs_only_its_own_steps(tmp_path, shards):
+    # A branch in a grid is counted like any other.
     loaded = campaigns.load(recipe(tmp_path, shards, {"cool.begin": None, "cool.sweep": {"grid": {"begin": [8]}}}), [])
     trunk = loaded.stage("trunk")
     assert tuple(axes_at(trunk.config, trunk.model, 1, 24)) == AT_A_STEP
-    image = 6 * models.macs_of(loaded.stage("trunk").model) * 16 / 1e18  # forward and twice backward, 2 a MAC
+    image = 6 * models.macs_of(loaded.stage("trunk").model) * 16 / 1e18  # forward and twice backward, 2 FLOPs per MAC
     compute = compute_of(loaded)
-    # Trunk, same, cool, apart, far and after; without branches the two trunks are not needed.
+    # Trunk, same, cool, apart, far and after; separate runs would not need the two trunks.
     assert compute.planned == pytest.approx((24 + 8 + 8 + 16 + 24 + 8) * image)
     assert compute.apart == pytest.approx((24 + 16 + 16 + 24) * image)
 
 
 @pytest.mark.parametrize(("step", "was", "verdict"), [(8, 0.991, "inside"), (24, 0.5, "OUTSIDE")])
-def test_the_evaluation_of_the_step_with_which_a_stage_ended_is_scored(step, was, verdict, tmp_path, shards):
+def test_the_evaluation_of_the_last_step_is_scored(step, was, verdict, tmp_path, shards):
     loaded = campaigns.load(recipe(tmp_path, shards), [])
     stage = loaded.stage("far.a")
     context = Context(loaded, stage, print, poll=lambda attempt, step: None, stop_requested=lambda: False)
-    forecast = foretell(stage.config, context, step)
-    # By hand: the law of `law`, after this many samples.
+    forecast = forecast_of(stage.config, context, step)
+    # By hand: the law in `law`, after this number of samples.
     assert forecast.value == pytest.approx(1 - (0.001 + 0.009 * (16 * step / 100) ** -0.5), abs=2e-3)
-    said: list[str] = []
-    score = forecast.score(was, said.append)
+    log: list[str] = []
+    score = forecast.score(was, log.append)
     assert score["is_inside"] == (forecast.low <= was <= forecast.high)
-    assert said[0].endswith(f"at step {step}, was {was:.4f}: {verdict}")
+    assert log[0].endswith(f"at step {step}, measured {was:.4f}: {verdict}")

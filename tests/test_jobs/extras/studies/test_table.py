@@ -1,4 +1,4 @@
-"""The runs of a sweep: their keys, which values are chosen, and what the tables say."""
+"""The runs of a sweep: their keys, the chosen values, and the tables."""
 
 import base64
 import hashlib
@@ -26,7 +26,7 @@ from jobs.extras.monitor.trackers import facts_of
 from jobs.extras.planning.plan import plan
 from jobs.recipe import records
 from jobs.recipe.references import with_values
-from jobs.resolved_recipe import Available, Campaign, CheckResult, Context, Stage
+from jobs.resolved_recipe import Available, CheckResult, Context, Stage
 from jobs.run.log import log_table
 from jobs.run.stage_run import run_stage
 from pipeline import artifacts
@@ -34,6 +34,7 @@ from pipeline.evaluation.document import evaluation_record
 from pipeline.evaluation.intervals import over_draws
 from pipeline.extras.plan.cost import Assumptions
 from tests.support.campaigns import load, with_methods
+from tests.support.sweep_tables import finish, make_table
 
 ROOT = Path(__file__).parents[4]
 IMAGES = ROOT.parent / "shared" / "images"
@@ -67,7 +68,7 @@ finetune:
 
 @pytest.fixture
 def protocol(tmp_path: Path) -> Path:
-    """Table 4's protocol in small: a grid of two on a held-out part, then two seeds with the best."""
+    """The protocol of table 4 in small: a grid of two on a held-out part, then two seeds with the best value."""
     path = tmp_path / "protocol.yaml"
     path.write_text(RECIPE.format(run=tmp_path / "run"))
     return path
@@ -81,7 +82,7 @@ def keys_of(recipe: Path, *overrides: str) -> dict[str, str]:
     return {stage.name: stage.key for stage in load(recipe, list(overrides)).stages}
 
 
-def test_runs_that_measure_nothing_have_a_table_of_their_axes_and_what_they_share_is_one_stage(protocol):
+def test_runs_without_metrics_have_a_table_of_their_axes_and_share_common_stages(protocol):
     sweep_of_resize = "{image_size: [16, 24]}"
     chain = "pretrain={model: {name: mu/8, image_size: 16, classes: 10}, data: {train: '@shards/train'}, steps: 4, "
     chain += "optim: {schedule: {warmup_steps: 1}}}"
@@ -93,23 +94,23 @@ def test_runs_that_measure_nothing_have_a_table_of_their_axes_and_what_they_shar
     assert loaded.stage("tuned.image_size-24.b").model.image_size == (24, 24)
     for size in (16, 24):
         finish(loaded, f"resize.image_size-{size}", 0.0, kept=1)
-    document, said = make_table(loaded, "resize")
+    document, log = make_table(loaded, "resize")
     assert document["chosen"] == {} and list(document["rows"]) == ["image_size=16", "image_size=24"]
-    assert said[0].strip() == "resize" and said[-3].split() == ["parameters", "GMACs"]
-    assert "diverged" not in "".join(said)
+    assert log[0].strip() == "resize" and log[-3].split() == ["parameters", "GMACs"]
+    assert "diverged" not in "".join(log)
     assert artifacts.read_done(loaded.directory(loaded.stage("resize")))["summary"] == "2 runs in 2 rows"
-    # Five more positions of width 32: 2 × 2 and the class token became 3 × 3.
+    # Five more positions of width 32: from 2 × 2 and the class token to 3 × 3 and the class token.
     parameters = [document["axes"][row]["parameters"] for row in document["rows"]]
     assert parameters[1] - parameters[0] == 5 * 32
-    with pytest.raises(ConfigError, match="will have no 'accuracy'"):
+    with pytest.raises(ConfigError, match="does not report 'accuracy'"):
         load(protocol, [*overrides, "resize.sweep.held_out.image_size=16"])
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["finetune.sweep.best=accurracy"], "finetune.lr-0.01 will have no 'accurracy'; did you mean 'accuracy'?"),
-        (["finetune.sweep.held_out.data.evaluate=null"], "finetune.grid: finetune.lr-0.01 will have no 'accuracy'"),
+        (["finetune.sweep.best=accurracy"], "finetune.lr-0.01 does not report 'accurracy'; did you mean 'accuracy'?"),
+        (["finetune.sweep.held_out.data.evaluate=null"], "finetune.grid: finetune.lr-0.01 does not report 'accuracy'"),
         (["finetune.stepz=3"], "unknown key finetune.stepz; did you mean 'steps'?"),
         (["finetune.sweep.grid.optim.lrr=[1]"], "unknown key finetune.optim.lrr; did you mean 'lr'?"),
         (["finetune.sweep.each={'a/b': null}"], "a stage is called 'finetune.a/b.lr-0.01'"),
@@ -117,7 +118,7 @@ def test_runs_that_measure_nothing_have_a_table_of_their_axes_and_what_they_shar
             ["fewshot.init=@finetune"],
             "that is the table of a sweep\n  expected one of its runs: @finetune.seed-0, @fin",
         ),
-        (["finetune.sweep.grid={init: [x, y]}"], "finetune.seed-0: init names an input, which a grid with held_out"),
+        (["finetune.sweep.grid={init: [x, y]}"], "finetune.seed-0: init names an input, and a grid with held_out"),
         (
             ["finetune.sweep.grid={data: {augment: [{min_area: 0.5}, {min_area: 0.7}]}}"],
             "finetune.sweep.grid.data.augment lists {'min_area': 0.5}, a section",
@@ -125,7 +126,7 @@ def test_runs_that_measure_nothing_have_a_table_of_their_axes_and_what_they_shar
         (["fine={kind: finetune, sweep: {seeds: [0]}}", "fine.seed-0={}"], "seed-0"),
     ],
 )
-def test_a_recipe_whose_sweep_could_not_run_is_refused_before_anything_starts(protocol, overrides, message):
+def test_a_sweep_that_cannot_run_is_refused_before_the_start(protocol, overrides, message):
     with pytest.raises(ConfigError) as error:
         load(protocol, overrides)
     assert message in str(error.value)
@@ -134,76 +135,52 @@ def test_a_recipe_whose_sweep_could_not_run_is_refused_before_anything_starts(pr
 # ------------------------------------------------------------------------------------------------ keys
 
 
-def test_a_key_changes_with_what_the_run_depends_on_and_with_nothing_else(protocol):
+def test_a_key_changes_only_with_the_dependencies_of_the_run(protocol):
     before = keys_of(protocol)
     assert len(set(before.values())) == len(before) == 7
-    # One more value: the runs that were there stay, and whatever depends on the choice is another stage.
+    # One more value: existing runs keep their keys; every stage that depends on the choice changes.
     more = keys_of(protocol, "finetune.sweep.grid.optim.lr=[0.01,0.1,1]")
     same = {name for name in before if more[name] == before[name]}
     assert same == {"shards", "finetune.lr-0.01", "finetune.lr-0.1"}
-    # One more seed: only the table of all is another one.
+    # One more seed: only the table of all runs changes.
     more = keys_of(protocol, "finetune.sweep.seeds=[0,1,2]")
     assert {name for name in before if more[name] != before[name]} == {"finetune"}
-    # What the grid is judged on decides the choice, and what the last runs are judged on is in their numbers.
+    # The held-out set affects the choice; the final evaluation set affects only the results of the last runs.
     more = keys_of(protocol, "finetune.sweep.held_out.data.evaluate=@shards/test")
     assert {name for name in before if more[name] == before[name]} == {"shards"}
     more = keys_of(protocol, "finetune.data.evaluate=@shards/rest")
     assert {name for name in before if more[name] != before[name]} == {"finetune.seed-0", "finetune.seed-1", "finetune"}
     more = keys_of(protocol, "finetune.micro_batch=16", "cluster.workers=2")
-    assert more == before, "how a run is computed is no part of its key"
+    assert more == before, "the way a run is computed must not change its key"
 
 
-def finish(loaded: Campaign, name: str, accuracy: float, **outcome: Any) -> Path:
-    """Leave behind what a finished run would."""
-    stage = loaded.stage(name)
-    folder = loaded.directory(stage)
-    folder.mkdir(parents=True)
-    artifacts.write_record(folder / "stage.json", records.stage_record(stage))
-    metrics = {} if outcome else {"accuracy": accuracy}
-    artifacts.write_record(folder / "done.json", {"key": stage.key, "seconds": 1.0, "metrics": metrics, **outcome})
-    return folder
-
-
-def make_table(loaded: Campaign, name: str) -> tuple[dict[str, Any], list[str]]:
-    """Run the stage of a table, and return its record and the lines that it says."""
-    said: list[str] = []
-    stage = loaded.stage(name)
-    folder = loaded.directory(stage)
-    folder.mkdir(parents=True, exist_ok=True)
-    artifacts.write_record(folder / "stage.json", records.stage_record(stage))
-    context = Context(loaded, stage, said.append, poll=lambda attempt, step: None, stop_requested=lambda: False)
-    outcome = stage.kind.run(stage.config, context)
-    artifacts.write_record(folder / "done.json", {"key": stage.key, "seconds": 0.0, **outcome})
-    return artifacts.read_record(folder / "sweep.json"), said
-
-
-def test_the_last_runs_get_the_value_that_did_best_and_keep_their_keys(protocol, capsys):
+def test_the_final_runs_get_the_best_value_and_keep_their_keys(protocol, capsys):
     before = load(protocol, [])
     plan(before, Assumptions(), print)
     planned = capsys.readouterr().out
     assert planned.count("optim.lr: the best of 0.01, 0.1 by accuracy, known after finetune.grid") == 2
-    assert "2 runs in 2 rows by accuracy: chooses the highest mean; of equal ones the first in the recipe" in planned
+    assert "2 runs in 2 rows by accuracy: chooses the highest mean; if equal, the first in the recipe" in planned
     assert "lr: the best of 0.01, 0.1 by accuracy, known after" in recipe_text.resolved(before)
     facts = facts_of(before, before.stage("finetune.seed-0"))
-    assert facts["config"]["optim"]["lr"].startswith("the best of"), "no tracker is told a value that was not chosen"
+    assert facts["config"]["optim"]["lr"].startswith("the best of"), "trackers must not get a placeholder as a value"
 
     finish(before, "finetune.lr-0.01", 0.25)
     finish(before, "finetune.lr-0.1", 0.75)
-    document, said = make_table(before, "finetune.grid")
+    document, log = make_table(before, "finetune.grid")
     assert document["chosen"] == {"optim.lr": 0.1}
-    assert said[-2:] == ["optim.lr=0.01                 25.00", "optim.lr=0.1                  75.00   the best"]
+    assert log[-2:] == ["optim.lr=0.01                 25.00", "optim.lr=0.1                  75.00   best"]
 
     after = load(protocol, [])
     assert [stage.key for stage in after.stages] == [stage.key for stage in before.stages]
     assert after.stage("finetune.seed-1").config.optim.lr == 0.1
     assert asdict(with_values(before).stage("finetune.seed-1").config) == asdict(
         after.stage("finetune.seed-1").config
-    ), "the command that made the table goes on with what a later one reads"
+    ), "the command that made the table uses the same values as a later command"
     plan(after, Assumptions(), print)
     assert "optim.lr: 0.1, the best of 0.01, 0.1 by accuracy (finetune.grid)" in capsys.readouterr().out
     assert records.forbidden_fields(after.stage("finetune.seed-1"))["optim.lr"] == 0.1
 
-    # A choice that is made anew and otherwise does not pass over what was run with the old one.
+    # If a new choice differs, runs with the old choice are not skipped silently.
     folder = finish(after, "finetune.seed-0", 0.5)
     table = before.directory(before.stage("finetune.grid")) / "sweep.json"
     artifacts.write_record(table, {**document, "chosen": {"optim.lr": 0.01}})
@@ -212,7 +189,7 @@ def test_the_last_runs_get_the_value_that_did_best_and_keep_their_keys(protocol,
     assert f"{folder} was run with other values than finetune.grid has chosen: optim.lr: 0.1 → 0.01" in str(error.value)
 
 
-def test_a_choice_may_be_of_the_model(protocol):
+def test_a_choice_can_change_the_model(protocol):
     protocol.write_text(protocol.read_text().replace("optim: {lr: [0.01, 0.1]}", "model: {depth: [1, 2]}"))
     overrides = ["finetune.optim.lr=0.1"]
     overrides.append("next={kind: finetune, init: '@finetune.seed-0', steps: 9, data: {train: '@shards/train'}}")
@@ -230,20 +207,20 @@ def test_a_choice_may_be_of_the_model(protocol):
 # ------------------------------------------------------------------------------------------------ tables
 
 
-def test_of_equal_rows_the_first_wins_and_one_that_diverged_does_not_take_part(protocol):
+def test_the_first_of_equal_rows_wins_and_a_diverged_row_is_excluded(protocol):
     loaded = load(protocol, ["finetune.sweep.grid.optim.lr=[0.1,0.01,3,1]"])
     finish(loaded, "finetune.lr-0.1", 0.0, diverged="5 steps in a row were not finite")
     for name, accuracy in (("finetune.lr-0.01", 0.5), ("finetune.lr-3", 0.75), ("finetune.lr-1", 0.75)):
         finish(loaded, name, accuracy)
-    document, said = make_table(loaded, "finetune.grid")
+    document, log = make_table(loaded, "finetune.grid")
     assert document["chosen"] == {"optim.lr": 3}
     assert document["runs"][0]["diverged"] == "5 steps in a row were not finite"
     assert [run["key"] for run in document["runs"]] == [stage.key for stage in loaded.stages[1:5]]
-    assert said[0].startswith("finetune.grid: finetune.lr-0.1 has diverged: 5 steps")
-    assert said[2].endswith("-   diverged") and said[4].endswith("75.00   the best")
+    assert log[0].startswith("finetune.grid: finetune.lr-0.1 has diverged: 5 steps")
+    assert log[2].endswith("-   diverged") and log[4].endswith("75.00   best")
 
 
-def test_where_all_have_diverged_nothing_is_chosen_and_a_mean_needs_all_its_runs(protocol):
+def test_if_all_runs_diverged_nothing_is_chosen_and_a_mean_needs_all_runs(protocol):
     loaded = load(protocol, [])
     for name in ("finetune.lr-0.01", "finetune.lr-0.1", "finetune.seed-0"):
         finish(loaded, name, 0.0, diverged="not finite")
@@ -251,14 +228,14 @@ def test_where_all_have_diverged_nothing_is_chosen_and_a_mean_needs_all_its_runs
     with pytest.raises(Diverged) as error:
         make_table(loaded, "finetune.grid")
     names = "finetune.lr-0.01, finetune.lr-0.1"
-    assert f"2 runs of the sweep have diverged: {names}\n  expected one that has not" in str(error.value)
+    assert f"2 runs of the sweep have diverged: {names}; at least one run must succeed\n" in str(error.value)
     with pytest.raises(Diverged) as error:
         make_table(loaded, "finetune")
-    assert "1 runs of the sweep have diverged: finetune.seed-0\n  expected all of them" in str(error.value)
+    assert "1 runs of the sweep have diverged: finetune.seed-0; a table needs all of its runs" in str(error.value)
     assert f"remove {loaded.directory(loaded.stage('finetune.seed-0'))}/done.json" in str(error.value)
 
 
-def test_a_table_takes_the_best_evaluation_of_each_run_where_it_is_asked_to(protocol):
+def test_a_table_uses_the_best_evaluation_of_each_run_if_configured(protocol):
     best = "finetune.sweep.evaluation=best"
     loaded = load(protocol, [best])
     for name, last, highest in (("finetune.lr-0.01", 0.5, 0.75), ("finetune.lr-0.1", 0.7, 0.7)):
@@ -266,12 +243,12 @@ def test_a_table_takes_the_best_evaluation_of_each_run_where_it_is_asked_to(prot
         done = artifacts.read_record(folder / "done.json")
         done["best"] = {"accuracy": {"value": highest, "step": 8}, "5shot": {"value": 0.1, "step": 4}}
         artifacts.write_record(folder / "done.json", done)
-    document, said = make_table(loaded, "finetune.grid")
+    document, log = make_table(loaded, "finetune.grid")
     assert document["chosen"] == {"optim.lr": 0.01}
     assert document["evaluation"] == "best" and document["runs"][0]["steps"] == {"accuracy": 8, "5shot": 4}
-    assert said[0].startswith("finetune.grid, in %, the best evaluation of each run, chosen by what it is judged on")
-    assert said[1].split()[:3] == ["optim.lr=0.01", "75.00", "10.00"]
-    # The same runs by their last evaluations: another table, of another key.
+    assert log[0].startswith("finetune.grid, in %, best evaluation of each run (chosen on the evaluation set)")
+    assert log[1].split()[:3] == ["optim.lr=0.01", "75.00", "10.00"]
+    # With the last evaluations of the same runs: another table with another key.
     loaded = load(protocol, [])
     document, _ = make_table(loaded, "finetune.grid")
     assert document["chosen"] == {"optim.lr": 0.1} and document["runs"][0]["steps"] == {}
@@ -281,11 +258,14 @@ def test_a_table_takes_the_best_evaluation_of_each_run_where_it_is_asked_to(prot
     with pytest.raises(ConfigError) as error:
         varies = "sweep: {each: {b: null}, best: top-1, evaluation: best}"
         load(protocol, ["e={kind: evaluate, init: x, sets: {a: {test: y}}, protocols: [top-1], " + varies + "}"])
-    assert "e: e.b is of kind evaluate, which is evaluated once\n  expected runs that train" in str(error.value)
+    assert (
+        "e: e.b is of kind evaluate, which is evaluated only once\n  sweep.evaluation=best needs runs that train"
+        in str(error.value)
+    )
 
 
-def test_means_and_deviations_are_those_of_numpy_over_rows_groups_and_seeds(tmp_path):
-    """Nineteen tasks in small: three in two groups, and three seeds."""
+def test_means_and_deviations_equal_those_of_numpy_over_rows_groups_and_seeds(tmp_path):
+    """A benchmark on a small scale: three tasks in two groups, with three seeds."""
     recipe = tmp_path / "tasks.yaml"
     recipe.write_text(
         f"run: {tmp_path}/run\n"
@@ -303,7 +283,7 @@ def test_means_and_deviations_are_those_of_numpy_over_rows_groups_and_seeds(tmp_
     for row, task in enumerate(("cars", "dogs", "dots")):
         for seed in range(3):
             finish(loaded, f"finetune.{task}.seed-{seed}", accuracies[row, seed])
-    document, said = make_table(loaded, "finetune")
+    document, log = make_table(loaded, "finetune")
     for row, task in enumerate(("cars", "dogs", "dots")):
         values = document["rows"][task]["accuracy"]
         assert values["mean"] == pytest.approx(accuracies[row].mean(), rel=1e-12)
@@ -315,14 +295,14 @@ def test_means_and_deviations_are_those_of_numpy_over_rows_groups_and_seeds(tmp_
         assert values["sd"] == pytest.approx(repeats.std(ddof=1), rel=1e-12)
     mean = 100 * accuracies.mean()
     sd = 100 * accuracies.mean(axis=0).std(ddof=1)
-    assert said[-1].split() == ["mean", "of", "3", f"{mean:.2f}", "±", f"{sd:.2f}"]
-    assert (loaded.directory(loaded.stage("finetune")) / "report.txt").read_text().splitlines() == said
+    assert log[-1].split() == ["mean", "of", "3", f"{mean:.2f}", "±", f"{sd:.2f}"]
+    assert (loaded.directory(loaded.stage("finetune")) / "report.txt").read_text().splitlines() == log
 
 
-def evaluated(
+def write_evaluation(
     folder: Path, right: np.ndarray, *, name: str = "accuracy", digest: str = "d" * 64, missing: int = 0
 ) -> None:
-    """Leave behind the document of an evaluation with what was right: (N,), or (draws, N) of seeds from 2 on."""
+    """Write the evaluation.json of a run: correct predictions (N,), or (draws, N) with seeds from 2 on."""
     samples = right.shape[-1]
     low, high = over_draws(right)
     entry = {"value": right.mean(), "low": low, "high": high, "samples": samples}
@@ -340,35 +320,35 @@ def test_a_row_of_several_evaluated_runs_has_an_interval_over_runs_draws_and_sam
     right = np.random.default_rng(12).random(shape) < 0.8
     for number, seed in enumerate((4, 7, 9)):
         folder = finish(loaded, f"finetune.seed-{seed}", float(right[number].mean()))
-        evaluated(folder, right[number])
-    document, said = make_table(loaded, "finetune")
+        write_evaluation(folder, right[number])
+    document, log = make_table(loaded, "finetune")
     entry = document["rows"]["finetune"]["accuracy"]
     of_runs = right.reshape(3, -1).mean(1)
     assert (entry["mean"], entry["sd"]) == pytest.approx((of_runs.mean(), of_runs.std(ddof=1)))
     low, high = over_draws(right)
     assert entry["interval"] == [low, high] and low < of_runs.mean() < high
     cells = [f"[{100 * low:.2f},", f"{100 * high:.2f}]", "±", f"{100 * entry['sd']:.2f}"]
-    assert said[0].split()[-5:] == ["accuracy", "95", "%", "±", "sd"]
-    assert said[1].split()[1:] == [f"{100 * of_runs.mean():.2f}", *cells]
+    assert log[0].split()[-5:] == ["accuracy", "95", "%", "±", "sd"]
+    assert log[1].split()[1:] == [f"{100 * of_runs.mean():.2f}", *cells]
     assert all("entries" not in run and run["intervals"] for run in document["runs"])
 
 
 @pytest.mark.parametrize("difference", ["no document", "another set", "an unreadable sample"])
-def test_runs_of_other_samples_have_no_common_interval(protocol, difference):
+def test_runs_evaluated_on_different_samples_have_no_common_interval(protocol, difference):
     loaded = load(protocol, [])
     right = np.random.default_rng(3).random((2, 50)) < 0.5
-    evaluated(finish(loaded, "finetune.seed-0", 0.5), right[0])
+    write_evaluation(finish(loaded, "finetune.seed-0", 0.5), right[0])
     folder = finish(loaded, "finetune.seed-1", 0.5)
     if difference == "another set":
-        evaluated(folder, right[1], digest="e" * 64)
+        write_evaluation(folder, right[1], digest="e" * 64)
     elif difference == "an unreadable sample":
-        evaluated(folder, right[1], missing=1)
-    document, said = make_table(loaded, "finetune")
+        write_evaluation(folder, right[1], missing=1)
+    document, log = make_table(loaded, "finetune")
     entry = document["rows"]["finetune"]["accuracy"]
-    assert entry["interval"] is None and entry["sd"] == 0.0 and "95 %" not in said[0]
+    assert entry["interval"] is None and entry["sd"] == 0.0 and "95 %" not in log[0]
 
 
-def test_the_table_hands_on_its_record_with_its_digest(protocol):
+def test_done_json_contains_the_digest_of_the_tables_record(protocol):
     loaded = load(protocol, [])
     for name, accuracy in (("finetune.lr-0.01", 0.5), ("finetune.lr-0.1", 0.125)):
         finish(loaded, name, accuracy)
@@ -386,16 +366,16 @@ def test_a_single_evaluated_run_has_the_interval_of_its_evaluation(protocol):
     for name, accuracy in (("finetune.lr-0.01", 0.5), ("finetune.lr-0.1", 0.125)):
         folder = finish(loaded, name, accuracy)
         if accuracy == 0.5:
-            evaluated(folder, right)
-    document, said = make_table(loaded, "finetune.grid")
+            write_evaluation(folder, right)
+    document, log = make_table(loaded, "finetune.grid")
     wilson = binomtest(20, 40).proportion_ci(0.95, method="wilson")
     interval = [f"[{100 * wilson.low:.2f},", f"{100 * wilson.high:.2f}]"]
-    assert said[1].split() == ["optim.lr=0.01", "50.00", *interval, "the", "best"]
-    assert said[2].split() == ["optim.lr=0.1", "12.50", "-"]
+    assert log[1].split() == ["optim.lr=0.01", "50.00", *interval, "best"]
+    assert log[2].split() == ["optim.lr=0.1", "12.50", "-"]
     assert document["rows"]["optim.lr=0.01"]["accuracy"]["interval"] == pytest.approx([wilson.low, wilson.high])
 
 
-def test_a_value_of_one_seed_is_told_by_the_end_of_its_name_and_not_by_that_of_a_set(protocol):
+def test_a_single_draw_is_recognised_by_the_end_of_the_metrics_name_not_by_the_set(protocol):
     loaded = load(protocol, [])
     metrics = {"accuracy": 0.5, "seedlings top-1": 0.25, "seed-bank 5shot": 0.75, "seed-bank 5shot-seed-10": 0.125}
     shown = ["accuracy", "seedlings top-1", "seed-bank 5shot"]
@@ -405,9 +385,9 @@ def test_a_value_of_one_seed_is_told_by_the_end_of_its_name_and_not_by_that_of_a
         seedlings = {"name": "seedlings", "digest": "d" * 64, "samples": 8}
         results = [{"set": seedlings, "values": entry}, {"set": {"name": "rest"}, "values": {}}]
         (folder / "evaluation.json").write_text(json.dumps({"results": results}))
-    document, said = make_table(loaded, "finetune.grid")
+    document, log = make_table(loaded, "finetune.grid")
     assert list(document["rows"]["optim.lr=0.01"]) == list(document["runs"][0]["metrics"]) == shown
-    assert "25.00   [12.50, 37.50]" in said[1]
+    assert "25.00   [12.50, 37.50]" in log[1]
     table: list[str] = []
     log_table([{"stage": "finetune", "seconds": 1.0, "skipped": False, "metrics": metrics}], table.append)
     assert "accuracy 50.0%  seedlings top-1 25.0%  seed-bank 5shot 75.0%" in table[1]
@@ -417,12 +397,12 @@ def test_a_value_of_one_seed_is_told_by_the_end_of_its_name_and_not_by_that_of_a
     assert record["line"] == f"evaluate step 3  {line.partition('  ')[2]}"
 
 
-def test_a_run_that_diverges_is_an_outcome_of_its_sweep_and_a_failure_anywhere_else(protocol):
+def test_divergence_is_an_outcome_in_a_sweep_and_a_failure_elsewhere(protocol):
     loaded = load(protocol, ["plain={kind: finetune, init: '@finetune.seed-0', data: {train: '@shards/train'}}"])
-    said: list[str] = []
+    log: list[str] = []
 
     def end_as(name: str, failure: StageFailed) -> dict[str, Any]:
-        """Run a stage whose work ends so, with the sets of the recipe packed."""
+        """Run a stage that fails in this way, as if the sets of the recipe were packed."""
 
         def fail(cfg: Any, context: Context) -> dict[str, Any]:
             raise failure
@@ -430,32 +410,32 @@ def test_a_run_that_diverges_is_an_outcome_of_its_sweep_and_a_failure_anywhere_e
         stage = loaded.stage(name)
         kind = with_methods(stage.kind, run=fail, checks=no_checks)
         stage = replace(stage, kind=kind, parents={})
-        context = Context(loaded, stage, said.append, poll=lambda attempt, step: None, stop_requested=lambda: False)
+        context = Context(loaded, stage, log.append, poll=lambda attempt, step: None, stop_requested=lambda: False)
         return run_stage(context, fresh=False)
 
     diverged = StageFailed("finetune.lr-0.1: 5 steps in a row were not finite", 70, "Diverged")
     assert end_as("finetune.lr-0.1", diverged)["diverged"] == "5 steps in a row were not finite"
-    assert said[-1] == "finetune.lr-0.1: 5 steps in a row were not finite\n  the sweep continues without this run"
+    assert log[-1] == "finetune.lr-0.1: 5 steps in a row were not finite\n  the sweep continues without this run"
     with pytest.raises(StageFailed, match="5 steps"):
         end_as("plain", diverged)
     with pytest.raises(StageFailed, match="bug"):
         end_as("finetune.lr-0.01", StageFailed("finetune.lr-0.01: bug", 70, "ValueError"))
 
 
-# --------------------------------------------------------------------------------------------- for real
+# --------------------------------------------------------------------------------------------- complete runs
 
 
 @pytest.mark.slow  # seven stages, most of them twice
-def test_a_sweep_that_was_killed_goes_on_and_ends_as_one_that_was_not(protocol, tmp_path, capsys):
+def test_a_killed_sweep_resumes_and_ends_like_an_undisturbed_one(protocol, tmp_path, capsys):
     assert main(["run", str(protocol), f"run={tmp_path}/undisturbed"]) == 0
     command = [sys.executable, "-m", "jobs", "run", str(protocol)]
     loaded = load(protocol, [])
-    # Killed as soon as the second run of the grid, and then the second seed, have committed a checkpoint.
+    # Kill it as soon as the second run of the grid, and then the second seed, have committed a checkpoint.
     for name in ("finetune.lr-0.1", "finetune.seed-1"):
         folder = loaded.directory(loaded.stage(name))
         process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL)
         while not list(folder.glob("checkpoints/step-*")):
-            assert process.poll() is None, "the run has ended before it could be killed"
+            assert process.poll() is None, "the run ended before it could be killed"
             time.sleep(0.02)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -474,9 +454,9 @@ def test_a_sweep_that_was_killed_goes_on_and_ends_as_one_that_was_not(protocol, 
 
 
 @pytest.mark.slow  # ten stages on 12,000 images
-@pytest.mark.skipif(not IMAGES.is_dir(), reason="the images are not here")
+@pytest.mark.skipif(not IMAGES.is_dir(), reason="the images are not available")
 def test_cifar10_goes_from_tars_to_one_table_with_intervals(tmp_path, capsys):
-    """The recipe itself, trained for a few steps; the intervals are compared with scipy's."""
+    """Train the real recipe for a few steps; compare the intervals with scipy's."""
     overrides = [
         f"shards.sets.train.path={IMAGES}/cifar10-train-*.tar",
         f"shards.sets.test.path={IMAGES}/cifar10-test-*.tar",

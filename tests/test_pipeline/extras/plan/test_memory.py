@@ -204,8 +204,8 @@ def test_a_step_that_cannot_be_traced_ends_neither_plan_nor_preflight(recipe, ca
     limited = ["cluster.gpus_per_worker=1", "cluster.gpu_memory_gb=5"]
     assert main(["plan", str(recipe), *limited]) == 0
     said = capsys.readouterr().out
-    assert said.count("  memory  not known: the step could not be traced: by hand") == 2
-    assert "finetune: whether it fits cluster.gpu_memory_gb=5 is not known: the step could not" in said
+    assert said.count("  memory  unknown: the step could not be traced: by hand") == 2
+    assert "finetune: cannot tell whether it fits cluster.gpu_memory_gb=5: the step could not" in said
 
     campaign = load(recipe, [])
     assert stage_requirements(campaign, campaign.stage("pretrain"), 2).memory_bytes is None

@@ -17,7 +17,7 @@ def test_a_node_without_a_worker_reports_its_disk_and_its_sets(tmp_path) -> None
     assert report["identity"]["node"] == socket.gethostname()
     assert report["folder"] is not None
     assert report["folder"]["written_bytes"] == 2**24
-    assert "there is no such index" in report["sets"][str(tmp_path / "gone")]["error"]
+    assert "this index does not exist" in report["sets"][str(tmp_path / "gone")]["error"]
 
 
 def test_a_worker_reports_the_limits_of_its_process(monkeypatch) -> None:

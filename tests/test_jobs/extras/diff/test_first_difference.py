@@ -1,4 +1,4 @@
-"""Two runs are told apart: 50 planted differences are named, and so are the step where they part and why."""
+"""Differences between two runs: 50 planted ones are listed, and the first different step and its cause are found."""
 
 import shutil
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import pytest
 from data.shards.packing import pack
 from data.sources.samples import digits
 from jobs.extras.diff.facts import Effect
-from jobs.extras.diff.parting import part
+from jobs.extras.diff.first_difference import find_first_difference
 from jobs.extras.diff.recorded import recorded_differences
 from jobs.extras.history import read_run
 from jobs.extras.report.page import write_report
@@ -30,7 +30,7 @@ CONFIG = NAMES.split()
 
 
 def other(value: Any) -> Any:
-    """A value of the same kind that is another one."""
+    """Return a different value of the same type."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, int | float):
@@ -44,7 +44,7 @@ def plant_config(name: str, folder: Path) -> None:
     inner = record
     for key in path[:-1]:
         inner = inner.get(key, {})
-    # The model is compared as it was resolved, not as the recipe writes it.
+    # The model is compared as resolved, not as written in the recipe.
     if path[-1] not in inner or name.startswith("model."):
         path = name.split(".")
         inner = record["model"]
@@ -64,7 +64,7 @@ def plant_environment(name: str, folder: Path) -> None:
 
 
 def plant_set(role: str, kind: str, folder: Path) -> None:
-    """Give the run a set that differs by the name of a class, or by one sample."""
+    """Give the run a set that differs by one class name or by one sample."""
     samples = list(digits(train=False, image_size=16))
     names = [f"class {number}" for number in range(10)]
     if kind == "names":
@@ -76,7 +76,7 @@ def plant_set(role: str, kind: str, folder: Path) -> None:
     plant_task("train" if role == "train" else "evaluate", [str(target)] if role == "train" else str(target), folder)
 
 
-def plant_left_out(folder: Path) -> None:
+def plant_excluded_steps(folder: Path) -> None:
     artifacts.write_record(folder / artifacts.EXCLUDED_STEPS, {"stretches": [[10, 17]]})
 
 
@@ -84,14 +84,14 @@ def plant_growth(folder: Path) -> None:
     add(folder, start(2, 24, world=4))
 
 
-# (kind, name, how it is planted)
+# (kind, name, function that plants the difference)
 PLANTED: list[tuple[str, str, Callable[[Path], None]]] = [
     *[("config", name, partial(plant_config, name)) for name in CONFIG],
     ("seed", "seed", partial(plant_config, "seed")),
     ("data", "set train: digest", partial(plant_set, "train", "names")),
     ("data", "set evaluate: samples", partial(plant_set, "evaluate", "fewer")),
-    ("data", "shards left out", partial(plant_start, "drop", ["train-000003.tar"])),
-    ("data", "steps left out from 11 on", plant_left_out),
+    ("data", "excluded shards", partial(plant_start, "drop", ["train-000003.tar"])),
+    ("data", "excluded steps from 11 on", plant_excluded_steps),
     ("data", "set train", partial(plant_task, "train", ["/gone/train"])),
     ("code", "code", partial(plant_task, "code", "beef" * 16)),
     ("code", "code of an attempt", partial(plant_start, "code", "beef" * 16)),
@@ -107,19 +107,19 @@ PLANTED: list[tuple[str, str, Callable[[Path], None]]] = [
 
 @pytest.fixture(scope="module")
 def twins(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> tuple[Path, Path]:
-    """Two runs that are alike."""
+    """Two equal runs."""
     folder = tmp_path_factory.mktemp("twins")
     return make_run(folder / "first", shards), make_run(folder / "second", shards)
 
 
-def test_runs_that_are_alike_differ_in_nothing_and_do_not_part(twins):
+def test_equal_runs_have_no_differences(twins):
     first, second = (read_run(folder).stages[0] for folder in twins)
     assert recorded_differences(first, second) == []
-    parting = part(first, second, [])
-    assert (parting.step, parting.common, parting.suspects) == (None, 24, ())
+    difference = find_first_difference(first, second, [])
+    assert (difference.step, difference.common_steps, difference.causes) == (None, 24, ())
 
 
-def test_fifty_planted_differences_are_all_named(twins, tmp_path):
+def test_fifty_planted_differences_are_all_listed(twins, tmp_path):
     assert len(PLANTED) == 50
     first = read_run(twins[0]).stages[0]
     missed = []
@@ -131,14 +131,14 @@ def test_fifty_planted_differences_are_all_named(twins, tmp_path):
             (difference.known.kind, difference.name)
             for difference in recorded_differences(first, read_run(run).stages[0])
         }
-        # What is not planted is not named. A set brings its digest, tars and classes along, a version all the others.
+        # Nothing else is listed, except that a set also changes its digest, tars and classes, and a version all others.
         brings_others = kind == "packages" or name.startswith("set ")
         if (kind, name) not in named or (len(named) > 1 and not brings_others):
             missed.append((kind, name, named))
     assert not missed
 
 
-def test_the_page_names_all_differences_that_are_there_at_once(twins, tmp_path):
+def test_the_page_lists_all_differences_at_once(twins, tmp_path):
     run = tmp_path / "all"
     shutil.copytree(twins[1].parent, run)
     planted = [entry for entry in PLANTED if entry[1] not in ("set train: digest", "torch", "omegaconf")]
@@ -159,21 +159,15 @@ OTHER_DATA = {step: f"{step:063x}f" for step in range(4, 25, 4)}
         (["data.lanes", "model.width"], 2, 0.1, OTHER_DATA, "data.lanes"),
         (["optim.lr", "world size"], 3, 0.01, None, "optim.lr"),
         (["model.dropout", "optim.lr"], 1, 0.01, None, "model.dropout"),
-        (["optim.lr", "world size"], 1, 1e-7, None, "world size"),  # no learning rate acts before the first update
+        (["optim.lr", "world size"], 1, 1e-7, None, "world size"),  # a learning rate cannot act before the first update
         (["log_every", "code"], 2, 1e-3, None, "code"),
         (["hardware"], 5, 1e-7, None, "hardware"),
         (["torch"], 5, 1e-7, None, "torch"),
         (["log_every"], 5, 1e-7, None, None),
-        (
-            ["seed", "optim.lr"],
-            3,
-            0.1,
-            {24: "f" * 64},
-            "optim.lr",
-        ),  # the samples are the same at step 3, and long after
+        (["seed", "optim.lr"], 3, 0.1, {24: "f" * 64}, "optim.lr"),  # the samples are equal far beyond step 3
     ],
 )
-def test_where_two_runs_part_and_why(tmp_path, shards, planted, step, by, ledgers, cause):
+def test_the_first_different_step_and_its_cause_are_found(tmp_path, shards, planted, step, by, ledgers, cause):
     losses = [loss * (1 + by) if number >= step else loss for number, loss in enumerate(LOSSES, 1)]
     first = make_run(tmp_path / "first", shards)
     second = make_run(tmp_path / "second", shards, losses=losses, ledgers=ledgers)
@@ -181,27 +175,27 @@ def test_where_two_runs_part_and_why(tmp_path, shards, planted, step, by, ledger
     for name in planted:
         plants[name](second)
     stages = [read_run(folder).stages[0] for folder in (first, second)]
-    parting = part(*stages, recorded_differences(*stages))
-    assert parting.step == step
-    assert parting.losses == (LOSSES[step - 1], losses[step - 1])
-    assert next((suspect.name for suspect in parting.suspects), None) == cause
+    difference = find_first_difference(*stages, recorded_differences(*stages))
+    assert difference.step == step
+    assert difference.losses == (LOSSES[step - 1], losses[step - 1])
+    assert next((cause.name for cause in difference.causes), None) == cause
 
 
-def test_while_the_loss_stands_still_another_model_comes_before_another_learning_rate(tmp_path, shards):
+def test_while_the_loss_is_constant_a_different_model_is_suspected_before_a_learning_rate(tmp_path, shards):
     flat = [2.3, 2.3, *LOSSES[2:]]
     first = make_run(tmp_path / "first", shards, losses=flat)
     second = make_run(tmp_path / "second", shards, losses=[*flat[:2], *[loss + 0.1 for loss in flat[2:]]])
     for name in ("optim.lr", "model.dropout"):
         plant_config(name, second)
     stages = [read_run(folder).stages[0] for folder in (first, second)]
-    parting = part(*stages, recorded_differences(*stages))
-    assert (parting.step, [suspect.name for suspect in parting.suspects]) == (3, ["model.dropout", "optim.lr"])
+    difference = find_first_difference(*stages, recorded_differences(*stages))
+    assert (difference.step, [cause.name for cause in difference.causes]) == (3, ["model.dropout", "optim.lr"])
 
 
-def test_a_fact_that_cannot_act_is_named_and_never_the_cause(twins, tmp_path, shards):
+def test_a_difference_without_effect_is_listed_but_never_the_cause(twins, tmp_path, shards):
     second = make_run(tmp_path / "second", shards, losses=[loss + 1 for loss in LOSSES])
     plant_config("log_every", second)
     stages = [read_run(folder).stages[0] for folder in (twins[0], second)]
     (difference,) = recorded_differences(*stages)
     assert difference.known.effect is Effect.NONE
-    assert not part(*stages, [difference]).suspects
+    assert not find_first_difference(*stages, [difference]).causes

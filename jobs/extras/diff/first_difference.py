@@ -1,0 +1,88 @@
+"""Find the first step at which two recorded stages differ, and the most likely cause.
+
+1. `find_first_difference` finds the first step with different losses, compared bit for bit. It also compares the
+   ledgers, which tell whether both stages saw the same samples in the same order.
+2. The most likely cause is the first difference that can have had this effect: a different data order changes the
+   ledgers; a different initial model changes the loss of step 1; a different learning rate acts only after the first
+   update.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jobs.extras.diff.facts import Effect, FactDifference
+from jobs.extras.history import StageHistory
+
+# Order of suspicion for differences with the same effect.
+KINDS = ("seed", "data", "config", "world size", "code", "hardware", "packages")
+FLAT = 1e-6  # relative change below which a loss counts as constant
+TINY = 1e-4  # relative difference of two losses that a different order of summation can cause in one step
+
+
+@dataclass(frozen=True)
+class FirstDifference:
+    """The first step at which two stages differ; `step` is None if all common steps have equal losses."""
+
+    common_steps: int  # number of steps that both stages have trained
+    step: int | None = None
+    losses: tuple[float, float] = (math.nan, math.nan)
+    ledger_before: int = 0  # last step with equal ledgers
+    ledger_after: int | None = None  # first step with different ledgers
+    causes: Sequence[FactDifference] = ()  # possible causes, the most likely first
+    reason: str = ""
+
+
+def find_first_difference(
+    first: StageHistory, second: StageHistory, differing: list[FactDifference]
+) -> FirstDifference:
+    """Find the first step at which the losses of two stages differ, and its most likely cause among `differing`."""
+    # 1. Compare the losses bit for bit, so that two NaNs are equal.
+    common, of_first, of_second = np.intersect1d(first.steps.step, second.steps.step, return_indices=True)
+    losses = first.steps.loss[of_first]
+    others = second.steps.loss[of_second]
+    unequal = np.flatnonzero(losses.view(int) != others.view(int))
+
+    # 2. Compare the ledgers, which are recorded only at reports.
+    ledger_before = 0
+    ledger_after = None
+    ledgers = {report["step"]: report["ledger"] for report in second.kept_reports}
+    for report in first.kept_reports:
+        if ledgers.get(report["step"], report["ledger"]) != report["ledger"]:
+            ledger_after = report["step"]
+            break
+        if report["step"] in ledgers:
+            ledger_before = report["step"]
+    if not len(unequal):
+        return FirstDifference(len(common), ledger_before=ledger_before, ledger_after=ledger_after)
+
+    # 3. Determine possible effects: before the first update only the model and its input, later mainly the updates.
+    place = unequal[0]
+    step = int(common[place])
+    at = (float(losses[place]), float(others[place]))
+    if place == 0:
+        effects = [Effect.FIRST, Effect.ROUNDING]
+        reason = "the losses differ before the first update"
+    elif np.ptp(losses[:place]) <= FLAT * abs(losses[0]):
+        # If the head's weights are zero, every model and every input gives the same loss.
+        effects = [Effect.FIRST, Effect.UPDATE, Effect.ROUNDING]
+        reason = "the loss was constant until this step, so an earlier difference would not have shown"
+    else:
+        effects = [Effect.UPDATE, Effect.FIRST, Effect.ROUNDING]
+        reason = "the losses were equal while they changed, so the model and its input were the same"
+    # The samples can differ at this step if it comes after the last step with equal ledgers.
+    if ledger_after is not None and ledger_before < step:
+        effects.insert(0, Effect.ORDER)
+        reason = f"the ledgers differ too, after step {ledger_before}: other samples, or another order of samples"
+    elif ledger_after is None:
+        reason += "; the ledgers are equal: both trained on the same samples in the same order"
+    if abs(at[0] - at[1]) < TINY * abs(at[0]):
+        reason += "; a different order of summation can explain a difference this small"
+    causes = [difference for difference in differing if difference.known.effect in effects]
+    # A new seed or set also changes keys and digests: list seed and config before the digests that follow from them.
+    causes.sort(key=lambda difference: (effects.index(difference.known.effect), KINDS.index(difference.known.kind)))
+    return FirstDifference(len(common), step, at, ledger_before, ledger_after, causes, reason)
