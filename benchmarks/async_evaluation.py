@@ -1,11 +1,12 @@
-"""What evaluations cost the steps: beside training, in the loop, and none, as whole runs in turns.
+"""Measure the cost of evaluations for training: on a spare worker, in the loop, and without evaluations.
 
     python benchmarks/async_evaluation.py [--rounds 5] [--steps 60] [--every 20] [--workers 1]
 
-Each run trains the same steps on the digits with the processes backend, from `python -m jobs run`. The time of a run is
-that of its training records, from the first log line on: with what the steps waited for saves and evaluations, without
-the start and without the evaluation of the last step. The evaluator has the cores that the workers leave: without one
-core more than workers, `spare` is the loop. Of two runs with the same steps the weights are compared too.
+Each run is a complete `python -m jobs run` that trains the same steps on the digits with the processes backend; the
+variants alternate. The time of a run comes from its training records after the first log line: it includes the time in
+which steps waited for saves and evaluations, but not the startup and the evaluation of the last step. The evaluator
+uses the cores that the workers leave free: without a free core, `spare` evaluates in the loop. The final weights of all
+runs are compared too.
 """
 
 import argparse
@@ -51,7 +52,7 @@ WAYS = {
 
 
 def train(recipe: Path, run: Path, way: str, every: int) -> tuple[float, str, int]:
-    """Train once; return the seconds of the steps behind the first line, the weights' sha256, evaluations beside."""
+    """Train once; return the seconds after the first log line, the sha256 of the weights, and spare evaluations."""
     overrides = [f"run={run}", f"pretrain.evaluate_every={every}", *WAYS[way]]
     command = [sys.executable, "-m", "jobs", "run", str(recipe), *overrides]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -64,7 +65,7 @@ def train(recipe: Path, run: Path, way: str, every: int) -> tuple[float, str, in
 
 
 def main() -> None:
-    """Print the seconds of the steps, way by way, and how much longer they take than without evaluations."""
+    """Print the training time of each variant, and its increase over training without evaluations."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=60)
@@ -82,7 +83,7 @@ def main() -> None:
             RECIPE.format(workers=options.workers, steps=options.steps, every=options.every, micro_batch=micro_batch)
         )
         for number in range(options.rounds):
-            # There and back, so that a machine that becomes slower is no way's advantage.
+            # Alternate the direction, so that a machine that slows down does not favour a variant.
             order = list(WAYS) if number % 2 == 0 else list(reversed(WAYS))
             for way in order:
                 taken_s, digest, beside = train(recipe, folder / f"{way}-{number}", way, options.every)
@@ -92,9 +93,9 @@ def main() -> None:
     print(
         f"{options.workers} workers on {len(os.sched_getaffinity(0))} cores, {options.steps} steps, an evaluation and"
     )
-    print(f"a commit every {options.every}, {options.rounds} rounds; {evaluations} were judged beside training;")
+    print(f"a commit every {options.every}, {options.rounds} rounds; {evaluations} evaluations ran on a spare worker;")
     print(f"weights of all runs: {', '.join(sorted(digest[:12] for digest in weights))}")
-    print("| evaluations | median s | min | max | longer than none, median of the rounds |\n|---|---|---|---|---|")
+    print("| evaluations | median s | min | max | increase over none, median of the rounds |\n|---|---|---|---|---|")
     for way, taken in seconds.items():
         longer = statistics.median(taken[i] / seconds["none"][i] - 1 for i in range(options.rounds))
         print(f"| {way} | {statistics.median(taken):.2f} | {min(taken):.2f} | {max(taken):.2f} | {longer:+.1%} |")

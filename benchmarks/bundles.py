@@ -1,14 +1,14 @@
-"""What a large placement group costs Ray's head and the driver, with resources that nobody has.
+"""Measure the cost of large placement groups for Ray's head and the driver, on simulated resources.
 
     nice -n 5 .venv/bin/python -m benchmarks.bundles 64 512 2048 8000
     nice -n 5 .venv/bin/python -m benchmarks.bundles 64 512 2048 8000 --bundle 1      # as if no node had room for two
 
-Starts a Ray head on this machine that counts a CPU for each worker of the largest group, and asks for the places of so
-many workers, one group after the other, through what a campaign asks with (RayNodes): in bundles of eight, as on nodes
-that have room for eight each. A row each: the seconds until Ray has placed them, what the driver asks once a second
-(`status`), the seconds until they are given back, the driver's CPU for a round of heartbeats, one a bundle (of four
-actors), and the memory of Ray's processes and of this one. All bundles lie on one node: on a cluster `status` grows
-with the nodes too.
+Starts a Ray head on this machine that claims one CPU for each worker of the largest group. Then it requests placement
+groups of the given sizes, one after another, with the code of a campaign (RayNodes), in bundles of eight workers like
+nodes with room for eight each. Each row shows the seconds until Ray has placed the group, the time of the driver's
+status request (once per second), the seconds until the group is removed, the driver's CPU time for a round of
+heartbeats (one per bundle, from four actors), and the memory of Ray's processes and of this one. All bundles are on one
+node; on a cluster, the time of `status` also grows with the number of nodes.
 """
 
 import argparse
@@ -35,7 +35,7 @@ ACTORS = 4
 
 
 def memory_mib() -> str:
-    """Return the private memory of Ray's processes and of this one, in words."""
+    """Describe the private memory of Ray's processes and of this one."""
     sizes = [f"driver {psutil.Process().memory_full_info().uss / 2**20:.0f}"]
     for process in psutil.Process().children(recursive=True):
         if process.name() in ("gcs_server", "raylet"):
@@ -44,17 +44,17 @@ def memory_mib() -> str:
 
 
 class Answerer:
-    """Stands in for the agents of a quarter of the nodes."""
+    """Actor that replaces the agents of a quarter of the nodes."""
 
     def poll(self, wait_s: float) -> NodeReport:
-        """Answer as an agent with eight workers does."""
+        """Answer like an agent with eight workers."""
         time.sleep(wait_s)
         place = PhaseReport(812, "reduce", 1200, "")
         return NodeReport(1, [WorkerState(rank, 4711, place=place) for rank in range(8)])
 
 
 def heartbeat_cpu_ms(actors: list[Any], nodes: int) -> float:
-    """Return the driver's CPU time of a round of polls, one a node, that are answered within a second."""
+    """Return the driver's CPU time for a round of polls, one per node, that are answered within a second."""
     began = time.process_time()
     answers = [call_actor(actors[node % len(actors)], "poll", 1.0) for node in range(nodes)]
     wait(answers)
@@ -65,7 +65,7 @@ def main() -> int:
     """Print a row for each number of bundles."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bundles", description=__doc__)
     parser.add_argument("workers", type=int, nargs="+")
-    parser.add_argument("--bundle", type=int, default=8, help="workers that a node has room for")
+    parser.add_argument("--bundle", type=int, default=8, help="workers per node")
     words = parser.parse_args()
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     ray.init(num_cpus=max(words.workers), include_dashboard=False, log_to_driver=False)

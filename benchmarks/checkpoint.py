@@ -1,24 +1,25 @@
-"""What a checkpoint costs: ours against the bare disk, torch's DCP (async) and DeepSpeed, interleaved in one run.
+"""Measure checkpoint costs: ours against the raw disk, torch's DCP (async) and DeepSpeed, interleaved in one run.
 
     python benchmarks/checkpoint.py [--model S/16] [--workers 2] [--zero 2] [--rounds 10]
     python benchmarks/checkpoint.py --model B/16 --depth 24 --saves-only      (1 GB a worker)
 
-Every contender takes its turn once a round, in rotated order, on the same state; the table has medians over the rounds,
-and ratios to the bare disk: of a save first to the raw write of its own kind, past the page cache. All workers begin
-together, on a disk that has nothing left to do of the turn before, and a time ends when the last of them is done.
+Each contender runs once per round, in rotated order, on the same state. The tables show medians over the rounds, and
+ratios to the raw disk (for saves, also to a raw write that bypasses the page cache). All workers start together, after
+the disk has finished the work of the previous turn, and a time ends when the last worker is done.
 
-Saves. Raw: the same bytes from memory, written and fsynced; also past the page cache, as ours are. Ours, blocked: the
-copy into host memory and the commit once all files are written; durable: until the folder is renamed and fsynced, after
-an fsync of the metrics, with nothing else running; and until the checkpoint is deleted that it has made superfluous,
-which training does not wait for. DCP: its async_save, which fsyncs. DeepSpeed blocks for all of its save, and neither
-fsyncs nor takes digests; a further row adds the fsync.
+Saves. Raw: the same bytes written from memory with fsync, through the page cache and, like ours, bypassing it. Ours,
+loop blocked: the copy to host memory, and the commit after all files are written; until durable: until the folder is
+renamed and fsynced, after an fsync of the metrics, with nothing else running; until the old one is deleted: including
+the deletion of the superseded checkpoint, for which training does not wait. DCP: its async_save, which includes fsync.
+DeepSpeed blocks during the whole save, without fsync and digests; one more row adds the fsync.
 
-Loads, once from the disk (the files were driven out of the page cache) and once from the page cache. Raw: a worker's
-file into memory that is there. Ours: the choice, and masters and moments filled in with what was compared with its
-digests; then also the weights that compute, gathered from all workers. "As before": rank 0 reads and hashes every file
-while the others wait, and then all do the same.
+Loads, once from disk (after evicting the files from the page cache) and once from the page cache. Raw: read a worker's
+file into existing memory. Ours: choose the checkpoint, and fill master weights and moments with verified data; then
+also gather the compute weights from all workers. "As before": rank 0 reads and hashes every file while the others wait,
+and then all workers load.
 
-Changed worlds: the files that a worker opens and the bytes that it hashes, where another number of workers has saved.
+Changed worlds: the number of files that a worker opens, and the bytes that it hashes, if a different number of workers
+has saved the checkpoint.
 """
 
 import argparse
@@ -58,20 +59,22 @@ from pipeline.optimization import OptimConfig
 from pipeline.process_group import join_group
 from pipeline.training_config import SavingConfig
 
-CHANGES = ((2, 1), (1, 2), (2, 4))  # (workers that saved, workers that load)
+CHANGES = ((2, 1), (1, 2), (2, 4))  # (number of saving workers, number of loading workers)
 Rows = dict[str, list[float]]  # seconds of every round, by row
 Turn = TypeVar("Turn")
 
 
 class Contenders:
-    """Holds two engines of the same state and what is written of it; every turn is collective."""
+    """Two engines with the same state, and the files that they write; every turn is collective."""
 
     def __init__(self, task: dict[str, Any]) -> None:
         self.folder = Path(task["folder"])
         self.rank = dist.get_rank()
         self.engine = engine_of(task)
-        self.theirs = engine_of(task)  # DeepSpeed's load takes away the links by which ours finds its fragments
-        quiet = Telemetry(self.folder, 1, 1)  # of a rank that writes nothing
+        self.theirs = engine_of(
+            task
+        )  # separate, because DeepSpeed's load removes the links with which ours finds its fragments
+        quiet = Telemetry(self.folder, 1, 1)  # rank 1 does not write any records
         self.metrics = self.folder / "metrics.jsonl"  # fsynced by every save of ours, as in a run
         if self.rank == 0:
             self.metrics.touch()
@@ -82,7 +85,7 @@ class Contenders:
         self.number = 0  # of the round
 
     def settle(self) -> None:
-        """Have the disk do what it has been asked for: what was deleted is freed when it is flushed the next time."""
+        """Flush the disk, including the space of deleted files, which is freed at the next flush."""
         dist.barrier()
         if self.rank == 0:
             os.sync()
@@ -90,7 +93,7 @@ class Contenders:
 
     @contextmanager
     def timed(self, row: str) -> Iterator[None]:
-        """Time a block from the moment when all begin to the moment when all are done."""
+        """Time a block from its common start until all workers have finished."""
         dist.barrier()
         began = time.monotonic()
         yield
@@ -98,14 +101,14 @@ class Contenders:
         self.add(row, time.monotonic() - began)
 
     def add(self, row: str, seconds: float) -> None:
-        """Keep a time, unless it is of the first round, which warms caches and allocators."""
+        """Record a time, except in the first round, which warms up caches and allocators."""
         if self.number:
             self.rows.setdefault(row, []).append(seconds)
 
     # -------------------------------------------------------------------- saves
 
     def save_raw(self) -> None:
-        """Write what the last save of ours has left in memory."""
+        """Write the bytes of our last save, which are still in memory."""
         path = self.folder / f"raw-{self.rank}"
         path.unlink(missing_ok=True)
         self.settle()
@@ -115,7 +118,7 @@ class Contenders:
             os.fsync(file.fileno())
 
     def save_past_the_cache(self) -> None:
-        """Write the same as our files are written, with no digest and no commit."""
+        """Write the same bytes in the same way as our files, but without digests and commit."""
         path = self.folder / f"past-{self.rank}"
         path.unlink(missing_ok=True)
         self.settle()
@@ -123,7 +126,7 @@ class Contenders:
             write_durably(path, self.saver.snapshot.numpy().data)
 
     def save_ours(self) -> None:
-        """Save as the training loop does."""
+        """Save like the training loop."""
         manifest = Manifest(self.number, 0, 0, "", 1, dist.get_world_size(), self.engine.zero, {}, "", "")
         self.settle()
         if self.rank == 0:
@@ -134,7 +137,7 @@ class Contenders:
         self.saver.begin(self.engine.fragments(), manifest)
         blocked = time.monotonic() - began
         while not self.saver.written:
-            time.sleep(0.001)  # the loop would train here, and go on until all have written
+            time.sleep(0.001)  # the loop would train here until all workers have written
         dist.barrier()
         commit = time.monotonic()
         self.saver.finish(manifest.step)
@@ -146,7 +149,7 @@ class Contenders:
         self.add("ours, until the old one is deleted", time.monotonic() - began)
 
     def save_dcp(self) -> None:
-        """Let torch's DCP stage the same fragments, and write them in a thread."""
+        """Save the same fragments with torch's DCP, which copies them and writes in a thread."""
         folder = self.folder / "dcp"
         self.remove(folder)
         self.settle()
@@ -158,7 +161,7 @@ class Contenders:
         self.add("DCP async, until written", time.monotonic() - began)
 
     def dcp_state(self) -> dict[str, torch.Tensor]:
-        """Return this worker's fragments under names of its own: DCP writes a tensor of one name once."""
+        """Return this worker's fragments under unique names, because DCP writes each tensor name only once."""
         state = {}
         for fragment in self.engine.fragments():
             for kind, view in fragment.tensors.items():
@@ -181,14 +184,14 @@ class Contenders:
         self.add("DeepSpeed and fsync", time.monotonic() - began)
 
     def remove(self, folder: Path) -> None:
-        """Delete what the round before has written."""
+        """Delete the files of the previous round."""
         if self.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
 
     # -------------------------------------------------------------------- loads
 
     def load_raw(self, where: str) -> None:
-        """Read this worker's file of ours into memory that is there."""
+        """Read this worker's file of our checkpoint into existing memory."""
         path = committed(self.folder / "ours")[0] / f"rank-{self.rank:05d}.safetensors"
         memory = memoryview(bytearray(path.stat().st_size))
         with self.timed(f"raw read, {where}"), open(path, "rb", buffering=0) as file:
@@ -197,7 +200,7 @@ class Contenders:
                 position += length
 
     def load_ours(self, where: str) -> None:
-        """Choose and load as a start does."""
+        """Choose and load a checkpoint as at the start of training."""
         folder = self.folder / "ours"
         refresh = self.engine.state.refresh
 
@@ -227,18 +230,18 @@ class Contenders:
             restore.load_together(self.engine.load, checkpoints_in(folder.parent), chosen, 1, print)
 
     def load_dcp(self, where: str) -> None:
-        """Let DCP load into the same tensors."""
+        """Load into the same tensors with DCP."""
         state = self.dcp_state()
         with self.timed(f"DCP load, {where}"):
             dcp.load(state, checkpoint_id=self.folder / "dcp")
 
     def load_deepspeed(self, where: str) -> None:
-        """Let DeepSpeed load its own."""
+        """Load DeepSpeed's own checkpoint with DeepSpeed."""
         with self.timed(f"DeepSpeed load, {where}"):
             self.theirs.engine.load_checkpoint(str(self.folder / "deepspeed"), tag="last")
 
     def prepare(self, where: str) -> None:
-        """Drive all files out of the page cache, or read them into it."""
+        """Evict all files from the page cache, or read them into it."""
         dist.barrier()
         if self.rank == 0:
             for path in self.folder.rglob("*"):
@@ -247,7 +250,7 @@ class Contenders:
 
 
 def prepare_file(path: Path, where: str) -> None:
-    """Drive a file that was flushed out of the page cache, or read it into it."""
+    """Evict a flushed file from the page cache, or read it into the cache."""
     with open(path, "rb") as file:
         if where == "page cache":
             while file.read(1 << 20):
@@ -258,7 +261,7 @@ def prepare_file(path: Path, where: str) -> None:
 
 
 def engine_of(task: dict[str, Any]) -> Engine:
-    """Return an engine whose state is there to be saved."""
+    """Return an engine with allocated state."""
     changes = {"depth": task["depth"]} if task["depth"] else {}
     config = models.config_of(task["model"], 224, 1000, **changes)
     model = models.from_config(config, torch.Generator().manual_seed(0))
@@ -269,13 +272,13 @@ def engine_of(task: dict[str, Any]) -> Engine:
 
 
 def rotated(turns: list[Turn], number: int) -> list[Turn]:
-    """Return the turns so that another is the first in every round."""
+    """Rotate the turns, so that a different one is first in each round."""
     first = number % len(turns)
     return turns[first:] + turns[:first]
 
 
 def interleave(task: dict[str, Any]) -> dict[str, Any]:
-    """Return the rows of all contenders, of one worker."""
+    """Run all contenders in turn, and return one worker's times by row."""
     join_group(600)
     logging.disable(logging.WARNING)
     contenders = Contenders(task)
@@ -289,7 +292,7 @@ def interleave(task: dict[str, Any]) -> dict[str, Any]:
     places = () if task["saves_only"] else ("disk", "page cache")
     for number in range(task["rounds"] + 1):
         contenders.number = number
-        # The first round begins with ours, which makes the memory that the raw write writes.
+        # The first round starts with ours, which allocates the memory that the raw write uses.
         for save in rotated(saves, number):
             save()
         for where in places:
@@ -308,13 +311,13 @@ def interleave(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def save_once(task: dict[str, Any]) -> None:
-    """Save the state of a world."""
+    """Save one checkpoint with the current number of workers."""
     join_group(600)
     Contenders(task).save_ours()
 
 
 def load_and_count(task: dict[str, Any]) -> list[tuple[int, float, float]]:
-    """Return of every worker the files it opened, and the megabytes that it read and that it hashed."""
+    """Load a checkpoint; return for each worker the number of opened files, and the megabytes read and hashed."""
     join_group(600)
     engine = engine_of(task)
     folder = committed(Path(task["folder"]) / "ours")[0]
@@ -330,19 +333,19 @@ def load_and_count(task: dict[str, Any]) -> list[tuple[int, float, float]]:
 
 
 def in_a_group(function: Callable[[dict[str, Any]], Any], workers: int, task: dict[str, Any]) -> Any:
-    """Run a function in so many workers; returns what the first of them returned."""
+    """Run a function in a process group of `workers` processes, and return the result of rank 0."""
     cluster = ClusterConfig(workers=workers, backend="processes")
     return run_worker_group(function, task, cluster=cluster, name=function.__name__, directory=Path(task["folder"]))
 
 
 def print_table(rows: Rows, kind: str, *bare_rows: str) -> None:
-    """Print the rows of one kind, with their ratios to each of the rows of the bare disk."""
+    """Print the rows of one kind, with their ratios to each row of the raw disk."""
     heads = "".join(f" ratio to {bare} |" for bare in bare_rows)
     print(f"\n| {kind} | median s | min | max |{heads}\n|---|--:|--:|--:|{'--:|' * len(bare_rows)}")
     for row, seconds in rows.items():
         line = f"| {row} | {statistics.median(seconds):.3f} | {min(seconds):.3f} | {max(seconds):.3f} |"
         for bare in bare_rows:
-            # The median of the rounds' ratios: of a disk that is shared no two rounds are alike.
+            # Use the median of the per-round ratios, because the speed of a shared disk varies between rounds.
             ratios = [ours / raw for ours, raw in zip(seconds, rows[bare], strict=True)]
             line += f" {statistics.median(ratios):.2f} ({min(ratios):.2f} … {max(ratios):.2f}) |"
         print(line)
@@ -352,7 +355,7 @@ def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="S/16")
-    parser.add_argument("--depth", type=int, default=0, help="blocks, where not those of the model")
+    parser.add_argument("--depth", type=int, default=0, help="number of blocks; by default that of the model")
     parser.add_argument("--saves-only", action="store_true")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--zero", type=int, default=2)
@@ -383,7 +386,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Under its own name: workers know the functions that they are sent by it, and not as those of `__main__`.
+    # Import this module under its own name, because workers cannot find functions of `__main__`.
     from benchmarks import checkpoint
 
     checkpoint.main()

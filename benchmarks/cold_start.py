@@ -1,17 +1,17 @@
-"""How long, and how many bytes, from an empty cache to the first batches of a set that lies in an object store.
+"""Measure the time and the bytes from an empty cache to the first batches of a set in an object store.
 
-    python -m benchmarks.cold_start              # samples by range, whole shards first, and all here, in turns
+    python -m benchmarks.cold_start              # alternates between ranges, whole shards, and a full cache
 
-The store is moto, which speaks S3's protocol, behind a proxy that answers after `LATENCY_S` and gives all connections
-of the node together `RATE` bytes a second. It answers reads out of the files itself: moto takes 10 ms of a core for
-each, which no store takes of the node that asks. The set is small and has the proportions of a large one: a lane reads
-some three shards at once, a batch needs 0.4 % of each, and the first ten batches read the same shards. That takes
-small images, of 10 kB, because a shard of 16 MiB or less is always waited for whole.
+The store is moto, an S3 server, behind a proxy that adds the latency `LATENCY_S` and limits all connections of the node
+together to `RATE` bytes per second. The proxy answers reads from the files itself, because moto needs 10 ms of CPU time
+per read, which a real store would not take from the client. The set is small, but has the proportions of a large one: a
+lane reads about three shards at a time, a batch needs 0.4 % of each, and the first ten batches read the same shards.
+This requires small images of 10 kB, because a shard of 16 MiB or less is always downloaded in full first.
 
-Each measurement is a process of its own with a cache of its own and two decoding processes:
-- ranges: the cache is empty; samples come by range, and shards in the background;
-- whole shards: the same without `data.remote.ranges`, as the shards of an index without digests are read;
-- all here: the cache has every shard. What this takes is the start of the decoding processes, which is in all rows.
+Each measurement runs in a separate process with its own cache and two decoding processes:
+- ranges: the cache is empty; samples are read by range, while shards are downloaded in the background;
+- whole shards: the same without `data.remote.ranges`, as for an index without digests;
+- all here: the cache contains every shard. The time is the startup of the decoding processes, part of all rows.
 """
 
 import argparse
@@ -39,11 +39,11 @@ from data.sources.samples import Sample
 from tests.support.stores import Proxy, store
 
 SHARDS = 16
-SAMPLES = 1800  # of a shard
+SAMPLES = 1800  # per shard
 BATCH = 64
 BATCHES = 10
 LATENCY_S = 0.03
-RATE = 10e6  # bytes a second
+RATE = 10e6  # bytes per second
 WAYS = ("ranges", "whole shards", "all here")
 
 LOADER = """
@@ -72,7 +72,7 @@ for count, batch in enumerate(loader, 1):
 
 @dataclass(frozen=True)
 class RangeAnswer:
-    """What S3 says before the bytes of a range."""
+    """Response of S3 to a range request, before the bytes."""
 
     first: int
     length: int  # bytes
@@ -91,7 +91,7 @@ class RangeAnswer:
 
 
 class Link(Proxy):
-    """A node's way to the store: a latency, and a rate that all connections share."""
+    """Simulated network link of a node to the store: a latency, and a rate that all connections share."""
 
     def __init__(self, files: dict[str, Path]) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class Link(Proxy):
         self.fault = self.wait
 
     def handler(self) -> type[http.server.BaseHTTPRequestHandler]:
-        """The class whose objects answer one request each: of objects that it knows, ranges as S3 answers them."""
+        """Request handler class that answers ranges of known objects like S3."""
         files = self.files
 
         class Handler(super().handler()):  # type: ignore[misc]
@@ -120,11 +120,11 @@ class Link(Proxy):
         return Handler
 
     def wait(self, path: str) -> None:
-        """Let the latency pass before a read is answered."""
+        """Sleep for the latency before a read is answered."""
         time.sleep(LATENCY_S)
 
     def send(self, piece_bytes: int) -> None:
-        """Wait until the link has carried so many bytes more."""
+        """Wait until the link has transferred `piece_bytes` more bytes."""
         with self.lock:
             self.sent += piece_bytes
             self.free_at = max(self.free_at, time.monotonic()) + piece_bytes / RATE
@@ -132,14 +132,14 @@ class Link(Proxy):
         time.sleep(max(0.0, wait_s))
 
     def begin(self) -> None:
-        """Count from here on."""
+        """Reset the counters."""
         self.sent = 0
         self.gets.clear()
 
 
 @dataclass(frozen=True)
 class Moment:
-    """What it took until some batch was there."""
+    """Time and traffic until some batch was available."""
 
     seconds: float
     sent_mb: float
@@ -148,7 +148,7 @@ class Moment:
 
 
 def pictures() -> list[bytes]:
-    """JPEGs of about 10 kB."""
+    """Return JPEGs of about 10 kB."""
     rng = np.random.default_rng(0)
     images = []
     for _ in range(8):
@@ -166,7 +166,7 @@ def fill(cache: Path, local: Index) -> None:
 
 
 def measure(link: Link, index: Path, folder: Path, way: str) -> list[Moment]:
-    """Start a loader whose cache is `folder/cache`; returns the moments of its first batch and of its tenth."""
+    """Start a loader with the cache `folder/cache`, and return the moments of its first and its tenth batch."""
     link.begin()
     words = [sys.executable, "-P", "-c", LOADER, str(index), str(folder / "cache"), way, str(BATCH), str(BATCHES)]
     tree = Path(__file__).parents[1]
@@ -184,7 +184,7 @@ def measure(link: Link, index: Path, folder: Path, way: str) -> list[Moment]:
 
 
 def main(words: list[str]) -> None:
-    """Measure the three ways in turn, and print a table."""
+    """Measure the three variants in turn, and print a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
     rounds = parser.parse_args(words).rounds
@@ -205,7 +205,7 @@ def main(words: list[str]) -> None:
                     if way == "all here":
                         fill(place / "cache", local)
                     measured[way].append(measure(link, folder / "index", place, way))
-                    shutil.rmtree(place, ignore_errors=True)  # a decoding process may be ending in there
+                    shutil.rmtree(place, ignore_errors=True)  # a decoding process may still be writing there
     total_mb = sum(shard.bytes for shard in local.shards) / 1e6
     print(f"{SHARDS} shards, {total_mb:.0f} MB, batch {BATCH}; {RATE / 1e6:.0f} MB/s, {1000 * LATENCY_S:.0f} ms")
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {time.strftime('%Y-%m-%d')}, {rounds} rounds")
@@ -213,7 +213,7 @@ def main(words: list[str]) -> None:
 
 
 def print_table(measured: dict[str, list[list[Moment]]]) -> None:
-    """Print medians, and the medians of the rounds' ratios."""
+    """Print medians, and the medians of the per-round ratios."""
     print("| until | | s, median (min … max) | MB sent | requests | time ÷ ranges' | bytes ÷ ranges' |")
     print("|---|---|--:|--:|--:|--:|--:|")
     for number, what in enumerate(("the first batch", f"the first {BATCHES} batches")):

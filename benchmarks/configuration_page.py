@@ -1,11 +1,11 @@
-"""Writes docs/configuration.md: every key that a recipe may have, from the dataclasses that hold them.
+"""Write docs/configuration.md, the reference of all recipe keys, from the config dataclasses.
 
     python -m benchmarks.configuration_page > docs/configuration.md
 
-1. `keys_of` walks a dataclass and its sections; a key's default and type come from the field.
-2. `meanings` takes a key's meaning from the comment beside its field in the source, or from the lines above it.
-3. What a change does on resume is the field's tag in RESUME, as in `pipeline.config.tagged`.
-4. `configuration_page` puts tables of keys under headings.
+1. `keys_of` walks a dataclass and its sections; the default and type of a key come from the field.
+2. `meanings` takes the meaning of a key from the comment after its field in the source, or from the lines above it.
+3. The effect of a change on resume is the field's tag in RESUME, as in `pipeline.config.tagged`.
+4. `configuration_page` writes tables of keys under headings.
 
     clip: float = 1.0  # largest global gradient norm; 0 is off
     →  | `optim.clip` | `1.0` | number | forbid | largest global gradient norm; 0 is off |
@@ -66,7 +66,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Section:
-    """One table: the keys of a dataclass, where sections inside it are a row each."""
+    """One table: the keys of a dataclass, with one row for each nested section."""
 
     name: str  # dotted; "" for the stage itself
     meaning: str

@@ -1,9 +1,10 @@
-"""The loaders that loader.py compares: from shards to batches of 224-pixel crops, endlessly.
+"""Data loaders that loader.py compares: each yields endless batches of 224-pixel crops from tar shards.
 
-Each is a function of the tar shards and of a folder that all of them may fill before they are timed. All crop alike:
-boxes are drawn as tf.image.sample_distorted_bounding_box draws them, by our `inception_box` or by TensorFlow itself
-(tests/test_data/images/test_preprocess.py compares the two), and resized without antialiasing where the library can.
-All read from the page cache, shuffle, flip and give uint8. Only DALI and FFCV draw boxes of their own.
+A loader is a function of the shards and of a shared folder, which it may fill with converted data before the timing.
+All crop in the same way: boxes follow tf.image.sample_distorted_bounding_box, drawn by our `inception_box` or by
+TensorFlow itself (tests/test_data/images/test_preprocess.py compares the two), and crops are resized without
+antialiasing if the library supports this. All read from the page cache, shuffle, flip and return uint8. Only DALI and
+FFCV draw boxes with their own samplers.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ if TYPE_CHECKING:  # other interpreters need not have these
 
 SIZE = 224  # pixels of a crop
 BATCH = 32
-MICRO_BATCHES = 32  # of a global batch, where there is such a thing
+MICRO_BATCHES = 32  # micro-batches of a global batch, for loaders with global batches
 PROCESSES = 2  # processes or threads that decode
-PLACES = 2  # batches in shared memory that each process may be ahead by, as in our loader
+PLACES = 2  # batches that each process may prefetch in shared memory, as in our loader
 BoxOf = Callable[[int, int], Box]
 
 
@@ -72,13 +73,13 @@ def fallback(shards: list[str], folder: str) -> Iterator:
 
 
 def random_box() -> BoxOf:
-    """What draws a box for an image of (height, width): the inception crop's, from numbers that never repeat."""
+    """Return a function that draws a new Inception crop box for each image of (height, width)."""
     draws = Draws(random.getrandbits(60))
     return lambda height, width: inception_box(height, width, draws, AugmentConfig())
 
 
 def webdataset_with(decode, shards: list[str], processes: int = PROCESSES) -> Iterator:
-    """The usual pipeline: sequential tars, a shuffle buffer, decode in Python, stack."""
+    """The usual webdataset pipeline: sequential tars, a shuffle buffer, decoding in Python, stacking."""
     import numpy as np
     import torch
     import webdataset
@@ -98,7 +99,7 @@ def webdataset_with(decode, shards: list[str], processes: int = PROCESSES) -> It
 
 
 def with_pillow(data, box, flip):
-    """Crop and resize in one call, which reads only what it needs of the decoded image."""
+    """Crop and resize in one call, which reads only the necessary part of the decoded image."""
     import numpy as np
     from PIL import Image
 
@@ -109,7 +110,7 @@ def with_pillow(data, box, flip):
 
 
 def random_pillow(data, number: int):
-    """The same with everything drawn from a number."""
+    """Like `with_pillow`, with box and flip drawn from a seed number."""
     draws = Draws(number)
     return with_pillow(data, lambda h, w: inception_box(h, w, draws, AugmentConfig()), draws.uniform() < 0.5)
 
@@ -119,9 +120,9 @@ def pillow(shards: list[str], folder: str, processes: int = PROCESSES) -> Iterat
 
 
 class InceptionCrop:
-    """In place of torchvision's RandomResizedCrop, whose boxes are larger: of a mean area of 0.42 instead of 0.34.
+    """Replacement of torchvision's RandomResizedCrop, whose boxes are larger: a mean area of 0.42 instead of 0.34.
 
-    Boxes are drawn as all other contenders draw them; what becomes of them is torchvision's.
+    Boxes are drawn as in all other contenders; torchvision crops and resizes.
     """
 
     def __init__(self) -> None:
@@ -135,7 +136,7 @@ class InceptionCrop:
 
 
 def usual(shards: list[str], folder: str) -> Iterator:
-    """What webdataset's documentation shows: its own Pillow decoder, torchvision's transforms, a loader."""
+    """The pipeline of webdataset's documentation: its Pillow decoder, torchvision transforms, and a loader."""
     import webdataset
     from torchvision.transforms import v2
 
@@ -177,7 +178,7 @@ def torchvision(shards: list[str], folder: str) -> Iterator:
 
 
 def tfrecords(shards: list[str], folder: str) -> list[str]:
-    """The same samples as TFRecord files, one a tar; written before anything is timed."""
+    """Write the samples as TFRecord files, one per tar, before the timing."""
     import tensorflow as tf
 
     paths = []
@@ -198,9 +199,9 @@ def tfrecords(shards: list[str], folder: str) -> list[str]:
 
 
 def tfdata(shards: list[str], folder: str, threads: int = PROCESSES) -> Iterator:
-    """big_vision's, from TFRecord: its input_pipeline.make_for_train and decode_jpeg_and_inception_crop|flip_lr.
+    """big_vision's pipeline from TFRecord: input_pipeline.make_for_train, decode_jpeg_and_inception_crop|flip_lr.
 
-    Python sees nothing but finished batches. Its 48 threads and 100 parallel calls are `threads` here.
+    Python only receives finished batches. Its 48 threads and 100 parallel calls are both `threads` here.
     """
     import tensorflow as tf
 
@@ -250,7 +251,7 @@ def jpegs(shards: list[str]) -> list[bytes]:
 
 
 def grain(shards: list[str], folder: str) -> Iterator:
-    """From memory: grain reads ArrayRecord or what one gives it, but no tars."""
+    """Read from memory, because grain supports ArrayRecord and custom sources, but not tars."""
     from absl import flags
     from grain import python as pygrain
 
@@ -312,7 +313,7 @@ def energon(shards: list[str], folder: str) -> Iterator:
 
 
 def ffcv(shards: list[str], folder: str) -> Iterator:
-    """Encoded again, at quality 90 and full size, into its own file."""
+    """Re-encode the images into FFCV's own file format, at quality 90 and full size."""
     import numpy as np
     from ffcv.fields import RGBImageField
     from ffcv.fields.rgb_image import RandomResizedCropRGBImageDecoder
@@ -358,7 +359,7 @@ def limit(shards: list[str], folder: str, decoder: str) -> Iterator:
 
 
 def repeat_limit(shards: list[str], decoder: str, finished) -> None:
-    """Do a part of decoding for one batch after the other; the boxes are drawn before."""
+    """Run a part of decoding for one batch after another; the boxes are drawn in advance."""
     import cv2
 
     from benchmarks.decode import DECODERS, crops_of, read_photos
@@ -375,11 +376,11 @@ def repeat_limit(shards: list[str], decoder: str, finished) -> None:
 
 
 def least(shards: list[str], folder: str, restarts: bool) -> Iterator:
-    """The least that any loader with libjpeg-turbo and OpenCV must do.
+    """The minimum work of any loader with libjpeg-turbo and OpenCV.
 
-    Each of two processes copies a sample's bytes out of the tar, compares their digest, draws crop and flip, decodes
-    the crop, and resizes and mirrors it into memory that is shared. Headers are read before; nobody looks at labels, or
-    knows which sample is whose turn, and nothing is copied afterwards.
+    Each of two processes copies a sample's bytes from the tar, verifies their digest, draws crop and flip, decodes the
+    crop, and resizes and mirrors it into shared memory. Headers are read in advance, labels are ignored, there is no
+    sample order, and batches are not copied.
     """
     import multiprocessing
     from mmap import mmap
@@ -405,7 +406,7 @@ def least(shards: list[str], folder: str, restarts: bool) -> Iterator:
 
 
 def fill_places(index: Index, places: np.ndarray, connection: Connection) -> None:
-    """Fill whichever of `places` (PLACES, BATCH, SIZE, SIZE, 3) is asked for with a batch, and say so."""
+    """Fill each requested one of `places` (PLACES, BATCH, SIZE, SIZE, 3) with a batch, and confirm it."""
     from mmap import ACCESS_READ, mmap
 
     import cv2
@@ -447,7 +448,7 @@ def fill_places(index: Index, places: np.ndarray, connection: Connection) -> Non
 
 @dataclass(frozen=True)
 class Contender:
-    """A loader, and the modules beyond those of this checkout that it needs."""
+    """A loader, and the additional modules that it needs."""
 
     batches: Callable[[list[str], str], Iterator]
     needs: tuple[str, ...] = ()

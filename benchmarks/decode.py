@@ -1,16 +1,16 @@
-"""From JPEG bytes and a crop box to 224 × 224 pixels: images per CPU-second of ways to decode, and what bounds them.
+"""Compare ways to decode a JPEG crop to 224 × 224 pixels, in images per CPU-second, and their lower bounds.
 
     python benchmarks/decode.py --shards FOLDER [--python OTHER/bin/python] [--rounds 7]
 
-1. The boxes are drawn before anything is timed, by the sampler of training; every way gets the same photographs and
-   boxes, other boxes in each round. Reading shards, shuffling and batching are no part of it: that is loader.py.
-2. The ways take turns, in an order that is rotated from round to round. Those that this interpreter lacks a library for
-   run in a process of `--python`, which is told line by line what to do; what neither has is left out, by name.
-3. The table has medians, and of the ratios to the base the median of those within a round.
+1. The boxes are drawn before the timing, by the sampler of training. All decoders get the same photographs and boxes,
+   with new boxes in each round. Reading shards, shuffling and batching are not included (see loader.py).
+2. The decoders run in turn, in an order that rotates between rounds. A decoder whose library is missing here runs in a
+   process of the interpreter `--python`; if it is missing there too, the decoder is skipped and named.
+3. The table shows medians, and the median of the per-round ratios to the base.
 
-Rows that begin with "limit" are no decoders. "Huffman codes" reads, with libjpeg-turbo, what it must read of a file to
-know the crop: all codes down to its last row, or with restart markers those of the runs that hold it. "libraries" is
-the crop by libjpeg-turbo and its resize by OpenCV, and nothing else: no header of ours, no draw, no flip.
+Rows that begin with "limit" are not decoders. "Huffman codes" is the time in which libjpeg-turbo reads the necessary
+codes for the crop: all codes down to its last row or, with restart markers, those of the intervals that contain it.
+"libraries" is only the crop by libjpeg-turbo and the resize by OpenCV, without our header parsing, drawing and flip.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ BASE = "TensorFlow, decode and crop, resize"
 
 
 class Crop(NamedTuple):
-    """What a way is given: a file, the box that is wanted of it, and the scale and region that libjpeg is asked for."""
+    """Input of a decoder: a file, the crop box, and the scale and region to request from libjpeg."""
 
     data: bytes
     box: Box
@@ -58,13 +58,13 @@ Way = Callable[[list[Crop]], None]
 
 
 def read_photos(shards: list[str], marked: bool) -> list[bytes]:
-    """The photographs of some tars; with restart markers if `marked`."""
+    """Read the photographs of some tars; with restart markers if `marked`."""
     photos = [sample.read() for sample in tars(shards)]
     return [add_restarts(photo) or photo for photo in photos] if marked else photos
 
 
 def crops_of(photos: list[bytes], turn: int, region_of: RegionOf) -> list[Crop]:
-    """A training crop of every photograph, another one in each turn."""
+    """Draw a training crop of each photograph; the crops differ between turns."""
     crops = []
     for number, photo in enumerate(photos):
         header = read_header(photo)
@@ -77,20 +77,20 @@ def crops_of(photos: list[bytes], turn: int, region_of: RegionOf) -> list[Crop]:
 
 
 def region_of_crop(data: bytes, box: Box) -> tuple[int, Box]:
-    """As `decode_crop` asks for it."""
+    """Return the scale and region that `decode_crop` requests."""
     denominator = reduction(min(box.height, box.width), SIZE)
     return denominator, box if denominator == 1 else reduced_box(box, read_header(data), denominator)
 
 
 def last_pixel(data: bytes, box: Box) -> tuple[int, Box]:
-    """A pixel of the crop's last row: of a plain file, the codes of all rows above must be read for it."""
+    """Return a pixel in the crop's last row: for a file without restart markers, all codes above must be read."""
     return 1, Box(box.y + box.height - 1, box.x, 1, 1)
 
 
 def codes_of_runs(data: bytes, box: Box) -> tuple[int, Box]:
-    """The crop at 1/8 scale, where libjpeg makes one pixel of a block's 64: hardly anything but the codes costs.
+    """Return the crop at 1/8 scale, at which libjpeg computes one pixel per block, so that almost only the codes cost.
 
-    It lies in no other runs between restart markers than the crop.
+    The region is in the same restart intervals as the crop.
     """
     y, height = eighths(box.y, box.height)
     x, width = eighths(box.x, box.width)
@@ -98,8 +98,8 @@ def codes_of_runs(data: bytes, box: Box) -> tuple[int, Box]:
 
 
 def eighths(start: int, length: int) -> tuple[int, int]:
-    """Start and length at 1/8 scale of a span for which no pixel is read that the span itself does not need."""
-    # One pixel around a region is read with it: at full scale those from `start` − 1 on, at 1/8 scale one of 8 × 8.
+    """Return start and length at 1/8 scale of a span, without reading pixels that the span does not need."""
+    # libjpeg also reads one pixel around a region: from `start` − 1 at full scale, and an 8 × 8 block at 1/8 scale.
     first = -(-(start - 1) // 8) + 1
     stop = (start + length + 1) // 8 - 1
     return first, max(stop - first, 1)
@@ -109,7 +109,7 @@ def eighths(start: int, length: int) -> tuple[int, int]:
 
 
 def each(decode: Callable[[Crop], None]) -> Way:
-    """Decode one after the other."""
+    """Return a decoder that processes the crops one after another."""
 
     def run(crops: list[Crop]) -> None:
         for crop in crops:
@@ -158,7 +158,7 @@ def torchvision(crop: Crop) -> None:
 
 
 def tensorflow(crops: list[Crop]) -> None:
-    """As big_vision does it, in a graph: Python is asked 10 times in all."""
+    """Decode like big_vision, in a graph, with 10 calls from Python in total."""
     data, boxes, samples = tensorflow_graph(len(crops))
     data.assign([crop.data for crop in crops])
     boxes.assign([crop.box for crop in crops])
@@ -168,7 +168,7 @@ def tensorflow(crops: list[Crop]) -> None:
 
 @cache
 def tensorflow_graph(count: int):
-    """Variables of `count` files and boxes, and what decodes them whenever it is iterated; traced once."""
+    """Return variables for `count` files and boxes, and a dataset that decodes them when iterated; traced once."""
     import tensorflow as tf
 
     data = tf.Variable([b""] * count)
@@ -181,7 +181,7 @@ def tensorflow_graph(count: int):
     def load(number):
         image = tf.image.decode_and_crop_jpeg(data[number], boxes[number], channels=3)
         image = tf.cast(tf.clip_by_value(tf.image.resize(image, [SIZE, SIZE]), 0, 255), tf.uint8)
-        # The other ways leave the pixels where they are, so these are not copied into a batch either.
+        # The other decoders do not copy the pixels into a batch, so this one does not either.
         return image[-1, -1]
 
     samples = tf.data.Dataset.range(count).map(load).batch(-(-count // 10)).with_options(options)
@@ -189,7 +189,7 @@ def tensorflow_graph(count: int):
 
 
 class Decoder(NamedTuple):
-    """A way to decode, and what it needs."""
+    """A decoder and its requirements."""
 
     way: Way
     needs: str = "cv2"
@@ -216,7 +216,7 @@ DECODERS = {
 
 
 def serve(shards: list[str]) -> None:
-    """Answer every line `[name, turn]` with the CPU-seconds an image that it takes; null where a library fails."""
+    """Answer each line `[name, turn]` with the CPU-seconds per image; null if a library fails."""
     cv2.setNumThreads(1)
     photos = cache(lambda marked: read_photos(shards, marked))
     for line in sys.stdin:
@@ -227,37 +227,37 @@ def serve(shards: list[str]) -> None:
             start = time.process_time()
             decoder.way(crops)
             answer = (time.process_time() - start) / len(crops)
-        except (ImportError, OSError, RuntimeError) as error:  # a library that is there and does not load
-            print(f"left out: {name}: {error}", file=sys.stderr)
+        except (ImportError, OSError, RuntimeError) as error:  # an installed library that does not load
+            print(f"skipped {name}: {error}", file=sys.stderr)
             answer = None
         print(json.dumps(answer), flush=True)
 
 
 class Interpreter:
-    """A process of some Python that runs ways, one at a time."""
+    """A process of some Python interpreter that runs decoders, one at a time."""
 
     def __init__(self, python: str, shards: str):
-        # Threads of libraries and TensorFlow's greetings are turned off.
+        # Turn off threads of libraries and TensorFlow's startup messages.
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
         command = [python, __file__, "--shards", shards, "--serve"]
         pipe = subprocess.PIPE
         self.child = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
 
     def cpu_s(self, name: str, turn: int) -> float | None:
-        """CPU-seconds an image of a way; raises ValueError where the process has ended."""
+        """Return the CPU-seconds per image of a decoder; raises ValueError if the process has ended."""
         assert self.child.stdin is not None and self.child.stdout is not None, "both are pipes"
         print(json.dumps([name, turn]), file=self.child.stdin, flush=True)
         return json.loads(self.child.stdout.readline())
 
     def end(self) -> None:
-        """Let the process end."""
+        """End the process."""
         assert self.child.stdin is not None, "it is a pipe"
         self.child.stdin.close()
         self.child.wait()
 
 
 def python_of(needs: str, other: str) -> str | None:
-    """The Python that has a module: this one, the other one, or None."""
+    """Return the interpreter that has a module: this one, the other one, or None."""
     if importlib.util.find_spec(needs) is not None:
         return sys.executable
     has = subprocess.run([other, "-c", f"import importlib.util as u; exit(u.find_spec({needs!r}) is None)"])
@@ -268,7 +268,7 @@ def python_of(needs: str, other: str) -> str | None:
 
 
 def run_rounds(args: argparse.Namespace) -> dict[str, list[float]]:
-    """CPU-seconds an image of every way in every round."""
+    """Return the CPU-seconds per image of each decoder in each round."""
     interpreters: dict[str, Interpreter] = {}
     runs_in: dict[str, Interpreter] = {}
     for name, decoder in DECODERS.items():

@@ -1,10 +1,10 @@
-"""What comparing every sample with a digest of its own costs: a share of the loader's CPU time.
+"""Measure the cost of verifying the digest of every sample, as a share of the loader's CPU time.
 
     python benchmarks/digest.py --shards FOLDER [--rounds 9]
 
-Every round reads and decodes the same photographs into 224-pixel crops, as a decoding process does, and then computes
-each contender's digest of the same bytes, a copy made just before, in the same process. Shares are medians of those
-within a round. A contender that is not installed is left out.
+Each round reads and decodes the same photographs to 224-pixel crops, like a decoding process, and then computes the
+digest of each contender for a fresh copy of the same bytes, in the same process. Shares are medians of the shares
+within a round. A contender that is not installed is skipped.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def decoder_of(index: Index) -> Decoder:
 
 
 def loading_s(decoder: Decoder, steps: range) -> float:
-    """CPU-seconds an image that reading and decoding takes, the digest of every sample included."""
+    """Return the CPU-seconds per image of reading and decoding, including the digest of every sample."""
     memory = bytearray(decoder.layout.bytes)
     start = time.process_time()
     for step in steps:
@@ -67,7 +67,7 @@ def loading_s(decoder: Decoder, steps: range) -> float:
 
 
 def digest_s(decoder: Decoder, steps: range, contender: Callable[[bytes, bytes], int]) -> float:
-    """CPU-seconds an image that a digest of the same samples' bytes takes, each just copied as a reader does."""
+    """Return the CPU-seconds per image of a digest of the same samples, each copied just before as in a reader."""
     seconds = 0.0
     for step in steps:
         for _, shard, sample in zip(*decoder.order.batch(step), strict=True):

@@ -1,9 +1,9 @@
-"""What `exact_parts` costs: a training step with it and without, taking turns in one run, at several worlds.
+"""Measure the cost of `exact_parts`: training steps with and without it, in turn, for several numbers of workers.
 
     OMP_NUM_THREADS=1 python benchmarks/exact.py [--model S/16] [--worlds 1 2 4] [--zero 2] [--rounds 9]
 
-Every world computes the same global batches. Ratios are medians of ratios within a round. Memory is the most that a
-worker ever held, from runs of three steps with one kind of engine alone.
+All numbers of workers compute the same global batches. Ratios are medians of the ratios within a round. Memory is the
+peak of a worker, from runs of three steps with only one kind of engine.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from pipeline.process_group import join_group
 
 
 def worker(task: dict[str, Any]) -> dict[str, Any]:
-    """Seconds of every step by kind of engine, the sums' seconds, and this worker's most memory."""
+    """Return the seconds of each step by kind of engine, the seconds of the sums, and this worker's peak memory."""
     join_group(600)
     engines = {kind: make(kind, task) for kind in task["kinds"]}
     seconds: dict[str, list[float]] = {kind: [] for kind in engines}
@@ -43,7 +43,7 @@ def worker(task: dict[str, Any]) -> dict[str, Any]:
             began = time.monotonic()
             step(engine, number, task)
             torch.distributed.barrier()
-            if number:  # the first warms caches and allocators
+            if number:  # the first step warms up caches and allocators
                 seconds[kind].append(time.monotonic() - began)
     weights = {kind: digest(engine) for kind, engine in engines.items()}
     sums = engines["exact"].price(task["rounds"]) if "exact" in engines else None  # type: ignore[attr-defined]
@@ -73,7 +73,7 @@ def digest(engine: Engine) -> str:
 
 
 def step(engine: Engine, number: int, task: dict[str, Any]) -> None:
-    """One global batch of a micro-batch for every part."""
+    """Run a step on one global batch, with one micro-batch per part."""
     rank = torch.distributed.get_rank()
     parts_here = task["parts"] // torch.distributed.get_world_size()
     for part in range(rank * parts_here, (rank + 1) * parts_here):

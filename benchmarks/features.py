@@ -1,10 +1,10 @@
-"""How much memory the features of a set take on each worker: gathered on all, as before, and streamed to rank 0.
+"""Measure the memory of a set's features on each worker: gathered on all workers, as before, or streamed to rank 0.
 
     OMP_NUM_THREADS=1 python benchmarks/features.py [--worlds 1 2 4] [--samples 60000] [--width 2048]
 
-The model is a table look-up, so that nothing but the features takes memory. What is counted is the growth of a worker's
-own memory (anonymous, as the kernel counts it: pages of files can be dropped) from before the pass to its peak, in
-units of the feature set's bytes; and in kNN, where all of the set is compared with itself in part.
+The model is a table lookup, so that only the features need memory. The result is the growth of a worker's anonymous
+memory (the kernel can drop file pages) from before the pass to its peak, in units of the size of the feature set; also
+for kNN, which compares part of the set with the full set.
 """
 
 import argparse
@@ -33,11 +33,11 @@ from pipeline.evaluation.probes import Inputs, NeighboursConfig, knn
 from pipeline.process_group import join_group
 
 BATCH = 64
-QUERIES = 2048  # rows that kNN is asked for
+QUERIES = 2048  # query rows of kNN
 
 
 class Table(nn.Module):
-    """Features by the first pixel of an image."""
+    """Model that looks up features by the first pixel of an image."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Table(nn.Module):
 
 
 class Peak:
-    """The largest anonymous memory of this process while it is open, bytes."""
+    """Context manager that records the peak of this process's anonymous memory, in bytes."""
 
     def __enter__(self) -> "Peak":
         self.before = self.now()
@@ -75,7 +75,7 @@ class Peak:
 
 
 def batches(samples: int, rank: int, world: int) -> Iterator[EvaluationBatch]:
-    """This rank's batches of a set in one shard."""
+    """Yield this rank's batches of a set in one shard."""
     of_rank = ceil(ceil(samples / BATCH) / world)
     for number in range(rank * of_rank, (rank + 1) * of_rank):
         rows = torch.arange(number * BATCH, (number + 1) * BATCH)
@@ -86,7 +86,7 @@ def batches(samples: int, rank: int, world: int) -> Iterator[EvaluationBatch]:
 
 
 def gathered(model: Table, samples: Iterator[EvaluationBatch]) -> Tensor:
-    """The way of before: every worker gathers the features of all as objects."""
+    """Gather the features of all workers as objects on every worker, the earlier implementation."""
     features_here = []
     for batch in samples:
         rows = model.features(batch.images.float() / 127.5 - 1)
@@ -98,7 +98,7 @@ def gathered(model: Table, samples: Iterator[EvaluationBatch]) -> Tensor:
 
 
 def measure(task: dict[str, Any]) -> list[dict[str, float]]:
-    """What each worker's memory grew by, in feature sets."""
+    """Return the memory growth of each worker, in units of the feature set."""
     join_group(600.0)
     torch.set_num_threads(1)
     rank, world = dist.get_rank(), dist.get_world_size()

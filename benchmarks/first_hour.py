@@ -1,19 +1,20 @@
-"""What somebody has after the same CPU time: `jobs new` and `jobs run`, or timm's own train.py with its defaults.
+"""Compare the accuracy after equal CPU time: `jobs new` and `jobs run` against timm's train.py with its defaults.
 
     python -m benchmarks.first_hour pytorch-image-models/train.py --python TIMM-VENV/bin/python --minutes 10
 
-TRAIN.PY is that of the release of timm in the other environment, with validate.py beside it. Three sets, each in two
-parts that both sides share:
+train.py must be from the release of timm in the other environment, with validate.py next to it. Both sides use the
+same train and test parts of three sets:
 - photographs: 300 of ImageNet-1k, animals (ids 0 to 397) and things, a fifth of each held out;
 - cifar10: 10,000 and 2,000 images, which ours reads as tars and train.py as class folders;
 - digits: UCI's 1,797 handwritten digits, at 32 px.
 
-1. Ours runs until the recipe that `jobs new --minutes M` wrote is done; everything that it does counts, in CPU seconds
-   of all its processes: looking at the images, packing, starting, evaluating.
-2. train.py gets as many, and is then ended. Its defaults are a ResNet-50 at 224 px, 300 epochs and batches of 128;
-   beside the number of classes and the device it is told to keep a checkpoint of every step, or there would be none.
-3. validate.py evaluates the newest one, which is not counted.
-Both have the first two cores of the machine.
+1. Ours runs the recipe of `jobs new --minutes M` to its end. The CPU seconds of all its processes count, including
+   inspecting the images, packing, startup and evaluation.
+2. train.py is stopped after the same CPU seconds. Its defaults are a ResNet-50 at 224 px, 300 epochs, and batches of
+   128. Apart from the number of classes and the device, it only gets an option to save a checkpoint at every step,
+   because otherwise there would be none.
+3. validate.py evaluates the newest checkpoint; its time does not count.
+Both use the first two cores of the machine.
 """
 
 import argparse
@@ -33,8 +34,8 @@ from data.extras.sources.tars import tars
 from data.sources.samples import Sample, digits
 
 ROOT = Path(__file__).parents[1]
-ANIMALS = 398  # of ImageNet-1k's 1,000 classes, in the order of their ids
-RECOVERY_STEPS = "1"  # between two checkpoints of train.py, whose steps take half a minute of CPU time
+ANIMALS = 398  # the first classes of ImageNet-1k, which are animals
+RECOVERY_STEPS = "1"  # steps between checkpoints of train.py; a step takes half a minute of CPU time
 
 
 def write_folders(samples: Iterable[Sample], folder: Path, names: list[str]) -> None:
@@ -47,7 +48,7 @@ def write_folders(samples: Iterable[Sample], folder: Path, names: list[str]) -> 
 
 
 def make_photographs(images: Path, folder: Path) -> None:
-    """Write the photographs as animals and things, of each every fifth for validation."""
+    """Write the photographs as two classes, animals and things, with every fifth image for validation."""
     parts: dict[str, list[Sample]] = {"train": [], "validation": []}
     seen = [0, 0]
     for sample in tars(f"{images}/imagenet1k-*.tar"):
@@ -61,7 +62,7 @@ def make_photographs(images: Path, folder: Path) -> None:
 
 
 def cpu_seconds(command: list[str], folder: Path, limit_s: float | None = None) -> float:
-    """Run a command and return the CPU seconds of all its processes; end it once they are `limit_s`."""
+    """Run a command, stop it after `limit_s` CPU seconds, and return the CPU seconds of all its processes."""
     seconds: dict[int, float] = {}
     with (
         open(folder / "log.txt", "a") as log,
@@ -98,7 +99,7 @@ def ours(place: str, folder: Path, minutes: float) -> tuple[float, float]:
 
 
 def theirs(train_py: Path, python: str, images: Path, folder: Path, limit_s: float) -> tuple[str, float]:
-    """Return the accuracy and the CPU seconds of train.py, ended after as many."""
+    """Return the accuracy and the CPU seconds of train.py, stopped after `limit_s` CPU seconds."""
     folder.mkdir()
     classes = str(len(list((images / "train").iterdir())))
     common = ["--data-dir", str(images), "--num-classes", classes, "--device", "cpu"]

@@ -1,11 +1,11 @@
-"""Fewer operations for the same features: few-shot accuracy and exaFLOPs with patches left out and small images first.
+"""Measure few-shot accuracy against training FLOPs, with token dropping and with smaller images first.
 
     python -m benchmarks.flops --images FOLDER [--seeds 0 1 2] [--run runs/flops]
 
-FOLDER holds CIFAR-10 as WebDataset tars, cifar10-train-*.tar and cifar10-test-*.tar. A small ViT is pretrained on it by
-`jobs run`, once for each row and seed; its features are judged by the closed-form few-shot probe at the end. One row
-takes the FLOPs away by training for fewer steps: thinning that does no better than that is worth nothing. What has
-finished is not run again, so that the command may be stopped and typed again, also with more seeds.
+FOLDER contains CIFAR-10 as WebDataset tars, cifar10-train-*.tar and cifar10-test-*.tar. `jobs run` pretrains a small
+ViT on it once per row and seed, and the closed-form few-shot probe evaluates its features at the end. One row saves
+FLOPs by training for fewer steps; token dropping is useful only if it beats this row. Finished runs are skipped, so the
+command can be interrupted and repeated, also with more seeds.
 """
 
 import argparse
@@ -58,7 +58,7 @@ pretrain:
 
 
 def load(options: argparse.Namespace, row: str, seed: int) -> tuple[Campaign, Stage]:
-    """Return the campaign of one row and seed; all lie in one run directory."""
+    """Return the campaign of one row and seed; all campaigns share one run directory."""
     path = Path(options.run) / "recipe.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(RECIPE.format(run=Path(options.run).resolve(), images=Path(options.images).resolve()))
@@ -85,7 +85,7 @@ def main() -> None:
 
     flops: dict[str, int] = {}
     accuracy: dict[tuple[str, int], list[float]] = {}  # by row and shots, one for each seed
-    # Seed by seed: where it is stopped, every row has as many seeds.
+    # Iterate over seeds first, so that all rows have equally many seeds after an interruption.
     for seed in options.seeds:
         for row in options.rows:
             loaded, stage = load(options, row, seed)

@@ -1,10 +1,10 @@
-"""What a step on a CPU costs where malloc keeps the memory that is freed, and where it gives it back to the kernel.
+"""Measure the cost of a CPU training step if malloc keeps freed memory, and if it returns it to the kernel.
 
     OMP_NUM_THREADS=1 python -m benchmarks.freed_memory [--rounds 3] [--only B/16] [--thread]
 
-Steps of the training loop without its loader (forward, backward, engine), one worker. The ways take turns, each in a
-process of its own; processor seconds and page faults of a step, medians, and the dearest step. With `--thread` the loop
-is not in the main thread, as it is under Ray.
+Each variant runs steps of the training loop without the loader (forward, backward, engine) on one worker, in a separate
+process, in turn. The table shows CPU seconds and page faults per step, as medians and for the most expensive step. With
+`--thread`, the loop does not run in the main thread, as under Ray.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from pipeline.training_config import TrainConfig
 
 
 class Row(NamedTuple):
-    """A step that is taken."""
+    """Configuration of a measured step."""
 
     model: str
     micro_batch: int
@@ -69,7 +69,7 @@ class Stepper:
         self.targets = torch.zeros(row.micro_batch, config.classes, device=device)
 
     def take(self) -> float:
-        """Take a step; returns the processor seconds of this process."""
+        """Run a step, and return the CPU seconds of this process."""
         began = time.process_time()
         logits = self.engine.forward(self.images).float()
         loss = F.binary_cross_entropy_with_logits(logits, self.targets, reduction="sum")
@@ -80,7 +80,7 @@ class Stepper:
 
 
 class Steps(NamedTuple):
-    """What the steps of a process took: processor seconds and page faults, medians, and those of the dearest."""
+    """CPU seconds and page faults of the steps in a process: medians and maxima."""
 
     seconds: float
     faults: float
@@ -89,7 +89,7 @@ class Steps(NamedTuple):
 
 
 def worker(row: Row, way: str) -> None:
-    """Print what steps take."""
+    """Print the cost of steps, in a worker process."""
     if way == GIVEN_BACK:
         process_group.keep_freed_memory = lambda: ""
     with tempfile.TemporaryDirectory() as folder:
@@ -109,7 +109,7 @@ def worker(row: Row, way: str) -> None:
 
 
 def measured(name: str, way: str, *, in_thread: bool) -> Steps:
-    """Return what steps take, from a process of its own."""
+    """Measure the cost of steps in a separate process."""
     command = [sys.executable, "-m", "benchmarks.freed_memory", "--row", name, "--way", way]
     if in_thread:
         command.append("--thread")
@@ -121,7 +121,7 @@ def measured(name: str, way: str, *, in_thread: bool) -> Steps:
 
 
 def main() -> None:
-    """Measure the ways in turn, and print the table."""
+    """Measure the variants in turn, and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="", help="rows with this word")

@@ -1,13 +1,13 @@
-"""What a training step costs the host: process CPU time of a step with H/14's 392 parameters and next to no arithmetic.
+"""Measure the host's CPU time of a training step, with H/14's 392 parameters and almost no arithmetic.
 
     OMP_NUM_THREADS=1 python benchmarks/host.py [--zero 1 2 3] [--precision bf16] [--before CHECKOUT] [--rounds 15]
 
-The model is H/14 at width 32 on one image of 28 px, on one worker: what is left of a step is hooks, buckets, norms,
-gathering, the optimizer's calls. Contenders are processes of their own, which take turns in rotated order:
+The model is H/14 at width 32 on one image of 28 px, on one worker: the step consists of hooks, buckets, norms,
+gathering, and optimizer calls. The contenders are separate processes, which run in turn in rotated order:
     torch    the same model, AdamW and clipping in plain torch
-    stock    DeepSpeed by its own defaults, with the same optimizer
+    stock    DeepSpeed with its defaults and the same optimizer
     ours     the engine of this checkout
-    before   the engine of another checkout, where `--before` names one
+    before   the engine of another checkout, given by `--before`
 """
 
 import argparse
@@ -22,15 +22,15 @@ from typing import Any, TextIO
 
 ROOT = Path(__file__).parents[1]
 STEPS_A_TURN = 3
-# At ZeRO 3 DeepSpeed gathers what has fewer elements once and for all, by default 100,000: H/14's vectors, and none of
-# its matrices. At width 32 this number parts them alike.
+# At ZeRO 3, DeepSpeed keeps parameters below a threshold (default 100,000 elements) gathered: the vectors of H/14, but
+# none of its matrices. At width 32, this number separates vectors and matrices in the same way.
 PERSISTENT = 500
 
 Step = Callable[[], None]
 
 
 class Contender:
-    """A process that takes steps when it is told to."""
+    """A process that runs steps on request."""
 
     def __init__(self, kind: str, checkout: Path, options: argparse.Namespace, zero: int, port: int) -> None:
         self.environment = {
@@ -57,15 +57,15 @@ class Contender:
         self.answer()
 
     def answer(self) -> float:
-        """Return the seconds that the worker says."""
+        """Return the seconds that the worker reports."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise SystemExit("a worker has ended; --verbose shows what it says")
+            raise SystemExit("a worker has exited; add --verbose to see its output")
         return float(line)
 
     def take_turn(self) -> float:
-        """Return the CPU seconds of a step, the mean over a few."""
+        """Return the mean CPU seconds of a few steps."""
         assert self.process.stdin is not None
         print("go", file=self.process.stdin, flush=True)
         return self.answer()
@@ -81,8 +81,8 @@ class Contender:
 
 
 def work(kind: str, zero: int, precision: str, accumulation: int) -> None:
-    """Make the contender, then take some steps for every line that comes in, and say what one of them cost."""
-    # What DeepSpeed prints goes where errors go: our own words are read by a program.
+    """Build the contender, then run some steps for each input line, and report the cost per step."""
+    # Redirect DeepSpeed's output to stderr, because stdout is parsed.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     import torch
@@ -109,7 +109,7 @@ def say(answers: TextIO, seconds: float) -> None:
 
 
 def parts(precision: str) -> tuple[Any, Any, Any]:
-    """The model, and images and labels of a step."""
+    """Return the model, and the images and labels of a step."""
     import torch
 
     import models
@@ -122,7 +122,7 @@ def parts(precision: str) -> tuple[Any, Any, Any]:
 
 
 def groups(model: Any) -> list[dict[str, Any]]:
-    """The optimizer's two groups, with and without decay."""
+    """Return the optimizer's two parameter groups, with and without weight decay."""
     import models
 
     decayed = models.decayed_parameters(model)
@@ -216,7 +216,7 @@ STEPS: dict[str, Callable[[int, str, int], Step]] = {
 
 
 def measure(options: argparse.Namespace, zero: int) -> dict[str, list[float]]:
-    """CPU seconds of a step of every contender in every round."""
+    """Return the CPU seconds per step of each contender in each round."""
     checkouts = {"torch": ROOT, "stock": ROOT, "ours": ROOT}
     if options.before is not None:
         checkouts["before"] = options.before.resolve()
@@ -228,7 +228,7 @@ def measure(options: argparse.Namespace, zero: int) -> dict[str, list[float]]:
     for _ in range(options.rounds):
         for kind in order:
             taken[kind].append(contenders[kind].take_turn())
-        order = [*order[1:], order[0]]  # each comes after each: none has a better place in the round
+        order = [*order[1:], order[0]]  # rotate, so that no contender has a better position in the round
     for contender in contenders.values():
         contender.end()
     return taken
@@ -240,7 +240,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--before", type=Path, help="another checkout, whose engine takes part")
+    parser.add_argument("--before", type=Path, help="another checkout, whose engine is measured too")
     parser.add_argument("--port", type=int, default=29_640)
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--worker", choices=list(STEPS), help=argparse.SUPPRESS)

@@ -1,12 +1,12 @@
-"""Counts how plain a tree of Python files is; docs/design/house.md says what each number is for.
+"""Count style metrics of a tree of Python files; docs/design/house.md explains each number.
 
     python -m benchmarks.house                       # the four packages, and the tests apart
     python -m benchmarks.house --markdown            # the same as rows of the table in docs/design/house.md
     python -m benchmarks.house OTHER/src OTHER/x.py  # any Python tree; the paths are counted together
-    python -m benchmarks.house --centre              # core and extras, what reaches what, and what has no test
-    python -m benchmarks.house --centre --names      # the same, with every class name and module that is counted
+    python -m benchmarks.house --centre              # core and extras, import closures, and modules without tests
+    python -m benchmarks.house --centre --names      # the same, with the names of the counted classes and modules
 
-All rates are per 1,000 lines that are not blank. What each number counts is written at its field of `Counts`.
+All rates are per 1,000 non-blank lines. The fields of `Counts` define the numbers.
 """
 
 import argparse
@@ -29,9 +29,9 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("models", "data", "pipeline", "jobs")
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 ROOTS = ("jobs.run.session", "pipeline.train", "jobs.cluster.ray_nodes")  # the Ray back end is imported by name
-# sitecustomize.py of every process of a small training. Fork servers and their forks, the workers, write down which of
-# our modules they import. The server imports nothing in advance, as on a node with GPUs: each worker imports
-# what it needs.
+# sitecustomize.py for all processes of a small training run: fork servers and their forks, the workers, record which of
+# our modules they import. The server imports nothing in advance, as on a node with GPUs, so each worker imports what it
+# needs.
 RECORD_IMPORTS = """
 import os, sys
 
@@ -46,16 +46,16 @@ if "jobs.cluster.fork_server" in sys.orig_argv:
     sys.argv = [word for word in sys.argv if word != "imports"]
     sys.meta_path.insert(0, Recorder())
 """
-VAGUE_NAMES = ("found", "one")  # names that say nothing of the value they hold
+VAGUE_NAMES = ("found", "one")  # names that do not describe the value
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass
 class Counts:
-    """What was counted in a tree of files."""
+    """Metrics of a tree of files."""
 
-    lines: int = 0  # that are not blank
-    comment_lines: int = 0  # that hold a comment and nothing else
+    lines: int = 0  # non-blank lines
+    comment_lines: int = 0  # lines with only a comment
     comprehensions: int = 0  # of lists, sets and dicts, and generator expressions
     conditional_expressions: int = 0  # `a if b else c`
     tuple_assignments: int = 0  # both sides are written as tuples: `a, b = 1, 2`
@@ -68,11 +68,11 @@ class Counts:
     files_in_folder: Counter[Path] = field(default_factory=Counter)  # Python files, sub-folders not included
 
     def per_1000(self, number: int) -> float:
-        """The number as a rate per 1,000 lines that are not blank."""
+        """Return a number as a rate per 1,000 non-blank lines."""
         return 1000 * number / self.lines
 
     def rows(self) -> dict[str, str]:
-        """The numbers in words, under the names of the rows in docs/design/house.md."""
+        """Return the formatted numbers by the row names of docs/design/house.md."""
         # Ties are broken by the order in which files are read, which is sorted.
         folder, files = self.files_in_folder.most_common(1)[0]
         longest_file = max(self.file_lengths, key=self.file_lengths.__getitem__)
@@ -104,7 +104,7 @@ class Counts:
 
 
 def python_files(paths: Iterable[Path]) -> list[Path]:
-    """The Python files among the paths and in the folders among them, those of hidden folders left out."""
+    """Return the Python files among the paths and in their folders, except in hidden folders."""
     files = []
     for path in paths:
         if path.is_file():
@@ -118,9 +118,9 @@ def python_files(paths: Iterable[Path]) -> list[Path]:
 
 
 def count(paths: Iterable[Path]) -> Counts:
-    """Count all Python files of the paths together; raises SystemExit where there is none.
+    """Count all Python files of the paths together; raises SystemExit if there are none.
 
-    A file that this version of Python cannot parse is named and left out.
+    Files that this version of Python cannot parse are reported and skipped.
     """
     counts = Counts()
     for file in python_files(paths):
@@ -128,7 +128,7 @@ def count(paths: Iterable[Path]) -> Counts:
         try:
             tree = ast.parse(source, str(file))
         except SyntaxError as error:
-            print(f"left out: {file}: {error.msg}", file=sys.stderr)
+            print(f"skipped {file}: {error.msg}", file=sys.stderr)
             continue
         counts.file_lengths[file] = len(source.splitlines())
         counts.files_in_folder[file.parent] += 1
@@ -137,12 +137,12 @@ def count(paths: Iterable[Path]) -> Counts:
         count_expressions(tree, counts)
         count_signatures(tree, counts)
     if not counts.lines:
-        raise SystemExit("these paths hold no line of Python")
+        raise SystemExit("these paths contain no Python code")
     return counts
 
 
 def count_comment_lines(source: str) -> int:
-    """Lines that hold a comment alone; a number sign inside a string is none."""
+    """Return the number of lines with only a comment; a number sign inside a string does not count."""
     number = 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         stands_alone = not token.line[: token.start[1]].strip()
@@ -152,7 +152,7 @@ def count_comment_lines(source: str) -> int:
 
 
 def count_expressions(tree: ast.Module, counts: Counts) -> None:
-    """Add what is counted anywhere in the file: expressions, assignments, names, lengths of functions."""
+    """Add the metrics that are counted anywhere in a file: expressions, assignments, names, function lengths."""
     for node in ast.walk(tree):
         if isinstance(node, COMPREHENSIONS):
             counts.comprehensions += 1
@@ -162,18 +162,18 @@ def count_expressions(tree: ast.Module, counts: Counts) -> None:
             has_tuple_target = any(isinstance(target, ast.Tuple) for target in node.targets)
             counts.tuple_assignments += has_tuple_target and isinstance(node.value, ast.Tuple)
         elif isinstance(node, Function):
-            assert node.end_lineno is not None, "ast.parse gives every function its last line"
+            assert node.end_lineno is not None, "ast.parse sets the last line of every function"
             counts.function_lengths.append(node.end_lineno - node.lineno + 1)
             counts.functions_returning_text += returns_text(node)
 
-        # A vague name is counted where it gets its value, not at every use: a name used often is no worse.
+        # Count a vague name at its assignment and not at every use.
         name = bound_name(node)
         if name in VAGUE_NAMES:
             counts.vague_names[name] += 1
 
 
 def returns_text(function: Function) -> bool:
-    """Whether the annotation of what is returned holds `str`, or a list of it, and no other type."""
+    """Return whether the return annotation is `str` or a list of `str`."""
     if function.returns is None:
         return False
     types = {node.id for node in ast.walk(function.returns) if isinstance(node, ast.Name)}
@@ -181,7 +181,7 @@ def returns_text(function: Function) -> bool:
 
 
 def bound_name(node: ast.AST) -> str | None:
-    """The name that this node gives a value to, if it does."""
+    """Return the name that a node assigns, or None."""
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
         return node.id
     if isinstance(node, ast.arg):
@@ -190,7 +190,7 @@ def bound_name(node: ast.AST) -> str | None:
 
 
 def count_signatures(tree: ast.Module, counts: Counts) -> None:
-    """Add the public functions of the module and of its classes, and those of them whose annotations say `Any`."""
+    """Add the public functions of a module and its classes, and how many of them use `Any` in annotations."""
     for function in functions_of_modules_and_classes(tree):
         is_dunder = function.name.startswith("__")
         if function.name.startswith("_") and not is_dunder:
@@ -200,7 +200,7 @@ def count_signatures(tree: ast.Module, counts: Counts) -> None:
 
 
 def functions_of_modules_and_classes(tree: ast.Module) -> Iterator[Function]:
-    """Functions at the top of the module and methods of its classes, but no function inside another."""
+    """Yield the top-level functions of a module and the methods of its classes, but no nested functions."""
     for node in tree.body:
         if isinstance(node, Function):
             yield node
@@ -211,7 +211,7 @@ def functions_of_modules_and_classes(tree: ast.Module) -> Iterator[Function]:
 
 
 def annotations(function: Function) -> list[ast.expr]:
-    """Every annotation of a signature: parameters and the returned value."""
+    """Return all annotations of a signature: parameters and return value."""
     arguments = function.args
     parameters = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
     for variadic in (arguments.vararg, arguments.kwarg):
@@ -223,13 +223,13 @@ def annotations(function: Function) -> list[ast.expr]:
 
 
 def says_any(annotation: ast.expr) -> bool:
-    """Whether the annotation names `Any`, alone or inside another type."""
+    """Return whether an annotation contains `Any`."""
     return any(isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(annotation))
 
 
 def own_files_imported_to_train() -> int:
-    """Return how many files of the four packages a process has loaded that has imported the training loop."""
-    # In a process of its own: this one has imported nothing of the product, and what it imports it could not forget.
+    """Return the number of files of the four packages that importing the training loop loads."""
+    # Use a separate process, because modules imported in this process would stay loaded.
     script = (
         "import sys, pipeline.train\n"
         "for module in list(sys.modules.values()):\n"
@@ -255,12 +255,12 @@ def modules_in(root: Path) -> dict[str, Path]:
 
 
 def is_extra(module: str) -> bool:
-    """Return whether a module lies in the extras of its package."""
+    """Return whether a module is in the extras of its package."""
     return module.split(".")[1:2] == ["extras"]
 
 
 def imported_by(path: Path, modules: Mapping[str, Path]) -> set[str]:
-    """Return our modules that a file imports anywhere in its text, inside functions and for type checkers too."""
+    """Return our modules that a file imports anywhere, including inside functions and for type checking."""
     imported = set()
     for node in ast.walk(ast.parse(path.read_text())):
         names = []
@@ -269,7 +269,7 @@ def imported_by(path: Path, modules: Mapping[str, Path]) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         for name in names:
-            # `from data.order import Order` imports data and data.order; Order is no module.
+            # `from data.order import Order` imports data and data.order; Order is not a module.
             parts = name.split(".")
             for length in range(1, len(parts) + 1):
                 module = ".".join(parts[:length])
@@ -291,7 +291,7 @@ def imports_of_extras(modules: Mapping[str, Path]) -> list[str]:
 
 
 def reachable(roots: Iterable[str], modules: Mapping[str, Path]) -> set[str]:
-    """Return the modules that the roots import, and those that these import, and so on; the roots are among them."""
+    """Return the transitive imports of the roots, including the roots."""
     reached: set[str] = set()
     waiting = list(roots)
     while waiting:
@@ -303,7 +303,7 @@ def reachable(roots: Iterable[str], modules: Mapping[str, Path]) -> set[str]:
 
 
 def classes_by_name(modules: Mapping[str, Path]) -> dict[str, list[str]]:
-    """Return the modules that define a class at their top level, by the name of the class."""
+    """Return the modules that define each top-level class, by class name."""
     places: dict[str, list[str]] = {}
     for module, path in modules.items():
         for node in ast.parse(path.read_text()).body:
@@ -327,12 +327,12 @@ def untested_modules(modules: Mapping[str, Path], root: Path) -> list[str]:
 
 
 def lines_of(names: Iterable[str], modules: Mapping[str, Path]) -> int:
-    """Return how many lines the files of these modules have, blank ones included."""
+    """Return the number of lines of these modules, including blank ones."""
     return sum(len(modules[name].read_text().splitlines()) for name in names)
 
 
 def centre_rows(root: Path, with_names: bool) -> dict[str, str]:
-    """Return how much of the product is core, what it reaches, and what is named twice or has no test of its own."""
+    """Return the rows on core and extras: lines, import closures, repeated class names, and untested modules."""
     modules = modules_in(root)
     core = [module for module in modules if not is_extra(module)]
     rows = {}
@@ -363,7 +363,7 @@ def centre_rows(root: Path, with_names: bool) -> dict[str, str]:
 
 
 def modules_of_a_worker(root: Path) -> set[str]:
-    """Return our modules that a worker of a small training has imported, itself or with its fork server."""
+    """Return our modules that a worker of a small training run has imported, itself or in its fork server."""
     with tempfile.TemporaryDirectory(prefix="house-") as folder:
         Path(folder, "sitecustomize.py").write_text(RECORD_IMPORTS)
         recipe = Path(folder, "small.yaml")
@@ -380,9 +380,9 @@ def modules_of_a_worker(root: Path) -> set[str]:
 
 
 def table(columns: dict[str, Counts], markdown: bool, more_rows: Mapping[str, str] | None = None) -> str:
-    """One line a number, one column a tree; aligned text, or rows of a Markdown table.
+    """Format one row per metric and one column per tree, as aligned text or as rows of a Markdown table.
 
-    `more_rows` hold what was counted for the first column alone.
+    `more_rows` contains metrics of only the first column.
     """
     headings = ["", *columns]
     lines = [headings]
@@ -397,7 +397,7 @@ def table(columns: dict[str, Counts], markdown: bool, more_rows: Mapping[str, st
 
 
 def main() -> None:
-    """Print the numbers of the paths, or of this checkout's packages and tests."""
+    """Print the metrics of the given paths, or of this checkout's packages and tests."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="*", type=Path, help="files and folders, counted together")
     parser.add_argument("--markdown", action="store_true", help="print rows of a Markdown table")

@@ -1,10 +1,11 @@
-"""How often the intervals of an evaluation hold the true accuracy: simulations of every kind of value, with seeds.
+"""Simulate how often the confidence intervals of evaluations cover the true accuracy, for every kind of value.
 
     OMP_NUM_THREADS=1 python -m benchmarks.intervals [--repetitions 4000] [--seed 1]
 
-Each repetition draws test samples, and shots or runs where there are several, from a world whose true accuracy is
-known, and asks pipeline/evaluation/intervals.py. An interval of 95 % should hold the truth in 95 % of them. The table
-stands in docs/evaluation.md; tests/test_pipeline/evaluation/test_intervals.py runs fewer repetitions.
+Each repetition draws test samples, and also shots or runs if the value has several, from a simulation with known true
+accuracy, and computes the interval with pipeline/evaluation/intervals.py. A 95 % interval should cover the truth in
+95 % of the repetitions. docs/evaluation.md shows the table; tests/test_pipeline/evaluation/test_intervals.py runs fewer
+repetitions.
 """
 
 import argparse
@@ -25,7 +26,7 @@ Repetition = Callable[[np.random.Generator], tuple[float, tuple[float, float]]] 
 
 
 class Case(NamedTuple):
-    """A world to draw from."""
+    """A simulation to draw from."""
 
     kind: str
     of: str
@@ -39,7 +40,7 @@ def share(accuracy: float, samples: int, rng: np.random.Generator) -> tuple[floa
 def latent(
     level: float, spreads: tuple[float, ...], lengths: tuple[int, ...], rng: np.random.Generator
 ) -> tuple[float, tuple[float, float]]:
-    """A sample is right where level + an effect of each axis (run, draw, sample) + noise is above 0, all normal."""
+    """Simulate correctness: level + a normal effect of each axis (run, draw, sample) + normal noise is above 0."""
     score = level + rng.normal(size=lengths)
     for axis, spread in enumerate(spreads):
         shape = [1] * len(lengths)
@@ -52,7 +53,7 @@ def latent(
 def from_pool(
     pool: np.ndarray, lengths: tuple[int, ...], rng: np.random.Generator
 ) -> tuple[float, tuple[float, float]]:
-    """Take draws and samples, each independently of the others, from what was right in a large world."""
+    """Select draws and samples independently from the correct predictions of a large simulation."""
     chosen = pool
     for axis, length in enumerate(lengths):
         chosen = chosen.take(rng.integers(pool.shape[axis], size=length), axis)
@@ -62,14 +63,14 @@ def from_pool(
 def classes(
     sizes: np.ndarray, accuracy: float, alike: float, rng: np.random.Generator
 ) -> tuple[float, tuple[float, float]]:
-    """Classes of these sizes, whose accuracies are drawn around one: the larger `alike`, the less they differ."""
+    """Simulate classes of these sizes with random accuracies; a larger `alike` means more similar accuracies."""
     of_class = rng.beta(accuracy * alike, (1 - accuracy) * alike, len(sizes))
     labels = np.repeat(np.arange(len(sizes)), sizes)
     return float(of_class.mean()), mean_over_classes(rng.random(len(labels)) < of_class[labels], labels[:, None])
 
 
 def two_labels(samples: int, accuracy: float, rng: np.random.Generator) -> tuple[float, tuple[float, float]]:
-    """Every second sample has two of 20 labels; all are equally hard."""
+    """Simulate samples of equal difficulty, half of which have two of 20 labels."""
     labels = rng.integers(20, size=(samples, 2))
     labels[::2, 1] = -1
     labels[labels[:, 0] == labels[:, 1], 1] = -1
@@ -77,7 +78,7 @@ def two_labels(samples: int, accuracy: float, rng: np.random.Generator) -> tuple
 
 
 def neighbours(rng: np.random.Generator) -> np.ndarray:
-    """(200,000,) what scikit-learn's 10 nearest of 200 training points get right among two overlapping clouds."""
+    """Return correctness (200,000,) of scikit-learn's 10-NN with 200 training points on two overlapping clouds."""
     labels = rng.integers(2, size=200_200)
     points = rng.normal(size=(len(labels), 2)) + 1.8 * labels[:, None]
     voters = KNeighborsClassifier(10).fit(points[:200], labels[:200])
@@ -85,7 +86,7 @@ def neighbours(rng: np.random.Generator) -> np.ndarray:
 
 
 def few_shots(rng: np.random.Generator) -> np.ndarray:
-    """(400, 20,000) what the few-shot probe of 400 draws of 5 shots a class gets right among ten clouds."""
+    """Return correctness (400, 20,000) of the few-shot probe for 400 draws of 5 shots per class on ten clouds."""
     centres = 0.75 * rng.normal(size=(10, 16))
     labels = rng.integers(10, size=20_000)
     points = torch.from_numpy(centres[labels] + rng.normal(size=(20_000, 16)))
@@ -128,7 +129,7 @@ def cases(rng: np.random.Generator) -> Iterator[Case]:
 
 
 def coverage(repeat: Repetition, repetitions: int, rng: np.random.Generator) -> tuple[float, float]:
-    """Return the share of repetitions whose interval holds the truth, and the mean width."""
+    """Return the share of repetitions whose interval covers the truth, and the mean width."""
     held = 0
     width = 0.0
     for _ in range(repetitions):

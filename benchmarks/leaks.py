@@ -1,12 +1,12 @@
-"""How many planted copies of photographs the search for leaks finds, how many it makes up, and what it costs.
+"""Measure recall, false pairs and cost of the leak search on planted copies of photographs.
 
     python benchmarks/leaks.py --shards FOLDER [--draws 3] [--workers 2] [--cifar]
 
-The photographs of FOLDER/imagenet1k-*.tar are the test set. Copies of all of them are made in many ways and packed as
-a training set; a pair that is not of a photograph and its own copy is false. Of two photographs it counts once, because
-their copies are no independent trials. Then the same the other way round: the copies are the test set. With --cifar,
-FOLDER/cifar10-train-*.tar against cifar10-test-*.tar too: all pairs of these are unrelated but for the images that
-CIFAR has twice, so that what is printed must be looked at.
+The photographs of FOLDER/imagenet1k-*.tar are the test set. Copies of all photographs, transformed in many ways, are
+packed as the training set; any pair except a photograph and its own copy is false. False pairs of the same two
+photographs count once, because their copies are not independent trials. Then the roles are swapped: the copies become
+the test set. With --cifar, the search also compares FOLDER/cifar10-train-*.tar with cifar10-test-*.tar. These contain
+no copies except for the known duplicates of CIFAR, so the printed pairs must be checked by eye.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def resized(image: np.ndarray, scale: float) -> np.ndarray:
 
 
 def crop(image: np.ndarray, rng: np.random.Generator, least: float, most: float = 1.0) -> np.ndarray:
-    """A crop of the image's proportions, anywhere in it, of a share of its area between two bounds."""
+    """Return a random crop with the image's aspect ratio and a random share of its area."""
     height, width = image.shape[:2]
     side = np.sqrt(rng.uniform(least, most))
     y = rng.uniform(0, 1 - side)
@@ -54,7 +54,7 @@ def crop(image: np.ndarray, rng: np.random.Generator, least: float, most: float 
 
 
 def middle(image: np.ndarray) -> np.ndarray:
-    """The square in the middle, 224 of 256 pixels, as evaluation takes it."""
+    """Return the central crop of evaluation, 224 of 256 pixels."""
     height, width = image.shape[:2]
     scale = 256 / min(height, width)
     small = cv2.resize(image, (round(width * scale), round(height * scale)), interpolation=cv2.INTER_AREA)
@@ -64,7 +64,7 @@ def middle(image: np.ndarray) -> np.ndarray:
 
 
 def several(image: np.ndarray, rng: np.random.Generator) -> bytes:
-    """A crop, mirrored or not, smaller, in worse quality, a little brighter or darker."""
+    """Return a random crop, maybe mirrored, at a smaller size, lower quality and slightly different brightness."""
     changed = crop(image, rng, 0.6)
     if rng.uniform() < 0.5:
         changed = changed[:, ::-1]
@@ -74,7 +74,7 @@ def several(image: np.ndarray, rng: np.random.Generator) -> bytes:
 
 
 def bordered(image: np.ndarray, colour: int, y: int, x: int) -> np.ndarray:
-    """The image with borders of one colour, of y pixels above and below and x left and right."""
+    """Add borders of uniform colour: y pixels above and below, x pixels left and right."""
     return cv2.copyMakeBorder(image, y, y, x, x, cv2.BORDER_CONSTANT, value=(colour, colour, colour))
 
 
@@ -90,7 +90,7 @@ def framed(image: np.ndarray, rng: np.random.Generator) -> bytes:
 
 
 def cut(image: np.ndarray, rng: np.random.Generator, share: float) -> bytes:
-    """Without a share of it at one of its four sides: of other proportions."""
+    """Cut a share off one of the four sides, which changes the aspect ratio."""
     quarters = int(rng.integers(4))
     turned = np.rot90(image, quarters)
     kept = np.rot90(turned[int(share * len(turned)) :], -quarters)
@@ -98,7 +98,7 @@ def cut(image: np.ndarray, rng: np.random.Generator, share: float) -> bytes:
 
 
 def screenshot(image: np.ndarray, rng: np.random.Generator) -> bytes:
-    """At 60 % of its sides on a page, below a line of text."""
+    """Show the image at 60 % of its size on a page, below a line of text."""
     page = bordered(resized(image, 0.6), 255, 60, 40)
     cv2.putText(page, "photograph - viewer", (8, 28), cv2.FONT_HERSHEY_SIMPLEX, 0.6, (40, 40, 40), 1, cv2.LINE_AA)
     return jpeg(page)
@@ -125,7 +125,7 @@ WAYS: dict[str, Draw] = {
 
 
 def photographs(index: Index) -> list[np.ndarray]:
-    """The decoded images of a set, upright."""
+    """Return the decoded images of a set, upright."""
     reader = ShardReader(index)
     images = []
     for shard, samples in enumerate(index.shard_samples):
@@ -140,14 +140,14 @@ def keys_of(index: Index) -> list[str]:
 
 
 def cpu_s() -> float:
-    """Processor seconds of this process and of those that it has waited for."""
+    """Return the CPU seconds of this process and of its finished children."""
     own = resource.getrusage(resource.RUSAGE_SELF)
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
 
 
 def searched(train: Index, test: Index, folder: Path, workers: int) -> tuple[Leaks, float, float]:
-    """The pairs, and processor and wall seconds."""
+    """Run the search; return the pairs, CPU seconds and wall seconds."""
     began = time.perf_counter()
     cpu_before = cpu_s()
     leaks = find_leaks({"train": train}, {"test": test}, folder, workers=workers)
@@ -155,12 +155,15 @@ def searched(train: Index, test: Index, folder: Path, workers: int) -> tuple[Lea
 
 
 def bound_of(found: int, trials: int) -> float:
-    """The one-sided bound of Clopper & Pearson (1934): below it lies the rate of what was found, at 95 %."""
+    """Return the one-sided 95 % upper bound of a rate (Clopper & Pearson 1934)."""
     return float(betaincinv(found + 1, trials - found, 0.95))
 
 
 def show(leaks: Leaks, originals: list[str], draws: int, side: str) -> None:
-    """Print how many copies of each way were paired with their original, and the false pairs; `side` has the copies."""
+    """Print how many copies of each kind were paired with their original, and the false pairs.
+
+    `side` is the side of the copies.
+    """
     hits = Counter()
     false = []
     false_pairs = []
@@ -175,7 +178,7 @@ def show(leaks: Leaks, originals: list[str], draws: int, side: str) -> None:
     count = len(originals) * draws
     for way, name in enumerate(WAYS):
         print(f"| {name} | {side} | {hits[way]:,} of {count:,} | {hits[way] / count:.2%} |")
-    # Copies of one photograph are no independent trials: a pair of photographs counts once, however often it is tried.
+    # Copies of one photograph are not independent trials: count each pair of photographs once.
     unrelated = len(originals) * (len(originals) - 1) // 2
     distinct = {frozenset(pair) for pair in false_pairs}
     bound = bound_of(len(distinct), unrelated)

@@ -1,18 +1,19 @@
-"""From shards to batches of 224-pixel crops: images per CPU-second of this loader and of others.
+"""Compare data loaders, from shards to batches of 224-pixel crops, in images per CPU-second.
 
     python benchmarks/loader.py --shards FOLDER [--python OTHER/bin/python] [--rounds 40] [--images 640] [--only …]
 
-1. Every contender has a process of its own, with two decoding processes or threads unless its name says otherwise. It
-   starts, gives 300 images that are not timed, works as far ahead as it may, and then waits for its turn.
-2. They take short turns, in an order that is rotated from round to round, so that what else the machine does falls on
-   all alike. A turn ends when the contender has worked as far ahead as before it: what it gave is what it made.
-3. CPU-seconds are those of the process and of all its children. The table has medians, and of the ratios to the base
-   the median of those within a round, the interval that holds this median with 95 %, and the extremes.
+1. Each contender has a separate process, with two decoding processes or threads unless its name says otherwise. It
+   starts, returns 300 untimed images, fills its prefetch buffers, and then waits for its turn.
+2. The contenders run in short turns, in an order that rotates between rounds, so that other load on the machine affects
+   all of them equally. A turn ends when the prefetch buffers are full again, so the number of returned images equals
+   the number of decoded images.
+3. CPU-seconds include the process and all its children. The table shows medians, and for the per-round ratios to the
+   base their median, its 95 % interval, and the extremes.
 
-What the contenders do: contenders.py. Rows that begin with "limit" load nothing: they are what a part of decoding takes
-alone (decode.py), or the least that any loader must do. `--python` names an interpreter that has what this one lacks
-(tensorflow, torchvision, DALI), and OpenCV, Pillow, psutil and xxhash for the boxes, the tars and the clock. A
-contender that cannot run is left out, by name. Decoding alone: decode.py.
+contenders.py contains the contenders. Rows that begin with "limit" do not load anything: they time only a part of
+decoding (decode.py), or the minimum work of any loader. `--python` is an interpreter with the libraries missing here
+(tensorflow, torchvision, DALI); it also needs OpenCV, Pillow, psutil and xxhash. A contender that cannot run is skipped
+and named. decode.py measures only the decoding.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.contenders import BATCH, CONTENDERS
 
 WARM_UP = 300  # images
-IDLE_AFTER_S = 0.2  # a contender has worked as far ahead as it may
+IDLE_AFTER_S = 0.2  # the prefetch buffers of a contender are full after this time without CPU use
 BASE = "tf.data, TFRecord, decode and crop"
-Rates = dict[str, list[float]]  # contender → images per CPU-second, of every round
+Rates = dict[str, list[float]]  # contender → images per CPU-second in each round
 
 
 def tree_cpu_s() -> float:
-    """CPU-seconds of this process and its living children."""
+    """Return the CPU-seconds of this process and its running children."""
     import psutil
 
     here = psutil.Process()
@@ -47,7 +48,7 @@ def tree_cpu_s() -> float:
 
 
 def serve(name: str, shards: list[str], folder: str, images: int) -> None:
-    """For every line that comes, give some images, and answer with the images per CPU-second."""
+    """For each input line, load some images, and answer with the images per CPU-second."""
     batches = CONTENDERS[name].batches(shards, folder)
     for _ in range(-(-WARM_UP // BATCH)):
         next(batches)
@@ -63,7 +64,7 @@ def serve(name: str, shards: list[str], folder: str, images: int) -> None:
 
 
 def interpreter_of(name: str, other: str) -> str | None:
-    """The Python that has what a contender needs: this one, the other one, or None."""
+    """Return the interpreter with the modules of a contender: this one, the other one, or None."""
     needs = CONTENDERS[name].needs
     if all(importlib.util.find_spec(module.partition(".")[0]) for module in needs):
         return sys.executable
@@ -72,8 +73,8 @@ def interpreter_of(name: str, other: str) -> str | None:
 
 
 def start(args: argparse.Namespace, folder: str) -> dict[str, subprocess.Popen[str]]:
-    """The processes of the contenders that can run, each of which waits for its turn."""
-    # What TensorFlow says of itself at every start, and threads of other libraries, are turned off.
+    """Start the contenders that can run, and return their processes, which wait for their turns."""
+    # Turn off TensorFlow's startup messages and the threads of other libraries.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
     options = ["--shards", args.shards, "--images", str(args.images), "--folder", folder]
     pipe = subprocess.PIPE
@@ -83,27 +84,27 @@ def start(args: argparse.Namespace, folder: str) -> dict[str, subprocess.Popen[s
             continue
         interpreter = interpreter_of(name, args.python)
         if interpreter is None:
-            print(f"left out: {name}: needs {', '.join(CONTENDERS[name].needs)}; name a --python that has it")
+            print(f"skipped {name}: needs {', '.join(CONTENDERS[name].needs)}; pass --python with these modules")
             continue
         command = [interpreter, __file__, "--serve", name, *options]
-        # A session of its own, so that it can be ended with all the processes that it starts.
+        # Use a separate session, so that the contender can be killed together with its children.
         child = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment, start_new_session=True)
-        # One after the other, because some of them write the files that others read.
+        # Start them one after another, because some contenders write files that others read.
         if answer(child) == "ready":
             running[name] = child
         else:
-            print(f"left out: {name}: it ended with {child.wait()}", file=sys.stderr)
+            print(f"skipped {name}: it ended with exit code {child.wait()}", file=sys.stderr)
     return running
 
 
 def answer(child: subprocess.Popen[str]) -> str:
-    """The next line that a contender writes; "" where it has ended."""
+    """Return the next output line of a contender; "" if it has ended."""
     assert child.stdout is not None, "it is a pipe"
     return child.stdout.readline().strip()
 
 
 def run_rounds(args: argparse.Namespace, folder: str) -> Rates:
-    """Give every contender its turn once a round."""
+    """Run each contender once per round."""
     running = start(args, folder)
     rates: Rates = {name: [] for name in running}
     names = list(running)
@@ -141,7 +142,7 @@ def main() -> None:
     parser.add_argument("--python", default=sys.executable, help="an interpreter that has what this one lacks")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--images", type=int, default=640, help="that are timed of each contender in each round")
-    parser.add_argument("--only", nargs="+", help="contenders whose names have one of these parts")
+    parser.add_argument("--only", nargs="+", help="run contenders whose names contain one of these")
     parser.add_argument("--serve", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -1,11 +1,11 @@
-"""Compares the memory that `plan` says with what torch's allocator counts while the real step is taken, on CPU.
+"""Compare the memory need reported by `plan` with the peak of torch's allocator in real training steps, on CPU.
 
     python -m benchmarks.memory                   # all configurations; the lines of the table in benchmarks/README.md
     python -m benchmarks.memory 0:15              # the first 15
-    python -m benchmarks.memory "dropout"         # those whose description holds the word
+    python -m benchmarks.memory "dropout"         # configurations whose description contains the word
 
-Each configuration is measured in workers of its own (gloo), with real numbers: the counter is an allocator in the place
-of torch's own (counting_allocator.cpp), which knows nothing of the tracer. Widths are small, structures whole.
+Each configuration runs in separate workers (gloo) with real tensors. The counter is an allocator that replaces torch's
+(counting_allocator.cpp), independent of the tracer. The models have small widths but complete structures.
 """
 
 import ctypes
@@ -35,12 +35,12 @@ from pipeline.start import build_engine
 from pipeline.training_config import TrainConfig
 from pipeline.training_data import batch_arithmetic
 
-PAIR = 2  # workers of a configuration that has more than one
+PAIR = 2  # workers of a multi-worker configuration
 
 
 @dataclass(frozen=True)
 class Case:
-    """Holds a configuration: a model, and what differs from the recipe below."""
+    """A configuration: a model, and overrides of the recipe below."""
 
     name: str
     model: dict[str, Any]
@@ -138,7 +138,7 @@ def measured(case: Case) -> int:
 
 @functools.cache
 def counting_allocator() -> ctypes.CDLL:
-    """Build and load the allocator that counts, once for this process and its forks."""
+    """Build and load the counting allocator, once for this process and its forks."""
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         raise RuntimeError("no C++ compiler (g++, c++): the allocator that counts cannot be built; install one")
@@ -156,7 +156,7 @@ def counting_allocator() -> ctypes.CDLL:
 
 
 def worker(case: Case, rank: int, folder: str) -> None:
-    """Be one worker of a configuration: build it and take two real steps over the allocator that counts."""
+    """Run one worker of a configuration: build the model, and run two real steps with the counting allocator."""
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(case.world))
     deepspeed = import_deepspeed()
@@ -180,7 +180,7 @@ def worker(case: Case, rank: int, folder: str) -> None:
 
 
 def planned(case: Case) -> MemoryNeed:
-    """Return what `plan` says."""
+    """Return the memory need that `plan` reports."""
     return memory_need(case.cfg, case.model_config, case.world, is_gpu=False)
 
 

@@ -1,16 +1,15 @@
-"""Would a test notice? Draws small faults ("mutants") of our code at random and runs the tests against each.
+"""Mutation testing: draw random small faults ("mutants") of our code, and run the tests against each.
 
     pip install --target EXTRA --no-deps cosmic-ray parso stevedore attrs coverage
     PYTHONPATH=EXTRA python -m benchmarks.mutation draw --out FOLDER      # mutants.json, from the seed
     PYTHONPATH=EXTRA python -m benchmarks.mutation measure --out FOLDER   # tests.json: seconds and lines of every test
-    PYTHONPATH=EXTRA python -m benchmarks.mutation run --out FOLDER       # results.json; goes on where it stopped
+    PYTHONPATH=EXTRA python -m benchmarks.mutation run --out FOLDER       # results.json; resumes after an interruption
 
-cosmic-ray makes the mutants. A place in the code is drawn first and then one of its mutants, else the eleven ways to
-replace one `-` would outweigh all else; annotations and mutants that are the same program are left out.
-A mutant stands in a copy of the repository, so that the workers a test starts read it too. The tests that reach its
-line run against it, the quickest first, until one fails. Lines that only workers reach are known to no test:
-`WORKER_TESTS` names who runs them; the file of tests that mirrors the module runs too. The results are in
-docs/design/tests.md.
+cosmic-ray creates the mutants. The benchmark first draws a place in the code and then one of its mutants; otherwise,
+the eleven replacements of one `-` would dominate. Annotations and equivalent programs are excluded. A mutant is applied
+to a copy of the repository, so that the workers of a test use it too. The tests that cover its line run against it,
+fastest first, until one fails. Coverage does not see lines that only workers run: `WORKER_TESTS` lists the tests for
+these, and the mirrored test file of the module always runs. docs/design/tests.md contains the results.
 """
 
 from __future__ import annotations
@@ -111,14 +110,14 @@ class Mutant:
     operator: str
     occurrence: int
     before: str  # the line as it is
-    after: str  # the lines that take its place
+    after: str  # the replacement lines
 
 
 # drawing
 
 
 def annotation_places(tree: ast.AST) -> set[tuple[int, int]]:
-    """(line, column) of every node that stands in a type annotation, which nothing computes."""
+    """Return (line, column) of all nodes in type annotations, which are not executed."""
     places = set()
     for node in ast.walk(tree):
         for name in ("annotation", "returns"):
@@ -133,7 +132,7 @@ def annotation_places(tree: ast.AST) -> set[tuple[int, int]]:
 
 
 def mutants_of(path: str) -> dict[tuple[Any, str], list[Mutant]]:
-    """All mutants of a file by the place and the kind of change, each with its number still 0."""
+    """Return all mutants of a file by place and kind of change, not numbered yet."""
     from cosmic_ray.ast import ast_nodes, get_ast
     from cosmic_ray.operators.provider import OperatorProvider
 
@@ -161,7 +160,7 @@ def mutants_of(path: str) -> dict[tuple[Any, str], list[Mutant]]:
 
 
 def mutated(mutant: Mutant) -> str | None:
-    """The file's text with the mutant in it; None where that is no program, or the same one."""
+    """Return the file's text with the mutant, or None if it is invalid or equivalent."""
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.operators.provider import OperatorProvider
 
@@ -216,7 +215,7 @@ def draw(folder: Path, seed: int) -> None:
 
 
 class Measuring:
-    """A plugin of pytest: the seconds of every test, and which lines of the scope it reached in this process."""
+    """pytest plugin that records the seconds of each test, and the covered lines of the scope in this process."""
 
     def __init__(self, copy: Path) -> None:
         import coverage
@@ -257,7 +256,7 @@ class Measuring:
 
 
 class Chosen:
-    """A plugin of pytest: runs the tests that are named, in that order; says which one failed first."""
+    """pytest plugin that runs the given tests in order, and records the first failure."""
 
     def __init__(self, tests: list[str]) -> None:
         self.place = {test: place for place, test in enumerate(tests)}
@@ -282,9 +281,9 @@ def files_of(tests: list[str]) -> list[str]:
 
 
 def in_a_fork(copy: Path, work: Any, limit_s: float) -> Any:
-    """What `work()` returns in a child whose current folder is the copy; None where it did not end in time.
+    """Run `work()` in a forked child in the copy's folder, and return its result, or None after the time limit.
 
-    Every process that was started with the child's mark is ended, so that a hung worker holds up nobody.
+    All processes with the child's mark are killed, so that a hung worker does not block the benchmark.
     """
     scratch = copy.parent / "scratch"
     shutil.rmtree(scratch, ignore_errors=True)
@@ -342,7 +341,7 @@ def import_what_takes_long() -> None:
 
 
 def measure(folder: Path, files: list[str]) -> None:
-    """Write tests.json; a file of tests that is in it already is not run again."""
+    """Write tests.json, skipping test files that it already contains."""
     copy = copy_of_the_repository(folder)
     import_what_takes_long()
     path = folder / "tests.json"

@@ -1,11 +1,11 @@
-"""How well does the order shuffle, and what does it cost? Numbers for `docs/design/order.md`.
+"""Measure the quality and the cost of the shuffled sample order, for `docs/design/order.md`.
 
     python benchmarks/order.py
 
-Each as a multiple of what a full shuffle gives (1.00 is as good; see `docs/design/order.md` for the words):
-  labels    where every ten shards hold one class: how far a batch's classes are from the data's
-  mixing    how many batches away a sample of epoch 0 stands in epoch 1
-  together  how often two samples of one shard that shared a batch share one again an epoch later
+Each number is a ratio to a full shuffle (1.00 is equally good; `docs/design/order.md` defines the terms):
+  labels    if each ten shards hold one class: how far a batch's class distribution is from the data's
+  mixing    how many batches away a sample of epoch 0 is in epoch 1
+  together  how often two samples of a shard that shared a batch share one again in the next epoch
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from data.order import Order
 
 BATCH = 1024
 SHARDS = 1000
-SAMPLES = 1000  # of a shard
+SAMPLES = 1000  # per shard
 
 
 def epoch(order: Order, number: int) -> np.ndarray:
-    """Sample ids (0 … N−1) of an epoch's whole batches, (steps, batch)."""
+    """Return the sample ids (0 … N−1) of an epoch's full batches, (steps, batch)."""
     steps_per_epoch = order.samples_per_epoch / order.batch_size
     steps = range(int(number * steps_per_epoch) + (number > 0), int((number + 1) * steps_per_epoch))
     batches = (order.batch(step) for step in steps)

@@ -1,15 +1,15 @@
-"""Where the time between two attempts of a stage went, from what the attempts have left in its folder.
+"""Break down the time between two attempts of a stage, from the files in the stage's folder.
 
     python -m benchmarks.pauses runs/digits/pretrain-1a2b3c4d
 
     attempt  noticed  placed  forked  built  first step  pause
           2      8.6     0.9     0.3    1.9         0.4   12.1    worker 1 on h1, in backward of step 9: its node …
 
-1. noticed: from the last record of the attempt before to the incident; 0 of a move, which has none.
-2. placed: until the next attempt is claimed: workers have ended, and there are places.
-3. forked: until its last worker has started: agents have started, and have imported torch.
-4. built: until its start record: the workers have met, restored and built.
-5. first step: until the end of its first report.
+1. noticed: from the last record of the previous attempt to the incident; 0 for a move, which has no incident.
+2. placed: until the next attempt is claimed: the workers have ended, and new places are available.
+3. forked: until the last worker has started: the agents have started and imported torch.
+4. built: until the start record: the workers have joined the group, restored the state and built the engine.
+5. first step: until the end of the first report.
 """
 
 import argparse
@@ -28,7 +28,7 @@ PARTS = ["noticed", "placed", "forked", "built", "first step", "pause"]
 
 
 def read_incidents(folder: Path) -> list[tuple[float, str]]:
-    """Return when the incidents of a stage were written, to a second, and their lines."""
+    """Return the time, to the second, and the text of each incident of a stage."""
     incidents = []
     path = folder / "incidents.txt"
     for line in path.read_text().splitlines() if path.exists() else []:
@@ -39,7 +39,7 @@ def read_incidents(folder: Path) -> list[tuple[float, str]]:
 
 
 def pauses(folder: Path) -> list[tuple[int, list[float], str]]:
-    """Return the seconds of every part, and the incident, for each attempt that has started after another."""
+    """Return the seconds of each part, and the incident, for each attempt after the first."""
     records: dict[int, list[Record]] = {}
     for record in read_metrics(folder, None):
         records.setdefault(record["attempt"], []).append(record)
@@ -62,9 +62,9 @@ def pauses(folder: Path) -> list[tuple[int, list[float], str]]:
 
 
 def main() -> int:
-    """Print a row an attempt, and the sums."""
+    """Print one row per attempt, and the sums."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pauses", description=__doc__)
-    parser.add_argument("stage", type=Path, help="folder of a stage, as runs/digits/pretrain-1a2b3c4d")
+    parser.add_argument("stage", type=Path, help="folder of a stage, such as runs/digits/pretrain-1a2b3c4d")
     rows = pauses(parser.parse_args().stage)
     print("attempt ", *(f"{part:>10}" for part in PARTS))
     for number, parts, why in rows:

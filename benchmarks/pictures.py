@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/runs.md: the page of a run, and that of two runs, as a browser shows them.
+"""Take the screenshots for docs/runs.md: the page of one run, and the page that compares two runs.
 
     python -m tests.support.demo                                     # a run with a restart
     python -m jobs run digits run=runs/second pretrain.optim.lr=0.003
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--all", type=Path, metavar="FOLDER", help="write whole pages there, in every width and mode")
     arguments = parser.parse_args()
     with TemporaryDirectory() as temporary:
-        # The runs go by short names, wherever they lie.
+        # Show the runs by short names, independent of their paths.
         runs = []
         for name, run in (("first", arguments.first), ("second", arguments.second)):
             runs.append(Path(shutil.copytree(run, Path(temporary) / "runs" / name)))
@@ -45,7 +45,7 @@ def main() -> None:
                 if arguments.all is None:
                     browser.open(page, width=1000, dark=name == "report-two")
                     browser.screenshot(PICTURES / f"{name}.png", SHOWN)
-                    # With 64 colours a third of the bytes, and the same to the eye.
+                    # 64 colours look the same and need a third of the bytes.
                     Image.open(PICTURES / f"{name}.png").quantize(64).save(PICTURES / f"{name}.png", optimize=True)
                     continue
                 arguments.all.mkdir(parents=True, exist_ok=True)

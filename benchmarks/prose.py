@@ -1,4 +1,4 @@
-"""Counts phrases that make a text read like a translation, per 10,000 words; docs/design/house.md has the goals.
+"""Count phrases that make a text read like a translation, per 10,000 words; docs/design/house.md has the goals.
 
     python -m benchmarks.prose                    # docstrings and comments, messages and documents of this checkout
     python -m benchmarks.prose --sample 30 --seed 7   # random docstrings and messages, to be read without the code

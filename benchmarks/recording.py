@@ -1,9 +1,9 @@
-"""Records the first hour as text: types `new`, `run`, `report` and `export` into tmux, and writes docs/first-hour.md.
+"""Record the first hour as text: type `new`, `run`, `report` and `export` into tmux, and write docs/first-hour.md.
 
     python -m benchmarks.recording --minutes 0.5
 
-The images are 1,797 handwritten digits in ten folders. The terminal has 100 columns; its text is taken while the run
-trains, with the bar at the bottom, and after each command. The temporary folder is written as `~`.
+The images are 1,797 handwritten digits in ten folders. The terminal has 100 columns. Its text is recorded during
+training, with the progress bar at the bottom, and after each command. The temporary folder is shown as `~`.
 """
 
 import argparse
@@ -21,8 +21,8 @@ from pipeline.identity import git_commit
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "first-hour.md"
 COLUMNS = 100
-FIRST = 12  # lines of a long answer that are kept at its begin
-LAST = 16  # and at its end
+FIRST = 12  # lines kept at the beginning of a long output
+LAST = 16  # lines kept at its end
 HEAD = """# The first hour: a recorded session
 
 This page shows a whole session in a terminal: `new` writes a recipe for a folder of images, `run` packs, trains and
@@ -42,7 +42,7 @@ Inspect the images and write a recipe:
 
 
 class Tmux:
-    """A shell in a tmux server of its own."""
+    """A shell in a separate tmux server."""
 
     def __init__(self, folder: Path) -> None:
         self.socket = str(folder / "socket")
@@ -60,7 +60,7 @@ class Tmux:
         self.ask("wait-for", "prompt")
 
     def ask(self, *words: str) -> str:
-        """Run a command of tmux, and return what it prints."""
+        """Run a tmux command, and return its output."""
         done = subprocess.run(["tmux", "-S", self.socket, *words], capture_output=True, text=True, check=True)
         return done.stdout
 
@@ -70,11 +70,11 @@ class Tmux:
         self.ask("send-keys", f" {command}", "Enter")
 
     def end(self) -> None:
-        """Wait until the prompt is back."""
+        """Wait for the next prompt."""
         self.ask("wait-for", "prompt")
 
     def text(self) -> list[str]:
-        """Return the lines from the command on, without the next prompt."""
+        """Return the lines of the command and its output, without the next prompt."""
         text = self.ask("capture-pane", "-p", "-S", "-").replace(str(self.folder), "~")
         command, *lines = [line.rstrip() for line in text.rstrip().splitlines()]
         if lines and lines[-1] == "$":
@@ -83,7 +83,7 @@ class Tmux:
 
 
 def shortened(lines: list[str], first: int, last: int) -> str:
-    """Return a text block of the first and the last lines."""
+    """Return a Markdown text block with the first and the last lines."""
     if len(lines) > first + last + 1:
         lines = [*lines[:first], "…", *lines[len(lines) - last :]]
     return "\n".join(["```", *lines, "```", ""])
@@ -101,7 +101,7 @@ def record(folder: Path, minutes: float) -> str:
         tmux.end()
         parts.append(shortened(tmux.text(), FIRST, LAST))
 
-        # While it trains: as soon as a third of the steps are taken.
+        # During training, after a third of the steps.
         tmux.begin("patchline run photos.yaml")
         deadline = time.monotonic() + 600
         while "accuracy" not in "".join(tmux.text()) and time.monotonic() < deadline:
@@ -131,7 +131,7 @@ def record(folder: Path, minutes: float) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=0.5, help="of training, as `new` is told")
+    parser.add_argument("--minutes", type=float, default=0.5, help="training time, passed to `new`")
     parser.add_argument("--output", type=Path, default=PAGE)
     words = parser.parse_args()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:

@@ -1,10 +1,10 @@
-"""What it costs and saves to add bf16 gradients over the workers in fp32 instead of bf16, by the engine itself.
+"""Measure accuracy and cost of reducing bf16 gradients over the workers in fp32 instead of bf16, with our engine.
 
     OMP_NUM_THREADS=1 python benchmarks/reduce.py [--worlds 2 4 8 16] [--model S/16] [--zero 2] [--rounds 9]
 
-First table: how far the mean that the optimizer is handed is from the mean in float64. A worker's gradient is a common
-part plus noise of four times its size, rounded to bf16 as autograd leaves it. A ring adds worker after worker and is
-simulated, for worlds that no machine at hand has. Second table: a training step with either, taking turns in one run.
+First table: the error of the optimizer's mean gradient relative to the mean in float64. A worker's gradient is a common
+part plus noise of four times its size, rounded to bf16 as by autograd. A ring reduction, which adds worker after
+worker, is simulated for large numbers of workers. Second table: training steps with either sum, in turn.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from pipeline.engine.settings import deepspeed_config
 from pipeline.optimization import OptimConfig
 from pipeline.process_group import join_group
 
-ELEMENTS = 100_000  # of the gradient whose mean is judged
+ELEMENTS = 100_000  # size of the measured gradient
 TYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -48,7 +48,7 @@ def mean_of(world: int) -> Tensor:
 
 
 def error_in_a_ring(world: int, kind: str) -> float:
-    """The relative error where each worker adds its gradient, divided by the world first, to what comes round."""
+    """Return the relative error of a ring in which each worker adds its gradient, divided by the world, to the sum."""
     total = torch.zeros(ELEMENTS, dtype=TYPES[kind])
     for rank in range(world):
         total += (gradient_of(rank).to(TYPES[kind]) / world).to(TYPES[kind])
@@ -67,7 +67,7 @@ def make(model: nn.Module, kind: str, task: dict[str, Any], clip: float) -> Engi
 
 
 def errors(task: dict[str, Any]) -> dict[str, float]:
-    """The error of the mean that the optimizer is handed, by type of sum."""
+    """Return the error of the optimizer's mean gradient, by type of sum."""
     join_group(600)
     rank = dist.get_rank()
     expected = mean_of(dist.get_world_size())
@@ -88,7 +88,7 @@ def errors(task: dict[str, Any]) -> dict[str, float]:
 
 
 class Bytes:
-    """Counts the bytes that a worker hands to reductions; put in their place before DeepSpeed looks them up."""
+    """Count the bytes that a worker passes to reductions; installed before DeepSpeed looks the functions up."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -105,7 +105,7 @@ class Bytes:
 
 
 def steps(task: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Seconds of every step and bytes of one, by type of sum."""
+    """Return the seconds of each step and the bytes of one step, by type of sum."""
     reduced = Bytes()
     join_group(600)
     engines = {}
@@ -129,14 +129,14 @@ def steps(task: dict[str, Any]) -> dict[str, dict[str, Any]]:
             engine.end_micro_batch(1e-4)
             bytes_of_kind[kind] = reduced.count - before
             dist.barrier()
-            if number:  # the first warms caches and allocators
+            if number:  # the first step warms up caches and allocators
                 seconds[kind].append(time.monotonic() - began)
     dist.destroy_process_group()
     return {"seconds": seconds, "bytes": bytes_of_kind}
 
 
 def all_reduces(task: dict[str, Any]) -> dict[str, list[float]]:
-    """Seconds of the backend's all-reduce of `elements` numbers, by type, taking turns."""
+    """Return the seconds of the backend's all-reduce of `elements` numbers, by type, measured in turn."""
     join_group(600)
     seconds: dict[str, list[float]] = {kind: [] for kind in TYPES}
     for number in range(task["rounds"] + 1):

@@ -1,15 +1,15 @@
-"""Planted cases for `jobs audit` and `jobs bisect`: flips, clean stretches, poisoned samples.
+"""Test `jobs audit` and `jobs bisect` on planted faults: bit flips, clean stretches, and poisoned samples.
 
     python -m benchmarks.replay flips --cases 100        gradients, moments, weights, pixels; and clean stretches
     python -m benchmarks.replay samples --cases 100 --kind relabelled|saturated|nan|duplicated
     python -m benchmarks.replay examples --images FOLDER      the sets of docs/replay.md, in examples/ of this folder
 
-`flips`: a run of two workers in exact mode takes 500 steps with a commit every 5. For each case two workers take five
-of them again with one bit flipped, at a random step, worker, place and bit; the audit's comparison and verdict are then
-asked what that run is, with the undisturbed steps beside it. Clean stretches are taken again without a flip.
+`flips`: a run of two workers in exact mode trains 500 steps with a commit every 5. For each case, two workers repeat
+five steps with one bit flipped at a random step, worker, place and bit, and the audit compares them with the original
+steps. Clean stretches are repeated without a flip.
 
-`samples`: a network is trained until its loss on 2,048 patterns is small. For each case a step of 1,024 is poisoned,
-and the search of `bisect` is run on it as a worker runs it. Which sample, and how, is drawn from the seed and the case.
+`samples`: a network is trained until its loss on 2,048 patterns is small. For each case, a step of 1,024 samples is
+poisoned, and the search of `bisect` runs on it as in a worker. The seed and the case determine sample and fault.
 """
 
 import argparse
@@ -61,7 +61,7 @@ KINDS = ("gradient", "moment", "weight", "pixel")
 
 
 def task_of(folder: Path, shards: Path, cfg: TrainConfig, until: int | None = None) -> dict[str, Any]:
-    """Return what a worker's `train` is told, as the driver would tell it."""
+    """Return the task that the driver would pass to a worker's `train`."""
     job = Job(
         run=str(folder),
         directory=str(folder / STAGE),
@@ -88,7 +88,7 @@ def flip(tensor: torch.Tensor, element: int, bit: int) -> None:
 
 
 def train_cases(task: dict[str, Any]) -> list[dict[str, Any]]:
-    """Train case after case in one group; each with its fault, if any. Returns what was flipped, of worker 0 and 1."""
+    """Train all cases in one process group, each with its fault, if any; return the flipped bits of both workers."""
     destroy = dist.destroy_process_group
     dist.destroy_process_group = lambda: None  # type: ignore[assignment]
     fault: dict[str, Any] = {}
@@ -149,7 +149,7 @@ def train_cases(task: dict[str, Any]) -> list[dict[str, Any]]:
         fault.update(case.get("fault") or {})
         try:
             train.train(case)
-        except Exception as error:  # a flip may make the run diverge, which it notices itself
+        except Exception as error:  # a flip may make the run diverge, which the run detects itself
             fault["error"] = f"{type(error).__name__}: {error}"
         told: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(told, dict(fault))
@@ -160,7 +160,7 @@ def train_cases(task: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def flips(folder: Path, cases: int, seed: int) -> None:
-    """Plant flips in stretches of a run, and print what the audit makes of them."""
+    """Plant flips in stretches of a run, and print the audit's findings."""
     shards = folder / "shards"
     pack(digits(train=True, image_size=16), shards, name="train", shard_samples=100)
     cfg = TrainConfig(
@@ -256,7 +256,7 @@ FAMILIES = 100
 
 
 def pattern(seed: int, rng: np.random.Generator, noise: float) -> tuple[bytes, int]:
-    """Return a noisy picture of a class that is drawn, and the class; the seed draws what classes look like."""
+    """Return a noisy picture of a random class, and the class; the seed determines the appearance of classes."""
     of_class = np.random.default_rng(seed).normal(size=(10, 4, 4, 3)).repeat(4, axis=1).repeat(4, axis=2)
     label = int(rng.integers(10))
     image = (128 + 45 * of_class[label] + noise * rng.normal(size=(16, 16, 3))).clip(0, 255).astype(np.uint8)
@@ -264,7 +264,7 @@ def pattern(seed: int, rng: np.random.Generator, noise: float) -> tuple[bytes, i
 
 
 def patterns(seed: int) -> list[Sample]:
-    """Return noisy patterns, one pattern a class; of the first FAMILIES there are COPIES each, byte by byte."""
+    """Return noisy patterns, one base pattern per class; each of the first FAMILIES has COPIES identical copies."""
     rng = np.random.default_rng([seed, 1])
     samples: list[Sample] = []
     while len(samples) < SAMPLES:
@@ -276,13 +276,13 @@ def patterns(seed: int) -> list[Sample]:
 
 
 def search_cases(task: dict[str, Any]) -> list[dict[str, Any]]:
-    """Train the network, then search case after case; returns what was planted and what was found."""
+    """Train the network, then search all cases; return the planted and the found samples."""
     destroy = dist.destroy_process_group
     dist.destroy_process_group = lambda: None  # type: ignore[assignment]
     began = time.monotonic()
     result = train.train(task["train"])
     print(f"trained to step {result['step']} in {time.monotonic() - began:.0f} s", flush=True)
-    # As the command takes it: the median of the steps before.
+    # The median of the previous steps, as in the command.
     recent: list[float] = []
     for record in read_metrics(Path(task["train"]["job"]["directory"])):
         recent += record["grad_norms" if task["metric"] == "grad_norm" else "losses"]
@@ -384,10 +384,10 @@ CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hors
 
 
 def examples(images: Path, folder: Path) -> None:
-    """Pack the sets of docs/replay.md, of CIFAR-10's tars.
+    """Pack the sets of docs/replay.md from CIFAR-10's tars.
 
-    sources: 8 shards of 500 images, those of shard 5 with the next class's label; test: 2,000 images; known: 256
-    images; delivery: the same, of which number 100 has the label of a frog.
+    sources: 8 shards of 500 images, with the labels of shard 5 shifted to the next class; test: 2,000 images; known:
+    256 images; delivery: the same images, but number 100 has the label of a frog.
     """
     train = list(tars(sorted(images.glob("cifar10-train-*.tar"))))
     test = list(tars(sorted(images.glob("cifar10-test-*.tar"))))
@@ -423,7 +423,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Workers import what they run by its module's name.
+    # Workers import functions by their module name.
     from benchmarks import replay
 
     replay.main()

@@ -1,19 +1,19 @@
-"""What grows with the number of workers or with the length of a run, measured with the files of many fake ranks.
+"""Measure the costs that grow with the number of workers or the length of a run, with files of many fake ranks.
 
     python -m benchmarks.scale                    # all, or some of them by name
 
-- look: one round of the agents' reports in the driver, in CPU time, and their size. Between two rounds every fake rank
-  has entered another phase.
-- metrics: what `status` costs on a metrics.jsonl of a million steps.
-- manifest: what rank 0 does to commit: a manifest of so many files, sealed, read back, and every file looked at.
-- restore: how many files the workers open to load a checkpoint, all of them together.
-- attempts: what a restart costs after so many attempts.
-- order: the ledger of a step.
-- index: what a worker and a decoding process pay for a set of three billion samples, before and after its columns
-  were mapped.
+- look: CPU time of one round of the agents' reports in the driver, and their size. Between rounds, every fake rank
+  enters a new phase.
+- metrics: the cost of `status` on a metrics.jsonl of a million steps.
+- manifest: rank 0's work for a commit: seal and read back a manifest of many files, and check every file.
+- restore: the number of files that workers open to load a checkpoint.
+- attempts: the cost of a restart after many attempts.
+- order: the cost of the ledger of a step.
+- index: the cost of a set of three billion samples for a worker and a decoding process, before and after its columns
+  were memory-mapped.
 
-"Before" is the code of commit a5385cc (index: 3e7c59f), written out here or taken out of git. Both take turns; a ratio
-is the median of the ratios of the rounds.
+"Before" is the code of commit a5385cc (index: 3e7c59f), copied here or taken from git. Both run in turn; a ratio is the
+median of the per-round ratios.
 """
 
 import argparse
@@ -67,7 +67,7 @@ ROUNDS = 9
 WORKERS_OF_A_NODE = 8
 STEPS = 1_000_000
 KINDS = ("master", "exp_avg", "exp_avg_sq")
-BEFORE_COLUMNS = "3e7c59f"  # the last commit at which every process held the index
+BEFORE_COLUMNS = "3e7c59f"  # the last commit at which every process loaded the index into memory
 
 
 def main(words: list[str]) -> None:
@@ -83,14 +83,14 @@ def main(words: list[str]) -> None:
 
 
 class Opened:
-    """Counts the files that this process opens."""
+    """Counter of the files that this process opens."""
 
     def __init__(self) -> None:
         self.count = 0
         sys.addaudithook(self.hear)
 
     def hear(self, event: str, details: tuple[object, ...]) -> None:
-        """Be told of an event of the interpreter."""
+        """Handle an audit event of the interpreter."""
         if event in ("open", "os.scandir", "os.listdir"):
             self.count += 1
 
@@ -111,7 +111,7 @@ def row(*cells: object) -> None:
 
 
 def report_of(node: int, entered: int) -> bytes:
-    """Return what the agent of a node says of its workers, as it travels."""
+    """Return the serialised report of a node's agent on its workers."""
     phase = ("data", "forward", "backward", "reduce")[entered % 4]
     workers = []
     for rank in range(node * WORKERS_OF_A_NODE, (node + 1) * WORKERS_OF_A_NODE):
@@ -122,7 +122,7 @@ def report_of(node: int, entered: int) -> bytes:
 
 
 def measure_look(folder: Path) -> None:
-    """Take the reports of all nodes, merge them, and judge the workers, for each size of the group."""
+    """Receive and merge the reports of all nodes, and check the workers, for each group size."""
     row("workers", "nodes", "bytes of a report", "CPU ms of a round")
     for world in WORLDS:
         reports: dict[int, bytes] = {}
@@ -171,7 +171,7 @@ print(time.process_time(), int(peak.split()[1]) / 1024)
 
 
 def write_metrics(path: Path, steps: int, log_every: int, attempts: int) -> None:
-    """Write the metrics of a stage whose attempts each took as many steps."""
+    """Write the metrics of a stage with equally many steps in each attempt."""
     rng = random.Random(1)
     clock = 1.7e9
     names = ["lr", "images_per_s", "tflops_per_worker", "wait", "wait_storage", "wait_decode", "wait_transfer"]
@@ -194,7 +194,7 @@ def write_metrics(path: Path, steps: int, log_every: int, attempts: int) -> None
 
 
 def in_a_process(code: str, folder: Path) -> tuple[float, float]:
-    """Return the CPU seconds and the peak memory in MB of a Python program about a stage."""
+    """Run a Python program on a stage; return its CPU seconds and peak memory in MB."""
     words = [sys.executable, "-c", code + USED, str(folder)]
     output = subprocess.run(words, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
     cpu_s, memory_mb = output.split()
@@ -202,7 +202,7 @@ def in_a_process(code: str, folder: Path) -> tuple[float, float]:
 
 
 def measure_metrics(folder: Path) -> None:
-    """Measure what `status` reads of long runs."""
+    """Measure the cost of `status` for long runs."""
     row("log_every", "attempts", "file, MB", "CPU s", "memory, MB")
     for log_every, attempts in ((50, 1), (50, 1000), (5, 1)):
         stage = folder / f"{log_every}-{attempts}"
@@ -219,14 +219,14 @@ def measure_metrics(folder: Path) -> None:
 
 
 def measure_manifest(folder: Path) -> None:
-    """Seal, write and read manifests of so many files, look at every file, and gather what is said of them."""
+    """Seal, write and read manifests of many files, stat every file, and gather the file records."""
     row("workers", "manifest, KB", "seal, ms", "write, ms", "read and check, ms", "stat of all, ms", "gathered, KB")
     for world in WORLDS:
         measure_one_manifest(folder / f"step-{world:010d}", world)
 
 
 def measure_one_manifest(checkpoint: Path, world: int) -> None:
-    """Print the row of one world; writing is in wall time, with its fsync, the rest in CPU time."""
+    """Print the row of one world; the write is in wall time, including fsync, and the rest in CPU time."""
     checkpoint.mkdir()
     chunk_bytes = chunk_bytes_of(2**30)
     digests = "0" * DIGEST_LENGTH * (2**30 // chunk_bytes)
@@ -258,7 +258,7 @@ def measure_one_manifest(checkpoint: Path, world: int) -> None:
 
 
 def measure_restore(folder: Path) -> None:
-    """Count the files that one worker opens to read its part of a flat state that so many workers have saved."""
+    """Count the files that one worker opens to read its part of a flat state saved by many workers."""
     row("saved by", "loaded by", "files a worker opens, before", "after", "its CPU ms before", "after")
     for world in WORLDS:
         checkpoint = folder / str(world)
@@ -274,7 +274,7 @@ def measure_restore(folder: Path) -> None:
 
 
 def measure_one_restore(checkpoint: Path, files: dict[str, ChunkedRecord], next_world: int) -> None:
-    """Print the row of a worker of one world that loads what another has saved."""
+    """Print the row of a worker that loads a checkpoint saved by a different number of workers."""
     part = len(files) * 16 // next_world
     rank = next_world // 3
     opened = {}
@@ -297,7 +297,7 @@ def measure_one_restore(checkpoint: Path, files: dict[str, ChunkedRecord], next_
 
 
 def measure_attempts(folder: Path) -> None:
-    """Claim an attempt, and find the newest of a stage, after so many of them."""
+    """Claim an attempt, and find the newest one of a stage, after many attempts."""
     row("attempts before", "claim, ms", "find the newest of the stage, ms")
     for count in (1, 100, 1000, 10_000):
         run = folder / str(count)
@@ -376,7 +376,7 @@ print(loaded - start, 1000 * (first - loaded), 10 * (done - first), held, in_dec
 
 
 def write_large_index(path: Path, shards: int, schema: int) -> None:
-    """Write an index of so many shards of 10,000 samples, which are not there; schema 2 is that of the code before."""
+    """Write an index of many nonexistent shards of 10,000 samples; schema 2 is that of the earlier code."""
     rows = []
     for number in range(shards):
         digests = [sha256(f"{kind} {number}".encode()).hexdigest() for kind in ("tar", "table")]
@@ -390,9 +390,9 @@ def write_large_index(path: Path, shards: int, schema: int) -> None:
 
 
 def measure_index(folder: Path) -> None:
-    """Load the index of a set and compute batches of 4,096, as a worker and as a decoding process, before and after.
+    """Load the index of a set and compute batches of 4,096, in a worker and in a decoding process, before and after.
 
-    Private memory is what a process shares with no other; another one has the same columns mapped all the time.
+    Private memory is not shared with other processes; another process keeps the same columns mapped all the time.
     """
     os.environ["PATCHLINE_CACHE"] = str(folder / "node")
     trees = {"before": folder / "before", "after": Path(__file__).parents[1]}

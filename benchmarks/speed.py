@@ -1,16 +1,17 @@
-"""Inference speed of models, and the largest batch that fits (paper, figures 12 and 13). No data, no weights.
+"""Measure the inference speed of models and the largest batch that fits (paper, figures 12 and 13).
 
     python benchmarks/speed.py --output runs/speed                                                # on one GPU, an hour
     python benchmarks/speed.py --output runs/speed --models mu/8 Axial-mu/8 BiT-R50x1 --sizes 32 64 128 \
         --classes 10 --batches 8 --most-batch 512 --seconds 0.5 --memory-gb 0.25 --precision fp32     # on a laptop
 
-1. The largest batch is found by doubling until memory runs out, and by halving the gap down to an eighth of it. The
-   search ends at --most-batch. A CPU's process gets --memory-gb, since other programs need the rest of the memory.
-2. Batches of each size in --batches that fits are timed, --seconds each after a warm-up; the best rate counts. The
-   weights are random: no number depends on them.
-3. speed.csv has a line a model and image size, images_per_s.svg and largest_batch.svg show both over the image size.
+1. The largest batch is found by doubling until memory runs out, and then by bisection to a precision of an eighth. The
+   search ends at --most-batch. On a CPU, the process is limited to --memory-gb, because other programs need the rest.
+2. Each size in --batches that fits is timed for --seconds after a warm-up, and the best rate counts. The images and the
+   weights are random, which does not affect the results.
+3. speed.csv has one line per model and image size; images_per_s.svg and largest_batch.svg plot them over image size.
 
-The paper's numbers are from a TPUv3 core: compare the lines, not their height. Patches of 14 do not divide all sizes.
+The paper's numbers are from a TPUv3 core: compare the shapes of the curves, not their values. A patch size of 14 does
+not divide all image sizes.
 """
 
 import argparse
@@ -85,7 +86,7 @@ def measured(options: argparse.Namespace) -> Iterator[dict[str, object]]:
 
 
 def speed_of(architecture: ModelConfig, device: torch.device, options: argparse.Namespace) -> tuple[float, int]:
-    """Return the images a second of a model, and its largest batch; both are 0 if not one image fits."""
+    """Return the images per second of a model, and its largest batch; both are 0 if not even one image fits."""
     dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
     model = models.from_config(architecture).to(device, dtype).eval()
 
@@ -137,7 +138,7 @@ def fits(forward: Callable[[int], None], memory_gb: float, device: str, batch: i
 
 
 def largest_batch(is_possible: Callable[[int], bool], most: int) -> int:
-    """Return the largest possible batch up to `most`, to an eighth; 0 if not one image is possible."""
+    """Return the largest possible batch up to `most`, to a precision of an eighth; 0 if not even one image fits."""
     low, high = 0, 1
     while low < most and is_possible(high):
         low, high = high, min(2 * high, most)

@@ -1,18 +1,17 @@
-"""What it takes to start: CPU-seconds and seconds of commands, and of runs up to their first steps.
+"""Measure startup costs: CPU-seconds and seconds of commands, and of runs until their first steps.
 
     python -m benchmarks.start [--other CHECKOUT] [--rounds 5] [--backends processes ray] [--digits]
     python -m benchmarks.start --attempts 20 --rounds 0
 
-1. `--help`, `status` and `plan`, each to its end.
-2. A run of two workers on a tiny model: from the command to the first step; then worker 1 is killed, up to the first
-   step of the next attempt; then up to the first step of the next stage, with the end of the stage before.
+1. The complete commands `--help`, `status` and `plan`.
+2. A run of two workers on a tiny model: from the command to the first step; from a kill of worker 1 to the first step
+   of the next attempt; and from there to the first step of the next stage, including the end of the first stage.
+3. With `--digits`, the complete digits recipe.
+4. With `--attempts N`, N worker groups of two in this process, from the call to the result of an all-reduce,
+   alternating between plain processes and Ray. The first group of each, which includes imports, is listed separately.
 
-3. With `--digits`, the digits recipe from the command to its end.
-4. With `--attempts N`, so many worker groups of two in this process, from the call to the value of an all-reduce, plain
-   processes and Ray by turns; the first of each, which imports, stands apart.
-
-CPU-seconds are those of the command and of every process that descends from it, Ray's too. `--other` is a checkout to
-compare with: both take turns, and the last column is the median of the ratios within a round.
+CPU-seconds include all descendants of the command, including Ray's processes. `--other` is a checkout to compare with:
+both run in turn, and the last column is the median of the per-round ratios.
 """
 
 import argparse
@@ -69,7 +68,7 @@ Cost = tuple[float, float]  # CPU-seconds, seconds
 
 
 class Family:
-    """Counts the CPU time of a process and of all that descend from it, those that have ended included."""
+    """CPU time of a process and all its descendants, including those that have ended."""
 
     def __init__(self, command: list[str], checkout: Path, log: Path) -> None:
         self.seconds: dict[tuple[int, float], float] = {}  # by pid and start
@@ -78,7 +77,7 @@ class Family:
             self.process = subprocess.Popen(command, cwd=checkout, stdout=said, stderr=said, start_new_session=True)
 
     def cost(self) -> Cost:
-        """Look at all that live, and return what the family has cost so far."""
+        """Return the cost so far, after reading the times of all running descendants."""
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.Error):
                 times = process.cpu_times()
@@ -86,7 +85,7 @@ class Family:
         return sum(self.seconds.values()), time.monotonic() - self.began
 
     def until(self, claim: Callable[[], bool]) -> Cost:
-        """Wait until something is so; return the cost by then."""
+        """Wait until a condition is true, and return the cost so far."""
         cost = self.cost()
         while not claim():
             assert cost[1] < TIMEOUT_S and self.process.poll() is None, "the run has ended or hangs"
@@ -95,7 +94,7 @@ class Family:
         return cost
 
     def end(self) -> Cost:
-        """Wait for the end of the command and of all that descend from it."""
+        """Wait for the end of the command and all its descendants."""
         cost = self.cost()
         while psutil.Process().children():
             time.sleep(POLL_S / 10)
@@ -117,12 +116,12 @@ def rows(run: Path, stage: str, kind: str) -> Iterator[dict[str, object]]:
 
 
 def has_step(run: Path, stage: str, attempt: int) -> Callable[[], bool]:
-    """Tell whether an attempt of the run has reported a step in a stage."""
+    """Return a condition: an attempt of the run has reported a step of a stage."""
     return lambda: any(record["attempt"] == attempt for record in rows(run, stage, "train"))
 
 
 def costs_of_run(checkout: Path, folder: Path, backend: str) -> dict[str, Cost]:
-    """Run the recipe, kill a worker on the way, and return what each part took."""
+    """Run the recipe, kill a worker during training, and return the cost of each part."""
     run = folder / "run"
     recipe = folder / "recipe.yaml"
     recipe.write_text(RECIPE.format(folder=folder, backend=backend))
@@ -154,7 +153,7 @@ def cost_of_digits(checkout: Path, folder: Path, backend: str) -> dict[str, Cost
 
 
 def add_ranks(task: dict[str, object]) -> float:
-    """Add the ranks of all workers by gloo."""
+    """Sum the ranks of all workers with gloo."""
     import torch
     import torch.distributed as dist
 
@@ -166,7 +165,7 @@ def add_ranks(task: dict[str, object]) -> float:
 
 
 def time_attempts(count: int, backends: Sequence[str], folder: Path) -> None:
-    """Run worker groups of two by turns, and print how long they took."""
+    """Run worker groups of two with alternating backends, and print their times."""
     from benchmarks.start import add_ranks  # workers import it by this name
     from jobs.cluster.ray import disconnect
     from jobs.cluster.worker_group import run_worker_group
@@ -189,7 +188,7 @@ def time_attempts(count: int, backends: Sequence[str], folder: Path) -> None:
 
 
 def costs_of_commands(checkout: Path, folder: Path) -> dict[str, Cost]:
-    """Return what commands take that start no worker; the recipe has been run."""
+    """Return the cost of commands that do not start workers, after a run of the recipe."""
     costs = {}
     for words in (["--help"], ["status", str(folder / "run")], ["plan", str(folder / "recipe.yaml")]):
         before = os.times()
@@ -203,7 +202,7 @@ def costs_of_commands(checkout: Path, folder: Path) -> dict[str, Cost]:
 
 
 def python_of(checkout: Path) -> str:
-    """Return a checkout's Python, in which its packages are installed."""
+    """Return the Python interpreter of a checkout's environment."""
     return str(checkout / ".venv" / "bin" / "python")
 
 

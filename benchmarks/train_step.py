@@ -1,12 +1,12 @@
-"""One optimizer step of ours, timm and transformers, timed in turn, against this machine's matrix products.
+"""Time one training step of our models, timm and transformers, relative to the machine's matrix product speed.
 
     python -m benchmarks.train_step                          S/16 and B/16 on the CPU, fp32 and bf16
-    python -m benchmarks.train_step --models L/16 H/14 --dtypes bf16 --batch 64       where there is a GPU
+    python -m benchmarks.train_step --models L/16 H/14 --dtypes bf16 --batch 64       on a GPU
 
-A step is forward, softmax cross-entropy, backward and fused AdamW on random images; parameters and arithmetic
-are of the named type (no autocast). Every round times each contender and a matrix product, in rotated order:
-read the ratios, which are medians over the rounds of ratios within a round. On a CPU one thread runs and its
-CPU time counts, so that a neighbour who takes the core away does not.
+A step is forward, softmax cross-entropy, backward and fused AdamW on random images; parameters and arithmetic use the
+given dtype (no autocast). Each round times all contenders and a matrix product, in rotated order. Compare the ratios,
+which are medians of the per-round ratios. On a CPU, one thread runs and its CPU time is measured, so that other load on
+the machine does not count.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def compiled(name: str) -> torch.nn.Module:
 
 
 class FusedAttention(Attention):
-    """Ours with PyTorch's fused kernel everywhere, to weigh the choice `models.vit.attend` makes."""
+    """Our attention with PyTorch's fused kernel everywhere, to evaluate the choice in `models.vit.attend`."""
 
     def forward(self, x: torch.Tensor, relative: None = None, queries: int | None = None) -> torch.Tensor:
         q, k, v = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, dim=-1))
@@ -102,7 +102,7 @@ CONTENDERS: dict[str, Callable[[str], torch.nn.Module]] = {
 
 
 def training_step(build: Callable[[str], torch.nn.Module], setting: Setting) -> Step:
-    """A closure that trains one step."""
+    """Return a function that runs one training step."""
     torch.manual_seed(0)
     model = build(setting.model).to(setting.device, setting.dtype).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -120,7 +120,7 @@ def training_step(build: Callable[[str], torch.nn.Module], setting: Setting) -> 
 
 
 def product_step(setting: Setting) -> tuple[Step, float]:
-    """The MLP's first product at this batch, repeated, and its FLOPs: the ceiling of a step."""
+    """Return a function that repeats the first matrix product of the MLP at this batch size, and its FLOPs."""
     config = models.config_of(setting.model)
     repeats = 4
     rows = setting.batch * (math.prod(config.grid) + config.prefix_tokens)
@@ -146,7 +146,7 @@ def seconds(step: Step, device: str) -> float:
 
 
 def measure(setting: Setting, names: list[str], rounds: int) -> dict[str, list[float]]:
-    """Seconds of every contender in every round, and under "product" those of the matrix product."""
+    """Return the seconds of each contender in each round, and those of the matrix product as "product"."""
     steps = {name: training_step(CONTENDERS[name], setting) for name in names}
     steps["product"], _ = product_step(setting)
     for _ in range(2):  # warm-up, and compilation
@@ -157,12 +157,12 @@ def measure(setting: Setting, names: list[str], rounds: int) -> dict[str, list[f
     for _ in range(rounds):
         for name in order:
             taken[name].append(seconds(steps[name], setting.device))
-        order = [*order[1:], order[0]]  # each comes after each: none has a better place in the round
+        order = [*order[1:], order[0]]  # rotate, so that no contender has a better position in the round
     return taken
 
 
 def rows_of(setting: Setting, taken: dict[str, list[float]]) -> list[str]:
-    """Table rows: time relative to ours, and the share of the product's speed reached."""
+    """Return the table rows: time relative to ours, and share of the matrix product's speed."""
     _, product_flops = product_step(setting)
     step_flops = models.training_flops(models.config_of(setting.model), setting.batch)
     rows = []

@@ -1,9 +1,9 @@
-"""The kinds of stages that a recipe may have, loaded from a table of texts.
+"""Load the kinds of stages from a table of module and class names.
 
     load_kinds({"pack": "jobs.stages.pack:Pack", …})  →  {"pack": Pack(), …}
 
-The table of all kinds, those of extras too, is in jobs/__main__.py. A kind whose module was removed from the checkout
-stays in the table: a recipe that uses it is refused with a message.
+The table in jobs/__main__.py lists all kinds, including those of extras. If a kind's extra was deleted from the
+checkout, a recipe that uses the kind is refused with a message.
 """
 
 from collections.abc import Mapping
@@ -17,11 +17,11 @@ from jobs.resolved_recipe import Kinds, Sections, StageKind, StageSection
 
 @dataclass(frozen=True)
 class NoConfig:
-    """The config of a kind that is missing."""
+    """The empty config of a `MissingKind`."""
 
 
 class MissingKind(StageKind):
-    """Stands for a kind of stage whose module is not in this checkout."""
+    """Placeholder for a kind of stage whose module is not in this checkout."""
 
     config = NoConfig
 
@@ -30,9 +30,9 @@ class MissingKind(StageKind):
         self.missing_module = module
 
     def expand(self, sections: Sections, kinds: Kinds) -> Sections:
-        """Raise ConfigError if a section has a key of this name, as `sweep`, which the kind would have expanded.
+        """Raise ConfigError if a section has a key that this kind would have expanded, such as `sweep`.
 
-        A key that is null changes nothing, and is removed.
+        A key with the value null has no effect and is removed.
         """
         expanded = dict(sections)
         for name, section in sections.items():
@@ -40,8 +40,8 @@ class MissingKind(StageKind):
                 continue
             if section.values[self.name] is not None:
                 raise ConfigError(
-                    f"{name}.{self.name}: this checkout has no {self.missing_module}, which reads it\n"
-                    f"  leave it out, or type {name}.{self.name}=null"
+                    f"{name}.{self.name} needs {self.missing_module}, which is not in this checkout\n"
+                    f"  remove the key, or type {name}.{self.name}=null"
                 )
             values = {key: value for key, value in section.values.items() if key != self.name}
             expanded[name] = StageSection(values, section.source)
@@ -49,9 +49,9 @@ class MissingKind(StageKind):
 
 
 def load_kinds(names: Mapping[str, str]) -> dict[str, StageKind]:
-    """Return an instance of every kind of a table: name → "module:Class", with its extras if it has any.
+    """Return an instance of each kind in a table: name → "module:Class", then its extras separated by spaces.
 
-    An extra whose module was removed is left out.
+    Extras that are not in this checkout are skipped; a kind that is not becomes a `MissingKind`.
     """
     kinds: dict[str, StageKind] = {}
     for name, text in names.items():
@@ -67,7 +67,7 @@ def load_kinds(names: Mapping[str, str]) -> dict[str, StageKind]:
 
 
 def load_extras(*names: str) -> list[Any]:
-    """Return the extras of these names, "module:Class", without those whose module has been removed."""
+    """Return instances of these extras ("module:Class"), without those that are not in this checkout."""
     extras: list[Any] = []
     for name in names:
         try:
@@ -79,5 +79,5 @@ def load_extras(*names: str) -> list[Any]:
 
 
 def is_removed_extra(error: ModuleNotFoundError) -> bool:
-    """Return whether an extra is missing: the one that was named, or one that it builds on. A library is no extra."""
+    """Return whether the missing module belongs to an extra; a missing library is a different error."""
     return ".extras" in (error.name or "")

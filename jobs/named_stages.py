@@ -1,11 +1,11 @@
-"""Which folder a person means by a run, a stage or a set in it: names in the place of keys, in every command.
+"""Find the folder of a run, stage or packed data set by name, so that users need not type stage keys.
 
-    runs/digits/finetune             the newest finished stage `finetune` of that run
-    runs/digits                      the newest finished stage of any name that has what the command reads
-    runs/digits/finetune-1a2b3c4d    that folder, as any other path that is there
-    runs/photos/parts/held-out       the set `held-out` of the newest finished stage `parts` that has made one
+    runs/digits/finetune             the newest finished stage `finetune` of the run
+    runs/digits                      the newest finished stage that has the files the command needs
+    runs/digits/finetune-1a2b3c4d    exactly this folder, as any other existing path
+    runs/photos/parts/held-out       the data set `held-out` of the newest finished stage `parts` that packed it
 
-What was taken is said in one line on stderr. Nothing here imports torch.
+The selected folder is reported in one line on stderr. Nothing here imports torch.
 """
 
 import difflib
@@ -32,10 +32,16 @@ STAGE_FOLDER = re.compile(r"(?P<name>.+)-(?P<key>[0-9a-f]{8})")
 CHECKPOINTS = "checkpoints"
 RECORD = "stage.json"
 TABLE = "sweep.json"
-# What a command may need of a stage, in words; a set goes by its name.
-READS = {CONFIG: "weights", TASK: "training", CHECKPOINTS: "checkpoints", TABLE: "a sweep's table", RECORD: "a record"}
-MOST_RUNS = 8  # that a message lists
-OF_UNFINISHED = (TASK, CHECKPOINTS, RECORD)  # that an unfinished stage has too
+# Files that a command may need from a stage, as messages name them; a data set is named by its name.
+READS = {
+    CONFIG: "weights",
+    TASK: "a training task",
+    CHECKPOINTS: "checkpoints",
+    TABLE: "a sweep's table",
+    RECORD: "a record",
+}
+MOST_RUNS = 8  # listed in a message
+OF_UNFINISHED = (TASK, CHECKPOINTS, RECORD)  # files that an unfinished stage has too
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,7 @@ class StageFolder:
     path: Path
     name: str
     is_finished: bool
-    time: float  # when it finished, or was last started, as it has recorded: a copy of a run has other file times
+    time: float  # of its end or last start, from its records: file times change if a run is copied
 
     def __str__(self) -> str:
         clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.time))
@@ -55,7 +61,7 @@ class StageFolder:
 
 
 def stage_at(folder: Path) -> StageFolder | None:
-    """Return the stage of a folder that is called as those of stages are, and holds the record of one."""
+    """Return the stage in a folder named NAME-KEY with a stage.json; None for any other folder."""
     parts = STAGE_FOLDER.fullmatch(folder.name)
     if parts is None or not (folder / RECORD).exists():
         return None
@@ -65,35 +71,35 @@ def stage_at(folder: Path) -> StageFolder | None:
 
 
 def stages_in(run: Path) -> list[StageFolder]:
-    """Return the stages of a run directory, the newest first, finished ones before others; none of another folder."""
+    """Return the stages of a run directory: finished ones first, newest first. The list is empty for other folders."""
     stages = filter(None, map(stage_at, run.glob("*/")))
     return sorted(stages, key=attrgetter("is_finished", "time"), reverse=True)
 
 
 def find_stage(path: str, needs: str = CONFIG, *, one_name: bool = False, typed: str = "") -> str:
-    """Return the folder that a path means: the path itself, or that of the newest stage with the file `needs`.
+    """Return the folder of the newest stage at RUN or RUN/STAGE that has the file `needs`; other paths are unchanged.
 
-    Weights and sets are those of finished stages. Raises UsageError where a run has stages of several names and
-    `one_name` asks for one, DataError where it has none that fits; both list what is there. `typed` is what a person
-    has typed, where that is not the path.
+    Weights and data sets are taken only from finished stages. `typed` is the user's argument, if it differs from
+    `path`. Raises DataError if no stage has the file, and UsageError if `one_name` is set and stages of several names
+    have it; both messages list the stages.
     """
     folder = Path(path)
     if "://" in path or (folder / needs).exists():
         return path
-    # 1. The stages that the path may mean: that of the folder, all of a run, or those of a name in a run.
+    # 1. Candidate stages: the stage in the folder, all stages of the run, or the run's stages of one name.
     name = ""
     stage = stage_at(folder)
     stages = stages_in(folder) if stage is None else [stage]
     if not stages:
         name = folder.name
         stages = stages_in(folder.parent)
-    # A folder of another kind, as one with pictures, is no misspelt name of a stage.
+    # An existing folder, for example one with images, is not a misspelled stage name.
     if folder.exists() and name and name not in map(attrgetter("name"), stages):
         return path
     if not stages:
-        return path  # no run: whoever reads it says what is wrong
+        return path  # not a run: the caller reports the error
 
-    # 2. Those of them that have what the command reads.
+    # 2. Keep the stages that have the required file.
     run = stages[0].path.parent
     of_name = []
     fitting: dict[str, StageFolder] = {}  # by name, the newest of each
@@ -119,41 +125,41 @@ def find_stage(path: str, needs: str = CONFIG, *, one_name: bool = False, typed:
     addresses = sorted(str(run / name) for name in fitting)
     if one_name and len(addresses) > 1:
         listed = "\n  ".join(addresses)
-        raise UsageError(f"{path} has {len(addresses)} stages with {READS[needs]}\n  name one:\n  {listed}")
+        raise UsageError(f"{path} has {len(addresses)} stages with {READS[needs]}\n  type one of them:\n  {listed}")
 
-    # 3. What was taken is said.
-    taken = next(iter(fitting.values()))
-    addresses.remove(str(run / taken.name))
-    line = f"{typed or path}: {taken}"
+    # 3. Report the selected stage.
+    newest = next(iter(fitting.values()))
+    addresses.remove(str(run / newest.name))
+    line = f"{typed or path}: using {newest}"
     if addresses:
-        line += f"; for another type {' or '.join(addresses)}"
+        line += f"; to use another stage, type {' or '.join(addresses)}"
     print(for_stream(printable_lines(line), sys.stderr), file=sys.stderr, flush=True)
-    return str(taken.path)
+    return str(newest.path)
 
 
 def no_run(path: Path) -> UsageError:
-    """Return the error of a path at which there is no run, with those below it, in runs/ here, and beside it."""
+    """Return the error for a path without a run; it lists runs in the folder, next to it, and in ./runs."""
     runs: dict[Path, None] = {}
     for folder, pattern in ((path, "*"), (path, "runs/*"), (Path.cwd(), "runs/*"), (path.parent, "*")):
         for record in sorted(folder.glob(f"{pattern}/*/{RECORD}")):
             runs.setdefault(record.parents[1].resolve())
     listed = []
     for run in runs:
-        # As short as it can be typed here.
+        # Relative paths are shorter to type.
         if run.is_relative_to(Path.cwd()):
             run = run.relative_to(Path.cwd())
         listed.append(shlex.quote(str(run)))
     remark = ""
     if path.suffix in (".yaml", ".yml") and path.is_file():
         remark = ", which is a recipe"
-    text = f"no run at {path}{remark}\n  expected the folder that `run` says, or a stage's folder in it"
+    text = f"no run at {path}{remark}\n  expected a run directory or a stage's folder in it"
     if listed:
-        return UsageError(f"{text}; runs here: {few(listed, MOST_RUNS, ', and {} more')}")
-    return UsageError(f"{text}; there is none here, below or beside\n  python -m jobs run RECIPE makes one")
+        return UsageError(f"{text}; runs nearby: {few(listed, MOST_RUNS, ', and {} more')}")
+    return UsageError(f"{text}; there are no runs nearby\n  to start one, type python -m jobs run RECIPE")
 
 
 def near_path(path: str) -> str:
-    """Return "; did you mean 'photos/cat'?" where the folder of a missing path has a name like it, or else nothing."""
+    """Return "; did you mean 'photos/cat'?" if a file or folder with a similar name exists; otherwise ""."""
     missing = Path(path)
     rest: list[str] = []
     while not missing.parent.exists():
@@ -167,36 +173,36 @@ def near_path(path: str) -> str:
     if not close:
         return ""
     near = names[close[0]]
-    # With the rest of what was typed, where that is there too.
+    # Append the rest of the path if that exists too.
     if near.joinpath(*rest).exists():
         near = near.joinpath(*rest)
     return f"; did you mean {str(near)!r}?"
 
 
 def not_finished(stage: StageFolder) -> DataError:
-    """Return the error of a stage whose weights are still being trained: how far it is, and what makes them."""
+    """Return the error for an unfinished stage without weights: its progress, and the commands that produce weights."""
     run = stage.path.parent
     last = last_metrics(stage.path)
-    place = "has no report yet"
+    place = "has not reported a step yet"
     if last is not None:
-        place = f"stands at step {last['step']} of {last['steps']}"
+        place = f"is at step {last['step']} of {last['steps']}"
     command = "python -m jobs run RECIPE"
     with suppress(OSError, ValueError, KeyError):
         status = json.loads((run / "status.json").read_text())
-        # A command that was refused is none to repeat; the recipe of a submitted job is in its environment alone.
+        # Do not suggest a command that was refused, or a submitted job's command, whose recipe is in its environment.
         if status["exit_code"] not in (ExitCode.USAGE, ExitCode.CONFIG) and " env:" not in status["command"]:
             command = status["command"]
-    text = f"{run / stage.name} has not finished: {stage.path.name} {place}\n  to go on with it type {command}"
+    text = f"{run / stage.name} has not finished: {stage.path.name} {place}\n  to resume it, type {command}"
     for checkpoint in committed(stage.path / CHECKPOINTS)[:1]:
         text += (
-            f"\n  the weights of step {step_of(checkpoint)}, its newest checkpoint: type\n"
-            f"  python -m jobs checkpoints export {run / stage.name} --to FOLDER, then name FOLDER"
+            f"\n  to use the weights of its newest checkpoint, step {step_of(checkpoint)}, type\n"
+            f"  python -m jobs checkpoints export {run / stage.name} --to FOLDER, then use FOLDER"
         )
     return DataError(text)
 
 
 def find_set(path: str) -> str:
-    """Return the folder of the set that a path means: the path itself, or RUN/STAGE/SET. Raises DataError."""
+    """Return the folder of the data set at RUN/STAGE/SET; other paths are unchanged. Raises DataError."""
     folder = Path(path)
     stage = folder.parent
     if "://" in path or folder.exists() or not (stages_in(stage) or stages_in(stage.parent)):

@@ -1,11 +1,10 @@
-"""A recipe, resolved: which stages a campaign has, of which kinds, with which keys, and where each of them lies.
+"""The data structures of a resolved recipe: its stages with their kinds, keys and folders.
 
-- `StageKind` is the base class of all kinds of stages: what a kind reads, its model, its checks, and how it runs. Each
-  kind is a class in a file of jobs/stages or of an extra.
-- `Stage` is a section of a recipe, `Campaign` all of them: jobs/recipe/campaign.py makes these of a recipe, and
-  all else that works on a campaign reads them.
-- `Context` is a stage of a campaign that runs: `StageKind.run` and the attempts of its workers are given it.
-- `CheckResult` is the outcome of a check of a stage; `Available` holds the data that checks compare a stage with
+- `StageKind` is the base class of all kinds of stages: a kind's inputs, model, checks, and how it runs. Each kind is a
+  class in a file of jobs/stages or of an extra.
+- `Stage` is one section of a recipe and `Campaign` the whole recipe. jobs/recipe/campaign.py builds both.
+- `Context` is a running stage of a campaign, passed to `StageKind.run` and to the attempts of its workers.
+- `CheckResult` is the result of a check of a stage. `Available` reads the data that checks compare a stage with
   (jobs/recipe/validate.py).
 """
 
@@ -36,88 +35,88 @@ MaybeText = TypeVar("MaybeText", str, str | None)
 
 
 class Reads(Enum):
-    """What a field that names an input leads to. Each may also be the output of another stage: "@stage/part"."""
+    """The type of an input. Each input may also be the output of another stage: "@stage/part"."""
 
-    SET = "set"  # the index of a set, or its folder
-    WEIGHTS = "weights"  # a folder that a stage or `import` has written
-    ANY_WEIGHTS = "any weights"  # the same, or weights of other projects
-    FILE = "file"  # known by the digest of its content
-    OUTCOME = "outcome"  # of a finished stage of any kind, also of one that has diverged
-    TABLE = "table"  # of a sweep: the folder of its sweep.json
+    SET = "set"  # the index of a data set, or the index's folder
+    WEIGHTS = "weights"  # a folder written by a stage or by `import`
+    ANY_WEIGHTS = "any weights"  # the same, or weights of another project
+    FILE = "file"  # identified by the digest of its content
+    OUTCOME = "outcome"  # the result of a finished stage of any kind, even if it diverged
+    TABLE = "table"  # a sweep's table: the folder with its sweep.json
 
 
 @dataclass(frozen=True)
 class SharedClasses:
-    """Sets in which a class id has to mean the same, and whether it has to in the weights that `init` names."""
+    """Data sets, and optionally weights, in which a class id must mean the same class."""
 
     sets: Mapping[str, str]  # field → path, or "@stage/set"
-    with_head: bool = False  # the weights' too, where the stage goes on with their head
-    trained: Collection[str] = ()  # fields of the sets after which the model's own outputs are called
+    with_head: bool = False  # also the weights at `init`, if the stage keeps their head
+    trained: Collection[str] = ()  # fields of the data sets whose class names the model's outputs get
 
 
-# `init` → the architecture of these weights; None where they are missing
+# `init` → the architecture of these weights; None if the weights are missing
 SourceModel = Callable[[str], ModelConfig | None]
 
 
 class StageKind:
-    """A kind of stage: what it reads, its model, its checks, and how it runs.
+    """Base class of the kinds of stages: a kind's inputs, model, checks, and how it runs.
 
     A subclass sets the class attributes and overrides the methods that it needs. In all methods, `cfg` is an instance
     of `config`.
     """
 
     name: str  # in a recipe
-    config: type[ConfigDataclass]  # of the stage's section
-    defaults: ConfigDataclass | None = None  # of the kind, if they differ from those of `config`
-    # Fields that name inputs, by dotted name; "*" stands for every name of a section.
+    config: type[ConfigDataclass]  # the config of a stage's section
+    defaults: ConfigDataclass | None = None  # the kind's defaults, if they differ from those of `config`
+    # Fields that name inputs, by dotted name; "*" matches every name in a section.
     inputs: ClassVar[Mapping[str, Reads]] = {}
-    files: tuple[str, ...] = ()  # other fields that may be relative paths
-    makes_weights = False  # which other stages may start from
-    needs_workers = True  # otherwise the driver does the work
+    files: tuple[str, ...] = ()  # other fields that may contain relative paths
+    makes_weights = False  # other stages can start from its weights
+    needs_workers = True  # False: the driver does the work
     trains = False  # `config` is a TrainConfig
     checks_budget = False  # `check_campaign` compares the stages with the recipe's `budget`
-    missing_module = ""  # of a kind whose module is not in this checkout
+    missing_module = ""  # set for a kind whose module is not in this checkout
 
     def run(self, cfg: Any, context: "Context") -> Mapping[str, Any]:
-        """Do the work; return the stage's entries for done.json."""
+        """Run the stage; return its entries for done.json."""
         raise NotImplementedError
 
     def is_input(self, cfg: Any, field_name: str) -> bool:
-        """Return whether a set field of `inputs` names an input by its content."""
+        """Return whether the content behind a field of `inputs`, not its path, belongs in the stage's key."""
         return True
 
     def missing(self, cfg: Any) -> Iterable[str]:
-        """Return messages about fields of `files` whose files do not exist."""
+        """Return a message for each field of `files` whose file does not exist."""
         return ()
 
     def sets(self, cfg: Any) -> Collection[str]:
-        """Return the names of the sets that the stage makes, which others read as "@stage/set"."""
+        """Return the names of the data sets that the stage makes; other stages read them as "@stage/set"."""
         return ()
 
     def set_classes(self, cfg: Any, name: str) -> int | str | None:
-        """Return the minimum number of classes of a set that the stage makes, as far as its source shows it.
+        """Return the minimum number of classes of a data set that the stage makes; None if it is unknown.
 
-        The result is a path or a reference if the set has the classes of another set.
+        If the data set has the classes of another one, the result is the path of that data set, or a reference to it.
         """
         return None
 
     def model(self, cfg: Any, source_model: SourceModel) -> ModelConfig | None:
-        """Return the architecture of the stage's result; None if there is none or it is unknown."""
+        """Return the architecture of the stage's model; None if it has no model or the model is unknown."""
         return None
 
     def shared_classes(self, cfg: Any) -> list[SharedClasses]:
-        """Return the groups of sets in which a class id must have one meaning."""
+        """Return the groups of data sets in which a class id must mean the same class."""
         return []
 
     def keeps_head(self, cfg: Any, source: ModelConfig | None, model: ModelConfig | None) -> bool:
-        """Return whether the model keeps the head of the weights that it starts from.
+        """Return whether the model keeps the head of its initial weights.
 
-        `source` is the architecture of these weights, `model` the stage's own.
+        `source` is the architecture of the initial weights, and `model` that of the stage.
         """
         return True
 
     def checks(self, stage: "Stage", available: "Available") -> Iterable["CheckResult"]:
-        """Check a stage before it runs: raise for errors, yield all other results."""
+        """Check a stage before it runs: raise an exception for an error, yield all other results."""
         return ()
 
     def check_outputs(self, stage: "Stage", available: "Available") -> Iterable["CheckResult"]:
@@ -128,29 +127,29 @@ class StageKind:
         """Return the names of the metrics that the stage will have."""
         return ()
 
-    # What a kind may do with a recipe as a whole.
+    # Methods that work on the whole recipe.
 
     def expand(self, sections: "Sections", kinds: "Kinds") -> "Sections":
-        """Return the sections of a recipe before they are parsed; a kind may replace one section by several."""
+        """Replace sections of a recipe before parsing, for example one section by several; return all sections."""
         return sections
 
     def placeholders(self, cfg: Any) -> Mapping[str, object]:
-        """Return the values that other stages may refer to as "@stage/name", each with what stands for it until then.
+        """Return a placeholder for each value that other stages can read as "@stage/name" after this stage.
 
-        `values` has the same names.
+        `values` uses the same names.
         """
         return {}
 
     def values(self, folder: Path) -> Mapping[str, object]:
-        """Return the values that a finished stage has determined for others, as far as it could."""
+        """Return the values that a finished stage has determined for other stages; undetermined ones are missing."""
         return {}
 
     def value_in_words(self, cfg: Any, name: str) -> str:
-        """Return in words how the stage finds one of its `placeholders`."""
+        """Describe how the stage determines one of its `placeholders`."""
         raise NotImplementedError
 
     def check_parent(self, stage: "Stage", parent: "Stage", available: "Available") -> None:
-        """Check a stage that this one reads, before that one runs. Raises ConfigError or DataError."""
+        """Check `parent`, whose output this stage reads, before `parent` runs. Raises ConfigError or DataError."""
 
     def check_campaign(self, campaign: "Campaign") -> None:
         """Check a campaign whose stages have passed their checks. Raises ConfigError."""
@@ -158,42 +157,42 @@ class StageKind:
     def make_absolute(
         self, name: str, section: dict[str, Any], patterns: Sequence[str], absolute: "MakeAbsolute"
     ) -> None:
-        """Make relative paths absolute in parts of a section that only this kind understands.
+        """Make relative paths absolute in the parts of a section that only this kind can read.
 
-        `patterns` name the fields of paths in the section `name`.
+        `patterns` are the fields with paths in the section `name`.
         """
 
     @property
     def reads_outcomes(self) -> bool:
-        """Return whether a stage needs only the outcomes of its parents, which may have diverged."""
+        """Return whether a stage reads only the results of its parents, so that they may have diverged."""
         return Reads.OUTCOME in self.inputs.values()
 
     @cached_property
     def all_defaults(self) -> Any:
-        """Return the defaults in the form that `config.build` reads fastest: a sweep may have a hundred stages."""
+        """Return the defaults in the form that `config.build` reads fastest; sweeps can have a hundred stages."""
         return structured(self.defaults or self.config)
 
     def inputs_of(self, cfg: ConfigDataclass) -> dict[str, tuple[str, Reads]]:
-        """Return the fields that name inputs, where they are set: {"data.train": ("@shards/train", Reads.SET)}."""
+        """Return the input fields that are set: {"data.train": ("@shards/train", Reads.SET)}."""
         inputs: dict[str, tuple[str, Reads]] = {}
         for pattern, reads in self.inputs.items():
             for field_name, value in fields_matching(pattern, cfg).items():
                 if value is None or not self.is_input(cfg, field_name):
                     continue
-                assert isinstance(value, str), "every field of `inputs` is a text or None"
+                assert isinstance(value, str), "every field of `inputs` is a string or None"
                 inputs[field_name] = (value, reads)
         return inputs
 
 
 def fields_matching(pattern: str, stage_config: ConfigDataclass) -> dict[str, object]:
-    """Return the config's fields that a pattern names, by dotted name; "*" stands for every name of a section."""
+    """Return the config's fields that match a pattern, by dotted name; "*" matches every name in a section."""
     reached: dict[str, object] = {"": stage_config}
-    # One level of the config a round: "data.mixture.*.train" goes to data, to mixture, to each set, to its train.
+    # Descend one level per iteration: "data.mixture.*.train" → data → mixture → each data set → its train.
     for part in pattern.split("."):
         deeper: dict[str, object] = {}
         for path, section in reached.items():
             if part == "*":
-                assert isinstance(section, Mapping), "a * stands for the names of a section"
+                assert isinstance(section, Mapping), "* matches the names in a section"
                 for name, entry in section.items():
                     deeper[f"{path}.{name}"] = entry
             else:
@@ -206,7 +205,7 @@ def fields_matching(pattern: str, stage_config: ConfigDataclass) -> dict[str, ob
 
 
 def reference(value: str) -> tuple[str, str] | None:
-    """Return ("shards", "train") of "@shards/train"; None of a path."""
+    """Split the reference "@shards/train" into ("shards", "train"); return None for a path."""
     if not value.startswith("@"):
         return None
     stage, _, part = value[1:].partition("/")
@@ -220,31 +219,31 @@ class Stage:
     name: str
     kind: StageKind
     config: Any  # an instance of the kind's config
-    source: str  # the section of the recipe that it comes from, which may have become several stages
-    references: Mapping[str, str] = field(default_factory=dict)  # field → "@stage/name" of what determines its value
-    pending: tuple[str, ...] = ()  # fields of `references` whose values are not known yet: `config` has placeholders
+    source: str  # its section in the recipe; a sweep's section becomes several stages
+    references: Mapping[str, str] = field(default_factory=dict)  # field → "@stage/name" that determines its value
+    pending: tuple[str, ...] = ()  # fields of `references` with unknown values: `config` has placeholders for them
 
-    # input field → "@stage/part" or a path, and `references`
+    # input field → "@stage/part" or a path; includes `references`
     parents: Mapping[str, str] = field(default_factory=dict)
-    model: ModelConfig | None = None  # that the stage ends with; None for one without, and where it is not known
+    model: ModelConfig | None = None  # the model after the stage; None if it has none or it is unknown
     key: str = ""
-    # Inputs that the key is of → digest of their content, or the key of the stage that makes them.
+    # Inputs in the key → digest of their content, or the key of the stage that makes them.
     inputs: Mapping[str, str] = field(default_factory=dict)
-    eval_inputs: Mapping[str, str] = field(default_factory=dict)  # sets that are not in the key → as `inputs`
-    missing: tuple[str, ...] = ()  # inputs outside the campaign that do not exist, as messages
+    eval_inputs: Mapping[str, str] = field(default_factory=dict)  # the same for data sets that are not in the key
+    missing: tuple[str, ...] = ()  # messages about missing inputs from outside the campaign
 
     @property
     def is_run(self) -> bool:
-        """Return whether the stage is one of several that a section has become."""
+        """Return whether the stage is one run of a sweep, that is, one of several stages from one section."""
         return self.name != self.source
 
 
 @dataclass(frozen=True)
 class StageSection:
-    """A stage's section as it would stand in a recipe that spells everything out."""
+    """A stage's section of a recipe after sweeps were expanded."""
 
-    values: Any  # the section, or a value if the recipe has one in its place
-    source: str  # the section of the recipe that it comes from
+    values: Any  # the section; or a single value, if the recipe has a value instead of a section
+    source: str  # the section of the recipe from which it was expanded
 
 
 Sections = Mapping[str, StageSection]  # by the names of their stages
@@ -254,22 +253,22 @@ MakeAbsolute = Callable[[str, str], str]  # (key of a recipe, its relative path)
 
 @dataclass(frozen=True)
 class Campaign:
-    """What one recipe asks for: where, on how many workers, and which stages in which order."""
+    """A resolved recipe: the run directory, the cluster, and the stages in order."""
 
-    run: Path  # a local folder also where the run is kept in an object store
+    run: Path  # a local folder, also if the run is stored in an object store
     cluster: ClusterConfig
     stages: tuple[Stage, ...]
     trackers: TrackersConfig = TrackersConfig()  # noqa: RUF009 (frozen)
     remote: str | None = None  # URL of the run in an object store; None: all nodes share `run`
-    budget: float | None = None  # exaFLOPs that all trained stages together may take; None: any
+    budget: float | None = None  # maximum exaFLOPs of all training stages together; None: no limit
 
     @property
     def storage(self) -> Storage:
-        """Return where the run keeps its files."""
+        """Return the storage of the run's files."""
         return open_storage(self.run, self.remote)
 
     def stage(self, name: str) -> Stage:
-        """Return the stage of this name. Raises ConfigError, which suggests the nearest name."""
+        """Return the stage with this name. Raises ConfigError, which suggests the most similar name."""
         for stage in self.stages:
             if stage.name == name:
                 return stage
@@ -281,7 +280,7 @@ class Campaign:
         return self.run / f"{stage.name}-{stage.key[:8]}"
 
     def path_of(self, value: MaybeText) -> MaybeText:
-        """Return the absolute path behind "@stage/part" or a path; a URL stays what it is, and None stays None."""
+        """Return the absolute path of "@stage/part" or of a path; URLs and None are returned unchanged."""
         if value is None:
             return None
         link = reference(value)
@@ -293,32 +292,33 @@ class Campaign:
         return str(Path(value).resolve())
 
     def done(self, stage: Stage) -> dict[str, Any] | None:
-        """What a finished stage left behind; None where it has not finished. Raises DataError for an altered record."""
+        """Return a finished stage's done.json; None if it has not finished. Raises DataError if the file is damaged."""
         return artifacts.read_done(self.directory(stage))
 
 
 @dataclass(frozen=True)
 class Context:
-    """One stage of one campaign, ready to run: how its work is logged, and how somebody may end it."""
+    """A stage that runs, with its campaign and the callbacks for logging, progress and stopping."""
 
     campaign: Campaign
     stage: Stage
     log: Callable[[str], None]
-    # called while an attempt's workers run, with its number and the last step that every worker has reported
+    # called while an attempt's workers run: (number of the attempt, last step that every worker has reported)
     poll: Callable[[int, int], None]
-    stop_requested: Callable[[], bool]  # this process is to end
+    stop_requested: Callable[[], bool]  # whether this process should stop
     class_names: tuple[str, ...] = ()  # of the model's outputs, as far as known (jobs/recipe/class_names.py)
-    # (done, total, text) → whether a terminal shows it, below the lines
+    # (done, total, text) → whether a terminal shows the progress line
     show_progress: Callable[[int, int | None, str], bool] = lambda done, total, text: False
-    check_owned: Callable[[], None] = lambda: None  # before an attempt; raises RunOwned where the run was taken over
+    # called before each attempt; raises RunOwned if another process has taken over the run
+    check_owned: Callable[[], None] = lambda: None
 
     @property
     def directory(self) -> Path:
-        """Return the stage's own folder in the run directory."""
+        """Return the stage's folder in the run directory."""
         return self.campaign.directory(self.stage)
 
     def attempt_folder(self, attempt: int) -> Path:
-        """Return where the workers of an attempt leave their records and logs."""
+        """Return the folder for the records and logs of an attempt's workers."""
         return attempt_folder(self.directory, attempt)
 
     @property
@@ -328,15 +328,15 @@ class Context:
 
     @property
     def model(self) -> ModelConfig:
-        """Return the architecture that the stage ends with; a stage without one must not ask for it."""
-        assert self.stage.model is not None, f"{self.stage.name} starts when the weights that tell its model are there"
+        """Return the architecture of the stage's model; only for stages that have one."""
+        assert self.stage.model is not None, f"{self.stage.name} has no model, or its initial weights are missing"
         return self.stage.model
 
 
 # ------------------------------------------------------------------------ checks
 
-INPUTS = "inputs"  # the subject of results about inputs that are missing
-MEMORY = "memory"  # of results about what a stage needs of it
+INPUTS = "inputs"  # subject of results about missing inputs
+MEMORY = "memory"  # subject of results about a stage's memory
 ERRORS: dict[int, type[PatchlineError]] = {
     ExitCode.CONFIG: ConfigError,
     ExitCode.DATA: DataError,
@@ -346,29 +346,29 @@ ERRORS: dict[int, type[PatchlineError]] = {
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The outcome of a check: `plan` and `run` refuse a FAIL with its exit code, `preflight` shows all of them."""
+    """The result of a check. `plan` and `run` end with the exit code of the first FAIL; `preflight` shows them all."""
 
     level: Literal["OK", "WARN", "FAIL"]
     subject: str
     text: str
-    remedy: str = ""  # what was expected, and what to type next; a line each
-    exit_code: ExitCode = ExitCode.DONE  # of a FAIL: what the run would end with
+    remedy: str = ""  # the expected state, and the command to type, one per line
+    exit_code: ExitCode = ExitCode.DONE  # for a FAIL, the exit code of the run
 
     @staticmethod
     def of(error: Exception, subject: str) -> "CheckResult":
-        """Return the FAIL that an error is."""
+        """Return an error as a FAIL."""
         text, _, remedy = (error_text(error) if isinstance(error, OSError) else str(error)).partition("\n")
         return CheckResult("FAIL", subject, text, remedy, ExitCode(exit_code(error)))
 
     def error(self) -> PatchlineError:
-        """Return the error that a FAIL is for a command that cannot go on."""
+        """Return a FAIL as an error to raise."""
         error = ERRORS.get(self.exit_code, PatchlineError)(f"{self.text}\n{self.remedy}".rstrip("\n"))
         error.exit_code = self.exit_code
         return error
 
 
 def index_if_made(path: str) -> Index | None:
-    """Return the index of a set; None where it cannot be read, as before the stage that makes it has run."""
+    """Return the index of a data set; None if it cannot be read, for example before its pack stage has run."""
     try:
         return load_index(path)
     except PatchlineError:
@@ -376,22 +376,22 @@ def index_if_made(path: str) -> Index | None:
 
 
 class Available:
-    """The data of a campaign that exists at the moment; each set is read once."""
+    """Reads the data sets of a campaign that already exist, each index once."""
 
     def __init__(self, campaign: Campaign, *, checks_files: bool = True) -> None:
         self.campaign = campaign
-        self.checks_files = checks_files  # otherwise recipe and indexes alone are compared
+        self.checks_files = checks_files  # False: compare only the recipe and indexes
         self.indexes: dict[str, Index | None] = {}
         self.readers_of: dict[str, list[Stage]] = {}  # by the name of the stage that is read
 
     def index(self, value: str) -> Index | None:
-        """Return the index of a set that a recipe names; None where it has not been made yet."""
+        """Return the index of a data set in the recipe; None if it does not exist yet."""
         if value not in self.indexes:
             self.indexes[value] = index_if_made(self.campaign.path_of(value))
         return self.indexes[value]
 
     def classes(self, value: str) -> int | None:
-        """Return how many classes a set has, or will have at the least; None where nothing tells yet."""
+        """Return the number of classes of a data set, or the minimum before it is packed; None if it is unknown."""
         index = self.index(value)
         if index is not None:
             return index.classes
@@ -400,11 +400,11 @@ class Available:
             return None
         maker = self.campaign.stage(link[0])
         known = maker.kind.set_classes(maker.config, link[1])
-        # A part of another set is numbered as that one.
+        # A subset has the classes of its data set.
         return self.classes(known) if isinstance(known, str) else known
 
     def readers(self, stage: Stage) -> list[Stage]:
-        """Return the stages that read a stage's output."""
+        """Return the stages that read the output of this stage."""
         if not self.readers_of:
             for reader in self.campaign.stages:
                 self.readers_of.setdefault(reader.name, [])
@@ -414,7 +414,7 @@ class Available:
         return self.readers_of[stage.name]
 
     def made(self, values: Collection[str]) -> list[Index]:
-        """Return the indexes of those sets that are there."""
+        """Return the indexes of the data sets that exist."""
         indexes = []
         for value in values:
             index = self.index(value)

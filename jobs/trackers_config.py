@@ -1,4 +1,4 @@
-"""The section `trackers:` of a recipe: which services get a copy of every stage's metrics.
+"""The section `trackers:` of a recipe: experiment trackers that receive each stage's metrics.
 
 trackers: {wandb: {project: vit}, mlflow: {uri: "https://mlflow.example"}}
 """
@@ -15,8 +15,8 @@ from jobs.cluster_config import check_environment
 class WandbConfig:
     """Weights & Biases, through `pip install wandb`; WANDB_MODE=offline keeps everything in the stage's folder."""
 
-    project: str = ""  # where its runs go; "": W&B is not used
-    entity: str = ""  # the user or team that owns the project; "": that of the API key
+    project: str = ""  # project of the W&B runs; "": do not use W&B
+    entity: str = ""  # user or team that owns the project; "": the owner of the API key
 
     RESUME: ClassVar[Mapping[str, str]] = dict.fromkeys(["project", "entity"], "free")
 
@@ -25,8 +25,8 @@ class WandbConfig:
 class MlflowConfig:
     """MLflow, through `pip install mlflow-skinny` or `mlflow`."""
 
-    uri: str = ""  # of a tracking server, a database, or an absolute folder; "": MLflow is not used
-    experiment: str = "patchline"  # where its runs go
+    uri: str = ""  # tracking server, database, or absolute folder; "": do not use MLflow
+    experiment: str = "patchline"  # experiment of the MLflow runs
 
     RESUME: ClassVar[Mapping[str, str]] = dict.fromkeys(["uri", "experiment"], "free")
 
@@ -35,21 +35,21 @@ class MlflowConfig:
         is_relative = self.uri and "://" not in self.uri and not self.uri.startswith("/")
         if is_relative:
             raise ConfigError(
-                f"mlflow.uri is {self.uri}, expected https://…, or an absolute folder\n  type the path: /…"
+                f"mlflow.uri is {self.uri}, expected https://… or an absolute folder\n  type the path from /"
             )
 
 
 @dataclass(frozen=True)
 class TrackersConfig:
-    """What gets a copy of every stage's metrics; none of it changes what is computed."""
+    """Experiment trackers that receive each stage's metrics; they do not change the training."""
 
-    wandb: WandbConfig = field(default_factory=WandbConfig)  # Weights & Biases: used where it has a project
-    mlflow: MlflowConfig = field(default_factory=MlflowConfig)  # MLflow: used where it has a uri
+    wandb: WandbConfig = field(default_factory=WandbConfig)  # used if it has a project
+    mlflow: MlflowConfig = field(default_factory=MlflowConfig)  # used if it has a uri
 
     RESUME: ClassVar[Mapping[str, str]] = dict.fromkeys(["wandb", "mlflow"], "free")
 
     def used(self) -> list[str]:
-        """Return the names of the trackers that are asked for."""
+        """Return the names of the configured trackers."""
         names = []
         if self.wandb.project:
             names.append("wandb")

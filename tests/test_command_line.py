@@ -1,4 +1,4 @@
-"""The command line: what may be typed, what is said of what may not, and what ends a command."""
+"""The command line as a whole: imports, options, recipes by name, and hints after errors."""
 
 import os
 import subprocess
@@ -20,13 +20,13 @@ pytestmark = pytest.mark.quick
 ROOT = Path(__file__).parents[1]
 
 
-def test_a_python_without_our_packages_says_how_to_get_them():
+def test_a_python_without_our_packages_gets_install_instructions():
     command = [sys.executable, "-S", "-m", "jobs", "new", "photos"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 69 and "type make env && source .venv/bin/activate" in done.stderr
 
 
-def test_help_imports_nothing_heavy():
+def test_help_does_not_import_slow_packages():
     """`--help` must answer in 0.2 s: torch takes two seconds to import, pydantic and rich 0.1 s each."""
     script = (
         "import sys; from jobs.__main__ import main; main(['--help']); "
@@ -50,7 +50,7 @@ print("torch._inductor.codecache" in sys.modules)
 
 
 def test_status_imports_no_torch_and_a_fork_server_the_compiler_for_all_workers():
-    """Each takes a second or more, of every command or every worker (benchmarks/README.md)."""
+    """Each import would cost every command or every worker a second or more (benchmarks/README.md)."""
     done = subprocess.run([sys.executable, "-c", LEAN], cwd=ROOT, capture_output=True, text=True, check=True)
     lines = [line for line in done.stdout.splitlines() if line in ("True", "False")]
     assert lines == ["False", "True", "False"]
@@ -69,8 +69,8 @@ for line in sys.stdin:
 """
 
 
-def test_a_mistake_is_answered_before_torch_deepspeed_or_ray_are_imported(tmp_path):
-    """Torch alone takes a second and more; the rest of an answer takes half of one (CPU)."""
+def test_a_mistake_is_reported_before_torch_deepspeed_or_ray_are_imported(tmp_path):
+    """Importing torch takes more than a second of CPU time, the rest of a command half a second."""
     wrong = {
         "--help": 0,
         "rnu digits": 64,
@@ -146,7 +146,7 @@ def test_an_embedded_cluster_is_started_before_the_driver_imports_torch_and_ray(
 
 @pytest.mark.parametrize("only", [[], ["--only", "pretrain"]])
 def test_the_fork_server_is_started_before_the_driver_imports_torch(recipe, only):
-    """Both import it for a second, and so do it at the same time (benchmarks/README.md)."""
+    """Both import torch for a second; started early, they do so at the same time (benchmarks/README.md)."""
     script = [sys.executable, "-c", FORK_SERVER_SEEN, "run", str(recipe), "cluster.backend=processes", *only]
     done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == f"fork server [] {IMPORTS}\n", done.stderr
@@ -161,7 +161,7 @@ def test_the_fork_server_is_started_before_the_driver_imports_torch(recipe, only
         ["{recipe}", "a=1", "--fresh", "b=2"],
     ],
 )
-def test_options_may_stand_anywhere_among_the_overrides(recipe, monkeypatch, words):
+def test_options_may_be_anywhere_among_the_overrides(recipe, monkeypatch, words):
     calls = []
     monkeypatch.setattr("jobs.recipe.campaign.resolve", lambda document, kinds: document)
     monkeypatch.setattr("jobs.run.session.run_campaign", lambda loaded, fresh, **_: calls.append((loaded, fresh)))
@@ -178,7 +178,7 @@ def test_options_may_stand_anywhere_among_the_overrides(recipe, monkeypatch, wor
         ["{recipe}", "pretrain.seed=5", "--resolved", "pretrain.keep=7"],
     ],
 )
-def test_a_recipe_is_resolved_with_its_overrides_wherever_the_option_stands(recipe, capsys, words):
+def test_resolved_may_be_anywhere_among_the_overrides(recipe, capsys, words):
     assert main(["plan", *(word.format(recipe=recipe) for word in words)]) == 0
     out = capsys.readouterr().out
     pretrain = yaml.safe_load(out)["pretrain"]
@@ -186,31 +186,31 @@ def test_a_recipe_is_resolved_with_its_overrides_wherever_the_option_stands(reci
     assert out.endswith("\n") and not out.endswith("\n\n"), "a file that it is written to has no empty last line"
 
 
-def test_a_recipe_that_ships_is_found_by_its_name_from_any_folder(tmp_path, monkeypatch, capsys):
+def test_a_built_in_recipe_is_found_from_any_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["plan", "digits", f"run={tmp_path}"]) == 0
     assert "shards (pack" in capsys.readouterr().out
     assert main(["plan", "digit"]) == 78
     assert "no recipe at digit\n  did you mean digits?" in capsys.readouterr().err
     assert main(["plan", "quite-another"]) == 78
-    assert "recipes that ship: cifar10, digits, vit_b16_i1k" in capsys.readouterr().err
+    assert "built-in recipes: cifar10, digits, vit_b16_i1k" in capsys.readouterr().err
 
 
-def test_a_folder_is_no_recipe_and_hides_none_that_ships(tmp_path, monkeypatch, capsys):
+def test_a_folder_is_not_a_recipe_and_does_not_hide_a_built_in_one(tmp_path, monkeypatch, capsys):
     (tmp_path / "digits").mkdir()
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path)
     assert main(["plan", "digits"]) == 0
     assert main(["plan", "other"]) == 78
     assert (
-        "error: a folder, no recipe, at other\n  a recipe for the images in it is written by python -m jobs new other"
+        "error: other is a folder, not a recipe\n  to write a recipe for the images in it, type python -m jobs new"
         in capsys.readouterr().err
     )
 
 
 @pytest.mark.parametrize("command", ["plan", "run"])
 @pytest.mark.parametrize("below", ["", "/deeper"])
-def test_a_run_directory_that_is_a_file_is_said_before_anything_starts(tmp_path, capsys, command, below):
+def test_a_file_as_run_directory_is_refused_before_the_start(tmp_path, capsys, command, below):
     (tmp_path / "file").touch()
     assert main([command, "digits", f"run={tmp_path}/file{below}"]) == 78
     assert f"error: {tmp_path}/file is a file\n  expected the folder of a run" in capsys.readouterr().err
@@ -221,21 +221,21 @@ def test_a_run_directory_that_is_a_file_is_said_before_anything_starts(tmp_path,
     [
         (
             "pretrain.init=@shards/train",
-            "pretrain.init is @shards/train: that is no weights\n  expected @stage, of one of",
+            "pretrain.init is @shards/train, which has no weights\n  expected @stage with a stage of kind",
         ),
-        ("fewshot.init=@pretrain/x", "fewshot.init is @pretrain/x: that is no weights"),
-        ("pretrain.data.train=@shards", "shards packs no set ''; known: pretrain, pretrain-test, test, train"),
-        ("pretrain.data.train=@shards/trian", "did you mean 'train'?\n  expected one of its sets: @shards/pretrain, "),
-        ("finetune.data.train=@resize/train", "makes no data\n  expected @stage/set of a pack stage"),
+        ("fewshot.init=@pretrain/x", "fewshot.init is @pretrain/x, which has no weights"),
+        ("pretrain.data.train=@shards", "but shards has no data set ''; known: pretrain, pretrain-test, test, train"),
+        ("pretrain.data.train=@shards/trian", "did you mean 'train'?\n  expected one of @shards/pretrain, "),
+        ("finetune.data.train=@resize/train", "makes no data set\n  expected @stage/set with a pack stage"),
         ("pretrain=3", "pretrain is 3, expected a stage's section\n"),
     ],
 )
-def test_a_reference_to_the_wrong_part_says_which_parts_fit(tmp_path, capsys, override, message):
+def test_a_reference_to_a_wrong_part_lists_the_possible_parts(tmp_path, capsys, override, message):
     assert main(["plan", "digits", f"run={tmp_path}/run", override]) == 78
     assert message in capsys.readouterr().err
 
 
-def test_one_stage_alone_is_named_by_its_kind_or_by_itself(recipe, monkeypatch, capsys):
+def test_only_selects_a_stage_by_name_or_kind(recipe, monkeypatch, capsys):
     shards = campaigns.load(recipe, []).stage("pretrain").config.data.train
     second = f"again={{kind: finetune, init: '@resize', data: {{train: {shards}}}, model: {{classes: 10}}, steps: 1,"
     second += " optim: {schedule: {warmup_steps: 0}}}"
@@ -252,18 +252,18 @@ def test_one_stage_alone_is_named_by_its_kind_or_by_itself(recipe, monkeypatch, 
     assert stages == ["finetune", "resize", "again", "finetune.seed-0", "finetune.seed-1", "finetune"]
 
 
-def test_one_stage_alone_is_named_by_the_kind_that_no_other_has(recipe):
+def test_only_selects_a_renamed_stage_by_its_unique_kind(recipe):
     text = recipe.read_text().replace("\nfinetune:", "\ntune:\n  kind: finetune").replace("@finetune", "@tune")
     recipe.write_text(text)
     (stage,) = stages_of(campaigns.load(recipe, []), "finetune")
     assert stage.name == "tune"
 
 
-def test_a_kind_with_several_stages_is_not_enough_to_name_one(recipe, capsys):
+def test_only_refuses_a_kind_with_several_stages(recipe, capsys):
     shards = campaigns.load(recipe, []).stage("pretrain").config.data.train
     second = f"again={{kind: finetune, init: '@resize', data: {{train: {shards}}}, model: {{classes: 10}}, steps: 1,"
     second += " optim: {schedule: {warmup_steps: 0}}}"
-    # A section named like the kind would be meant; here there is none.
+    # --only would select a section with the name of the kind, but there is none.
     text = recipe.read_text().replace("\nfinetune:", "\ntune:\n  kind: finetune").replace("@finetune", "@tune")
     recipe.write_text(text)
     assert main(["run", str(recipe), second, "--only", "finetune"]) == 78

@@ -380,7 +380,7 @@ def test_a_log_or_status_that_has_changed_is_named_and_never_taken_for_a_bug(tmp
     lease.take()
     look = ["status", str(tmp_path / "run")]
     assert main(look) == 0
-    assert "stopped without a word: process 4999999 on" in capsys.readouterr().out
+    assert "ended unexpectedly: process 4999999 on" in capsys.readouterr().out
     draw = random.Random(SEED)
     codes: Counter[int] = Counter()
     run = tmp_path / "run"

@@ -465,8 +465,8 @@ def test_whoever_follows_a_submitted_run_is_told_that_the_head_is_gone_and_goes_
 
         network["h0"].kill()
         told = network["h1"].run(f"{login} python -m jobs status {run}")
-        assert "end  stopped without a word: process " in told and " on h0, Ray job followed-001-" in told
-        assert f"to go on type: python -m jobs submit RECIPE run={run}" in told
+        assert "end  ended unexpectedly: process " in told and " on h0, Ray job followed-001-" in told
+        assert f"to resume, type python -m jobs submit RECIPE run={run}" in told
         start_head()
         began = time.monotonic()
         follower = follow(after)

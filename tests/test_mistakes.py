@@ -1,10 +1,9 @@
-"""Mistakes that a newcomer makes, and what each is answered: what was found, what was expected, what to type next.
+"""Mistakes of new users, and the error for each: what is wrong, what was expected, and what to type.
 
-Every line is typed as a user would type it, in a folder that holds `tiny.yaml` (a campaign), `photos` (class folders;
-`two words` is a link to it, `wheel` a copy with a link to itself), `loose` (images alone), `tars` and `labelless` (tars
-without an index), `empty`, the sets `shards/train` and `shards/test`, and `weights` (a model of ours) with
-`weights.npz` (the same as an official file). An answer has the exit code of its kind, at most six lines, and nothing of
-our insides.
+Each line is typed in a folder with `tiny.yaml` (a recipe), `photos` (class folders; `two words` is a link to it, and
+`wheel` a copy with a link to itself), `loose` (images without folders), `tars` and `labelless` (tars without an index),
+`empty`, the data sets `shards/train` and `shards/test`, `weights` (our format) and `weights.npz` (the same weights in
+the official format). Each error must have the right exit code, at most six lines, and no Python internals.
 """
 
 import io
@@ -48,13 +47,13 @@ INTERNALS = re.compile(
     r"Traceback|\w+Config\b|Dict\[|codec|<class|\w+Error\b|pydantic|omegaconf|NoneType|0x[0-9a-f]{4}"
 )
 
-# A line: exit code, what is typed after `python -m jobs`, and words of the answer behind =>, with | between.
+# Each line: exit code, arguments of `python -m jobs`, and after => the expected parts of the error, separated by |.
 COMMANDS = """
 64 <none>                                     => Missing command
-64 train tiny.yaml                            => No such command 'train'.|train is called run here
+64 train tiny.yaml                            => No such command 'train'.|use run instead
 64 runn tiny.yaml                             => Did you mean 'run'?
-64 run                                        => expected a YAML file, or a recipe that ships: cifar10, digits
-64 run tiny.yaml --gpus 1                     => No such option: --gpus|typed without dashes: pretrain.optim.lr=1e-3
+64 run                                        => expected a YAML file or a built-in recipe: cifar10, digits
+64 run tiny.yaml --gpus 1                     => No such option: --gpus|type recipe keys without dashes
 64 plan tiny.yaml --resolve                   => Possible options: --fresh, --resolved
 78 run tiny.yaml pretrain.steps 100           => pretrain.steps is not an override|for example pretrain.steps=100
 78 run tiny.yaml pretrain.steps = 100         => without spaces, for example pretrain.steps=100
@@ -63,13 +62,13 @@ COMMANDS = """
 78 run tiny                                   => no recipe at tiny|did you mean tiny.yaml?
 78 run digist                                 => did you mean digits?
 78 run Tiny.yaml                              => no recipe at Tiny.yaml|did you mean tiny.yaml?
-78 run quite.yaml                             => no recipe at quite.yaml|recipes that ship: cifar10
-78 run photos                                 => a folder, no recipe, at photos
+78 run quite.yaml                             => no recipe at quite.yaml|built-in recipes: cifar10
+78 run photos                                 => photos is a folder, not a recipe
 78 run photos/cat/0.jpg                       => photos/cat/0.jpg is not UTF-8 text|expected a recipe, a YAML file
-64 status tiny.yaml                           => no run at|expected the folder that `run` says
-64 checkpoints list runs/none                 => holds no checkpoints|name a run directory
+64 status tiny.yaml                           => no run at|expected a run directory or a stage's folder in it
+64 checkpoints list runs/none                 => no checkpoints in|expected a run directory
 64 checkpoints verify runs/none --step ten    => Invalid value for '--step'
-64 replay runs/none step=120                  => no run at runs/none|expected the folder
+64 replay runs/none step=120                  => no run at runs/none|expected a run directory
 64 audit runs/none                            => no run at runs/none
 64 status .                                   => no run at
 64 new photos --minutes 2weeks                => '2weeks' is not a time|2min
@@ -79,8 +78,8 @@ COMMANDS = """
 65 new wheel                                  => is a link to a folder above it|remove the link
 65 pack folder wheel out                      => is a link to a folder above it
 65 pack folder loose out                      => found none|--unlabelled
-78 run photos                                 => a folder, no recipe|jobs new photos
-64 run tiny.yaml --minutes 2                  => --minutes is an option of new
+78 run photos                                 => photos is a folder, not a recipe|jobs new photos
+64 run tiny.yaml --minutes 2                  => --minutes is an option of the command new
 64 analyze weights empty --output out         => no images in empty
 64 analyze weights phtos --output out         => did you mean 'photos'?
 78 export weights out --format hf --preprocess resize(8 => lacks a bracket
@@ -88,8 +87,8 @@ COMMANDS = """
 64 export weights                             => Missing argument 'TARGET'|exported --format timm
 64 export weights out                         => Missing option '--format'|safetensors, npz, timm, hf|--format timm
 64 export weights out --format onnx           => 'onnx' is not one of
-65 export runs/none out --format hf           => there is no file or folder runs/none
-65 export photos out --format hf              => cannot load photos|not a folder with model.json
+65 export runs/none out --format hf           => no file or folder at runs/none
+65 export photos out --format hf              => cannot load photos|contains neither model.json
 64 new photos --minutes 0                     => --minutes 0: expected a training time greater than 0|type --minutes 10
 78 new photos --model S16                     => S16 is not a model name; did you mean S/16?
 65 new photos --init photos                   => contains no weights|expected RUN/STAGE
@@ -101,22 +100,22 @@ COMMANDS = """
 64 analyze weights nowhere --output out       => no such file or folder: nowhere|expected image files
 64 evaluate                                   => Missing argument 'WEIGHTS'|pretrain runs/photos/parts/held-out
 64 evaluate weights                           => Missing argument 'SET|evaluate runs/photos/pretrain runs/photos/parts
-64 evaluate weights train=shards/train        => no set to evaluate on|evaluate weights runs/photos/parts/held-out
+64 evaluate weights train=shards/train        => no data set to evaluate on|evaluate weights runs/photos/parts/held-out
 64 new                                        => Missing argument 'images|for example: python -m jobs new photos
 65 evaluate weights 'two words'               => pack folder 'two words' 'two words-shards'
 65 index 'two words'                          => pack folder 'two words' 'two words-shards'
 65 evaluate weights photos                    => images in 2 folders|python -m jobs pack folder photos photos-shards
-65 evaluate shards/test weights               => shards/test is a set, expected weights first
-65 evaluate nowhere shards/test               => there is no file or folder nowhere|expected an official .npz
+65 evaluate shards/test weights               => shards/test is a data set, not weights|type the weights first
+65 evaluate nowhere shards/test               => no file or folder at nowhere|expected an official .npz
 64 evaluate weights shards/test --protocol top1 => did you mean 'top-1'?
-65 import nowhere.npz out                     => there is no file or folder nowhere.npz
+65 import nowhere.npz out                     => no file or folder at nowhere.npz
 65 import tiny.yaml out                       => cannot load tiny.yaml|convert them to safetensors first
 64 pack photos out                            => for example: python -m jobs pack folder photos/train shards/train
 64 pack photo photos out                      => source is photo|expected one of folder, table, tars
-65 pack folder nowhere out                    => there is nothing at nowhere
+65 pack folder nowhere out                    => no file or folder at nowhere
 65 pack folder loose out                      => found 3 images|sort the images into folders
 65 pack folder tars out                       => 1 tars|python -m jobs index tars
-65 pack folder photos photos                  => expected a folder apart from it|type another one
+65 pack folder photos photos                  => photos is inside the source|type another folder
 64 pack folder photos tiny.yaml               => tiny.yaml is a file|expected a folder
 65 pack folder photos shards/train            => a finished set|give another folder
 74 pack folder photos /sys/out                => /sys/out|a folder that this user may write
@@ -124,7 +123,7 @@ COMMANDS = """
 65 pack table photos out                      => photos is a folder|expected a CSV or parquet file
 65 index photos                               => no *.tar here|python -m jobs pack folder photos photos-shards
 65 index nowhere                              => this folder does not exist
-65 index labelless                            => no sample has a label|expected samples of an image
+65 index labelless                            => no sample has a usable label|expected samples with an image
 65 data check photos                          => python -m jobs pack folder photos photos-shards
 65 data repair shards/train shards/train      => contains the set to repair|choose another folder
 78 subset shards/train --output out           => no rule chooses samples|expected one or more of keep
@@ -134,10 +133,10 @@ COMMANDS = """
 69 run tiny.yaml cluster.gpus_per_worker=99   => 2 workers need 198 GPUs|cluster.gpus_per_worker=0
 """
 
-# The same of `plan tiny.yaml`, and what is typed behind it.
+# The same for `plan tiny.yaml`, with the arguments after it.
 KEYS = """
 78 lr=1e-3                          => lr is 0.001, expected a stage's section|type for example pretrain.optim.lr=0.001
-78 optim.lr=1e-3                    => optim is no stage, but a key of one: pretrain.optim
+78 optim.lr=1e-3                    => optim is not a stage but a key of a stage: pretrain.optim
 78 Pretrain.steps=3                 => unknown stage or key Pretrain; did you mean 'pretrain'?
 78 pretrain.lr=1e-3                 => unknown key pretrain.lr; did you mean pretrain.optim.lr?
 78 pretrain.epochs=3                => did you mean pretrain.passes?
@@ -209,7 +208,7 @@ KEYS = """
 65 pretrain.data.train=empty        => neither tars nor images
 65 pretrain.data.train=shards       => name one of shards/test, shards/train
 65 pretrain.data.train=s3://bucket/train => python -m jobs index URL --output FOLDER
-78 pretrain.data.train=@shards/train => pretrain.data.train is @shards, no such stage; known: pretrain
+78 pretrain.data.train=@shards/train => pretrain.data.train is @shards, but there is no such stage; known: pretrain
 78 pretrain.data.train=@pretrain    => the stage itself|expected another stage, or a path
 78 pretrain.data.train=null         => pretrain.data.train is missing|type pretrain.data.train=FOLDER
 65 pretrain.init=nowhere            => no weights.safetensors in nowhere|give a folder that holds one
@@ -219,13 +218,13 @@ KEYS = """
 78 pretrain.deepspeed=nowhere.json  => No such file|or deepspeed=null for none
 78 run=                             => run is empty, expected a folder
 78 run=tiny.yaml                    => tiny.yaml is a file|give the run another name
-78 run=~nobody-here/x               => no user of this name is known here
+78 run=~nobody-here/x               => but there is no such user
 78 run=s3://bucket                  => type run=s3://BUCKET/NAME
 """
 
-# The recipe's text, exit code of `plan recipe.yaml`, words of the answer.
+# Text of the recipe, exit code of `plan recipe.yaml`, and expected parts of the error.
 RECIPES: dict[str, tuple[str | bytes, int, str]] = {
-    "empty": ("", 78, "recipe.yaml names no stage|expected a section of pack, pretrain"),
+    "empty": ("", 78, "recipe.yaml has no stage|expected a section named pack, pretrain"),
     "a list": ("- pretrain\n", 78, "is not a mapping|expected `key: value` lines"),
     "a text": ("pretrain\n", 78, "is not a mapping|expected `key: value` lines"),
     "tabs": (TINY.replace("  steps", "\tsteps"), 78, "line 8: found a tab|expected spaces"),
@@ -257,7 +256,11 @@ RECIPES: dict[str, tuple[str | bytes, int, str]] = {
     "a kind that is none": (TINY + "mine: {kind: training}\n", 78, "mine.kind is training|expected one of pack"),
     "a name with a space": (TINY + "my stage: {kind: pretrain}\n", 78, "a stage is called 'my stage'|rename it"),
     "a circle": (TINY + '  init: "@finetune"\nfinetune: {init: "@pretrain"}\n', 78, "in a circle: pretrain ← finetune"),
-    "a misspelt reference": (TINY + 'resize: {init: "@pretain"}\n', 78, "@pretain, no such stage; did you mean"),
+    "a misspelt reference": (
+        TINY + 'resize: {init: "@pretain"}\n',
+        78,
+        "@pretain, but there is no such stage; did you mean",
+    ),
     "finetune from nothing": (TINY + "finetune: {data: {train: shards/train}}\n", 78, "model.name is missing|S/16"),
     "resize from nothing": (TINY + "resize: {image_size: 24}\n", 78, "resize.init is missing|type resize.init=…"),
     "an odd size": (TINY + 'resize: {init: "@pretrain", image_size: 25}\n', 78, "nearest image_size: 24 or 32"),
@@ -270,7 +273,7 @@ RECIPES: dict[str, tuple[str | bytes, int, str]] = {
     "a sweep over one value": (TINY + "  sweep: {grid: {optim.lr: 1e-3}}\n", 78, "expected a list of values"),
 }
 
-# Values that are taken as they are meant, and recipes of other editors.
+# Accepted spellings of values, and recipes saved by other editors.
 TAKEN = ["pretrain.steps=10k", "pretrain.timeout_s=30min", "pretrain.data.cache.limit_bytes=80GB", "pretrain.steps=1e4"]
 TAKEN_RECIPES = {
     "UTF-8 with a byte order mark": TINY.encode("utf-8-sig"),
@@ -283,7 +286,7 @@ TAKEN_RECIPES = {
 
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
-    """The folder of a newcomer; the mistakes leave it as it is."""
+    """Return the folder in which the lines are typed; no mistake may change it."""
     folder = tmp_path_factory.mktemp("desk")
     (folder / "tiny.yaml").write_text(TINY)
     shutil.copytree(shards, folder / "shards")
@@ -320,8 +323,8 @@ def mistakes() -> list[tuple[str, int, str]]:
 
 
 def check_answer(capsys: pytest.CaptureFixture[str], words: str) -> None:
-    """Compare what was said with the words of the table, and with what holds of every answer."""
-    # A slow machine says meanwhile what it does.
+    """Check the error for the parts in the table, its length, and Python internals."""
+    # On a slow machine, progress is printed too.
     lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("plan: reading")]
     answer = "\n".join(lines)
     for part in words.split("|"):
@@ -331,17 +334,17 @@ def check_answer(capsys: pytest.CaptureFixture[str], words: str) -> None:
 
 
 @pytest.mark.parametrize(("typed", "code", "words"), mistakes(), ids=[row[0] for row in mistakes()])
-def test_a_mistake_is_answered_with_the_way_out(desk, monkeypatch, capsys, typed, code, words):
+def test_a_mistake_gets_an_error_with_a_remedy(desk, monkeypatch, capsys, typed, code, words):
     monkeypatch.chdir(desk)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert main(shlex.split(typed)) == code
     check_answer(capsys, words)
-    # What was refused has written nothing.
+    # A refused command writes nothing.
     assert not [path for path in desk.iterdir() if path.name.startswith(("out", "photos-shards"))]
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_that_is_wrong_is_answered_with_the_way_out(desk, monkeypatch, capsys, name):
+def test_an_invalid_recipe_gets_an_error_with_a_remedy(desk, monkeypatch, capsys, name):
     text, code, words = RECIPES[name]
     monkeypatch.chdir(desk)
     monkeypatch.setattr("jobs.terminal.WAIT_S", 60)
@@ -351,22 +354,21 @@ def test_a_recipe_that_is_wrong_is_answered_with_the_way_out(desk, monkeypatch, 
 
 
 @pytest.mark.parametrize("kind", ["finetune", "resize"])
-def test_a_stage_that_the_recipe_lacks_is_answered_with_those_that_it_has(desk, monkeypatch, capsys, kind):
+def test_an_unknown_stage_is_an_error_that_lists_the_stages(desk, monkeypatch, capsys, kind):
     monkeypatch.chdir(desk)
     assert main(["run", "tiny.yaml", "--only", kind]) == 78
     check_answer(capsys, f"the recipe has no stage '{kind}'; known: pretrain")
 
 
-def test_what_goes_wrong_without_an_error_is_said(desk, monkeypatch, capsys):
-    """More workers than cores, and an evaluation on the training set: both run, and neither is what was meant."""
+def test_too_many_workers_and_evaluation_on_the_training_set_are_warned_about(desk, monkeypatch, capsys):
     monkeypatch.chdir(desk)
     assert main(["plan", "tiny.yaml", "cluster.workers=64", "pretrain.batch_size=256"]) == 0
-    assert "64 workers of 1 CPUs take turns on" in capsys.readouterr().out
+    assert "64 workers with 1 CPUs each share" in capsys.readouterr().out
     assert main(["plan", "tiny.yaml", "pretrain.data.evaluate=shards/train"]) == 0
-    assert "data.evaluate is a set that is trained on" in capsys.readouterr().out
+    assert "data.evaluate is also a training set" in capsys.readouterr().out
 
 
-def test_a_stage_that_starts_anew_beside_a_finished_one_names_the_keys_that_differ(desk, monkeypatch, capsys):
+def test_a_stage_that_starts_over_lists_the_changed_keys(desk, monkeypatch, capsys):
     monkeypatch.chdir(desk)
     (stage,) = load(Path("tiny.yaml"), []).stages
     record = stage_record(stage)
@@ -377,15 +379,15 @@ def test_a_stage_that_starts_anew_beside_a_finished_one_names_the_keys_that_diff
     assert main(["plan", "tiny.yaml", "run=runs/anew"]) == 0
     shutil.rmtree(desk / "runs" / "anew")
     out = capsys.readouterr().out
-    assert "pretrain: starts anew; pretrain-00000001, finished" in out
+    assert "pretrain starts over, because its settings differ from pretrain-00000001, finished" in out
     assert (
-        "differs by batch_size: 8 → 16, steps: 12 → 24\n" in out
-        or "differs by steps: 12 → 24, batch_size: 8 → 16\n" in out
+        "(which is kept): batch_size: 8 → 16, steps: 12 → 24\n" in out
+        or "(which is kept): steps: 12 → 24, batch_size: 8 → 16\n" in out
     )
     assert f"to start from its weights, not from random ones, type pretrain.init={folder}" in out
 
 
-def test_another_model_takes_nothing_of_the_size_of_the_first(desk, monkeypatch, capsys):
+def test_another_model_name_keeps_no_sizes_of_the_first(desk, monkeypatch, capsys):
     monkeypatch.chdir(desk)
     wide = TINY.replace("name: mu/8,", "name: mu/8, width: 64, depth: 3,")
     (desk / "recipe.yaml").write_text(wide)
@@ -403,7 +405,7 @@ def test_another_model_takes_nothing_of_the_size_of_the_first(desk, monkeypatch,
     assert "width: 64" in capsys.readouterr().out
 
 
-def test_a_typo_does_not_wait_for_torch_and_a_closed_pipe_is_no_error_of_the_disk(desk):
+def test_a_typo_does_not_import_torch_and_a_closed_pipe_is_not_a_disk_error(desk):
     environment = {**os.environ, "PYTHONPATH": import_path()}
     lines = (
         "export nowhere out --format hf",
@@ -433,13 +435,13 @@ def test_a_typo_does_not_wait_for_torch_and_a_closed_pipe_is_no_error_of_the_dis
         command, cwd=desk, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
         process.stdout.close()
-        # On a busy machine the command says that it lives.
+        # On a busy machine, progress is printed too.
         assert process.stderr.read().decode().replace("plan: starting …\n", "") == ""
         assert process.wait() == 128 + signal.SIGPIPE
 
 
 @pytest.mark.parametrize("override", TAKEN)
-def test_a_value_is_taken_as_people_write_it(desk, monkeypatch, capsys, override):
+def test_values_may_have_common_suffixes(desk, monkeypatch, capsys, override):
     monkeypatch.chdir(desk)
     assert main(["plan", "tiny.yaml", override, "--resolved"]) == 0
     assert {"10k": "10000", "1e4": "10000", "30min": "1800.0", "80GB": "80000000000"}[
@@ -448,7 +450,7 @@ def test_a_value_is_taken_as_people_write_it(desk, monkeypatch, capsys, override
 
 
 @pytest.mark.parametrize("name", TAKEN_RECIPES)
-def test_a_recipe_of_another_editor_is_taken_as_it_is_meant(desk, monkeypatch, capsys, name):
+def test_recipes_from_other_editors_are_read_correctly(desk, monkeypatch, capsys, name):
     monkeypatch.chdir(desk)
     (desk / "recipe.yaml").write_bytes(TAKEN_RECIPES[name])
     said = []

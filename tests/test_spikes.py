@@ -81,7 +81,7 @@ def test_a_poisoned_sample_is_found_beside_training_and_masked_for_good(tmp_path
     (record,) = masked()
     since = record["step"]
     assert [(each["shard"], each["key"]) for each in record["samples"]] == [("train-000001.tar", f"{POISONED:05d}")]
-    assert f"step {since}: 1 sample masked from here on, 1 in all: train-000001.tar {POISONED:05d}" in text
+    assert f"step {since}: 1 sample masked from this step, 1 in total: train-000001.tar {POISONED:05d}" in text
     end = newest()
     assert jobs("run", "recipe.yaml", wait=lambda: newest() >= end + 100) == 75
     assert "), 1 sample masked; 1 workers" in (tmp_path / "log").read_text()

@@ -117,7 +117,7 @@ def median_seconds(work: Callable[[], object], repeats: int = 7) -> float:
 # ------------------------------------------------------------------------ Ray
 
 
-def look_at_ray(context: Context) -> None:
+def inspect_ray(context: Context) -> None:
     """Report the GPUs that an embedded Ray cluster counts, and those that torch sees in a worker placed by it."""
     cluster = ClusterConfig(workers=1, backend="ray", gpus_per_worker=context.gpus, wait_s=30, start_timeout_s=60)
     with tempfile.TemporaryDirectory(dir=context.work) as folder:

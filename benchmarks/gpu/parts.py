@@ -127,7 +127,7 @@ def parts_of(device: str) -> list[Part]:
         campaign("ray", zero=1, is_whole=True),
         campaign("processes", zero=2, exact_parts=2),
         campaign("processes", zero=3, is_compiled=True),
-        Part("embedded Ray", "ray", "machine.look_at_ray", limit_s=90, is_alone=False),
+        Part("embedded Ray", "ray", "machine.inspect_ray", limit_s=90, is_alone=False),
         Part("shards", "shards", "tars.pack_images", limit_s=100, is_alone=False),
     ]
     for model in size.models:

@@ -1,1 +1,1 @@
-"""Everything on data that training does without."""
+"""Optional data tools; training does not depend on any of them."""

@@ -1,13 +1,13 @@
-"""Lists of samples: read from a file, and looked up in a set.
+"""Read a list of samples from a file and look the samples up in a set.
 
-A list is one of
-    a text, one sample a line             n0144; or its shard and key, with a tab between
-    a .json of such                       ["n0144", ["train-000021.tar", "n0145"]]
-    the leaks.json of `patchline leaks`   those of its samples that lie in this set, of train or of test
+A list has one of these formats:
+    a text file, one sample per line      n0144, or the shard, a tab and the key
+    a .json file with the same entries    ["n0144", ["train-000021.tar", "n0145"]]
+    the leaks.json of `patchline leaks`   all of its training and test samples in this set
 
-A shard is named by the end of its path, as far as it takes to tell it from others. Whatever a list names and the set
-lacks is an error: a list of another set would otherwise leave nothing out, in silence. Of a leaks.json the set is one
-that was compared, or a subset of one, which of course lacks samples of it.
+A shard is named by the end of its path, long enough to be unambiguous. A listed sample that the set does not contain is
+an error: otherwise a list for a different set would silently exclude nothing. With a leaks.json, the set must be one of
+the compared sets or a subset of one; a subset need not contain every leaked sample.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from data.errors import DataError
 from data.extras.leaks.document import SIDES, in_pairs, numbers_of, read_leaks
 from data.index.index import Index, shards_called
 
-Listed = tuple[str, str]  # shard and key; the shard is "" where the list does not say
-MOST_SHOWN = 5  # samples that an error names of many
+Listed = tuple[str, str]  # shard and key; the shard is "" if the list does not name it
+MOST_SHOWN = 5  # samples named in an error
 
 
 def listed_rows(path: str, index: Index) -> np.ndarray:
-    """Return the rows of a set, numbered through all of its shards, that a file lists.
+    """Return the row numbers of the samples that a file lists, counted over all shards of the set.
 
-    Raises DataError where it lists none or cannot be read, and where it is of another set.
+    Raises DataError if the list is empty, unreadable, or made for a different set.
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
@@ -40,7 +40,7 @@ def listed_rows(path: str, index: Index) -> np.ndarray:
         samples: list[Listed] = []
         if path.endswith(".json"):
             if not isinstance(content, list) or not content:
-                raise ValueError("its JSON is no list with samples in it")
+                raise ValueError("the JSON value is not a list, or is an empty list")
             for entry in content:
                 shard, key = ("", entry) if isinstance(entry, str) else entry
                 if not isinstance(shard, str) or not isinstance(key, str):
@@ -52,21 +52,23 @@ def listed_rows(path: str, index: Index) -> np.ndarray:
                 if line.strip():
                     samples.append((shard, key))
             if not samples:
-                raise ValueError("it is empty")
+                raise ValueError("the file is empty")
     except FileNotFoundError:
-        raise DataError(f"{path}: there is no such list; expected a file of one sample a line") from None
+        raise DataError(f"{path}: file not found; expected a text file with one sample per line") from None
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path}: no list of samples: {error}\n  expected one key a line, or shard, tab, key") from None
+        raise DataError(
+            f"{path}: not a list of samples: {error}\n  expected on each line a key, or a shard, a tab and a key"
+        ) from None
     return rows_listed(index, samples, path)
 
 
 def leaked_rows(path: str, index: Index) -> np.ndarray:
-    """Return the rows of a set that a leaks.json has in a pair, of train or of test: none where nothing of it leaks.
+    """Return the row numbers of the samples that occur in a pair of a leaks.json, as training or as test sample.
 
-    Raises DataError where neither the set nor the one that it is a subset of was compared, and where a pair names a
-    sample that a set which was compared lacks.
+    Raises DataError if leaks.json covers neither the set nor its parent set, or if a pair names a sample that a
+    compared set does not contain.
     """
     leaks = read_leaks(path)
     leaked = np.zeros(index.samples, bool)
@@ -74,12 +76,12 @@ def leaked_rows(path: str, index: Index) -> np.ndarray:
     if not sides:
         digests = [compared.digest[:12] for compared in (*leaks.train, *leaks.test)]
         raise DataError(
-            f"{path}: it compares the sets of the digests {', '.join(digests)}, and this one has {index.digest[:12]}\n"
-            f"  expected a leaks.json about {index.tables}, or about the set that it was made of"
+            f"{path}: covers the sets with digests {', '.join(digests)}, but this set has {index.digest[:12]}\n"
+            f"  expected a leaks.json for {index.tables}, or for the set that it is a subset of"
         )
     for side in sides:
         leaked |= in_pairs(leaks, index, side)
-    # Of a subset a pair may name what is not in it; of the very set that was compared all must be there.
+    # A pair may name samples outside a subset, but a compared set must contain all samples of its pairs.
     own_samples = set()
     for pair in leaks.pairs:
         if leaks.train[pair.train_set].digest == index.digest:
@@ -91,14 +93,14 @@ def leaked_rows(path: str, index: Index) -> np.ndarray:
 
 
 def rows_listed(index: Index, samples: Sequence[Listed], path: str) -> np.ndarray:
-    """Return the rows of a set, numbered through all of its shards, that hold listed samples.
+    """Return the row numbers of listed samples, counted over all shards of the set.
 
-    A key that a shard has twice names both. Raises DataError naming samples that are not there, and keys without a
-    shard that several shards have; `path` is the list's.
+    If a shard contains a key twice, both rows are returned. Raises DataError if samples are missing from the set, or if
+    a key without a shard occurs in several shards. Errors name `path`, the file of the list.
     """
     numbers = shard_numbers(index, {shard for shard, _ in samples if shard}, path)
     keys_of_shard: dict[int, set[str]] = {}
-    anywhere: set[str] = set()  # keys whose shard the list does not say
+    anywhere: set[str] = set()  # keys without a shard
     for shard, key in samples:
         if shard:
             keys_of_shard.setdefault(numbers[shard], set()).add(key)
@@ -110,15 +112,15 @@ def rows_listed(index: Index, samples: Sequence[Listed], path: str) -> np.ndarra
     missing: list[str] = []
     for number, indexed in enumerate(index.shards):
         named = keys_of_shard.get(number, set())
-        # As in most shards, where shards are named: there is nothing to look up.
+        # If the list names shards, most shards have no listed sample: do not read their keys.
         if named or anywhere:
             keys = index.keys(number)
             present = np.flatnonzero(np.isin(keys, sorted(named | anywhere)))
             rows.append(present + index.starts[number])
-            there = set(keys[present].tolist())
-            for key in sorted(named - there):
+            present_keys = set(keys[present].tolist())
+            for key in sorted(named - present_keys):
                 missing.append(f"{indexed.name} {printable(key)}")
-            for key in there & anywhere:
+            for key in present_keys & anywhere:
                 shards_of_key[key].add(indexed.name)
     ambiguous = []
     for key, shards in shards_of_key.items():
@@ -127,8 +129,8 @@ def rows_listed(index: Index, samples: Sequence[Listed], path: str) -> np.ndarra
         elif len(shards) > 1:
             ambiguous.append(f"{printable(key)} ({', '.join(sorted(shards)[:3])})")
     problems = (
-        (missing, f"{len(samples):,} samples are not in {index.tables}", "samples of this very set"),
-        (ambiguous, "keys are in several shards", "the shard before such a key, with a tab between"),
+        (missing, f"{len(samples):,} samples are not in {index.tables}", "only samples of this set"),
+        (ambiguous, "keys are in several shards", "the shard and a tab before each of these keys"),
     )
     for entries, problem, expected in problems:
         if entries:
@@ -138,7 +140,7 @@ def rows_listed(index: Index, samples: Sequence[Listed], path: str) -> np.ndarra
 
 
 def shard_numbers(index: Index, names: Iterable[str], path: str) -> dict[str, int]:
-    """Return the number of the shard that each name means; raises DataError unless it is exactly one."""
+    """Return the shard number for each shard name; raises DataError unless a name matches exactly one shard."""
     numbers = {}
     for name in names:
         matching = []
@@ -150,8 +152,8 @@ def shard_numbers(index: Index, names: Iterable[str], path: str) -> dict[str, in
                     matching.append(number)
         if len(matching) != 1:
             raise DataError(
-                f"{path}: {len(matching)} shards of {index.tables} are called {printable(name)}, expected one\n"
-                f"  they are called as {index.location(0)}; type as much of the path as tells them apart"
+                f"{path}: {len(matching)} shards of {index.tables} match {printable(name)}, expected exactly one\n"
+                f"  shard paths look like {index.location(0)}; give enough of the end of the path to identify one shard"
             )
         numbers[name] = matching[0]
     return numbers

@@ -1,4 +1,4 @@
-"""Can this node read a set, and how fast: the first megabytes of a few of its shards, wherever they lie."""
+"""Measure whether and how fast this node can read a data set, local or remote, from samples of a few shards."""
 
 import os
 import time
@@ -10,21 +10,21 @@ from data.errors import PatchlineError
 from data.index.document import load_index
 from data.remote.urls import read_range
 
-PIECE_BYTES = 2**22  # of a shard
-TIMEOUT_S = 20.0  # of one request to an object store
-LONGEST_S = 5.0  # after which no further shard is read
+PIECE_BYTES = 2**22  # bytes read from the beginning of each shard
+TIMEOUT_S = 20.0  # for one request to an object store
+LONGEST_S = 5.0  # do not read another shard after this time
 
 
 class Reach(TypedDict):
-    """What was read of a set; JSON."""
+    """Result of the read test, in a form that can be written as JSON."""
 
     bytes: int
     seconds: float
-    error: str  # why it cannot be read, "" where it can
+    error: str  # why the set cannot be read, or ""
 
 
-def read_some(path: str) -> Reach:
-    """Read from the first, the middle and the last shard of the set whose index lies at `path`."""
+def measure_reads(path: str) -> Reach:
+    """Read the beginning of the first, the middle and the last shard of the set with the index at `path`."""
     reach: Reach = {"bytes": 0, "seconds": 0.0, "error": ""}
     began = time.monotonic()
     place = path
@@ -38,7 +38,7 @@ def read_some(path: str) -> Reach:
                 reach["bytes"] += len(read_range(place, 0, size, TIMEOUT_S))
             else:
                 with open(place, "rb", buffering=0) as file:
-                    # What memory holds of it is dropped, or memory's rate would be measured. Not every disk can.
+                    # Drop the file from the page cache, to measure the disk. Not every file system supports this.
                     with suppress(OSError):
                         os.posix_fadvise(file.fileno(), 0, size, os.POSIX_FADV_DONTNEED)
                     reach["bytes"] += len(file.read(size))
@@ -46,7 +46,7 @@ def read_some(path: str) -> Reach:
                 break
     except PatchlineError as error:
         reach["error"] = str(error).splitlines()[0]
-    # Object stores' clients raise many kinds; their texts may hold an address with a secret in it.
+    # Clients of object stores raise many kinds of exceptions, and their texts may contain a URL with a secret.
     except Exception as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
         reach["error"] = f"{redacted(place)}: {reason}"

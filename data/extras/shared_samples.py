@@ -1,4 +1,4 @@
-"""Count the samples that two sets share: the same places of the same tars, and the same bytes."""
+"""Count the samples that two sets share, by their positions in the same tars and by their bytes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from data.index.index import Index
 
 
 def shared_samples(index: Index, other: Index) -> tuple[int, int]:
-    """Return how many samples of a set are in another one: the same places of the same tars, and the same bytes.
+    """Return how many samples of `index` are also in `other`: at the same position of the same tar, and by bytes.
 
-    Subsets share places with their set and with each other. A set that was packed twice shares bytes alone, and so do
-    the copies of an image that many sets hold.
+    Subsets share positions with their parent set and with each other. Two packings of the same images share only
+    bytes, and so do copies of an image in different sets.
     """
     places_of_tar: dict[str, np.ndarray] = {}
     digests_of_shards = [np.zeros(0, np.uint64)]
@@ -20,14 +20,14 @@ def shared_samples(index: Index, other: Index) -> tuple[int, int]:
         places_of_tar[shard.sha256] = table["image"]
         digests_of_shards.append(table["digest"])
     digests = np.concatenate(digests_of_shards)
-    in_order = np.unique(digests)
-    is_found = np.zeros(len(in_order), bool)
+    sorted_digests = np.unique(digests)
+    is_shared = np.zeros(len(sorted_digests), bool)
     same_places = 0
     for number, shard in enumerate(other.shards):
         table = other.table(number)
         if shard.sha256 in places_of_tar:
             same_places += int(np.isin(places_of_tar[shard.sha256], table["image"]).sum())
-        if len(in_order):
-            nearest = np.minimum(np.searchsorted(in_order, table["digest"]), len(in_order) - 1)
-            is_found[nearest[in_order[nearest] == table["digest"]]] = True
-    return same_places, int(np.isin(digests, in_order[is_found]).sum())
+        if len(sorted_digests):
+            nearest = np.minimum(np.searchsorted(sorted_digests, table["digest"]), len(sorted_digests) - 1)
+            is_shared[nearest[sorted_digests[nearest] == table["digest"]]] = True
+    return same_places, int(np.isin(digests, sorted_digests[is_shared]).sum())

@@ -1,1 +1,1 @@
-"""What the commands beside `run` do, one file a command."""
+"""The core's commands, one file for each group of related commands."""

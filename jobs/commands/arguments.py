@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share, and what lets SIGTERM end a command."""
+"""Arguments and options shared by several commands, and the handling of SIGTERM."""
 
 import signal
 from collections.abc import Iterator
@@ -10,21 +10,23 @@ import typer
 
 from data.errors import Preempted
 
-# `jobs.__main__.main` looks for --debug itself; the commands declare it only for their help and for completion.
+# `jobs.__main__.main` handles --debug itself; commands declare it only for --help and shell completion.
 Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of an error.")]
 
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="For example pretrain.optim.lr=1e-3.")]
-Recipe = Annotated[str, typer.Argument(help="A YAML file, or the bare name of one that ships: digits.")]
-Fresh = Annotated[bool, typer.Option("--fresh", help="Start a half-done stage over where its config changed.")]
-Run = Annotated[str, typer.Argument(help="Run directory, or s3://…, as the recipe's run: says.")]
+Recipe = Annotated[str, typer.Argument(help="A YAML file, or the name of a built-in recipe, such as digits.")]
+Fresh = Annotated[
+    bool, typer.Option("--fresh", help="Restart an unfinished stage from step 0 if its settings changed.")
+]
+Run = Annotated[str, typer.Argument(help="A run directory, or its URL (s3://…), as in the recipe's run: key.")]
 
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Let SIGTERM end the block with Preempted, so that nothing half written stays; Ctrl-C does so by itself."""
+    """Raise Preempted on SIGTERM in this block, so that temporary files are removed, as they are after Ctrl-C."""
 
     def end(number: int, frame: FrameType | None) -> None:
-        raise Preempted("stopped by SIGTERM; what is finished is kept, run the same command again to go on")
+        raise Preempted("stopped by SIGTERM; finished work is kept, run the same command again to resume")
 
     previous = signal.signal(signal.SIGTERM, end)
     try:

@@ -1,4 +1,4 @@
-"""`patchline run`, and what a recipe's name means to every command that takes one."""
+"""`patchline run`, and how every command finds the recipe that a user names."""
 
 import difflib
 import shlex
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 RECIPES = Path(__file__).parents[1] / "recipes"
 
 Only = Annotated[
-    str | None, typer.Option(metavar="STAGE", help="This stage alone, by its name or kind; its inputs must exist.")
+    str | None,
+    typer.Option(metavar="STAGE", help="Run only this stage, given by its name or kind; its inputs must exist."),
 ]
 
 
@@ -28,19 +29,19 @@ def run(
     fresh: Fresh = False,
     _debug: Debug = False,
 ) -> None:
-    """Run a campaign, or resume it with the same command."""
+    """Run all stages of a recipe, or resume them: type the same command again."""
     campaign = load_campaign(recipe, overrides, kinds_of(context))
-    # Imported here and not above, as in every command: neither `--help` nor a wrong recipe waits for it.
+    # Imported here, as in every command, so that `--help` and errors in the recipe do not wait for Ray.
     from jobs.run.session import run_campaign
 
     run_campaign(campaign, watchers=context.obj.watchers, fresh=fresh, only=only)
 
 
-# ------------------------------------------------------------------------------------------------ which recipe
+# ------------------------------------------------------------------------------------------------ recipes
 
 
 def kinds_of(context: typer.Context) -> "Kinds":
-    """Return all kinds of stages that the table of a command names."""
+    """Load all kinds of stages from the command table in the context."""
     from jobs.kinds import load_kinds
 
     return load_kinds(context.obj.kinds)
@@ -55,40 +56,40 @@ def load_campaign(recipe: str, overrides: list[str] | None, kinds: "Kinds") -> "
 
 
 def recipe_path(recipe: str) -> Path:
-    """The file that is named; or a recipe that ships, by its bare name, from any folder.
+    """Return the path of a recipe: a file, or a built-in recipe such as "digits" (from any working directory).
 
-    Raises ConfigError, with the names of those that ship, where there is neither.
+    Raises ConfigError if there is no such recipe; the message suggests names.
     """
-    # A file of the user's comes before a shipped recipe of the same name.
+    # A user's file takes precedence over a built-in recipe of the same name.
     path = Path(recipe)
-    # A submitted job has it in its environment (jobs/recipe/portable.py).
+    # "env:NAME": a submitted job reads the recipe from its environment (jobs/recipe/portable.py).
     if path.is_file() or recipe.startswith("env:"):
         return path
     recipes = shipped()
     if recipe not in recipes:
-        what_is_there = "a folder, no recipe," if path.is_dir() else "no recipe"
-        # Compared without case and ending, which would make two short names alike.
+        # Compare names in lower case and without the suffix: ".yaml" would make any two short names similar.
         names = {}
         for name in [*recipes, *(file.name for file in Path.cwd().glob("*.yaml"))]:
             names[name.removesuffix(".yaml").lower()] = name
-        own = [name for name in recipes if "/" not in name]
+        top_level = [name for name in recipes if "/" not in name]
         here = sorted(file.name for file in Path.cwd().glob("*.yaml"))
-        way_out = f"recipes that ship: {', '.join(own)}, and those in {RECIPES}"
+        hint = f"built-in recipes: {', '.join(top_level)}, and those in the folders of {RECIPES}"
         if here:
-            way_out = f"here: {', '.join(here)}\n  {way_out}"
+            hint = f"recipes in this folder: {', '.join(here)}\n  {hint}"
         close = difflib.get_close_matches(recipe.removesuffix(".yaml").lower(), names, n=1)
         if (path / "status.json").is_file() or list(path.glob("*/stage.json")):
-            way_out = f"that is a run: type its recipe; python -m jobs status {recipe} tells how far it is"
+            hint = f"it is a run: type its recipe instead; for its progress type python -m jobs status {recipe}"
         elif path.is_dir():
-            way_out = f"a recipe for the images in it is written by python -m jobs new {shlex.quote(recipe)}"
+            hint = f"to write a recipe for the images in it, type python -m jobs new {shlex.quote(recipe)}"
         elif close:
-            way_out = f"did you mean {names[close[0]]}?"
-        raise ConfigError(f"{what_is_there} at {recipe}\n  {way_out}")
+            hint = f"did you mean {names[close[0]]}?"
+        problem = f"{recipe} is a folder, not a recipe" if path.is_dir() else f"no recipe at {recipe}"
+        raise ConfigError(f"{problem}\n  {hint}")
     return recipes[recipe]
 
 
 def shipped() -> dict[str, Path]:
-    """The recipes that ship, by their names below jobs/recipes: digits, transfer/cifar10."""
+    """Return the built-in recipes by their paths below jobs/recipes without suffix: "digits", "transfer/cifar10"."""
     recipes = {}
     for file in sorted(RECIPES.rglob("*.yaml")):
         recipes[file.relative_to(RECIPES).with_suffix("").as_posix()] = file

@@ -1,7 +1,7 @@
-"""`patchline checkpoints list|prune RUN`: what a run has saved.
+"""`patchline checkpoints list|prune RUN`: list or delete the checkpoints of a run.
 
-A run is named by its directory or URL, by a stage's folder in it, or by one checkpoint's folder. Nothing here opens
-anything but JSON. jobs/extras/checkpoints.py reads the tensors.
+RUN is a run directory or URL, a stage's folder in it, or the folder of one checkpoint. Only JSON files are opened here;
+jobs/extras/checkpoints.py has the commands that read tensors.
 """
 
 from typing import Annotated
@@ -19,18 +19,20 @@ from pipeline.monitoring.telemetry import read_metrics, scores_of
 
 SavedRun = Annotated[
     str,
-    typer.Argument(metavar="RUN", help="Run directory, a stage in it (RUN/STAGE), or one step-* folder; or s3://…"),
+    typer.Argument(
+        metavar="RUN", help="A run directory, a stage (RUN/STAGE), or one checkpoint's step-* folder; or s3://…"
+    ),
 ]
-Keep = Annotated[int, typer.Option(help="How many of the newest to keep, at least 2.")]
-KeepEvery = Annotated[int, typer.Option(help="Keep steps that are multiples of this; 0: none.")]
+Keep = Annotated[int, typer.Option(help="Number of newest checkpoints to keep in each stage, at least 2.")]
+KeepEvery = Annotated[int, typer.Option(help="Also keep steps that are multiples of this number; 0: no others.")]
 
 
 def list_all(path: SavedRun, _debug: Debug = False) -> None:
-    """List the checkpoints of every stage, including uncommitted ones."""
+    """List the checkpoints of each stage, including uncommitted and bad ones."""
     with opened(path) as run:
         for checkpoints in run.stages:
             echo(f"{checkpoints.stage}:")
-            # A step is evaluated after its commit, so its scores are not in its manifest.
+            # Scores come from metrics.jsonl: a step is evaluated after its commit, so its manifest has no scores.
             records = read_metrics(run.storage.local / checkpoints.stage, "evaluate")
             evaluations = {record["step"]: record for record in records}
             for name in checkpoints.committed():
@@ -50,22 +52,22 @@ def list_all(path: SavedRun, _debug: Debug = False) -> None:
                 echo(line)
             for name in run.storage.unpublished(checkpoints.folder):
                 if name.startswith("bad-"):
-                    echo(f"  {name}  refused by a start, kept for you to look at; delete it when you have")
+                    echo(f"  {name}  failed verification at a start; kept for inspection, you may delete it")
                 elif name.startswith(".tmp-old-"):
-                    echo(f"  {name}  an old checkpoint on its way out; the next start sweeps what is left of it")
+                    echo(f"  {name}  old checkpoint, partly deleted; the next start deletes the rest")
                 else:
-                    echo(f"  {name}  a save in flight, or one that died; the next start sweeps it")
+                    echo(f"  {name}  uncommitted save, in progress or interrupted; the next start deletes it")
 
 
 def prune(path: SavedRun, keep: Keep = 2, keep_every: KeepEvery = 0, _debug: Debug = False) -> None:
-    """Delete all but the newest checkpoints of every stage, and those that still have to be evaluated or kept.
+    """Delete all but the newest checkpoints of each stage. Verify the newest first; if one is bad, delete nothing.
 
-    Nothing is deleted if one of the newest is bad.
+    Checkpoints that are still to be evaluated, and the best one if the recipe keeps it, are not deleted.
     """
     if keep < LEAST_KEPT:
-        raise UsageError(f"--keep is {keep}, expected {LEAST_KEPT} or more: one checkpoint alone can be bad")
+        raise UsageError(f"--keep is {keep}, expected {LEAST_KEPT} or more, because a single checkpoint can be bad")
     with opened(path) as run:
-        # Never delete in favour of a bad one; and of no stage, before all are known to be good.
+        # Verify all stages before deleting anything: a bad checkpoint must not replace a good one.
         for checkpoints in run.stages:
             for name in checkpoints.committed()[:keep]:
                 checkpoints.verify(name)

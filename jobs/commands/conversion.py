@@ -1,7 +1,7 @@
-"""`patchline import|export`: weights in and out of a campaign, with a report of what became of them.
+"""`patchline import|export`: convert weights from and to other formats, and report how they were mapped.
 
 patchline import vit_b16.npz weights/b16                         then in a recipe: init: weights/b16
-patchline import sincos.npz weights/s16 'image_size=[224, 224]'  what the file cannot tell
+patchline import sincos.npz weights/s16 'image_size=[224, 224]'  a setting that the file does not contain
 patchline export runs/digits/finetune-1a2b3c4d digits-hf --format hf
 """
 
@@ -33,36 +33,40 @@ from pipeline.evaluation import any_weights
 from pipeline.identity import code_version
 from pipeline.training_config import check_ops
 
-if TYPE_CHECKING:  # it takes a second to import, for which a refusal does not wait
+if TYPE_CHECKING:  # torch takes a second to import; usage errors do not wait for it
     from torch import Tensor
 
-# Whatever refuses a file: torch, numpy, safetensors and our own checks each raise their own.
+# Errors that torch, numpy, safetensors and our checks raise for an unreadable file.
 UNREADABLE = (ValueError, OSError, EOFError, KeyError, TypeError, zipfile.BadZipFile, safetensors.SafetensorError)
 
 
 ForeignPath = Annotated[
-    str, typer.Argument(help="An official .npz; a folder or .safetensors file of ours, timm or transformers.")
+    str,
+    typer.Argument(help="An official .npz, or a folder or .safetensors file from Patchline, timm or transformers."),
 ]
 NewFolder = Annotated[
-    str, typer.Argument(help="Where weights.safetensors and model.json go: what a recipe's init: names.")
+    str, typer.Argument(help="Folder for weights.safetensors and model.json; use it as init: in a recipe.")
 ]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="What the file cannot tell, as heads=3.")
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Model settings that the file does not contain, such as heads=3."),
 ]
 ClassList = Annotated[
     str | None,
-    typer.Option("--names", metavar="FILE", help="Class names, one a line; else those that the file has."),
+    typer.Option("--names", metavar="FILE", help="File of class names, one per line; default: those in the weights."),
 ]
 OurFolder = Annotated[
-    str, typer.Argument(metavar="WEIGHTS", help="Our weights: RUN/STAGE, a stage's folder, or what `import` wrote.")
+    str,
+    typer.Argument(metavar="WEIGHTS", help="Our weights: RUN/STAGE, a stage's folder, or a folder from `import`."),
 ]
 Target = Annotated[str, typer.Argument(metavar="TARGET", help="The file (npz) or folder to write.")]
-Format = Annotated[Literal["safetensors", "npz", "timm", "hf"], typer.Option(help="Whose format.")]
+Format = Annotated[Literal["safetensors", "npz", "timm", "hf"], typer.Option(help="Output format.")]
 Preprocess = Annotated[
     str | None,
     typer.Option(
         metavar="OPS",
-        help="Evaluation ops that timm and hf are told of, as 'resize(224)'; else those recorded with the weights.",
+        help="Evaluation preprocessing to record for timm and hf, such as 'resize(224)'; default: the one recorded "
+        "with the weights.",
     ),
 ]
 
@@ -74,10 +78,10 @@ def import_foreign(
     class_list: ClassList = None,
     _debug: Debug = False,
 ) -> None:
-    """Write official, timm or transformers weights as ours."""
+    """Convert official, timm or transformers weights to Patchline's format."""
     check_weights_exist(path)
     refuse_existing(directory)
-    # "heads=3" is {"heads": 3}: a value is read as JSON, and is taken as a word where it is none.
+    # "heads=3" becomes {"heads": 3}. A value that is not valid JSON is a string.
     changes: dict[str, object] = {}
     for item in overrides or []:
         field, equals, text = item.partition("=")
@@ -85,7 +89,7 @@ def import_foreign(
         value: object = text
         with suppress(ValueError):
             value = json.loads(text)
-        # JSON has lists where a model's config has tuples.
+        # A model's config has tuples instead of JSON's lists.
         changes[field] = tuple(value) if isinstance(value, list) else value
     verification: list[str] = []
     verify(path, verification.append)
@@ -93,8 +97,8 @@ def import_foreign(
     names = class_names(path) if class_list is None else read_class_list(class_list)
     if len(names) > model.config.classes:
         raise DataError(
-            f"{class_list or path}: {len(names):,} class names, the model has {model.config.classes:,} classes\n"
-            "  expected a name for each class, in the order of the outputs: --names FILE"
+            f"{class_list or path} has {len(names):,} class names, but the model has {model.config.classes:,} "
+            "classes\n  expected one name per class in the order of the outputs: --names FILE"
         )
     preprocessing = any_weights.recorded_preprocessing(path)
     models.save(model, directory, writing=atomic_file, class_names=names, preprocessing=preprocessing)
@@ -107,24 +111,24 @@ def import_foreign(
 def export(
     directory: OurFolder, path: Target, format: Format, preprocess: Preprocess = None, _debug: Debug = False
 ) -> None:
-    """Write our weights as official, timm or transformers ones."""
+    """Convert our weights to the official (npz), timm or transformers format."""
     directory = find_weights(directory)
     if preprocess is not None:
         check_ops(preprocess)
-    # 1. What is refused: a name by which readers would not know the format.
+    # 1. Refuse target names from which readers would infer another format.
     refuse_existing(path)
     if format == "npz" and Path(path).suffix != ".npz":
         raise UsageError(
-            f"{path} does not end in .npz, nothing was written\n"
-            f"  expected a name by which readers know the format, as {path}.npz"
+            f"{path} does not end in .npz, so readers would not recognize the format; nothing was written\n"
+            f"  type {path}.npz"
         )
     if format != "npz" and ".npz" in Path(path).name:
         raise UsageError(
-            f"{path} is to be a folder in the format {format}, nothing was written\n"
+            f"--format {format} writes a folder, but {path} is the name of an .npz file; nothing was written\n"
             "  expected a name without .npz, or --format npz"
         )
 
-    # 2. The weights, written; what the format cannot hold exactly is warned of.
+    # 2. Write the weights; collect warnings about values that the format cannot store exactly.
     verification: list[str] = []
     verify(directory, verification.append)
     activity.now(f"export: reading {directory} …")
@@ -137,8 +141,9 @@ def export(
         height, width = config.image_size
         if preprocessing.size != config.image_size:
             raise UsageError(
-                f"--preprocess {preprocess!r} makes images of {preprocessing.size[0]}×{preprocessing.size[1]}, nothing "
-                f"was written\n  expected the model's {height}×{width}, for example 'resize(({height}, {width}))'"
+                f"--preprocess {preprocess!r} produces images of {preprocessing.size[0]}×{preprocessing.size[1]}; "
+                f"nothing was written\n  expected the model's image size, {height}×{width}, for example "
+                f"'resize(({height}, {width}))'"
             )
     with warnings.catch_warnings(record=True) as inexact:
         warnings.simplefilter("always")
@@ -148,28 +153,28 @@ def export(
         except ValueError as error:
             raise UsageError(f"{directory} cannot be exported as {format}: {error}") from None
 
-    # 3. Readers of the file must get the same model: it is read back as they would, and compared. An .npz has no
-    # config beside it, and cannot tell its image size.
+    # 3. Read the weights back as other programs would, and compare the models. An .npz has no config: the image size
+    # must be given.
     changes: dict[str, object] = {}
     if format == "npz":
         changes["image_size"] = config.image_size
-    activity.now(f"export: reading {path} back, and comparing …")
+    activity.now(f"export: reading {path} back to compare …")
     exported = load(path, changes)
     if format == "safetensors":
         record = {"exported": str(Path(directory).resolve()), "code": code_version()}
         artifacts.record_weights(Path(path), record)
     report(model, directory, names, preprocessing, verification)
-    # How the exported model differs: in its config, and in the outputs for one random image.
+    # 4. Report differences between the configs, and between the outputs for one random image.
     for change in differences(models.to_dict(config), models.to_dict(exported.config)):
         echo(f"becomes  {change}")
-    # Values from −1 to 1, as those of normalised images.
+    # Pixel values from −1 to 1, as in normalized images.
     import torch
 
     generator = torch.Generator().manual_seed(0)
     image = torch.rand(1, 3, *config.image_size, generator=generator) * 2 - 1
     with torch.no_grad():
         largest = (outputs(model, image) - outputs(exported, image)).abs().max()
-    # What a reader cannot get from the file; where the outputs are equal, the weights are exact.
+    # Warnings about the format are notes if the outputs are equal.
     label = "note   "
     verdict = ": the weights are exact"
     if largest:
@@ -177,35 +182,35 @@ def export(
         verdict = ""
     remarks = [str(warning.message) for warning in inexact]
     if preprocessing and format == "npz":
-        remarks.insert(0, f"an .npz has no place for the preprocessing: tell its readers of {preprocessing.ops}")
+        remarks.insert(0, f"an .npz cannot store the preprocessing; its users need to know {preprocessing.ops}")
     if names and format == "npz":
-        remarks.insert(0, "an .npz has no place for class names")
+        remarks.insert(0, "an .npz cannot store class names")
     for remark in remarks:
         echo(f"{label}  {remark}")
-    echo(f"checked  read back; outputs of one random image differ by {largest:.1e} at most{verdict}")
+    echo(f"checked  read back; outputs for one random image differ by at most {largest:.1e}{verdict}")
     if format in ("timm", "hf"):
-        echo("open     the folder, not its tensors alone: its config.json selects the activation")
+        echo("open     load the folder, not only the tensors: its config.json selects the activation")
     echo(f"written  {path}")
 
 
 def refuse_existing(target: str) -> None:
-    """Raise UsageError where the target is a file, a folder that holds something, or a part of a run."""
+    """Raise UsageError if the target is a file, a folder that is not empty, or inside a run directory."""
     path = Path(target)
     for folder in path.absolute().parents:
         if stage_at(folder) is not None or stages_in(folder):
             raise UsageError(
-                f"{target} lies in the run {folder}, where names are those of stages; nothing was written\n"
-                "  expected what is read first, and then what is written, outside of a run"
+                f"{target} is inside the run directory {folder}, which is reserved for stages; nothing was written\n"
+                "  type the source first, then a target outside of the run"
             )
-    holds_something = path.is_file() or (path.is_dir() and any(path.iterdir()))
-    if holds_something:
-        raise UsageError(f"{target} is there already, nothing was written\n  give another name, or remove it first")
+    is_occupied = path.is_file() or (path.is_dir() and any(path.iterdir()))
+    if is_occupied:
+        raise UsageError(f"{target} already exists; nothing was written\n  type another name, or remove it first")
 
 
 def verify(path: str, log: Callable[[str], None]) -> None:
-    """Compare weights of ours with what their maker wrote, and log it; nothing of foreign ones, which have no digests.
+    """Verify our weights by their recorded digests and log the result; weights of other projects have no digests.
 
-    Raises DataError where they differ.
+    Raises DataError if a digest differs.
     """
     file = Path(path)
     folder = file if file.is_dir() else file.parent
@@ -215,9 +220,9 @@ def verify(path: str, log: Callable[[str], None]) -> None:
 
 
 def load(path: str, overrides: Mapping[str, object]) -> "models.Model":
-    """Load the model behind a path. Raises DataError, which names the file, where it cannot be read."""
+    """Load a model from a path. Raises DataError, which names the file, if it cannot be read."""
     changes: dict[str, Any] = dict(overrides)
-    # Only whatever a wrong file raises becomes a DataError; a bug of ours stays what it is.
+    # Convert only the errors that a bad file causes, so that a bug in Patchline is reported as a bug.
     try:
         return models.load(path, **changes)
     except UNREADABLE as error:
@@ -225,7 +230,7 @@ def load(path: str, overrides: Mapping[str, object]) -> "models.Model":
 
 
 def class_names(path: str) -> tuple[str, ...]:
-    """Return the class names of the weights behind a path. Raises DataError where they cannot be read."""
+    """Return the class names stored with weights. Raises DataError if they cannot be read."""
     try:
         return models.load_class_names(path)
     except UNREADABLE as error:
@@ -239,9 +244,9 @@ def report(
     preprocessing: "models.Preprocessing | None",
     verification: Sequence[str],
 ) -> None:
-    """Print which model was read, its classes and pixels, the result of its verification, and its numerics."""
+    """Print a model's architecture, class names, preprocessing, verification result and numerics."""
     config = model.config
-    # 1. The kind of the model. Every tensor has its place: the loader refuses files in which some are left over.
+    # 1. The architecture. All tensors were mapped: the loader refuses files with missing or unknown tensors.
     height, width = config.image_size
     fields = []
     for name in ("width", "depth", "heads", "patch", "pool", "positions", "representation"):
@@ -255,35 +260,35 @@ def report(
     echo(f"model    {'  '.join(fields)}")
     echo(f"mapped   {len(model.state_dict())} tensors, none missing, none unknown")
 
-    # 2. The names of its classes. Without them the labels of every set are taken on trust.
+    # 2. The class names. Without them the class order of data sets cannot be checked.
     if config.classes and not names:
-        echo("classes  without names: nobody can tell whether a set numbers them as these weights do")
+        echo("classes  no names: cannot check whether a data set numbers its classes as these weights do")
     elif config.classes:
         line = f"classes  {preview(names)}"
         if len(names) < config.classes:
-            line += f"; the other {config.classes - len(names):,} have no names"
+            line += f"; the remaining {config.classes - len(names):,} classes have no names"
         echo(line)
     if preprocessing is not None:
-        echo(f"pixels   {preprocessing.ops}, from −1 to 1")
+        echo(f"pixels   {preprocessing.ops}, values from −1 to 1")
     else:
-        echo(f"pixels   not recorded how they are made; exports say resize({config.image_size}), evaluation's default")
+        echo(f"pixels   preprocessing not recorded; exports use evaluation's default, resize({config.image_size})")
     for line in verification:
         echo(line)
 
-    # 3. The activation and norm_eps, in which the paper's code and others differ.
+    # 3. The activation and norm_eps, which differ between the paper's code and other implementations.
     activation = getattr(config, "activation", None)
     norm_eps = getattr(config, "norm_eps", None)
     if activation is None or norm_eps is None:
         return
     line = f"computes {activation}, norm_eps {norm_eps:g}"
     if (activation, norm_eps) == ("gelu_tanh", 1e-6):  # SPEC 1.1
-        echo(f"{line} as the paper's code")
+        echo(f"{line}, as in the paper's code")
     else:
-        echo(f"{line}; the paper's code: gelu_tanh, 1e-06")
+        echo(f"{line}; the paper's code uses gelu_tanh and 1e-06")
 
 
 def outputs(model: "models.Model", image: "Tensor") -> "Tensor":
-    """Return the logits; of a masked model, which has none, the features."""
+    """Return a model's logits, or its features for a masked model, which has no logits."""
     config = model.config
     if config.family == "masked":
         features: Any = model.features

@@ -1,11 +1,12 @@
-"""`patchline evaluate`: evaluate weights on sets without a recipe.
+"""`patchline evaluate`: evaluate weights on data sets without a recipe.
 
 patchline evaluate runs/digits/finetune-1a2b3c4d shards/test --protocol top-1 --protocol per-class
 patchline evaluate vit_b16.npz shards/test train=shards/train --protocol knn --protocol fewshot knn.k=[20]
 
-1. The words become a campaign of one stage, `evaluate` (jobs/stages/evaluate.py), in a run directory of its own.
-2. It runs as any campaign does: if the command is repeated, only new sets and protocols are evaluated.
-3. The document is copied to the output folder, and its table is printed.
+1. Turn the arguments into a campaign with a single stage, `evaluate` (jobs/stages/evaluate.py), and a separate run
+   directory.
+2. Run the campaign. If the command is repeated, only new data sets and protocols are evaluated.
+3. Copy the results, evaluation.json, to the output folder.
 """
 
 import json
@@ -24,20 +25,22 @@ from models.checks import did_you_mean
 from pipeline.values import counted
 
 STAGE = "evaluate"
-MOST_PROCESSES = 8  # on a machine without GPUs: each holds the whole model
+MOST_PROCESSES = 8  # at most this many workers on a machine without GPUs, because each holds the whole model
 
 SetsAndOverrides = Annotated[
     list[str],
     typer.Argument(
-        metavar="SET… [KEY=VALUE…]", help="Indexes to judge on; train=INDEX; knn.k=[20], cluster.workers=4."
+        metavar="SET… [KEY=VALUE…]",
+        help="Data sets to evaluate on (an index or its folder), and settings: train=INDEX, knn.k=[20], "
+        "cluster.workers=4.",
     ),
 ]
 ProtocolNames = Annotated[
     list[str] | None,
-    typer.Option("--protocol", help="top-1, top-5, real, per-class, fewshot, linear, knn, logistic; several times."),
+    typer.Option("--protocol", help="top-1, top-5, real, per-class, fewshot, linear, knn or logistic; repeatable."),
 ]
 DocumentFolder = Annotated[
-    str | None, typer.Option(metavar="DIR", help="Where evaluation.json goes; else runs/evaluate-<weights>.")
+    str | None, typer.Option(metavar="DIR", help="Folder for evaluation.json; default: runs/evaluate-<weights>.")
 ]
 
 
@@ -49,11 +52,11 @@ def evaluate(
     output: DocumentFolder = None,
     _debug: Debug = False,
 ) -> None:
-    """Judge weights on sets: accuracies with intervals, and a document of what they trace back to."""
+    """Evaluate weights on data sets. Print accuracies with confidence intervals, and write them to evaluation.json."""
     if all("=" in word for word in words):
         raise UsageError(
-            "no set to evaluate on\n  give indexes, or their folders, for example: python -m jobs evaluate "
-            f"{weights} runs/photos/parts/held-out"
+            "no data set to evaluate on\n  type the path of an index or its folder, for example: python -m jobs "
+            f"evaluate {weights} runs/photos/parts/held-out"
         )
     weights = find_weights(weights)
     from data.files import write_atomically
@@ -68,7 +71,7 @@ def evaluate(
     from pipeline.evaluation.protocols import PROTOCOLS
     from pipeline.recipe import Recipe, expand_home, with_overrides
 
-    # Each set is called as its folder or index, numbered where two are alike.
+    # Name each data set after its folder or index file; append a number if two names are equal.
     sets: dict[str, dict[str, str]] = {}
     overrides: list[str] = []
     for word in words:
@@ -85,11 +88,13 @@ def evaluate(
     section: dict[str, Any] = {"init": weights, "sets": sets}
     for word in protocol or ():
         if word not in PROTOCOLS:
-            raise UsageError(f"--protocol {word}: no such protocol{did_you_mean(word, PROTOCOLS)}")
+            raise UsageError(
+                f"unknown --protocol {word}{did_you_mean(word, PROTOCOLS)}\n  expected one of {', '.join(PROTOCOLS)}"
+            )
     if protocol:
         section["protocols"] = protocol
     values: dict[str, Any] = {"run": folder, STAGE: section}
-    # Overrides are of `cluster` and `trackers`, of `train` (of all sets), else of the stage.
+    # Overrides belong to `cluster` or `trackers`; `train` applies to all data sets; all others belong to the stage.
     full: list[str] = []
     for override in overrides:
         key, _, value = override.partition("=")
@@ -100,13 +105,13 @@ def evaluate(
         else:
             full.append(f"{STAGE}.{override}")
     values = expand_home(with_overrides(values, full))
-    # What is missing or misspelt does not wait for torch, which alone can count GPUs.
+    # Report missing files and misspelled keys before importing torch, which is needed only to count GPUs.
     campaign = resolve(Recipe(values, "the command", folder), load_kinds({STAGE: context.obj.kinds[STAGE]}))
     stage = campaign.stage(STAGE)
     refuse(CheckResult.of(DataError(message), INPUTS) for message in stage.missing)
     import torch
 
-    # Workers are processes of this machine, as many as it has GPUs, or cores; Ray's where a cluster is to be joined.
+    # One worker process per GPU (or core) of this machine; Ray workers if RAY_ADDRESS names a cluster.
     gpus = torch.cuda.device_count()
     cluster: dict[str, Any] = {"workers": gpus or min(cores(), MOST_PROCESSES)}
     if gpus:
@@ -122,7 +127,7 @@ def evaluate(
 
 
 def name_of(path: str) -> str:
-    """Return a name for what is at a path, of letters, digits, dashes and underscores."""
+    """Return a name for a file or folder, made of letters, digits, dashes and underscores."""
     from data.index.document import SUFFIX
 
     last = path.rstrip("/").rpartition("/")[2] or "weights"

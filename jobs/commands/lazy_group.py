@@ -1,14 +1,14 @@
-"""A group of commands that imports the module of a command only if that command is typed.
+"""A group of commands that imports a command's module only if that command is typed.
 
-`--help`, shell completion and the answer to a misspelt name need nothing but the table of commands:
+`--help`, shell completion and suggestions for misspelled names need only the table of commands:
 
-    "run": ("jobs.commands.campaigns:run", "Run a campaign, or resume it.")
+    "run": ("jobs.commands.campaigns:run", "Run a recipe, or resume it with the same command.", "digits")
 
 1. `LazyGroup` turns the table into placeholders, each with a name and a summary.
 2. If a command is typed, `resolve_command` imports its function and builds its parser from the function's signature.
 
-typer takes 0.1 s to import; torch, numpy or Ray take seconds. A command's function therefore imports what it needs when
-it is called.
+typer takes 0.1 s to import; torch, numpy and Ray take seconds. A command's function therefore imports these packages
+when it is called.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,19 +21,23 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
+from jobs.terminal import program
+
 ROOT = Path(__file__).parents[2]
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 
 
 @dataclass(frozen=True)
 class CommandTable:
-    """All commands, kinds of stages and watchers. Every command finds the table in its context as `context.obj`.
+    """All commands, kinds of stages and watchers. Commands read the table from their context as `context.obj`.
 
-    A command is named by the words to type. Its function is "module:name"; the function's annotations are the arguments
-    and options, and its docstring is the help of the command. --help shows the summary instead.
+    A command is identified by the words to type, such as "data check". Its function is "module:name": the function's
+    annotations define the arguments and options, and its docstring is the text of the command's own --help. The list of
+    commands shows the summary.
     """
 
-    sections: Mapping[str, Mapping[str, tuple[str, str]]]  # heading in --help → words → (function, summary)
+    # heading in --help → words → (function, summary, arguments of the example in the command's own --help)
+    sections: Mapping[str, Mapping[str, tuple[str, str, str]]]
     groups: Mapping[str, str]  # first word of several commands → its summary: "data" for "data check"
     kinds: Mapping[str, str] = field(default_factory=dict)  # name in a recipe → "module:Class" of the kind of stage
     watchers: Sequence[str] = ()  # "module:Class" of each watcher of a run (jobs/run/watchers.py)
@@ -46,25 +50,32 @@ class CommandTable:
                 return function
         raise KeyError(words)
 
+    def example(self, words: str) -> str:
+        """Return an example of a command without the program's name; "" if there is no such command."""
+        for commands in self.sections.values():
+            if words in commands:
+                return f"{words} {commands[words][2]}".rstrip()
+        return ""
+
 
 class LazyGroup(TyperGroup):
-    """A group whose commands come from the table."""
+    """A typer group whose commands come from a `CommandTable`."""
 
     def __init__(self, table: CommandTable, name: str, prefix: str = "", **settings: Any) -> None:
-        # rich_markup_mode None: drawing rich's panels takes longer than all the rest of --help.
+        # rich_markup_mode None: rendering rich's panels takes longer than the rest of --help.
         super().__init__(name=name, rich_markup_mode=None, context_settings=SETTINGS, **settings)
         self.table = table
         self.prefix = prefix  # "data " in the group of "data check"
         self.names: dict[str, list[str]] = {}  # heading in --help → names of its commands
         for heading, commands in table.sections.items():
-            for words, (function, summary) in commands.items():
+            for words, (function, summary, _example) in commands.items():
                 if words.startswith(prefix):
                     if not is_installed(function):
                         summary = "Not installed."
                     self.add_placeholder(words.removeprefix(prefix), summary, heading)
 
     def add_placeholder(self, words: str, summary: str, heading: str) -> None:
-        """Add a command with its name and summary, or the group that the first word names."""
+        """Add a command by name and summary; for two words, add the group of the first word."""
         name, _, rest = words.partition(" ")
         if name in self.commands:
             return
@@ -75,16 +86,18 @@ class LazyGroup(TyperGroup):
         self.names.setdefault(heading, []).append(name)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the command that is typed, with its own arguments in place of the placeholder's."""
+        """Return the typed command, built from its function, in place of its placeholder."""
         name, command, rest = super().resolve_command(ctx, args)
         if command is not None and not isinstance(command, LazyGroup):
             app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=SETTINGS)
-            app.command(name)(self.table.load(f"{self.prefix}{name}"))
+            words = f"{self.prefix}{name}"
+            example = f"Example: {program()} {self.table.example(words)}"
+            app.command(name, epilog=example)(self.table.load(words))
             command = get_command(app)
         return name, command, rest
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the commands under their headings; a group within the group has one heading."""
+        """Write the commands under their headings; a subgroup has the single heading "Commands"."""
         headings = self.names
         if self.prefix:
             headings = {"Commands": list(self.commands)}
@@ -95,6 +108,6 @@ class LazyGroup(TyperGroup):
 
 
 def is_installed(function: str) -> bool:
-    """Return whether the module of "module:name" is there: the folder of an extra may have been deleted."""
+    """Return whether the module of "module:name" exists; the folder of an extra may have been deleted."""
     module = function.partition(":")[0]
     return ROOT.joinpath(*module.split(".")).with_suffix(".py").exists()

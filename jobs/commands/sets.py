@@ -1,4 +1,4 @@
-"""`patchline pack|index`: make sets of shards, and index existing ones.
+"""`patchline pack|index`: pack images into shards, and index existing tars.
 
 patchline pack folder photos/train shards/photos/train --workers 4    resumes after a kill
 patchline index shards/theirs --workers 8
@@ -22,60 +22,71 @@ if TYPE_CHECKING:
     from data.remote.config import CacheConfig
 
 SOURCES = (
-    "folder (one sub-folder a class), table (CSV or parquet with columns path and label), tars (WebDataset, "
-    "img2dataset), parquet (Hugging Face images), digits; or a known data set of docs/data-sets.md: "
+    "folder (one subfolder per class), table (CSV or parquet with columns path and label), tars (WebDataset, "
+    "img2dataset), parquet (Hugging Face images), digits; or a known data set (docs/data-sets.md): "
     "imagenet-train, imagenet-validation, imagenet-21k, imagenet-21k-fall11, cifar10, cifar100, pets, "
     "flowers102, objectnet, vtab."
 )
 TARS = (
-    "A folder of WebDataset tars, or the tars themselves; or URLs (s3, gs, az, https) of either, quoted: "
+    "A folder of WebDataset tars, or the tars; or quoted URLs (s3, gs, az, https): "
     "s3://bucket/train, 's3://bucket/*/train-*.tar', 'https://host/train-{000000..000999}.tar'."
 )
 
 Source = Annotated[str, typer.Argument(help=SOURCES)]
-ImagesPath = Annotated[str, typer.Argument(help="Where the images are; - for digits.")]
-NewFolder = Annotated[str, typer.Argument(help="Where the shards and their index go.")]
-Split = Annotated[str, typer.Option(help="digits, known data sets: train, test, or another that it has.")]
-Root = Annotated[str | None, typer.Option(help="table: what its paths are relative to; else the table's folder.")]
+ImagesPath = Annotated[str, typer.Argument(help="Path of the images; - for digits.")]
+NewFolder = Annotated[str, typer.Argument(help="Folder to write the shards and their index to.")]
+Split = Annotated[str, typer.Option(help="digits and known data sets: train, test, or another split of the data set.")]
+Root = Annotated[
+    str | None, typer.Option(help="table: folder that its paths are relative to; default: the table's folder.")
+]
 Wnids = Annotated[
-    str | None, typer.Option(help="imagenet-validation: the devkit, or a text file of one wnid a line; 21k: the file.")
+    str | None,
+    typer.Option(
+        help="imagenet-validation: the devkit, or a text file with one wnid per line; imagenet-21k: the text file."
+    ),
 ]
 ClassList = Annotated[
-    str | None, typer.Option("--names", metavar="FILE", help="Class names, one a line, in the order of their ids.")
+    str | None,
+    typer.Option("--names", metavar="FILE", help="File of class names, one per line, in the order of their ids."),
 ]
-ClassesOf = Annotated[
-    str | None, typer.Option(metavar="INDEX", help="Number the classes as another set does, by name.")
-]
+ClassesOf = Annotated[str | None, typer.Option(metavar="INDEX", help="Number the classes by name as in this data set.")]
 Rename = Annotated[
-    list[str] | None, typer.Option(metavar="NAME=NAME", help="A class of the source, and what the numbering calls it.")
+    list[str] | None,
+    typer.Option(metavar="NAME=NAME", help="A class name of the source, and its name in the numbering; repeatable."),
 ]
-Real = Annotated[str | None, typer.Option(help="imagenet-validation: real.json instead, with all labels of each.")]
-Task = Annotated[str | None, typer.Option(help="vtab: which of its 19 tasks, caltech101 for one.")]
-Unlabelled = Annotated[
-    bool, typer.Option("--unlabelled", help="Images alone, labels are not looked at: for objective: masked.")
+Real = Annotated[
+    str | None, typer.Option(help="imagenet-validation: real.json with all labels of each image, instead of --wnids.")
 ]
-Partial = Annotated[bool, typer.Option("--partial", help="Known data sets: it is a part on purpose, not refused.")]
-ShardSamples = Annotated[int, typer.Option(min=1, help="Samples of a shard, at most.")]
-ShardBytes = Annotated[int, typer.Option(min=1, help="Bytes of a shard's images, at most; 1 GiB.")]
+Task = Annotated[str | None, typer.Option(help="vtab: one of its 19 tasks, such as caltech101.")]
+Unlabelled = Annotated[bool, typer.Option("--unlabelled", help="Ignore labels; for training with objective: masked.")]
+Partial = Annotated[bool, typer.Option("--partial", help="Known data sets: accept fewer images than were published.")]
+ShardSamples = Annotated[int, typer.Option(min=1, help="Maximum number of samples per shard.")]
+ShardBytes = Annotated[int, typer.Option(min=1, help="Maximum bytes of encoded images per shard; default: 1 GiB.")]
 Restarts = Annotated[
-    bool, typer.Option("--restarts", help="Add restart markers to JPEGs: same pixels, cropped faster.")
+    bool, typer.Option("--restarts", help="Add restart markers to JPEGs: same pixels, faster random crops.")
 ]
 
 Tars = Annotated[list[str], typer.Argument(help=TARS)]
-Output = Annotated[str | None, typer.Option(help="Folder of the index; else beside the shards, if they are here.")]
+Output = Annotated[
+    str | None, typer.Option(help="Folder to write the index to; default: the folder of the shards, if it is local.")
+]
 Location = Annotated[
-    str | None, typer.Option("--at", help="The URL that runs read the shards from, where it is another one.")
+    str | None, typer.Option("--at", help="URL from which runs read the shards, if it differs from the one given.")
 ]
 
-Name = Annotated[str | None, typer.Option(help="Of the set; else its folder's name.")]
-Classes = Annotated[int | None, typer.Option(min=1, help="Labels must be below; else as many as are found.")]
-CacheFolder = Annotated[
-    str | None, typer.Option("--cache", help="URLs: folder that shards are fetched to, as a recipe's cache.directory.")
+Name = Annotated[str | None, typer.Option(help="Name of the data set; default: the name of its folder.")]
+Classes = Annotated[
+    int | None, typer.Option(min=1, help="Number of classes (labels must be smaller); default: as found in the labels.")
 ]
-Workers = Annotated[int, typer.Option(min=1, help="Shards worked on side by side.")]
+CacheFolder = Annotated[
+    str | None,
+    typer.Option("--cache", help="For URLs: folder to download shards to, as cache.directory in a recipe."),
+]
+Workers = Annotated[int, typer.Option(min=1, help="Number of shards processed in parallel.")]
 
 Check = Annotated[
-    bool, typer.Option("--check", help="Then decode every sample, as data check does; exit 65 for a bad one.")
+    bool,
+    typer.Option("--check", help="Then decode every sample, as `data check` does; exit with 65 if one is bad."),
 ]
 
 
@@ -103,7 +114,7 @@ def pack(
     check_all: Check = False,
     _debug: Debug = False,
 ) -> int:
-    """Pack images of many kinds into shards with their index."""
+    """Pack images into shards with an index. An interrupted command resumes when it is typed again."""
     from data.shards.packing import pack
     from data.sources.numbering import Numbering
     from jobs.sets import SetConfig, check_apart, expected_samples, numbering_of, samples_of
@@ -113,9 +124,12 @@ def pack(
     for word in rename or []:
         before, equals, after = word.partition("=")
         if not (before and equals and after):
-            raise UsageError(f"--rename {word}: expected the source's name and the new one\n  type: --rename kitty=cat")
+            raise UsageError(
+                f"--rename {word} is not NAME=NAME\n"
+                "  expected the class name in the source and its new name, for example --rename kitty=cat"
+            )
         renamed[before] = after
-    # The same words as those of a set in a recipe; a dash stands for none.
+    # The keys of a set in a recipe. The path "-" means no path.
     described = {
         "source": source,
         "path": path if path != "-" else None,
@@ -132,22 +146,24 @@ def pack(
     }
     folder = Path(directory)
     refuse_file(folder)
-    # Checked as a recipe's pack stage is, so that both refuse the same things with the same words.
+    # Use the checks of a recipe's pack stage, so that the command and the stage give the same errors.
     if source == "subset":
         raise UsageError(
-            "a subset packs nothing\n  type python -m jobs subset INDEX --shots 10 --seed 0 --output FOLDER"
+            "pack does not make subsets\n  type python -m jobs subset INDEX --shots 10 --seed 0 --output FOLDER"
         )
     if source == "shards":
-        raise UsageError(f"shards stay where they are, and are indexed\n  type python -m jobs index {path}")
+        raise UsageError(f"shards are indexed in place, not packed again\n  type python -m jobs index {path}")
     if stages_in(folder):
-        raise UsageError(f"{folder} is a run directory\n  type another folder for the set, as shards/{folder.name}")
+        raise UsageError(
+            f"{folder} is a run directory\n  type another folder for the shards, for example shards/{folder.name}"
+        )
     try:
         cfg = config.build(SetConfig, described, "pack")
-    except ConfigError as error:  # of what was typed, in the words of a recipe
+    except ConfigError as error:  # remove the name of the recipe section from the message
         raise UsageError(str(error).removeprefix("pack.")) from None
     if path != "-" and "://" not in path and not Path(path).exists() and "*" not in path:
-        hint = "\n  expected first what is packed, and then the folder to write" if folder.is_dir() else near_path(path)
-        raise DataError(f"there is nothing at {path}{hint}\n  {source} reads images, or a table")
+        hint = "\n  type the images first, then the folder to write" if folder.is_dir() else near_path(path)
+        raise DataError(f"no file or folder at {path}{hint}\n  expected the images, or a table of them")
     check_apart(cfg, folder)
     numbering = Numbering()
     if not unlabelled:
@@ -188,18 +204,18 @@ def index(
     check_all: Check = False,
     _debug: Debug = False,
 ) -> int:
-    """Index existing WebDataset tars, unchanged; exit 65 where nothing of them can be used."""
+    """Index existing WebDataset tars in place; exit with 65 if no sample is usable."""
     from data.index.document import load_index
     from data.shards.indexing import build_index, decoded_samples
     from data.sources.numbering import check_unambiguous, read_class_list
 
     if output is not None:
         refuse_file(Path(output))
-    # The class names are those of a class list or of another set, whichever is given; else labels that are texts.
+    # Class names come from --names, from --classes-of, or from the labels in the tars if they are text.
     if unlabelled and (names or classes_of or classes):
-        raise UsageError("--unlabelled looks at no label\n  leave out --names, --classes-of and --classes")
+        raise UsageError("--unlabelled ignores labels\n  omit --names, --classes-of and --classes")
     if names and classes_of:
-        raise UsageError("--names and --classes-of are two numberings of the classes\n  expected one of them")
+        raise UsageError("--names and --classes-of both number the classes\n  type only one of them")
     listed: Names = ()
     if names:
         listed = read_class_list(names)
@@ -207,9 +223,11 @@ def index(
     elif classes_of:
         listed = load_index(find_set(classes_of)).names
         if not listed:
-            raise DataError(f"--classes-of {classes_of}: has no class names\n  expected a set that was made with some")
+            raise DataError(
+                f"--classes-of {classes_of}: this data set has no class names\n  expected a data set with class names"
+            )
 
-    # One word that is no tar stands for many: a folder, or a URL with a pattern.
+    # A single argument that is not a tar is a folder or a URL with a pattern.
     is_folder_or_pattern = len(tars) == 1 and not tars[0].endswith(".tar")
     progress = ProgressMeter("shards")
     with stoppable():
@@ -227,22 +245,22 @@ def index(
         )
     lines = summary(index)
     if not index.names and not unlabelled:
-        lines.append("class names: none, labels are taken on trust; where they are known, give --names FILE")
+        lines.append("class names: none, so labels cannot be checked; if you know the names, add --names FILE")
 
-    # A set of which nothing can be trained on or judged is refused, with what indexing has to say.
+    # Refuse a data set without usable samples; the message includes the findings of indexing.
     tried, failed = decoded_samples(index)
     reason = ""
     if index.samples == 0:
         reason = "0 samples"
     elif failed == tried:
-        reason = "no image among the samples that were decoded"
+        reason = "none of the decoded samples is an image"
     elif not index.classes and not unlabelled:
-        reason = "no sample has a label that a run could use"
+        reason = "no sample has a usable label"
     if reason:
         raise DataError(
-            "\n".join([*lines, f"{index.tables}: nothing of it can be used: {reason}"])
-            + "\n  expected samples of an image (jpg, png, webp) and a label (cls, json)"
-            + "\n  images without labels, for objective: masked, are indexed with --unlabelled"
+            "\n".join([*lines, f"{index.tables} is unusable: {reason}"])
+            + "\n  expected samples with an image (jpg, png, webp) and a label (cls, json)"
+            + "\n  to index images without labels for objective: masked, add --unlabelled"
         )
     for line in lines:
         echo(line)
@@ -255,14 +273,16 @@ def index(
 
 
 def refuse_file(target: Path) -> None:
-    """Raise UsageError where the folder to write into is a file, or would lie below one."""
+    """Raise UsageError if the folder to write to, or one of its parents, is a file."""
     for path in (target, *target.parents):
         if path.exists() and not path.is_dir():
-            raise UsageError(f"{path} is a file\n  expected a folder for the set, which is made where there is none")
+            raise UsageError(
+                f"{path} is a file\n  expected a folder for the shards; it is created if it does not exist"
+            )
 
 
 def check(context: typer.Context, index: "Index", *, workers: int, cache: str | None = None) -> int:
-    """Decode every sample of a new set with `data check`, and return that command's exit code."""
+    """Decode every sample of a new data set with `data check`; return that command's exit code."""
     from data.index.document import SUFFIX
 
     exit_code: int = context.obj.load("data check")(
@@ -272,7 +292,7 @@ def check(context: typer.Context, index: "Index", *, workers: int, cache: str | 
 
 
 def cache_config(folder: str | None) -> "CacheConfig":
-    """Return how remote shards are fetched, into a folder if one is given, as `data.cache` of a recipe says it."""
+    """Return the cache settings for remote shards, as `data.cache` in a recipe; None: the default folder."""
     from data.remote.config import CacheConfig
 
     if folder is None:
@@ -281,7 +301,7 @@ def cache_config(folder: str | None) -> "CacheConfig":
 
 
 def summary(index: "Index") -> list[str]:
-    """Return the lines on a set: its size and place, its classes' names, and what indexing passed over."""
+    """Return lines that describe a data set: size, folder, class names, and samples that were skipped."""
     from data.index.names import preview
     from data.shards.indexing import decoded_samples
 
@@ -295,5 +315,5 @@ def summary(index: "Index") -> list[str]:
     lines += index.refused.lines("refused: ")
     tried, failed = decoded_samples(index)
     if failed:
-        lines.append(f"looked at {tried:,} samples, evenly spread: {failed / tried:.1%} of them are no image")
+        lines.append(f"decoded {tried:,} evenly spaced samples: {failed / tried:.1%} of them are not images")
     return lines

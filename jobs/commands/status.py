@@ -1,4 +1,4 @@
-"""`patchline status RUN`: where a run stands, from its directory alone."""
+"""`patchline status RUN`: show the progress of a run from the files in its directory."""
 
 import sys
 import time
@@ -20,22 +20,22 @@ from pipeline.checkpoints.needed import requested_steps
 from pipeline.monitoring.telemetry import account, last_metrics, read_metrics
 from pipeline.values import amount, duration
 
-if TYPE_CHECKING:  # with it come the stores' clients, which a run in a folder does not need
+if TYPE_CHECKING:  # imports the object-store clients, which a local run does not need
     from data.bucket import Bucket
 
 
 def status(run: Run, _debug: Debug = False) -> None:
-    """Show stage, step, loss, speed, ETA and last checkpoint."""
+    """Show each stage's step, loss, speed, ETA and last checkpoint."""
     if "://" not in run:
         print_status(run_or_stage(run))
         return
-    # What reads a store imports torch, for which a run in a folder does not have to wait.
+    # Reading an object store imports torch; local runs do not wait for it.
     from jobs.commands.stored_runs import local_copy
     from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 
     with local_copy(run) as (store, stage):
         for folder in store.local.iterdir():
-            # Only the newest manifest is needed: it has the step from which a resume would start.
+            # The newest manifest is enough: it has the step from which the stage would resume.
             checkpoints = StageCheckpoints(store, folder.name)
             for name in checkpoints.committed()[:1]:
                 (checkpoints.local / name).mkdir(parents=True)
@@ -45,17 +45,17 @@ def status(run: Run, _debug: Debug = False) -> None:
 
 
 def run_or_stage(path: str) -> Path:
-    """Return the folder of a run, or of the stage that RUN/STAGE means. Raises DataError."""
+    """Return the folder of a run, or of the stage RUN/STAGE. Raises DataError."""
     return Path(path if Path(path).exists() else find_stage(path, RECORD)).resolve()
 
 
 def print_status(run: Path, store: "Bucket | None" = None) -> None:
-    """Print one line for each stage of a run, in the order first started; for a stage's folder, only that stage.
+    """Print one line for each stage of a run in the order of their first start; for a stage's folder, only that stage.
 
-    For a run in an object store, `run` is a local copy, or a stage's folder in it, and the printed lines name the URL.
-    Raises UsageError if there is no run, StorageError.
+    For a run in an object store, `run` is a local copy of the run or of one stage; the output shows the URL. Raises
+    UsageError if there is no run, StorageError.
     """
-    # 1. The stages. A stage's folder has a stage.json from its very start.
+    # 1. The stages. Each stage folder has a stage.json from the start.
     run, folders = stage_folders(run)
     if not folders:
         raise no_run(run)
@@ -69,11 +69,11 @@ def print_status(run: Path, store: "Bucket | None" = None) -> None:
     label = "now" if last.state == "running" else "end"
 
     # 3. A line for each stage, with the values that a sweep has chosen for it.
-    lines = [f"run  {run}", f"{label}  {in_words(last, run, storage)}"]
+    lines = [f"run  {run}", f"{label}  {describe(last, run, storage)}"]
     width = max(24, *(len(folder.name) for folder in folders))
     for folder in folders:
         line = f"{folder.name:{width}} {stage_line(folder, has_ended=last.has_ended)}"
-        with suppress(DataError):  # the line tells already that the record was altered
+        with suppress(DataError):  # `stage_line` reports a damaged record
             chosen = artifacts.read_record(folder / "stage.json").get("chosen", {})
             if chosen:
                 line += f"  ({', '.join(f'{field}={value}' for field, value in chosen.items())})"
@@ -84,12 +84,12 @@ def print_status(run: Path, store: "Bucket | None" = None) -> None:
         echo(line)
 
 
-def in_words(last: LastCommand, run: Path, storage: Storage) -> str:
-    """Return how the last command on a run stands, as a sentence."""
+def describe(last: LastCommand, run: Path, storage: Storage) -> str:
+    """Describe the state of the last command on a run in one sentence."""
     if last.problem == "missing":
         return "unknown: no command has ended yet"
     if last.problem == "altered":
-        return f"unknown: {run / 'status.json'} is torn or altered; the next command writes it anew"
+        return f"unknown: {run / 'status.json'} is damaged; the next command on this run rewrites it"
     if last.exit_code is not None:
         return f"{last.message} (exit {last.exit_code}, {last.time})"
     holder = last.lease
@@ -97,28 +97,29 @@ def in_words(last: LastCommand, run: Path, storage: Storage) -> str:
         return f"running, started {last.time}: {last.command}"
     if holder is None:
         return (
-            f"stopped without a word, started {last.time}, and its lease cannot be read; to go on type: {last.command}"
+            f"ended unexpectedly after its start at {last.time}, and its lease cannot be read; "
+            f"to resume, type {last.command}"
         )
     process = f"process {holder['pid']}"
     job = f", {holder['job']}" if holder["job"] else ""
     if last.state == "running":
         return f"running, started {last.time} on {holder['host']} ({process}{job}): {last.command}"
-    # The command of a submitted job reads a recipe that only that job has.
-    again = last.command
+    # A submitted job reads its recipe from its own environment: its command cannot be repeated elsewhere.
+    resume_command = last.command
     if holder["job"].startswith(RAY_JOB):
-        again = f"python -m jobs submit RECIPE run={storage.address()}"
+        resume_command = f"python -m jobs submit RECIPE run={storage.address()}"
     return (
-        f"stopped without a word: {process} on {holder['host']}{job}, started {last.time}, was last seen "
-        f"{holder['renewed']} by that machine's clock; to go on type: {again}"
+        f"ended unexpectedly: {process} on {holder['host']}{job}, started {last.time}, last reported at "
+        f"{holder['renewed']} (that machine's clock); to resume, type {resume_command}"
     )
 
 
 def stage_line(folder: Path, *, has_ended: bool) -> str:
-    """Return what a stage resulted in, or how far it is; `has_ended` if no command is running any more."""
+    """Return a stage's result, or its progress; set `has_ended` if no command is running on the run."""
     try:
         outcome = read_outcome(folder)
     except DataError as error:
-        return f"CANNOT TELL: {str(error).splitlines()[0]}"
+        return f"UNKNOWN: {str(error).splitlines()[0]}"
     # 1. A finished stage.
     if outcome is not None:
         took = duration(outcome.seconds)
@@ -131,19 +132,19 @@ def stage_line(folder: Path, *, has_ended: bool) -> str:
             line += f"  {name} {value:.4f}"
         return line
 
-    # 2. Otherwise the newest report says how far it is.
+    # 2. An unfinished stage: its newest report has its progress.
     last = last_metrics(folder)
     if last is None:
         return "ended before its first report" if has_ended else "started, no step yet"
-    # Of evaluations beside training (`evaluate_on: spare`) these are still to come.
+    # Steps that asynchronous evaluation (`evaluate_on: spare`) has not evaluated yet.
     steps = requested_steps(folder)
-    to_judge = f"to be judged: {', '.join(map(str, steps))}  " if steps else ""
-    # The time is that of rank 0's clock, which may be ahead of this one.
+    to_evaluate = f"to be evaluated: steps {', '.join(map(str, steps))}  " if steps else ""
+    # The clock of rank 0 may be ahead of ours.
     age_s = max(time.time() - last["time"], 0)
-    to_go = f"eta {duration(last['eta_s'])}"
+    time_left = f"eta {duration(last['eta_s'])}"
     if has_ended:
-        to_go = f"not running, {duration(last['eta_s'])} to go"
-    # A resume would start from the newest checkpoint, whose manifest alone is read.
+        time_left = f"not running, {duration(last['eta_s'])} left"
+    # The stage would resume from the newest checkpoint; its manifest has the step.
     saved = "no checkpoint yet"
     checkpoints = manifest.committed(folder / "checkpoints")
     if checkpoints:
@@ -153,6 +154,6 @@ def stage_line(folder: Path, *, has_ended: bool) -> str:
             saved = f"last checkpoint unreadable: {error}"
     return (
         f"step {last['step']}/{last['steps']}  loss {last['loss']:.4f}  img/s {amount(last['images_per_s'])}  "
-        f"{to_go}  {duration(age_s)} ago  {saved}  "
-        f"{to_judge}{account(read_metrics(folder, None)).line()}"
+        f"{time_left}  {duration(age_s)} ago  {saved}  "
+        f"{to_evaluate}{account(read_metrics(folder, None)).line()}"
     )

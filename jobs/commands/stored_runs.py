@@ -1,7 +1,7 @@
-"""Open what a person names: the folder or URL of a run, of a stage, or of one checkpoint.
+"""Open the run, stage or checkpoint that a command's argument names, by path or URL.
 
-For a run at s3://… the records and metrics are fetched into a temporary folder. A checkpoint is fetched only by a
-command that needs all of it. Commands print the URL instead of the folder.
+For a run at s3://… the small files (records and metrics) are downloaded to a temporary folder; checkpoints are
+downloaded only by commands that read them. Commands print the URL instead of the temporary folder.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ from pipeline.artifacts import (
 )
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints, checkpoints_in
 
-# Files of the run and of each stage that the commands read.
+# Small files of the run and of each stage that commands read.
 OF_RUN = ("status.json",)
 OF_STAGE = (RECORD, TASK, DONE, CONFIG, PROVENANCE, "metrics.jsonl", "incidents.txt")
 SMALL_FILES = (*OF_RUN, *OF_STAGE, "evaluation.json", "sweep.json", EXAMPLES, EXCLUDED_STEPS)
@@ -36,21 +36,21 @@ SMALL_FILES = (*OF_RUN, *OF_STAGE, "evaluation.json", "sweep.json", EXAMPLES, EX
 
 @dataclass(frozen=True)
 class OpenedRun:
-    """A run that a person has named, or one of its stages, or one of its checkpoints."""
+    """The run, stage or checkpoint that a command's argument names."""
 
-    name: str  # as it was typed
+    name: str  # as typed
     storage: Storage
-    stages: list[StageCheckpoints]  # all of the run, or the one that was named
-    only: str = ""  # the checkpoint that was named; "" for a run or a stage
+    stages: list[StageCheckpoints]  # all stages of the run, or only the named one
+    only: str = ""  # the named checkpoint; "" for a run or a stage
 
     def in_words(self, line: str) -> str:
-        """Return a line with the run's URL instead of its local copy."""
+        """Replace the path of the run's local copy in a line by the run's URL."""
         return line.replace(str(self.storage.local), self.storage.address())
 
 
 @contextmanager
 def opened(name: str) -> Iterator[OpenedRun]:
-    """Yield the run, stage or checkpoint of this path or URL. Raises UsageError if there is none."""
+    """Open a run, stage or checkpoint by path or URL. Raises UsageError if there is none."""
     if "://" in name:
         with local_copy(name) as (store, stage):
             yield OpenedRun(name, store, [StageCheckpoints(store, stage)] if stage else stages_of(store))
@@ -72,7 +72,7 @@ def opened(name: str) -> Iterator[OpenedRun]:
 
 
 def stages_of(storage: Storage) -> list[StageCheckpoints]:
-    """Return the checkpoints of every stage that has any, sorted by name. Raises UsageError if there are none."""
+    """Return the checkpoints of all stages that have any, sorted by name. Raises UsageError if no stage has any."""
     stages: set[str] = set()
     for name in storage.list():
         stage, _, below = name.partition("/")
@@ -80,39 +80,39 @@ def stages_of(storage: Storage) -> list[StageCheckpoints]:
             stages.add(stage)
     if not stages:
         raise UsageError(
-            f"{storage.address()} holds no checkpoints\n"
-            "  name a run directory, a stage's folder in it, or a step-* folder"
+            f"no checkpoints in {storage.address()}\n"
+            "  expected a run directory, a stage's folder in it, or a step-* folder"
         )
     return [StageCheckpoints(storage, stage) for stage in sorted(stages)]
 
 
 @contextmanager
 def local_copy(url: str, *, with_logs: bool = False) -> Iterator[tuple[Bucket, str]]:
-    """Yield a run with a temporary local folder, and the stage in it that the URL names, "" for none.
+    """Download the small files of a run to a temporary folder; yield the run, and the name of the stage in the URL.
 
-    The folder has the files that commands read, and each log.txt if `with_logs`. Raises UsageError if there is no run,
-    StorageError.
+    The stage is "" if the URL names the whole run. With `with_logs`, each log.txt is downloaded too. Raises UsageError
+    if there is no run, StorageError.
     """
     run = check_store_url(url)
     stage = ""
     stage_name = ""
     with TemporaryDirectory(prefix="patchline-run-") as temporary:
         folder = Path(temporary).resolve()
-        # A stage's folder has a record; the end of the last command is read from the run above it.
+        # 1. RUN/STAGE-KEY: a stage's folder has a stage.json. Open the run, which has the last command's result.
         if Bucket(run, folder).read("stage.json") is not None:
             run, _, stage = run.rpartition("/")
         store = Bucket(run, folder / run.rpartition("/")[2])
         is_there = bool(store.list())
-        # RUN/STAGE without the key of the stage's folder; the run itself has two names or more after s3://.
+        # 2. RUN/STAGE without the key. A run's URL has at least two names after s3://.
         if not is_there and run.count("/") > 3:
             run, _, stage_name = run.rpartition("/")
             store = Bucket(run, folder / run.rpartition("/")[2])
             is_there = any(file.count("/") == 1 and file.endswith(f"/{RECORD}") for file in store.list())
         if not is_there:
-            raise UsageError(f"no run at {url}\n  expected s3://BUCKET/NAME, as the recipe's run: says")
+            raise UsageError(f"no run at {url}\n  expected s3://BUCKET/NAME, as in the recipe's run: key")
         store.local.mkdir()
         files = (*SMALL_FILES, "log.txt") if with_logs else SMALL_FILES
-        # Small files lie in the run or in a stage.
+        # Small files are in the run's folder or directly in a stage's folder.
         fetch_small_files(store, lambda name: name.count("/") < 2 and name.rpartition("/")[2] in files)
         try:
             if stage_name:
@@ -123,23 +123,24 @@ def local_copy(url: str, *, with_logs: bool = False) -> Iterator[tuple[Bucket, s
 
 
 def fetch_weights(url: str) -> str:
-    """Return a folder of the user's cache with the weights of a URL: RUN, RUN/STAGE, or a stage's folder.
+    """Download the weights of a run or stage in an object store to the user's cache; return their folder.
 
-    Files that are there already are compared, not fetched again. Raises UsageError, DataError, StorageError,
-    CheckpointError.
+    Files already in the cache are verified by digest and not downloaded again. Raises UsageError, DataError,
+    StorageError, CheckpointError.
     """
     with local_copy(url) as (store, stage):
         folder = Path(find_stage(str(store.local / stage), typed=url))
         done = read_done(folder)
         if done is None:
             raise DataError(
-                f"{url}: {folder.name} has not finished\n  wait for its end, and type the same command again"
+                f"{url}: the stage {folder.name} has not finished, so it has no weights yet\n"
+                "  wait until it has finished, then type the same command again"
             )
         cache = Bucket(store.url, state_folder() / "weights" / local_name(store.url))
         for name in (*WEIGHT_FILES, PROVENANCE):
             if name in done["files"]:
                 record = done["files"][name]
                 cache.ensure_local(f"{folder.name}/{name}", record["bytes"], record["sha256"])
-        # Last: it promises that the others are there.
+        # done.json comes last: it marks the folder as complete.
         write_atomically(cache.local / folder.name / DONE, (folder / DONE).read_bytes())
         return str(cache.local / folder.name)

@@ -1,17 +1,18 @@
 """A campaign: one recipe, its stages in order, one run directory.
 
-How a recipe becomes a campaign, in order (`load`):
-1. `read_recipe` reads the YAML file, once a command.
-2. `parse` takes out `run`, `cluster`, `trackers` and `budget`; any other section is a stage, whose kind is its name or
-   its `kind:`. A kind may replace a section by several first (`StageKind.expand`): sweeps do. Each section becomes the
-   frozen config of its kind: a wrong key stops here. Stages are put in order: a stage that names another's output
-   ("@stage" or "@stage/part") comes after it.
-3. Each stage gets its model, and its key: the digest of its "forbid" fields and of its inputs (key.py).
-4. Values that finished stages have determined for others are put into the configs of these (references.py).
-5. Each stage is compared with the cluster, and with the indexes that exist already (validate.py).
+How `load` turns a recipe into a campaign:
+1. `read_recipe` reads the YAML file once.
+2. `parse` separates `run`, `cluster`, `trackers` and `budget`; every other section is a stage, whose kind is its name
+   or its `kind:`. First, kinds may replace a section by several (`StageKind.expand`), as sweeps do. Each section
+   becomes the frozen config of its kind; an unknown key is an error. Stages are sorted: a stage that reads another
+   stage's output ("@stage" or "@stage/part") comes after it.
+3. Each stage gets its model and its key, a digest of its "forbid" fields and its inputs (key.py).
+4. Values that finished stages have determined for other stages replace the placeholders (references.py).
+5. Each stage is checked against the cluster and the existing indexes (validate.py).
 
-For example `pretrain: {data: {train: "@shards/train"}}` reads the set `train` that the stage `shards` packs. A stage's
-folder is named by its key, `<run>/pretrain-1a2b3c4d`, so an edited recipe never overwrites what another recipe made.
+For example, `pretrain: {data: {train: "@shards/train"}}` reads the data set `train` that the stage `shards` packs. A
+stage's folder is named after its key, `<run>/pretrain-1a2b3c4d`, so an edited recipe never overwrites the results of
+the previous one.
 """
 
 from collections.abc import Mapping
@@ -41,30 +42,30 @@ NOT_STAGES = ("run", "cluster", "trackers", "budget")  # keys of a recipe that b
 
 
 def load(recipe: Path, overrides: list[str], kinds: Kinds) -> Campaign:
-    """Read and validate a recipe. Raises ConfigError or DataError for anything that could not run."""
+    """Read and validate a recipe. Raises ConfigError or DataError if it cannot run."""
     return resolve(read_recipe(recipe, overrides), kinds)
 
 
 def resolve(recipe: Recipe, kinds: Kinds) -> Campaign:
-    """Return the campaign of a recipe. Raises ConfigError or DataError for anything that could not run."""
+    """Return the validated campaign of a recipe. Raises ConfigError or DataError if it cannot run."""
     campaign = parse(recipe, kinds)
-    # Parents first, because a stage's key and its model come from the stages that it reads.
+    # Parents first: a stage's key and model depend on the stages that it reads.
     stages: dict[str, Stage] = {}
     digests: dict[tuple[Reads, str], str] = {}
     for stage in campaign.stages:
         stages[stage.name] = key.resolve(stage, stages, digests, kinds)
-        # Of a run in an object store only this machine would have what it packs.
+        # In a run with an object store, only this machine could read the packed shards.
         require(
             campaign.remote is None or not stage.kind.sets(stage.config),
-            f"{stage.name} is a {stage.kind.name} stage, and run is {campaign.remote}: other nodes could not read what "
-            "it packs\n"
-            "  expected sets that every node can read, such as data.train: indexes/train of shards at s3://…\n"
-            "  pack them first, with a run in a folder or `python -m jobs pack`; copy the tars to the store;\n"
+            f"{stage.name} is a {stage.kind.name} stage, but run is {campaign.remote}: other nodes could not read the "
+            "packed shards\n"
+            "  expected data sets that every node can read, such as data.train: indexes/train for shards at s3://…\n"
+            "  first pack the images with python -m jobs pack, and copy the tars to the store;\n"
             "  then type python -m jobs index s3://BUCKET/SET --output indexes/train (docs/run-storage.md)",
         )
     check_run_path(campaign.run)
     campaign = with_values(replace(campaign, stages=tuple(stages.values())))
-    # Every stage is checked before the first starts: the last must not be refused when the others have been computed.
+    # Check every stage before the first one starts, so that the last one is not refused after days of training.
     available = Available(campaign, checks_files=False)
     for stage in campaign.stages:
         refuse(validate(stage, available))
@@ -74,43 +75,46 @@ def resolve(recipe: Recipe, kinds: Kinds) -> Campaign:
 
 
 def parse(recipe: Recipe, kinds: Kinds) -> Campaign:
-    """Return the typed sections of a recipe, whose stages have no inputs, models and keys yet.
+    """Build the configs of a recipe's sections; the stages have no inputs, models and keys yet.
 
     Raises ConfigError, which names the key.
     """
-    # 1. Where: a path, or the URL of a run in an object store.
+    # 1. The run: a path, or a URL in an object store.
     run = recipe.values.get("run", recipe.default_run)
-    # An empty variable of a shell, as in run=$RUN, must not lead into a run that is there.
+    # An empty shell variable, as in run=$RUN, must not select an existing run.
     require(run not in (None, ""), f"run is empty, expected a folder\n  type run={recipe.default_run}")
     require(isinstance(run, str), f"run is {run!r}, expected a folder\n  type run=./{run}")
-    # A `~` that is left names a user without a home here; a folder of this name would be no home either.
-    require(not run.startswith("~"), f"run is {run}: no user of this name is known here\n  type the path: run=/…")
+    # A remaining `~` belongs to an unknown user: do not create a folder of this name.
+    require(not run.startswith("~"), f"run is {run}, but there is no such user\n  type the path: run=/…")
 
-    # 2. The sections: those of the whole campaign, and the stages.
+    # 2. The sections of the whole campaign, and the stages.
     cluster = config.build(ClusterConfig, recipe.values.get("cluster", {}), "cluster")
     trackers = config.build(TrackersConfig, recipe.values.get("trackers", {}), "trackers")
     budget = recipe.values.get("budget")
     if budget is not None:
         typed = budget
         budget = read_number(budget, "budget", whole=False)
-        require(budget is not None and budget > 0, f"budget is {typed}, expected exaFLOPs, more than 0")
+        require(budget is not None and budget > 0, f"budget is {typed}, expected exaFLOPs greater than 0")
         is_checked = any(kind.checks_budget for kind in kinds.values())
-        require(is_checked, "budget is not checked: no kind of stage of this checkout counts exaFLOPs\n  leave it out")
+        require(
+            is_checked, "budget cannot be checked: this checkout has no extra that counts exaFLOPs\n  remove the key"
+        )
     sections = dict(recipe.values)
     for name in NOT_STAGES:
         sections.pop(name, None)
-    require(bool(sections), f"{recipe.source} names no stage\n  expected a section of {', '.join(kinds)}")
+    require(bool(sections), f"{recipe.source} has no stage\n  expected a section named {', '.join(kinds)}")
     stages = {}
-    folders: dict[tuple[str, Reads], str] = {}  # that inputs mean: each is said once, however many runs read it
+    # Resolved folders of inputs; each is reported once, even if many runs of a sweep read it.
+    folders: dict[tuple[str, Reads], str] = {}
     expanded: Sections = {name: StageSection(values, name) for name, values in sections.items()}
     for kind in kinds.values():
         expanded = kind.expand(expanded, kinds)
     placeholders = Placeholders(expanded, kinds)
-    # A wrong key does not wait for the runs of a sweep, whose first run has been read.
+    # Read sections as written before the runs of sweeps, so that an unknown key is reported without delay.
     for name, section in sorted(expanded.items(), key=lambda item: item[0] != item[1].source):
         references = placeholders.references_of(name)
         kind, stage_config = read_section(name, placeholders.fill(name, references), kinds)
-        # Inputs from outside the campaign may be named without the keys of their stages: runs/x/parts/train.
+        # Inputs from another run may be named without the key of their stage: runs/x/parts/train.
         for field, (path, reads) in kind.inputs_of(stage_config).items():
             if reference(path) is not None or path == "???" or reads in (Reads.FILE, Reads.OUTCOME):
                 continue
@@ -126,7 +130,7 @@ def parse(recipe: Recipe, kinds: Kinds) -> Campaign:
         stages[name] = Stage(name, kind, stage_config, section.source, references, tuple(references))
     ordered = in_order({name: stages[name] for name in expanded})
 
-    # 3. A run in an object store has a local folder as well, the same on every node: named by the URL.
+    # 3. A run in an object store also has a local folder, named after the URL so that it is the same on all nodes.
     remote = None
     folder = Path(run).resolve()
     if "://" in run:
@@ -139,7 +143,7 @@ def parse(recipe: Recipe, kinds: Kinds) -> Campaign:
 
 
 class Placeholders:
-    """What stands in a config for values that other stages determine."""
+    """Placeholders for the values in a config that other stages determine."""
 
     def __init__(self, sections: Sections, kinds: Kinds) -> None:
         self.sections = sections
@@ -147,7 +151,7 @@ class Placeholders:
         self.known: dict[str, Mapping[str, object]] = {}  # by the stage that determines them
 
     def references_of(self, name: str) -> dict[str, str]:
-        """Return the fields of a stage's section whose values other stages determine, each with its reference.
+        """Return the fields of a stage's section that other stages determine: field → reference.
 
         Raises ConfigError for a reference to a value that its stage does not determine.
         """
@@ -159,7 +163,7 @@ class Placeholders:
         references = {}
         for field, value in references_in(section, inputs):
             source, part = value[1:].split("/", 1)
-            # Any other text may begin with an @.
+            # A string that begins with "@" is not always a reference.
             if not self.of(source):
                 continue
             require(
@@ -174,7 +178,7 @@ class Placeholders:
         if source not in self.known:
             self.known[source] = {}
             if source in self.sections:
-                # A stage of which other stages take a value has no such reference of its own.
+                # A stage that determines values has no references to other stages' values itself.
                 section = self.sections[source].values
                 kind = self.kinds.get(str(section.get("kind", source))) if isinstance(section, Mapping) else None
                 if kind is not None and type(kind).placeholders is not StageKind.placeholders:
@@ -183,7 +187,7 @@ class Placeholders:
         return self.known[source]
 
     def fill(self, name: str, references: Mapping[str, str]) -> object:
-        """Return a stage's section with placeholders for these references."""
+        """Return a stage's section with its references replaced by placeholders."""
         values = {}
         for field, value in references.items():
             source, part = value[1:].split("/", 1)
@@ -193,16 +197,16 @@ class Placeholders:
 
 
 def read_section(name: str, section: object, kinds: Kinds) -> tuple[StageKind, ConfigDataclass]:
-    """Return the kind of a stage's section, and its config, an instance of the kind's config."""
+    """Return the kind of a stage's section, and the section as an instance of the kind's config."""
     check_name(name, "a stage", "rename it, and what reads it as @stage")
     if not isinstance(section, Mapping):
-        # A key of a stage that was typed without the stage: lr=1e-3.
+        # A stage's key that was typed without the stage: lr=1e-3.
         kinds_with_key = [kind.name for kind in kinds.values() if config.find_key(name, kind.config)]
-        remedy = f"take {name} out of the recipe, or indent its keys below it: {name}.kind=…"
+        remedy = f"remove {name} from the recipe, or indent its keys below it: {name}.kind=…"
         if name not in kinds and kinds_with_key:
             kind_name = "pretrain" if "pretrain" in kinds_with_key else kinds_with_key[0]
             path = f"{kind_name}.{config.find_key(name, kinds[kind_name].config)}"
-            remedy = f"a key stands behind its stage; type for example {path}={config.shown(section)}"
+            remedy = f"a key needs the name of its stage; type for example {path}={config.shown(section)}"
         raise ConfigError(f"{name} is {config.shown(section)}, expected a stage's section\n  {remedy}")
     values = dict(section)
     kind_name = values.pop("kind", name)
@@ -215,14 +219,14 @@ def read_section(name: str, section: object, kinds: Kinds) -> tuple[StageKind, C
         key_of_stage = config.find_key(name, kinds["pretrain"].config) if "pretrain" in kinds else None
         if key_of_stage is not None:
             raise ConfigError(
-                f"{name} is no stage, but a key of one: pretrain.{key_of_stage}\n  indent it below its stage"
+                f"{name} is not a stage but a key of a stage: pretrain.{key_of_stage}\n  indent it below its stage"
             )
         raise ConfigError(
             f"unknown stage or key {kind_name}{nearest}\n"
-            f"  a stage of another name says what it is: {name}.kind=…, one of {names}"
+            f"  for a stage with this name, add {name}.kind=…, one of {names}"
         )
 
-    # The defaults of a kind name its length in steps or in passes; a recipe may use the other way.
+    # A kind's default length is in steps or in passes; a recipe may use either.
     if "steps" in values:
         values.setdefault("passes", None)
     if "passes" in values:
@@ -230,13 +234,13 @@ def read_section(name: str, section: object, kinds: Kinds) -> tuple[StageKind, C
     kind = kinds[kind_name]
     require(
         not kind.missing_module,
-        f"{name} is a {kind_name} stage, and this checkout has no {kind.missing_module}, which runs it",
+        f"{name} is a {kind_name} stage, which needs {kind.missing_module}; this checkout does not have it",
     )
     return kind, config.build(kind.config, values, name, kind.all_defaults)
 
 
 def in_order(stages: Mapping[str, Stage]) -> tuple[Stage, ...]:
-    """Return the stages, each after the stages that it reads, otherwise in the recipe's order."""
+    """Sort the stages: each after the stages that it reads, otherwise in the order of the recipe."""
     reads: dict[str, set[str]] = {}
     for name, stage in stages.items():
         reads[name] = set()
@@ -247,14 +251,16 @@ def in_order(stages: Mapping[str, Stage]) -> tuple[Stage, ...]:
             link = reference(value)
             if link is None:
                 continue
-            # The sorter would take a name that does not exist for one more stage: refuse it here.
+            # Refuse unknown names here, because the sorter would treat them as further stages.
             parent, _ = link
             require(
                 parent != name, f"{name}.{field} is @{parent}, the stage itself\n  expected another stage, or a path"
             )
-            # The nearest name is looked for where it is needed: that takes as long as all the rest of a large sweep.
+            # Search for a similar name only after an error: for a large sweep that takes as long as all other steps.
             if parent not in stages:
-                raise ConfigError(f"{name}.{field} is @{parent}, no such stage{did_you_mean(parent, stages)}")
+                raise ConfigError(
+                    f"{name}.{field} is @{parent}, but there is no such stage{did_you_mean(parent, stages)}"
+                )
             reads[name].add(parent)
 
     sorter = TopologicalSorter(reads)
@@ -263,7 +269,7 @@ def in_order(stages: Mapping[str, Stage]) -> tuple[Stage, ...]:
     except CycleError as error:
         raise ConfigError(f"stages read each other in a circle: {' ← '.join(error.args[1])}") from None
 
-    # Of the stages that could come next, take the first in the recipe.
+    # If several stages could come next, take the first in the recipe.
     recipe_order = list(stages)
     ordered: list[Stage] = []
     ready: set[str] = set()

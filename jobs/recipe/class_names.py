@@ -1,10 +1,10 @@
-"""The names of the classes of a stage's sets and weights: the same id must mean the same class in all of them.
+"""Check that a class id means the same class in all data sets and weights of a stage.
 
-1. `check` compares the sets that share their classes (`StageKind.shared_classes`), and the
-   weights whose head the stage goes on with. Where an id has two names the stage is refused.
-2. `of_stage` returns the names of a stage's model's outputs, which are handed on with its weights (classes.json).
+1. `check` compares the class names of data sets that share their classes (`StageKind.shared_classes`), and of the
+   weights whose head the stage keeps. The stage is refused if an id has two names.
+2. `of_stage` returns the class names of the model's outputs, which are saved with its weights (classes.json).
 
-    pretrain: data.train is called airplane, bird, cat; data.evaluate is called bird, cat      refused: class 0 has two
+    pretrain: data.train has airplane, bird, cat; data.evaluate has bird, cat      refused: class 0 has two names
 """
 
 from pathlib import Path
@@ -19,9 +19,9 @@ from pipeline.evaluation import any_weights
 
 
 def check(stage: Stage, available: Available) -> None:
-    """Raise DataError where two sets of a stage, or a set and the weights whose head it keeps, call an id differently.
+    """Raise DataError if a class id has two names in the data sets of a stage or in the weights whose head it keeps.
 
-    Sets that have not been made yet, and those without names, are taken as they are.
+    Data sets that do not exist yet or have no class names are not compared.
     """
     for shared in stage.kind.shared_classes(stage.config):
         named: list[tuple[str, Names]] = []
@@ -34,7 +34,7 @@ def check(stage: Stage, available: Available) -> None:
 
 
 def of_stage(stage: Stage, available: Available) -> Names:
-    """Return what the outputs of a stage's model are called, as far as its sets or its weights tell; or nothing."""
+    """Return the class names of a model's outputs from the stage's data sets or initial weights; () if unknown."""
     trained: list[tuple[str, Names]] = []
     for shared in stage.kind.shared_classes(stage.config):
         for field in shared.trained:
@@ -47,13 +47,13 @@ def of_stage(stage: Stage, available: Available) -> Names:
 
 
 def of_weights(init: str, available: Available) -> Names:
-    """Return what the outputs of weights are called: those of a folder, or those that a stage will write."""
+    """Return the class names of weights, in a folder or from an earlier stage; () if they are unknown."""
     folder = Path(available.campaign.path_of(init))
     if (folder / CONFIG).is_file() or any_weights.is_foreign(str(folder)):
         try:
             return models.load_class_names(folder)
         except ValueError as error:
-            raise DataError(f"{folder / CLASSES} is torn or altered: {error}\n  bring it back from a copy") from None
+            raise DataError(f"{folder / CLASSES} is damaged: {error}\n  restore it from a copy") from None
     link = reference(init)
     if link is None:
         return ()
@@ -62,7 +62,7 @@ def of_weights(init: str, available: Available) -> Names:
 
 
 def keeps_head_of_weights(stage: Stage, available: Available) -> bool:
-    """Tell whether a stage goes on with the head of its weights, so that its sets must be numbered as theirs."""
+    """Return whether a stage keeps the head of its initial weights, so that its class ids must match theirs."""
     init = getattr(stage.config, "init", None)
     if init is None:
         return False

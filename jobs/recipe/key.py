@@ -1,9 +1,9 @@
-"""The key of a stage: its inputs, the model of its weights, and the digest of all that it depends on.
+"""Compute a stage's key: a digest of its settings and inputs.
 
-    pretrain: {data: {train: "@shards/train"}}     a set of the pack stage `shards`: its key stands for it
-    finetune: {init: weights/b16}                  a folder from outside the campaign: the sha256 of its weights
+    pretrain: {data: {train: "@shards/train"}}     output of the stage `shards`: the key of `shards` is in the key
+    finetune: {init: weights/b16}                  folder from outside the campaign: the sha256 of its weights is
 
-The key of a parent stands for its output, which need not exist yet: so `plan` knows all keys before a run.
+Because the key of a stage represents its output, which need not exist yet, `plan` knows all keys before a run.
 """
 
 import hashlib
@@ -26,17 +26,17 @@ from pipeline import artifacts, config
 from pipeline.config import require
 from pipeline.evaluation import any_weights
 
-SCHEMA = 1  # of a stage's outputs; a bump runs every stage again
-MISSING = "missing"  # stands for the digest of an input that cannot be read
+SCHEMA = 1  # version of the outputs of stages; after an increase every stage runs again
+MISSING = "missing"  # used instead of the digest of an input that cannot be read
 
 
 def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Reads, str], str], kinds: Kinds) -> Stage:
-    """Return a parsed stage with its inputs, its model and its key; `earlier` has the stages that it reads.
+    """Return a parsed stage with its inputs, model and key; `earlier` contains the stages that it reads.
 
-    `digests` keeps those of inputs from outside the campaign: the runs of a sweep start from the same weights, which
-    are read once.
+    `digests` caches the digests of inputs from outside the campaign: all runs of a sweep start from the same weights,
+    which are read only once.
     """
-    # 1. A key for what each input holds, by its field.
+    # 1. A digest for the content of each input.
     missing: list[str] = []
     keys: dict[str, str] = {}
     inputs = stage.kind.inputs_of(stage.config)
@@ -50,7 +50,7 @@ def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Read
         require(value != "???", f"{stage.name}.{field_name} is missing: a path, or @stage")
         try:
             if (reads, value) not in digests:
-                # A stage logs the check of its weights when it starts from them; reading a recipe prints nothing.
+                # Log nothing while reading a recipe; the stage logs the check of its weights when it starts.
                 if reads is Reads.TABLE:
                     digest = hashlib.sha256((Path(value) / TABLE).read_bytes()).hexdigest()
                 elif reads is Reads.FILE:
@@ -59,7 +59,7 @@ def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Read
                     digest = artifacts.check_weights(Path(value), log=lambda text: None).sha256
                 elif reads is Reads.ANY_WEIGHTS:
                     digest = any_weights.digest_of(value, log=lambda text: None)
-                    # By default they are evaluated with the preprocessing that lies beside them.
+                    # By default, weights are evaluated with the preprocessing that is recorded with them.
                     recorded = any_weights.recorded_preprocessing(value)
                     if recorded is not None:
                         digest = f"{digest} {recorded.ops}"
@@ -67,21 +67,21 @@ def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Read
                     digest = load_index(value).digest
                 digests[reads, value] = digest
             keys[field_name] = digests[reads, value]
-        # It does not exist, or is not what its maker wrote.
+        # The input does not exist, or its digest differs.
         except (DataError, OSError) as error:
             keys[field_name] = MISSING
             text = str(error)
             if isinstance(error, OSError):
-                expected = "a file that is there"
+                expected = "an existing file"
                 if reads in (Reads.WEIGHTS, Reads.ANY_WEIGHTS):
-                    expected = "a folder that holds the weights, or @stage"
-                text = f"cannot be read: {error}\n  give {expected}"
+                    expected = "a folder with weights, or @stage"
+                text = f"cannot be read: {error}\n  expected {expected}"
             missing.append(f"{stage.name}.{field_name}: {text}")
     for message in stage.kind.missing(stage.config):
         missing.append(f"{stage.name}.{message}")
 
-    # 2. The inputs that the key is of: those that may not change on resume. A test set may change half way: it is
-    # tagged otherwise. A value that another stage determines is in the key by that stage's key, and by the placeholder.
+    # 2. The inputs in the key: those that must not change on resume. A test set may change during a stage, and is
+    # tagged "warn". A value determined by another stage enters the key as that stage's key and the placeholder.
     forbidden = config.tagged(stage.config, "forbid")
     inputs_in_key: dict[str, str] = {}
     eval_inputs: dict[str, str] = {}
@@ -92,20 +92,20 @@ def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Read
             eval_inputs[name] = key
     for name, value in stage.references.items():
         link = reference(value)
-        assert link is not None, "only references are kept as such"
+        assert link is not None, "`references` contains only references"
         inputs_in_key[name] = f"{earlier[link[0]].key}/{link[1]}"
-    # Runs of one section are compared with each other: their key is of how they are evaluated, too. And evaluations
-    # choose the weights that a stage with keep_best exports.
+    # Two cases in which evaluation settings are in the key: runs of a sweep, because their results are compared, and
+    # stages with keep_best, because evaluations select the exported weights.
     warned: dict[str, object] = {}
-    chooses_weights = getattr(stage.config, "keep_best", None) is not None
-    if stage.is_run or chooses_weights:
+    selects_weights = getattr(stage.config, "keep_best", None) is not None
+    if stage.is_run or selects_weights:
         warned = config.tagged(stage.config, "warn")
     for name, warned_value in warned.items():
-        is_judging = name in ("data.evaluate", "data.preprocess") or name.startswith("probe.")
-        if is_judging or (chooses_weights and name == "evaluate_every"):
+        is_evaluation_field = name in ("data.evaluate", "data.preprocess") or name.startswith("probe.")
+        if is_evaluation_field or (selects_weights and name == "evaluate_every"):
             inputs_in_key[name] = keys.get(name, str(warned_value))
 
-    # 3. The key. Inputs are in it by content and not by path: the same data in another place is the same stage.
+    # 3. The key. It has the digests of inputs and not their paths: moving the data does not change the key.
     values = dict(forbidden)
     for name in (*keys, *stage.kind.inputs):
         values.pop(name, None)
@@ -115,8 +115,7 @@ def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Read
         "config": values,
         "inputs": inputs_in_key,
     }
-    # The corrections of the preprocessing that fields ask for. Only where there are any: the keys of all other stages
-    # stay what they were.
+    # Bug fixes of the preprocessing that the stage uses. Added only if there are any, so that other keys stay the same.
     corrected: dict[str, int] = {}
     for field_name, field_value in (forbidden | warned).items():
         if field_name.endswith("augment.crop") and field_value == "random":
@@ -136,25 +135,25 @@ def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Read
         inputs=inputs_in_key,
         eval_inputs=eval_inputs,
     )
-    # 4. Weights that are missing or have changed tell nothing about the model.
+    # 4. The model, unless the initial weights are missing or damaged.
     if keys.get("init") != MISSING:
         stage = replace(stage, model=model_of(stage, earlier, missing))
     return replace(stage, missing=tuple(missing))
 
 
 def check_part(field_name: str, value: str, reads: Reads, earlier: Mapping[str, Stage], kinds: Kinds) -> None:
-    """Raise ConfigError unless the stage that a field names makes what the field reads."""
+    """Raise ConfigError if the stage that a field references does not produce what the field reads."""
     link = reference(value)
-    assert link is not None, "of references alone"
+    assert link is not None, "called only for references"
     parent_name, part = link
     parent = earlier[parent_name]
     if reads in (Reads.WEIGHTS, Reads.ANY_WEIGHTS):
-        # The table of a sweep is what people name when they mean one of its runs.
+        # People often type the sweep's table if they mean one of its runs.
         if parent.kind.reads_outcomes:
             runs = ", ".join(parent.parents.values())
             raise ConfigError(
-                f"{field_name} is {value}: that is the table of a sweep\n  expected one of its runs: {runs}\n"
-                f"  {value}.* stands for each of them"
+                f"{field_name} is {value}, the table of a sweep\n  expected one of the sweep's runs: {runs}\n"
+                f"  or {value}.* for all of them"
             )
         if not parent.kind.makes_weights or part:
             makers = []
@@ -162,29 +161,29 @@ def check_part(field_name: str, value: str, reads: Reads, earlier: Mapping[str, 
                 if kind.makes_weights:
                     makers.append(kind.name)
             raise ConfigError(
-                f"{field_name} is {value}: that is no weights\n"
-                f"  expected @stage, of one of the kinds {', '.join(makers)}, or a folder of weights"
+                f"{field_name} is {value}, which has no weights\n"
+                f"  expected @stage with a stage of kind {', '.join(makers)}, or a folder of weights"
             )
     elif reads not in (Reads.OUTCOME, Reads.TABLE, Reads.FILE):
         sets = parent.kind.sets(parent.config)
         require(
             bool(sets),
-            f"{field_name} is {value}: a {parent.kind.name} stage makes no data\n"
-            "  expected @stage/set of a pack stage, or the path of an index",
+            f"{field_name} is {value}, but a {parent.kind.name} stage makes no data set\n"
+            "  expected @stage/set with a pack stage, or the path of an index",
         )
         if part not in sets:
             references = [f"@{parent.name}/{name}" for name in sets]
             raise ConfigError(
-                f"{field_name} is {value}: {parent.name} packs no set {part!r}{did_you_mean(part, sets)}\n"
-                f"  expected one of its sets: {', '.join(references)}"
+                f"{field_name} is {value}, but {parent.name} has no data set {part!r}{did_you_mean(part, sets)}\n"
+                f"  expected one of {', '.join(references)}"
             )
 
 
 def model_of(stage: Stage, earlier: Mapping[str, Stage], missing: list[str]) -> ModelConfig | None:
-    """Return the architecture that a stage ends with: that of its recipe, or of its weights with what it changes.
+    """Return the architecture of a stage's model, from its recipe or from its initial weights and the changes to them.
 
-    It is None for a stage without one, and where the weights that the stage starts from do not exist yet; where they
-    do, and tell nothing of their model, that is noted in `missing`.
+    The result is None for stages without a model, and if the initial weights do not exist yet. If weights exist without
+    a model config, a message is added to `missing`.
     """
 
     def source_model(init: str) -> ModelConfig | None:
@@ -195,8 +194,8 @@ def model_of(stage: Stage, earlier: Mapping[str, Stage], missing: list[str]) -> 
         source = model_at(init)
         if source is None:
             missing.append(
-                f"{stage.name}.init: no {CONFIG} in {init}, which tells the model of the weights\n"
-                "  give a folder as a stage or `python -m jobs import` writes it, or @stage"
+                f"{stage.name}.init: {init} has no {CONFIG} with the architecture of the weights\n"
+                "  expected a folder written by a stage or by python -m jobs import, or @stage"
             )
         return source
 
@@ -207,11 +206,11 @@ def model_of(stage: Stage, earlier: Mapping[str, Stage], missing: list[str]) -> 
 
 
 def model_at(folder: str) -> ModelConfig | None:
-    """Return the architecture of the weights in a folder; None where nothing there tells it. Raises DataError."""
+    """Return the architecture of the weights in a folder; None if it has no model config. Raises DataError."""
     path = Path(folder) / CONFIG
     if not path.is_file():
         return None
     try:
         return models.from_dict(json.loads(path.read_text()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:  # weights without digests may hold anything
-        raise DataError(f"{path} is torn or altered: {error}\n  bring it back from a copy, or import again") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # possible if there are no digests
+        raise DataError(f"{path} is damaged: {error}\n  restore it from a copy, or import the weights again") from None

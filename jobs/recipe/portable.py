@@ -1,14 +1,13 @@
-"""A recipe as it travels with a submitted job, from the submitter's folder to the cluster's head.
+"""Convert a recipe to text that can be sent to the cluster with a submitted job.
 
-1. The recipe goes as it was read where `submit` was typed, with its overrides on top: environment variables and `~`
-   are the submitter's, as they were when the recipe was checked.
-2. Relative paths are taken from the submitter's folder, as `run` would take them. Left as they are they would point
-   into the folder into which Ray unpacks the checkout. The folder of the cache is none: it is absolute, or in the home
-   of each node.
-3. The text goes along in the job's environment, and its command reads it from there: `jobs run env:PATCHLINE_RECIPE`.
+1. Overrides, environment variables and `~` are already resolved on the submitter's machine.
+2. Relative paths become absolute, resolved against the submitter's working directory; otherwise they would point into
+   the folder where Ray unpacks the checkout. The cache directory stays as it is: it is absolute, or in each node's home
+   directory.
+3. The text is passed in an environment variable of the job, whose command is `jobs run env:PATCHLINE_RECIPE`.
 
-A stage's key is the same as if the recipe had been run here: of inputs it holds the content and not the path. Only
-what a `pack` stage reads is in its key by path.
+The keys of stages do not change, because they contain the digests of inputs and not their paths. The exception is the
+sources of `pack` stages, whose paths are in the key.
 """
 
 import copy
@@ -21,13 +20,13 @@ from jobs.recipe.campaign import NOT_STAGES
 from jobs.resolved_recipe import Kinds, MakeAbsolute
 from pipeline.recipe import Recipe, to_yaml
 
-VARIABLE = "PATCHLINE_RECIPE"  # of the environment in which a recipe travels
+VARIABLE = "PATCHLINE_RECIPE"  # environment variable with the recipe of a submitted job
 
 
 def portable(recipe: Recipe, run: str, folder: Path, kinds: Kinds) -> tuple[str, list[str]]:
-    """Return the text of a valid recipe as it travels, and the keys whose relative paths were taken from `folder`.
+    """Return a valid recipe as text, and the keys whose relative paths were resolved against `folder`.
 
-    `run` is where the run goes. Raises ConfigError if the recipe holds a secret.
+    `run` is the run directory or URL. Raises ConfigError if the recipe contains a secret.
     """
     values = {**copy.deepcopy(dict(recipe.values)), "run": run}
     changed: list[str] = []
@@ -48,19 +47,19 @@ def portable(recipe: Recipe, run: str, folder: Path, kinds: Kinds) -> tuple[str,
         for other in kinds.values():
             other.make_absolute(name, section, patterns, absolute)
     text = to_yaml(values)
-    # An environment variable of the recipe stands there in clear now.
+    # Environment variables in the recipe are resolved by now, so secrets in them would be readable.
     if SECRET_VALUE.search(text):
         raise ConfigError(
-            f"{recipe.source} holds what looks like a secret: a key, a token, or a password in an address\n"
-            "  it would travel with the job, in clear to whoever lists the jobs\n"
-            "  leave it out: secrets belong to the nodes, their environment, instance role or mounted files"
+            f"{recipe.source} seems to contain a secret: a key, a token, or a password in a URL\n"
+            "  everybody who can list the jobs of the cluster could read it\n"
+            "  remove it from the recipe; give secrets to the nodes: by environment, instance role or mounted files"
         )
     return text, changed
 
 
 def make_absolute(section: object, parts: list[str], where: str, absolute: MakeAbsolute) -> None:
-    """Make the paths absolute that a pattern names in a section, as far as the section has them."""
-    # What the section leaves to its defaults is no path.
+    """Make the paths absolute that match a pattern in a section; `where` is the section's dotted name."""
+    # A missing section has its defaults, which are not paths.
     if not isinstance(section, dict):
         return
     names = [parts[0]]

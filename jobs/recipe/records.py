@@ -1,9 +1,9 @@
-"""What is written down of a stage, and what has changed of it since.
+"""Record a stage's config in stage.json, and compare it with the recipe when the stage is started again.
 
-- `stage.json` (`stage_record`) says which config the stage's folder belongs to; it is written at every start.
-- Fields tagged "forbid" may not have changed while the stage is half done: `half_done_folder`.
-- A change of a field tagged "warn" is logged, and the stage goes on: `changed_warnings`.
-- `environment` says what a stage's numbers depend on besides: Python, the machine, and the versions of packages.
+- `stage_record` is the content of stage.json, which is written at every start.
+- Fields tagged "forbid" must not change while a stage is unfinished: `half_done_folder`.
+- Changes of fields tagged "warn" are logged, and the stage resumes: `changed_warnings`.
+- `environment` records Python, the machine, and the versions of packages that results may depend on.
 """
 
 import platform
@@ -19,12 +19,12 @@ from jobs.resolved_recipe import Campaign, Stage
 from pipeline import artifacts, config
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 
-# Packages whose version a number may depend on.
+# Packages whose versions may affect results.
 RECORDED_PACKAGES = ("torch", "deepspeed", "webdataset", "ray", "omegaconf", "numpy")
 
 
 def stage_record(stage: Stage) -> dict[str, Any]:
-    """Return the content of stage.json: which config this folder belongs to."""
+    """Return the content of stage.json: the config of the stage."""
     record: dict[str, Any] = {
         "name": stage.name,
         "kind": stage.kind.name,
@@ -42,7 +42,7 @@ def stage_record(stage: Stage) -> dict[str, Any]:
 
 
 def forbidden_fields(stage: Stage) -> dict[str, object]:
-    """Return the fields that the key is of, flat and as JSON has them, with the resolved model for the recipe's."""
+    """Return the fields in a stage's key, flat and with JSON types; `model.*` are the fields of the resolved model."""
     fields = config.tagged(stage.config, "forbid")
     fields.pop("model", None)
     if stage.model:
@@ -50,14 +50,14 @@ def forbidden_fields(stage: Stage) -> dict[str, object]:
             fields[f"model.{name}"] = value
     for field, key in stage.inputs.items():
         fields[f"content of {field}"] = key
-    # Through JSON, because this is compared with a stage.json, where tuples have become lists.
+    # Use JSON types, because the result is compared with a stage.json, in which tuples are lists.
     return config.as_json(fields)
 
 
 def changed_warnings(directory: Path, stage: Stage) -> dict[str, str]:
-    """Return the fields tagged "warn" that have changed since this folder was last worked in, each with a text.
+    """Return the fields tagged "warn" that have changed since the stage's last start: field → description.
 
-    A set has changed where its content has, by whatever path: of records that tell no content, where its path has.
+    Data sets are compared by digest, or by path if an old record has no digest.
     """
     record_path = directory / "stage.json"
     if not record_path.exists():
@@ -66,51 +66,51 @@ def changed_warnings(directory: Path, stage: Stage) -> dict[str, str]:
     contents = record.get("eval_inputs", {})
     changes: dict[str, str] = {}
     now = config.tagged(stage.config, "warn")
-    # A key of an earlier version that has gone and held null changes nothing.
+    # Ignore keys with the value null that this version of Patchline no longer has.
     before = {name: value for name, value in record["warn"].items() if name in now or value is not None}
     for text in config.differences(before, now):
         changes[text.partition(":")[0]] = text
     for field, content in stage.eval_inputs.items():
-        # A finished stage is skipped also where the set that it was judged on is gone.
+        # A missing test set is not a change: a finished stage is skipped even if it is gone.
         if field not in contents or content == MISSING:
             continue
         if content == contents[field]:
             changes.pop(field, None)
         else:
-            changes.setdefault(field, f"{field}: {stage.parents[field]}, which holds something else now")
+            changes.setdefault(field, f"{field}: the content of {stage.parents[field]} has changed")
     return changes
 
 
 def half_done_folder(campaign: Campaign, stage: Stage) -> Path | None:
-    """Return the folder of this name on which was worked last, with other forbidden fields, if it is unfinished."""
-    # A folder is named by the key: where this key's is there, nothing has changed that may not.
+    """Return the folder of an unfinished stage with this name whose "forbid" fields differ; None if there is none."""
+    # Folders are named after the key: if this one exists, no "forbid" field has changed.
     if campaign.directory(stage).exists():
         return None
     folders = campaign.run.glob(f"{stage.name}-{'[0-9a-f]' * 8}")
-    # Attempts are numbered over the whole run; the clock may have jumped, so times would not tell which is the newest.
+    # Sort by attempt, because attempts are numbered across the whole run; times are unreliable if a clock has jumped.
     for folder in sorted(folders, key=newest_attempt, reverse=True):
-        # A finished stage stays under its own key, and what was begun before it had been given up with --fresh.
+        # Unfinished folders older than a finished one were abandoned with --fresh.
         if (folder / "done.json").exists():
             return None
-        # One without a checkpoint loses nothing.
+        # Without a checkpoint there is nothing to lose.
         if (folder / "stage.json").exists() and StageCheckpoints(campaign.storage, folder.name).committed():
             return folder
     return None
 
 
 def newest_attempt(folder: Path) -> int:
-    """Return the number of a stage's newest attempt; 0 where it has none."""
+    """Return the number of a stage's newest attempt; 0 if there is none."""
     newest = 0
     for path in (folder / "attempts").glob("attempt-*"):
         number = path.name.removeprefix("attempt-")
-        # A folder of any other name is a copy made by hand.
+        # Other names are copies made by hand.
         if number.isdigit():
             newest = max(newest, int(number))
     return newest
 
 
 def environment() -> dict[str, str]:
-    """Return Python's version, the machine, and the versions of packages that a number may depend on."""
+    """Return the versions of Python and of packages, and the machine type, which may affect results."""
     versions = {"python": sys.version.split()[0], "machine": platform.machine()}
     for package in RECORDED_PACKAGES:
         versions[package] = version(package)

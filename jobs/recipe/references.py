@@ -1,15 +1,15 @@
-"""Values of a config that another stage determines: `lr: "@finetune.grid/optim.lr"`.
+"""Fill in the values of a config that another stage determines, such as `lr: "@finetune.grid/optim.lr"`.
 
-1. Before that stage has finished, a placeholder stands in the config (`StageKind.placeholders`), and the field is
-   pending. The stage's key is of the placeholder and of the other stage's key, so that it never changes.
-2. `with_values` replaces the placeholders of all stages whose values are known by now. It is called when a recipe is
-   loaded, and when a stage starts.
+1. Until the other stage has finished, the config has a placeholder (`StageKind.placeholders`) and the field is pending.
+   The stage's key contains the placeholder and the other stage's key, so it does not change later.
+2. `with_values` replaces the placeholders whose values are known. It is called when a recipe is loaded and when a stage
+   starts.
 
     before  finetune.seed-0: optim.lr is the best of 0.003, 0.01, 0.03 by accuracy, known after finetune.grid
     after   finetune.seed-0: optim.lr is 0.01, the best of … by accuracy (finetune.grid)
 
-`references_in` finds the references of a section of a recipe, which is nested plain values: {"optim": {"lr": 0.1}}.
-`filled` puts values in their place. Fields are named by dotted names: "optim.lr".
+`references_in` finds the references in a section of a recipe, a nested dict: {"optim": {"lr": "@grid/optim.lr"}}.
+`filled` replaces them by values. Fields have dotted names: "optim.lr".
 """
 
 import copy
@@ -23,20 +23,20 @@ from jobs.recipe.key import model_of
 from jobs.resolved_recipe import Campaign, Stage, reference
 from pipeline import artifacts, config
 
-Config = TypeVar("Config")  # a dataclass, or a dict of some
+Config = TypeVar("Config")  # a dataclass, or a dict of dataclasses
 
 
 def with_values(campaign: Campaign) -> Campaign:
-    """Return the campaign with the values that finished stages have determined in the configs of other stages.
+    """Return the campaign with placeholders replaced by the values that finished stages have determined.
 
-    Raises DataError if a stage was run with other values.
+    Raises DataError if a stage has already run with other values.
     """
     stages: dict[str, Stage] = {}
     is_changed = False
-    # A record is read once for all stages that need it: a benchmark of 19 tasks has a hundred runs and more.
+    # Read each record only once: a benchmark of 19 tasks has more than a hundred runs.
     values_of: dict[str, Mapping[str, object]] = {}
     for stage in campaign.stages:
-        # 1. The values that are known.
+        # 1. Collect the known values.
         known: dict[str, object] = {}
         for field, value in stage.references.items():
             source, part = source_of(campaign, value)
@@ -44,11 +44,11 @@ def with_values(campaign: Campaign) -> Campaign:
                 folder = campaign.directory(source)
                 is_finished = artifacts.read_done(folder) is not None
                 values_of[source.name] = source.kind.values(folder) if is_finished else {}
-            # There is no value if all runs of a sweep were stopped early; then the stage is not run.
+            # If all runs of a sweep were stopped early, there is no value, and this stage does not run.
             if part in values_of[source.name]:
                 known[field] = values_of[source.name][part]
 
-        # 2. The config with them, unless the stage was run with others.
+        # 2. Put them into the config; raise an error if the stage has run with other values.
         if known != known_values(stage):
             check_same(campaign, stage, known)
             stage_config = stage.config
@@ -57,7 +57,7 @@ def with_values(campaign: Campaign) -> Campaign:
             pending = tuple(field for field in stage.references if field not in known)
             stage = replace(stage, config=stage_config, pending=pending)
             is_changed = True
-        # 3. A value may be of the model, which later stages start from.
+        # 3. A value may be a field of the model, from which later stages start.
         if is_changed and stage.model is not None:
             stage = replace(stage, model=model_of(stage, stages, []))
         stages[stage.name] = stage
@@ -65,9 +65,9 @@ def with_values(campaign: Campaign) -> Campaign:
 
 
 def source_of(campaign: Campaign, value: str) -> tuple[Stage, str]:
-    """Return the stage that determines a value, and what it calls the value, of "@stage/part"."""
+    """Return the stage and the value's name in it for a reference "@stage/part"."""
     link = reference(value)
-    assert link is not None, "only references are kept as such"
+    assert link is not None, "`Stage.references` contains only references"
     return campaign.stage(link[0]), link[1]
 
 
@@ -81,7 +81,7 @@ def known_values(stage: Stage) -> dict[str, object]:
 
 
 def check_same(campaign: Campaign, stage: Stage, known: Mapping[str, object]) -> None:
-    """Raise DataError if a stage was run with other values than are known now."""
+    """Raise DataError if a stage has run with values that differ from those known now."""
     path = campaign.directory(stage) / "stage.json"
     if not path.exists():
         return
@@ -89,10 +89,10 @@ def check_same(campaign: Campaign, stage: Stage, known: Mapping[str, object]) ->
     if changes:
         names = ", ".join(sorted({source_of(campaign, value)[0].name for value in stage.references.values()}))
         raise DataError(
-            f"{path.parent} was run with other values than {names} has chosen: {'; '.join(changes)}\n"
-            "  expected the same: was the table made again, of runs that came to something else?\n"
-            f"  bring the folder of {names} back, or move {path.parent} away to run {stage.name} with what is chosen "
-            "now"
+            f"{path.parent} ran with values that differ from the current choice of {names}: {'; '.join(changes)}\n"
+            f"  the runs of the sweep may have been repeated with other results\n"
+            f"  restore the previous folder of {names}, or move {path.parent} away to run {stage.name} with the "
+            "current values"
         )
 
 
@@ -100,10 +100,10 @@ def check_same(campaign: Campaign, stage: Stage, known: Mapping[str, object]) ->
 
 
 def with_field(section: Config, path: Sequence[str], value: object) -> Config:
-    """Return a config, or sections by name, with the field changed to which a path leads; checks are made again."""
+    """Return a copy of a config, or of a dict of configs, with the field at `path` changed; it is validated again."""
     first, *rest = path
     if isinstance(section, dict):
-        # The name of a set may have dots.
+        # Names of data sets may contain dots.
         while rest and first not in section:
             first += f".{rest.pop(0)}"
         if rest:
@@ -115,10 +115,10 @@ def with_field(section: Config, path: Sequence[str], value: object) -> Config:
 
 
 def value_at(section: Any, path: Sequence[str]) -> Any:
-    """Return the value of the field of a config, or of sections by name, to which a path leads."""
+    """Return the value of the field at `path` in a config or in a dict of configs."""
     first, *rest = path
     if isinstance(section, dict):
-        # The name of a set may have dots.
+        # Names of data sets may contain dots.
         while rest and first not in section:
             first += f".{rest.pop(0)}"
         value = section[first]
@@ -128,9 +128,9 @@ def value_at(section: Any, path: Sequence[str]) -> Any:
 
 
 def references_in(section: object, apart: Sequence[str], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Iterate the fields whose value is a reference to a part of another stage, as ("optim.lr", "@grid/optim.lr").
+    """Yield the fields whose value is a reference to another stage's value, as ("optim.lr", "@grid/optim.lr").
 
-    Fields that match a pattern of `apart` are excluded.
+    Fields that match a pattern of `apart` are skipped.
     """
     if isinstance(section, Mapping):
         for name, value in section.items():
@@ -142,7 +142,7 @@ def references_in(section: object, apart: Sequence[str], prefix: str = "") -> It
 
 
 def filled(section: Any, values: Mapping[str, object], prefix: str = "") -> Any:
-    """Return a copy of a section with values, by dotted name, in place of the references of these fields."""
+    """Return a copy of a section with the references in some fields replaced by `values` (dotted name → value)."""
     if isinstance(section, Mapping):
         return {name: filled(value, values, f"{prefix}.{name}".lstrip(".")) for name, value in section.items()}
     return copy.deepcopy(values.get(prefix, section))

@@ -1,16 +1,16 @@
-"""The checks of a stage before it runs, which `plan`, `run` and `preflight` make alike.
+"""Check stages before they run; `plan`, `run` and `preflight` use the same checks.
 
     validate(stage, available)  →  [CheckResult("FAIL", "inputs", "pretrain.data.train: no index at data/train"), …]
 
-Of a stage that has not finished:
-1. inputs from outside the campaign that are missing;
-2. whether it is half done with another config;
-3. whether a class id means the same in all its sets, and in the weights whose head it keeps (class_names.py);
-4. what the kinds of the stages that read it check of it, as a sweep by which samples it chooses;
-5. what its kind checks (jobs/stages): its config against the cluster, its sets, its memory.
-Of a finished stage: whether what it handed on is what it wrote.
+Checks of an unfinished stage:
+1. inputs from outside the campaign exist;
+2. the stage is not half done with another config;
+3. a class id means the same class in all its data sets and in the weights whose head it keeps (class_names.py);
+4. the checks of the stages that read it (`StageKind.check_parent`), for example of a sweep's table;
+5. the checks of its kind (jobs/stages): its config against the cluster, its data sets, its memory.
+Check of a finished stage: the files that later stages read have the recorded digests.
 
-Data that an earlier stage makes may not be there yet: `run` validates a stage once more when it is about to start.
+Data that an earlier stage makes may not exist yet, so `run` validates each stage again right before it starts.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,29 +24,29 @@ from jobs.resolved_recipe import INPUTS, Available, Campaign, CheckResult, Stage
 from pipeline import artifacts, config
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 
-MOST_NAMED = 8  # missing inputs, or changed keys, that a message names
+MOST_NAMED = 8  # missing inputs or changed keys listed in a message
 
 
 def validate(stage: Stage, available: Available, *, fresh: bool = False) -> list[CheckResult]:
-    """Return the results of all checks of a stage.
+    """Return the results of all checks of a stage. Raises OSError.
 
-    `fresh` lets a stage start over that is half done with another config. Raises OSError.
+    With `fresh`, a stage that is half done with another config may start over.
     """
     results: list[CheckResult] = []
     try:
-        # Result by result: those before an error are kept.
+        # Append one by one, to keep the results before an error.
         for result in checks(stage, available, fresh=fresh):
             results.append(result)
     except PatchlineError as error:
-        # Later checks may rely on the one that has failed.
+        # Stop at the first error, because later checks may depend on earlier ones.
         results.append(CheckResult.of(error, stage.name))
     return results
 
 
 def checks(stage: Stage, available: Available, *, fresh: bool) -> Iterator[CheckResult]:
-    """Check a stage. Raises ConfigError and DataError for what cannot run, or has changed since it finished."""
+    """Check a stage. Raises ConfigError or DataError if it cannot run, or if it has finished and its files changed."""
     campaign = available.campaign
-    # Of a finished stage, that what it handed on is what it wrote.
+    # A finished stage: verify its files by digest.
     if available.checks_files and campaign.done(stage) is not None:
         texts: list[str] = []
         artifacts.check_files(campaign.directory(stage), texts.append)
@@ -62,12 +62,12 @@ def checks(stage: Stage, available: Available, *, fresh: bool) -> Iterator[Check
             record = artifacts.read_record(folder / "stage.json")
             changes = config.differences(record["forbid"], forbidden_fields(stage))
             if not changes:
-                changes = [f"key: {record['key'][:8]} → {stage.key[:8]}, by another version of Patchline"]
+                changes = [f"key: {record['key'][:8]} → {stage.key[:8]}, from another version of Patchline"]
             yield CheckResult(
                 "FAIL",
                 "config",
                 f"{stage.name} is half done with another config:\n    " + "\n    ".join(changes),
-                "  undo the change to resume it, or pass --fresh to start this stage over (the old one is kept)",
+                "  to resume it, undo the change; to start it over, add --fresh (the old folder is kept)",
                 ExitCode.CONFIG,
             )
         for reader in available.readers(stage):
@@ -77,15 +77,14 @@ def checks(stage: Stage, available: Available, *, fresh: bool) -> Iterator[Check
 
 
 def validate_all(campaign: Campaign, stages: Sequence[Stage], *, fresh: bool = False) -> list[CheckResult]:
-    """Return the results of these stages, and of the finished stages that they read."""
+    """Return the results of all checks of these stages, and of the finished stages that they read."""
     available = Available(campaign)
     names = set()
     for stage in stages:
         names.add(stage.name)
         if campaign.done(stage) is not None:
             continue
-        # A stage that goes on from a checkpoint of its own does not read the weights that it started from: they may
-        # have gone.
+        # A stage that resumes from a checkpoint does not read its initial weights, which may have been deleted.
         checkpoints = StageCheckpoints(campaign.storage, campaign.directory(stage).name)
         is_resumed = stage.kind.trains and not fresh and bool(checkpoints.committed())
         for field, value in stage.parents.items():
@@ -100,16 +99,16 @@ def validate_all(campaign: Campaign, stages: Sequence[Stage], *, fresh: bool = F
         elif stage in stages:
             results += validate(stage, available, fresh=fresh)
     results += restarted_stages(campaign, [stage for stage in stages if stage not in finished])
-    # Last, because a stage that reads a lost shard can say how to do without it.
+    # Finished stages last: if a shard is lost, the check of a stage that reads it says how to exclude the shard.
     for stage in finished:
         results += validate(stage, available)
     return results
 
 
 def restarted_stages(campaign: Campaign, stages: Sequence[Stage]) -> Iterator[CheckResult]:
-    """Report the stages that start anew although one of their name has finished: by which keys the two differ.
+    """Warn about stages that start over although a stage of the same name has finished, and list the changed keys.
 
-    What follows from a change in another stage is reported of that one alone, and of a sweep its first run.
+    A change is reported only for the stage whose keys changed, not for later stages, and once per sweep.
     """
     reported = set()
     finished = [folder for folder in stages_in(campaign.run) if folder.is_finished]
@@ -128,14 +127,16 @@ def restarted_stages(campaign: Campaign, stages: Sequence[Stage]) -> Iterator[Ch
             continue
         reported.add(stage.source)
         listed = few(list(changes.values()), MOST_NAMED, ", and {} more")
-        text = f"{stage.name}: starts anew; {folders[0]}, stays as it is and differs by {listed}"
+        text = f"{stage.name} starts over, because its settings differ from {folders[0]} (which is kept): {listed}"
         if stage.kind.trains and stage.config.init is None:
-            text += f"\n  to start from its weights, not from random ones, type {stage.source}.init={folders[0].path}"
+            text += (
+                f"\n  to start from those weights instead of random ones, type {stage.source}.init={folders[0].path}"
+            )
         yield CheckResult("WARN", "config", text)
 
 
 def refuse(results: Iterable[CheckResult]) -> None:
-    """Raise the error of the first FAIL; inputs that are missing come first, and all in one."""
+    """Raise the first FAIL as an error; missing inputs come first, combined into one error."""
     failures = []
     missing = []
     for result in results:
@@ -144,7 +145,7 @@ def refuse(results: Iterable[CheckResult]) -> None:
             if result.subject == INPUTS:
                 missing.append(result)
     if len(missing) > 1:
-        # On one line with the first, because status.json keeps one line.
+        # The first message is on the first line, because status.json keeps only that line.
         messages = [str(result.error()) for result in missing[:MOST_NAMED]]
         if len(missing) > MOST_NAMED:
             messages.append(f"… and {len(missing) - MOST_NAMED} more")

@@ -11,17 +11,18 @@ from pipeline.evaluation.protocols import FewShotConfig
 from pipeline.training_config import TrainConfig
 from pipeline.values import shown
 
-# Of a trained stage, what its accuracy is of, and what its few-shot accuracy is of.
+# Settings of a training stage that affect its accuracy and its few-shot accuracy.
 ACCURACY_FIELDS = ("data.evaluate", "data.preprocess")
 PROBE_FIELDS = ("probe.train", "probe.test", "probe.shots", "probe.seeds", "probe.l2", "data.preprocess")
 EVALUATION_FIELDS = tuple(dict.fromkeys((*ACCURACY_FIELDS, *PROBE_FIELDS)))
 
 
 def evaluation_commands(campaign: Campaign, stage: Stage, changed: Collection[str]) -> list[str]:
-    """Return the commands that evaluate a finished stage as its recipe says now; `changed` names its changed fields.
+    """Return the commands that evaluate a finished stage with the recipe's current settings.
 
-    `data.evaluate`, `data.preprocess` and `probe` of a trained stage are not in its key: a finished stage stays
-    finished if they change. There are no commands if they are the same, or if the stage has no weights to evaluate.
+    `changed` are the fields that have changed since the stage finished. `data.evaluate`, `data.preprocess` and `probe`
+    are not in a stage's key, so a change does not train the stage again. The list is empty if these fields have not
+    changed, or if the stage has no weights.
 
         python -m jobs evaluate runs/digits/finetune-1a2b3c4d indexes/other
         python -m jobs evaluate runs/digits/finetune-1a2b3c4d indexes/test train=indexes/train --protocol fewshot
@@ -32,7 +33,7 @@ def evaluation_commands(campaign: Campaign, stage: Stage, changed: Collection[st
     cfg: TrainConfig = stage.config
     evaluate = ["evaluate", str(campaign.directory(stage))]
     settings = []
-    # Weights are evaluated with the preprocessing recorded with them, unless the command names another.
+    # The command uses the preprocessing recorded with the weights unless it is given.
     if "data.preprocess" in changed and (cfg.data.preprocess is not None or stage.model is not None):
         preprocess = cfg.data.preprocess
         if preprocess is None and stage.model is not None:

@@ -1,1 +1,1 @@
-"""The kinds of stages a campaign is made of, and what each is given."""
+"""The core's kinds of stages, one file each."""

@@ -1,24 +1,21 @@
-"""The stages that evaluate weights: by any number of protocols (`Evaluate`), or by few-shot regression (`FewShot`).
+"""The evaluate stage: evaluate weights on data sets with any number of protocols, and write evaluation.json.
 
-`Evaluate` writes a document, evaluation.json:
-
-1. A result that an earlier evaluation of the same weights in this run has is carried over: a changed set or protocol
-   costs that set or protocol alone.
-2. The workers compute the others (pipeline/evaluation/worker.py): each set passes through the model once.
-3. The document is written: values with intervals, and the digests of weights, sets and protocols.
+1. Reuse the results of earlier evaluations of the same weights in this run: after a change in one data set or protocol,
+   only that one is evaluated again.
+2. Compute the other results on the workers (pipeline/evaluation/worker.py), in one pass over each data set.
+3. Write evaluation.json: values with confidence intervals, and the digests of weights, data sets and protocols.
 
     evaluate:
       init: "@finetune"
       sets: {test: {test: "@shards/test", train: "@shards/train"}}
       protocols: [top-1, per-class, fewshot, knn, logistic]
 
-The value of a protocol depends on its digest, the weights and the sets, and not on the number of workers: batches are
-the same at any world size, and sums are counts, or made by rank 0 in a fixed order (docs/evaluation.md).
-
-`evaluation_commands` returns the commands that evaluate a finished training with settings that have changed since.
+A result depends only on the protocol's digest, the weights and the data sets, not on the number of workers: batches are
+the same for any world size, and sums are integer counts or computed by rank 0 in a fixed order (docs/evaluation.md).
 """
 
 import json
+import shlex
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -73,40 +70,40 @@ if TYPE_CHECKING:
     from pipeline.evaluation.worker import WorkerConfig
 
 LEAKS_DOCUMENT = "data.extras.leaks.document"
-Digests = tuple[str | None, ...]  # what a result depends on: test set, training set, protocol, leaks
+Digests = tuple[str | None, ...]  # digests that a result depends on: test set, training set, protocol, leaks
 
 
 @dataclass(frozen=True)
 class EvaluatedSet:
-    """A set to evaluate on, and the set that protocols of features learn from."""
+    """A test set, and the training set of the protocols that learn from features."""
 
-    test: str = "???"  # the set's index, or its folder; or "@stage/name"
-    train: str | None = None  # what fewshot, linear, knn and logistic learn from; the same
+    test: str = "???"  # index of the test set, its folder, or "@stage/name"
+    train: str | None = None  # training set of fewshot, linear, knn and logistic, given in the same way
 
     RESUME: ClassVar[Tags] = tags(forbid="test train")
 
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    """Which weights are evaluated on which sets, and how."""
+    """The weights, data sets and protocols of an evaluation."""
 
-    init: str = "???"  # weights: a folder of ours, timm or Hugging Face, an official .npz, or "@stage"
-    model: dict[str, Any] = field(default_factory=dict)  # what the file of others cannot tell, as heads: 3
+    init: str = "???"  # weights: a folder from Patchline, timm or Hugging Face, an official .npz, or "@stage"
+    model: dict[str, Any] = field(default_factory=dict)  # settings missing in foreign weights, for example heads: 3
     sets: dict[str, EvaluatedSet] = field(default_factory=dict)  # by name
-    # top-1, top-5, real, per-class, and of features fewshot, linear, knn, logistic (docs/evaluation.md)
+    # of the head: top-1, top-5, real, per-class; of features: fewshot, linear, knn, logistic (docs/evaluation.md)
     protocols: tuple[str, ...] = ("top-1",)
-    fewshot: FewShotConfig = field(default_factory=FewShotConfig)  # of the protocol fewshot
-    linear: LinearConfig = field(default_factory=LinearConfig)  # of the protocol linear
-    knn: NeighboursConfig = field(default_factory=NeighboursConfig)  # of the protocol knn
-    logistic: LogisticConfig = field(default_factory=LogisticConfig)  # of the protocol logistic
-    leaks: str | None = None  # a leaks.json of `python -m jobs leaks`: every value with and without leaked samples
-    # evaluation ops (SPEC 2.5); None: those recorded with the weights, else resize(image_size), the few-shot squash
+    fewshot: FewShotConfig = field(default_factory=FewShotConfig)  # settings of the protocol fewshot
+    linear: LinearConfig = field(default_factory=LinearConfig)  # settings of the protocol linear
+    knn: NeighboursConfig = field(default_factory=NeighboursConfig)  # settings of the protocol knn
+    logistic: LogisticConfig = field(default_factory=LogisticConfig)  # settings of the protocol logistic
+    leaks: str | None = None  # leaks.json from `python -m jobs leaks`: report values with and without leaked samples
+    # preprocessing ops (SPEC 2.5); None: those recorded with the weights, else resize(image_size)
     preprocess: str | None = None
-    max_labels: int = 16  # labels a sample has at most; ReaL has 9
-    micro_batch: int = 64  # images a worker takes at a time; part of the protocol: another number may round otherwise
-    cache: CacheConfig = field(default_factory=CacheConfig)  # of remote shards, on every node
-    precision: Literal["bf16", "fp32"] = "fp32"  # in which the model computes
-    stall_s: float = 600.0  # in which no worker enters a new phase; then the attempt ends and the next begins
+    max_labels: int = 16  # maximum number of labels per sample; ReaL has up to 9
+    micro_batch: int = 64  # images per worker and forward pass; part of the protocol, because it can affect rounding
+    cache: CacheConfig = field(default_factory=CacheConfig)  # for remote shards, on each node
+    precision: Literal["bf16", "fp32"] = "fp32"  # of the forward pass
+    stall_s: float = 600.0  # if no worker enters a new phase for this long, the attempt ends and the next one starts
 
     RESUME: ClassVar[Tags] = tags(
         forbid="init model sets protocols fewshot linear knn logistic leaks preprocess max_labels micro_batch "
@@ -120,19 +117,19 @@ class EvaluateConfig:
         at_least(self, 1, "micro_batch max_labels")
         more_than_0(self, "stall_s")
         for name, evaluated in self.sets.items():
-            check_name(name, "a set of sets", "rename it")
-            learned = []
+            check_name(name, "a data set", "rename it")
+            learning = []
             for protocol in self.protocols:
                 if protocol in FEATURES:
-                    learned.append(protocol)
+                    learning.append(protocol)
             require(
-                evaluated.train is not None or not learned,
-                f"sets.{name}.train is missing: {', '.join(learned)} learn from a training set\n"
-                f"  type sets.{name}.train=…, an index or @stage/name, or leave these protocols out",
+                evaluated.train is not None or not learning,
+                f"sets.{name}.train is missing, but the training set is required by {', '.join(learning)}\n"
+                f"  type sets.{name}.train=INDEX (or @stage/set), or remove these protocols",
             )
 
     def metrics(self) -> Iterator[str]:
-        """Iterate the names of the values that come out, as `document.entries_of` calls them."""
+        """Yield the names of the values in evaluation.json, as `document.entries_of` returns them."""
         for name in self.sets:
             for protocol in self.protocols:
                 values = [protocol]
@@ -140,11 +137,11 @@ class EvaluateConfig:
                 if names_by_settings is not None:
                     values = names_by_settings(getattr(self, protocol))
                 for value in values:
-                    # Of several sets each value begins with the set's name.
+                    # With several data sets, the data set's name comes first.
                     yield value if len(self.sets) == 1 else f"{name} {value}"
 
     def uses_head(self) -> bool:
-        """Return whether a protocol looks at the outputs of the head."""
+        """Return whether any protocol evaluates the outputs of the head."""
         return any(protocol not in FEATURES for protocol in self.protocols)
 
 
@@ -153,16 +150,16 @@ class EvaluateConfig:
 
 @dataclass(frozen=True)
 class NamedRequest:
-    """A request with the names that people see, and the digests that its result is known by."""
+    """An evaluation request with its data set's name in the recipe and the digests that identify its result."""
 
-    name: str  # of the set, in the recipe
+    name: str  # of the data set in the recipe
     request: "Request"
     digests: Digests
 
 
 @dataclass(frozen=True)
 class LeaksFile:
-    """A leaks.json of `python -m jobs leaks`."""
+    """The content of a leaks.json from `python -m jobs leaks`, with its path and digest."""
 
     path: str
     digest: str  # sha256 of the file
@@ -170,7 +167,7 @@ class LeaksFile:
 
 
 class Evaluate(StageKind):
-    """The kind of stage that evaluates weights on sets by protocols."""
+    """The kind of stage that evaluates weights on data sets with protocols."""
 
     name = "evaluate"
     config = EvaluateConfig
@@ -182,8 +179,8 @@ class Evaluate(StageKind):
     }
 
     def run(self, cfg: EvaluateConfig, context: Context) -> dict[str, object]:
-        """Compute the results that no earlier evaluation of this run has, and write the document."""
-        # Imported here and not above, as in every stage: a recipe is checked without torch, which takes a second.
+        """Compute the results that no earlier evaluation in this run has; write evaluation.json."""
+        # Imported here, as in every stage: checking a recipe does not need torch, which takes a second to import.
         from pipeline.evaluation.worker import WorkerConfig
 
         init = context.campaign.path_of(cfg.init)
@@ -193,29 +190,27 @@ class Evaluate(StageKind):
         if leaks_path is not None:
             read_leaks = load_optional(f"{LEAKS_DOCUMENT}:read_leaks", f"{context.stage.name}.leaks")
             leaks = LeaksFile(leaks_path, artifacts.digest_of(Path(leaks_path))["sha256"], read_leaks(leaks_path))
-        # The pixels that the weights were judged on, where their maker recorded that and the recipe says nothing else.
+        # The preprocessing, last match wins: 1. the default. 2. recorded with the weights. 3. from the recipe.
         preprocess = f"resize({context.model.image_size})"
-        reason = "the squash: nothing is recorded with the weights"
+        reason = "the default, because the weights have no recorded preprocessing"
         recorded = any_weights.recorded_preprocessing(init)
         if recorded is not None:
             preprocess = recorded.ops
-            reason = "as recorded with the weights"
+            reason = "recorded with the weights"
         if cfg.preprocess is not None:
-            reason = f"as preprocess says; otherwise {preprocess}, {reason}"
+            reason = f"from the recipe, instead of {preprocess}, {reason}"
             preprocess = cfg.preprocess
         check_shape(preprocess, context.model, f"{context.stage.name}.preprocess")
-        context.log(f"{context.stage.name}: images by {preprocess}, {reason}")
+        context.log(f"{context.stage.name}: preprocessing {preprocess} ({reason})")
         all_named = requests_of(cfg, context, preprocess, leaks)
 
-        # Results that an earlier evaluation has are carried over; the workers compute the others.
+        # Reuse the results of earlier evaluations; the workers compute the others.
         results = earlier_results(context, weights_digest)
         unanswered: list[NamedRequest] = []
         for named in all_named:
             if named.digests in results:
                 source = results[named.digests]["from"]
-                context.log(
-                    f"{context.stage.name}: {named.name} {named.request.protocol.name} carried over from {source}"
-                )
+                context.log(f"{context.stage.name}: {named.name} {named.request.protocol.name} reused from {source}")
             else:
                 unanswered.append(named)
         if unanswered:
@@ -235,7 +230,7 @@ class Evaluate(StageKind):
             for named, result in zip(unanswered, computed, strict=True):
                 results[named.digests] = {**result, "code": code_version()}
 
-        # The document has them in the order of the recipe, under today's names.
+        # Write results in the order of the recipe and with its names.
         trained_on, unknown = any_weights.training_sets(init)
         in_order = []
         for named in all_named:
@@ -259,26 +254,26 @@ class Evaluate(StageKind):
         return {"metrics": metrics}
 
     def model(self, cfg: EvaluateConfig, source_model: SourceModel) -> ModelConfig | None:
-        """Return the architecture of the weights, which may be of another project; None where they are missing."""
+        """Return the architecture of the weights, which may come from another project; None if they are missing."""
         if any_weights.is_foreign(cfg.init):
             return any_weights.load(cfg.init, cfg.model).config
         return source_model(cfg.init)
 
     def shared_classes(self, cfg: EvaluateConfig) -> list[SharedClasses]:
-        """Return each set with the head that it is of, and with the set that protocols of features learn from."""
+        """Return each test set in two groups: with the weights' head if it is evaluated, and with its training set."""
         shared = []
         for name, evaluated in cfg.sets.items():
             test = {f"sets.{name}.test": evaluated.test}
             shared.append(SharedClasses(test, with_head=cfg.uses_head()))
-            # What it learns from needs no head: these may be other classes than the weights'.
+            # Protocols that learn from features ignore the head, so these classes may differ from the weights'.
             if evaluated.train is not None:
                 shared.append(SharedClasses({**test, f"sets.{name}.train": evaluated.train}))
         return shared
 
     def checks(self, stage: Stage, available: Available) -> Iterable[CheckResult]:
-        """Refuse sets and protocols that do not fit the weights, and sets that cannot be read.
+        """Check that the data sets are readable, and that they and the protocols fit the weights.
 
-        Names of classes are compared in jobs/recipe/class_names.py.
+        jobs/recipe/class_names.py compares class names.
         """
         cfg: EvaluateConfig = stage.config
         model = stage.model
@@ -288,28 +283,32 @@ class Evaluate(StageKind):
         if model is not None and cfg.uses_head():
             require(
                 model.classes > 0,
-                f"{name}: the weights have no head, which {', '.join(set(cfg.protocols) - set(FEATURES))} need\n"
-                f"  expected protocols of features: {', '.join(FEATURES)}",
+                f"{name}: the weights have no head, but {', '.join(sorted(set(cfg.protocols) - set(FEATURES)))} "
+                f"evaluate its outputs\n  expected protocols that evaluate features: {', '.join(FEATURES)}",
             )
             for protocol in cfg.protocols:
                 most_guesses = PROTOCOLS[protocol].best
                 require(
                     most_guesses <= model.classes,
-                    f"{name}: {protocol} needs {most_guesses} classes, the weights have {model.classes}\n"
-                    f"  leave it out of {name}.protocols",
+                    f"{name}: {protocol} needs at least {most_guesses} classes, but the weights have {model.classes}\n"
+                    f"  remove it from {name}.protocols",
                 )
             for set_name, evaluated in cfg.sets.items():
                 index = available.index(evaluated.test)
                 if index is not None and index.classes > model.classes:
                     unknown = range(model.classes, index.classes)[:5]
-                    more = ", ".join(map(index.class_name, unknown))
+                    names = ", ".join(map(index.class_name, unknown))
                     raise DataError(
-                        f"{name}.sets.{set_name}: {evaluated.test} has {index.classes} classes, the weights "
-                        f"{model.classes}: they know no {more}\n"
-                        "  expected a set of the weights' classes, or protocols of features: " + ", ".join(FEATURES)
+                        f"{name}.sets.{set_name}: {evaluated.test} has {index.classes} classes, but the weights have "
+                        f"{model.classes}; they lack {names}\n"
+                        "  expected a data set with the weights' classes, or protocols that evaluate features: "
+                        + ", ".join(FEATURES)
                     )
         if available.checks_files:
-            require(bool(cfg.sets), "sets is empty: on which sets?\n  expected sets: {NAME: {test: INDEX}}")
+            require(
+                bool(cfg.sets),
+                f"{name}.sets is empty: no data set to evaluate on\n  expected sets: {{NAME: {{test: INDEX}}}}",
+            )
             learns = any(protocol in FEATURES for protocol in cfg.protocols)
             sets = {}
             for set_name, evaluated in cfg.sets.items():
@@ -318,14 +317,14 @@ class Evaluate(StageKind):
         return ()
 
     def metrics(self, cfg: EvaluateConfig) -> Iterable[str]:
-        """Return the names of the values of all sets and protocols."""
+        """Return the names of the values of all data sets and protocols."""
         return cfg.metrics()
 
 
 def requests_of(cfg: EvaluateConfig, context: Context, preprocess: str, leaks: LeaksFile | None) -> list[NamedRequest]:
-    """Return the requests set by set and protocol by protocol, in the order of the recipe.
+    """Return a request for each data set and protocol, in the order of the recipe.
 
-    Raises DataError where a leaks.json is not about a set, or a test set is the training set.
+    Raises DataError if leaks.json does not cover a data set, or if a test set is the training set.
     """
     from pipeline.evaluation.evaluator import Request
 
@@ -335,7 +334,7 @@ def requests_of(cfg: EvaluateConfig, context: Context, preprocess: str, leaks: L
         "micro_batch": cfg.micro_batch,
         "max_labels": cfg.max_labels,
     }
-    # A protocol's digest stands for its values: a result from before a correction does not answer today's request.
+    # Bug fixes in the preprocessing change the protocol's digest, so that results from before are not reused.
     corrected = corrections(preprocess)
     if corrected:
         common["corrected"] = corrected
@@ -353,12 +352,12 @@ def requests_of(cfg: EvaluateConfig, context: Context, preprocess: str, leaks: L
                 in_pairs = load_optional(f"{LEAKS_DOCUMENT}:in_pairs", f"{context.stage.name}.leaks")
                 leaked = np.flatnonzero(in_pairs(leaks.leaks, index, "test")).tolist()
             except DataError as error:
-                raise DataError(f"leaks {leaks.path} knows nothing of the set {name}: {error}") from None
+                raise DataError(f"leaks: {leaks.path} does not cover the data set {name}: {error}") from None
         for protocol in protocols:
             train = None
             train_digest = None
-            if not protocol.kind.best:  # the head has learned already
-                assert evaluated.train is not None, "EvaluateConfig refuses it for protocols that learn"
+            if not protocol.kind.best:  # the protocol learns from features
+                assert evaluated.train is not None, "EvaluateConfig requires it for protocols that learn"
                 train = context.campaign.path_of(evaluated.train)
                 train_digest = load_index(train).digest
             request = Request(test, train, protocol, leaked=leaked)
@@ -368,12 +367,12 @@ def requests_of(cfg: EvaluateConfig, context: Context, preprocess: str, leaks: L
 
 
 def earlier_results(context: Context, weights_digest: str) -> dict[Digests, Entry]:
-    """Return the results of earlier evaluations of these weights in this run, each with its folder as "from"."""
+    """Return the results of earlier evaluations of these weights in this run, each with its stage folder as "from"."""
     results: dict[Digests, Entry] = {}
     model = json.loads(json.dumps(models.to_dict(context.model)))
     for path in sorted(context.campaign.run.glob(f"*/{document.NAME}")):
         try:
-            # Only of a finished stage, whose record has the digest of the document.
+            # Only finished stages count: their done.json has the digest of evaluation.json.
             if path.parent == context.directory or not artifacts.check_files(path.parent, context.log):
                 continue
             earlier = json.loads(path.read_text())
@@ -397,31 +396,31 @@ def earlier_results(context: Context, weights_digest: str) -> dict[Digests, Entr
 def with_names(
     result: Entry, named: NamedRequest, leaks: LeaksFile | None, trained_on: list[dict[str, str | None]]
 ) -> Entry:
-    """Return a result with today's names and paths, on which it does not depend.
+    """Return a result with the recipe's current names and paths, on which the values do not depend.
 
-    Its leaks name the sets that were compared, and those of what was learned from that were not.
+    With leaks, the result lists which of the training sets were searched for leaked samples and which were not.
     """
-    signed = dict(result)
-    signed.pop("from", None)
-    # Names and paths come first in the document, also where an earlier one had others.
-    signed["set"] = {"name": "", "path": "", **result["set"]} | {"name": named.name, "path": named.request.test}
-    learned = list(trained_on)
+    renamed = dict(result)
+    renamed.pop("from", None)
+    # Keep "name" and "path" first in the JSON.
+    renamed["set"] = {"name": "", "path": "", **result["set"]} | {"name": named.name, "path": named.request.test}
+    training_sets = list(trained_on)
     if named.request.train is not None:
-        signed["train"] = {"path": "", **result["train"]} | {"path": named.request.train}
+        renamed["train"] = {"path": "", **result["train"]} | {"path": named.request.train}
         origin = load_index(named.request.train).origin
         part_of = None if origin is None else origin.digest
-        learned.append({"path": named.request.train, "digest": result["train"]["digest"], "part_of": part_of})
+        training_sets.append({"path": named.request.train, "digest": result["train"]["digest"], "part_of": part_of})
     if leaks is not None:
         compared = {train.digest for train in leaks.leaks.train}
         checked = []
         not_checked = []
-        for source in learned:
-            # A subset of a set that was compared has been compared with it.
+        for source in training_sets:
+            # If a data set was searched, so were its subsets.
             if compared & {source["digest"], source["part_of"]}:
                 checked.append(source)
             else:
                 not_checked.append(source)
-        signed["leaks"] = {
+        renamed["leaks"] = {
             "path": leaks.path,
             "digest": leaks.digest,
             "train": list(map(asdict, leaks.leaks.train)),
@@ -430,12 +429,12 @@ def with_names(
             "leaked": result["leaks"]["leaked"],
             "values": result["leaks"]["values"],
         }
-    return signed
+    return renamed
 
 
 def log_warnings(cfg: EvaluateConfig, context: Context, results: Iterable[Entry]) -> None:
-    """Log which sets have samples that could not be read, and where labels are taken on trust."""
-    # A set has a result for every protocol, and is named once.
+    """Log the number of unreadable samples of each data set, and missing class names."""
+    # Each data set has a result per protocol; log it once.
     sets: dict[str, Entry] = {}
     for result in results:
         sets[result["set"]["name"]] = result["set"]
@@ -443,24 +442,25 @@ def log_warnings(cfg: EvaluateConfig, context: Context, results: Iterable[Entry]
         unreadable = evaluated["samples"] - evaluated["judged"]
         if unreadable:
             context.log(
-                f"{name}: {unreadable} bad samples of {evaluated['path']} count neither way; see `jobs data check`"
+                f"{name}: excluded {unreadable} unreadable samples of {evaluated['path']}; to list them, type "
+                f"python -m jobs data check {shlex.quote(evaluated['path'])}"
             )
         nameless = []
         if not context.class_names:
             nameless.append("the weights")
         if not load_index(evaluated["path"]).names:
-            nameless.append(f"the set {name}")
+            nameless.append(f"the data set {name}")
         if nameless and cfg.uses_head():
-            context.log(f"no class names in {' and '.join(nameless)}: that labels mean the same is taken on trust")
+            context.log(f"no class names in {' and '.join(nameless)}: cannot check that labels mean the same classes")
 
 
 # ------------------------------------------------------------------------ workers
 
 
 def evaluate_on_workers(cfg: "WorkerConfig", init: str, requests: Sequence["Request"], context: Context) -> list[Entry]:
-    """Run attempts until the requests are answered; return a result for each.
+    """Run attempts until all requests are evaluated; return a result for each request.
 
-    Raises DataError if the weights at `init` are not what their maker wrote, Preempted, and StageFailed.
+    Raises DataError if the weights at `init` differ from their recorded digest, Preempted, and StageFailed.
     """
     from pipeline.evaluation.worker import worker
 
@@ -477,7 +477,7 @@ def evaluate_on_workers(cfg: "WorkerConfig", init: str, requests: Sequence["Requ
 
 
 def make_task(cfg: "WorkerConfig", init: str, requests: Sequence["Request"], context: Context, attempt: int) -> Task:
-    """Return the task of an attempt's workers. Raises DataError where the weights have changed."""
+    """Return the task of an attempt's workers. Raises DataError if the weights have changed."""
     any_weights.digest_of(init, context.log)
     return {
         "run": str(context.campaign.run),

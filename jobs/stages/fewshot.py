@@ -30,15 +30,15 @@ from pipeline.training_config import ProbeConfig, check_ops
 
 @dataclass(frozen=True)
 class FewShotStageConfig:
-    """Which weights are probed on which sets."""
+    """The weights and data sets of a few-shot evaluation."""
 
     init: str = "???"  # weights: a folder, or "@stage"
-    probe: ProbeConfig = field(default_factory=ProbeConfig)  # both sets are needed here
-    preprocess: str | None = None  # None: resize(image_size), the squash of big_vision's evaluator
-    micro_batch: int = 64  # images a worker at a time
-    cache: CacheConfig = field(default_factory=CacheConfig)  # of remote shards, on every node
-    precision: Literal["bf16", "fp32"] = "fp32"  # in which features are computed
-    stall_s: float = 600.0  # in which no worker enters a new phase; then the attempt ends and the next begins
+    probe: ProbeConfig = field(default_factory=ProbeConfig)  # both data sets are required
+    preprocess: str | None = None  # None: resize(image_size), which ignores the aspect ratio as big_vision does
+    micro_batch: int = 64  # images per worker and forward pass
+    cache: CacheConfig = field(default_factory=CacheConfig)  # for remote shards, on each node
+    precision: Literal["bf16", "fp32"] = "fp32"  # of the features
+    stall_s: float = 600.0  # if no worker enters a new phase for this long, the attempt ends and the next one starts
 
     RESUME: ClassVar[Tags] = tags(forbid="init probe preprocess precision", free="micro_batch cache stall_s")
 
@@ -51,9 +51,8 @@ class FewShotStageConfig:
 class FewShot(StageKind):
     """The kind of stage that evaluates frozen features by few-shot linear regression (paper, section 4.1).
 
-    It is the protocol fewshot as a stage of its own. The accuracies of every number of shots, means and single draws,
-    go to metrics.json. A prediction is right if it is the test sample's first label, as in training, so that its
-    numbers compare with the curves there.
+    A prediction is correct if it equals the first label of the test sample, as during training, so that the accuracies
+    are comparable with the training curves.
     """
 
     name = "fewshot"
@@ -61,7 +60,7 @@ class FewShot(StageKind):
     inputs: ClassVar = {"init": Reads.WEIGHTS, "probe.train": Reads.SET, "probe.test": Reads.SET}
 
     def run(self, cfg: FewShotStageConfig, context: Context) -> dict[str, object]:
-        """Evaluate the weights by the protocol fewshot on the workers; write the results to metrics.json."""
+        """Evaluate the weights with the protocol `fewshot` on the workers; write metrics.json."""
         from pipeline.evaluation.evaluator import Request
         from pipeline.evaluation.worker import WorkerConfig
 
@@ -88,7 +87,7 @@ class FewShot(StageKind):
         }
         write_atomically(context.directory / "metrics.json", json.dumps(results, indent=1))
 
-        # The single draws of the shots ("…seed…") are in metrics.json; a person sees their means.
+        # Log only the means; the accuracies of single draws ("…seed…") are in metrics.json.
         means = []
         for name, value in without_single_seeds(metrics).items():
             means.append(f"{name} {value:.4f}")
@@ -96,10 +95,14 @@ class FewShot(StageKind):
         return results
 
     def checks(self, stage: Stage, available: Available) -> Iterable[CheckResult]:
-        """Refuse a probe without sets, of other images than the model's, or on sets that cannot be read."""
+        """Check that the probe's data sets are given and usable, and that images have the model's size."""
         cfg: FewShotStageConfig = stage.config
-        # A single check is enough: ProbeConfig takes both sets or neither.
-        require(cfg.probe.train is not None, f"{stage.name}.probe.train and .test are missing: which sets?")
+        # One check is enough: ProbeConfig requires both data sets or none.
+        require(
+            cfg.probe.train is not None,
+            f"{stage.name}.probe.train and {stage.name}.probe.test are missing\n"
+            "  expected two data sets: the path of an index, or @stage/set",
+        )
         if stage.model is not None:
             check_shape(cfg.preprocess, stage.model, f"{stage.name}.preprocess")
         if available.checks_files:
@@ -111,7 +114,7 @@ class FewShot(StageKind):
         return source_model(cfg.init)
 
     def shared_classes(self, cfg: FewShotStageConfig) -> list[SharedClasses]:
-        """Return the two sets of the probe."""
+        """Return the two data sets of the probe."""
         return [training.classes_of_probe(cfg.probe)]
 
     def metrics(self, cfg: FewShotStageConfig) -> Iterable[str]:

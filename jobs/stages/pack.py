@@ -1,4 +1,4 @@
-"""Pack images into WebDataset shards with their index, as a stage (`python -m jobs pack` packs a single set)."""
+"""The pack stage: pack images into WebDataset shards with an index; `python -m jobs pack` does so without a recipe."""
 
 import shlex
 from collections import Counter
@@ -38,38 +38,38 @@ from pipeline.artifacts import DONE, recorded_s
 from pipeline.config import Tags, require, tags
 from pipeline.values import counted
 
-UNREADABLE = "torn or altered"  # what is wrong with an index that packing again would stop at
+UNREADABLE = "damaged"  # the problem of an index that must be removed before packing again
 
 
 @dataclass(frozen=True)
 class PackConfig:
-    """A pack stage: its sets by name, and how large their shards are."""
+    """The data sets of a pack stage, and the size of their shards."""
 
-    sets: dict[str, SetConfig] = field(default_factory=dict)  # one or more, by name
-    shard_samples: int = 10_000  # samples that a shard holds at most
-    shard_bytes: int = 1 << 30  # of encoded images that a shard holds at most, unless one alone has more
-    restarts: bool = False  # restart markers in JPEGs: the same pixels, cropped faster
+    sets: dict[str, SetConfig] = field(default_factory=dict)  # by name, at least one
+    shard_samples: int = 10_000  # maximum number of samples per shard
+    shard_bytes: int = 1 << 30  # maximum bytes of encoded images per shard; a single larger image gets its own shard
+    restarts: bool = False  # add restart markers to JPEGs: the same pixels, faster random crops
     workers: int = 1  # threads that write shards
 
     RESUME: ClassVar[Tags] = tags(forbid="sets shard_samples shard_bytes restarts", free="workers")
 
     def __post_init__(self) -> None:
-        require(bool(self.sets), "sets are empty: name at least one, for example sets.train.path=…")
+        require(bool(self.sets), "sets is empty: add at least one data set, for example sets.train.path=…")
         for name in self.sets:
-            check_name(name, "a set", "rename it, and what reads it as @stage/set")
+            check_name(name, "a data set", "rename it, and the references to it (@stage/set)")
         at_least(self, 1, "shard_samples shard_bytes workers")
 
 
 class PackedSet(TypedDict):
-    """A set in the done.json of the stage that packed it."""
+    """The record of a data set in the done.json of its pack stage."""
 
     samples: int
     shards: int
-    digest: str  # of its index
+    digest: str  # of the index
 
 
 def problems_of_set(index_path: Path, digest: str, dropped: Sequence[str]) -> dict[Path, str]:
-    """Return what is wrong with the files of a packed set, by path; shards in `dropped` may be lost."""
+    """Return the problems of a packed data set's files: path → problem. Shards in `dropped` may be missing."""
     if not index_path.is_file():
         return {index_path: "missing"}
     try:
@@ -77,12 +77,12 @@ def problems_of_set(index_path: Path, digest: str, dropped: Sequence[str]) -> di
     except DataError:
         return {index_path: UNREADABLE}
     if index.digest != digest:
-        return {index_path: "of another set than was packed"}
+        return {index_path: "belongs to another data set"}
     problems: dict[Path, str] = {}
     unusable = unusable_shards(index)
     for shard in index.shards:
         place = index.location(shard)
-        # A dropped shard is named by the end of its path.
+        # A dropped shard is identified by the end of its path.
         if f"/{place}".endswith(tuple(f"/{name}" for name in dropped)):
             continue
         if place in unusable:
@@ -94,7 +94,7 @@ def problems_of_set(index_path: Path, digest: str, dropped: Sequence[str]) -> di
 
 
 class Pack(StageKind):
-    """The kind of stage that packs sets of images."""
+    """The kind of stage that packs images into data sets."""
 
     name = "pack"
     config = PackConfig
@@ -108,7 +108,7 @@ class Pack(StageKind):
     needs_workers = False
 
     def run(self, cfg: PackConfig, context: Context) -> dict[str, object]:
-        """Pack every set into a folder of its own; safe to kill and to run again."""
+        """Pack each data set into its own folder. A killed stage resumes when it is run again."""
         sets = {}
         for name, set_config in cfg.sets.items():
             sets[name] = replace(set_config, classes_of=context.campaign.path_of(set_config.classes_of))
@@ -118,25 +118,25 @@ class Pack(StageKind):
         meter = partial(ProgressMeter, log=context.log, show=context.show_progress, every_s=10.0)
         packed: dict[str, PackedSet] = {}
         samples_seen = 0
-        subsets: dict[str, Index] = {}  # those that are made, by name
-        # The set that gives the numbering comes first: the names of tars are known when they have been indexed.
+        subsets: dict[str, Index] = {}  # finished subsets by name
+        # "train" comes first, because it numbers the classes; class names of tars are known only after indexing.
         names_of_tars: Names = ()
         for name in sorted(sets, key=lambda name: name != "train"):
             set_config = sets[name]
             numbering = numberings.get(name, Numbering())
             folder = context.directory / name
             if set_config.source == "subset":
-                # The index of some of another set's samples; nothing is packed.
+                # A subset is only an index of some samples of another data set; nothing is packed.
                 assert set_config.path is not None, "SetConfig refuses a subset without a path"
                 parent = load_index(set_config.path)
-                # All subsets of this set are made in one pass over it.
+                # Make all subsets of the same data set in one pass.
                 if name not in subsets:
                     parts = []
                     for other, other_config in sets.items():
                         if other_config.source == "subset" and other_config.path == set_config.path:
                             parts.append(Part(context.directory / other, subset_rule(other_config), other))
                     names = [part.name for part in parts]
-                    progress = meter(f"shards looked at for {', '.join(names)}")
+                    progress = meter(f"shards scanned for {', '.join(names)}")
                     indexes = make_subsets(parent, parts, workers=cfg.workers, report=progress.of)
                     subsets |= dict(zip(names, indexes, strict=True))
                 index = subsets[name]
@@ -161,7 +161,7 @@ class Pack(StageKind):
                 report_set(name, index, context)
             else:
                 check_apart(set_config, folder)
-                # A set whose shards are there already, whole, is not written again: this is how the stage is resumed.
+                # `pack` skips shards that are already complete: this is how the stage resumes.
                 index = pack(
                     samples_of(set_config, numbering),
                     folder,
@@ -180,19 +180,19 @@ class Pack(StageKind):
         return {"sets": packed, "samples_seen": samples_seen}
 
     def is_input(self, cfg: PackConfig, field_name: str) -> bool:
-        """Return whether a field names an input by its content: a subset's set does, a path to images does not."""
+        """Return whether a field's content is in the key: yes for a subset's data set, no for a path to images."""
         _, name, key = field_name.split(".")
         return key != "path" or cfg.sets[name].source == "subset"
 
     def sets(self, cfg: PackConfig) -> Collection[str]:
-        """Return the names of the sets."""
+        """Return the names of the data sets."""
         return cfg.sets
 
     def set_classes(self, cfg: PackConfig, name: str) -> int | str | None:
-        """Return the minimum number of classes of a set: of its folders, or as published; None if it is unknown.
+        """Return a data set's minimum number of classes, from its folders or as published; None if it is unknown.
 
-        For a subset, return the set of which it is a part. The number is unknown before packing for sets that take
-        another numbering, or that exclude classes.
+        For a subset, return its parent data set instead. The number is unknown before packing if a data set takes the
+        numbering of another one or excludes classes.
         """
         set_config = cfg.sets[name]
         if set_config.keep or set_config.names or set_config.classes_of or set_config.rename:
@@ -207,11 +207,11 @@ class Pack(StageKind):
             return None
         try:
             return len(source_names(set_config))
-        except (DataError, OSError):  # that it is missing is said elsewhere
+        except (DataError, OSError):  # `missing` reports a missing folder
             return None
 
     def missing(self, cfg: PackConfig) -> Iterator[str]:
-        """Iterate a message for every path of the stage's sources at which there is nothing."""
+        """Yield a message for each source path that does not exist, and for folders without class folders."""
         for name, set_config in cfg.sets.items():
             for key, message in missing_paths(set_config).items():
                 yield f"sets.{name}.{key}: {message}"
@@ -223,68 +223,70 @@ class Pack(StageKind):
                     yield f"sets.{name}.path: {error}"
 
     def check_outputs(self, stage: Stage, available: Available) -> Iterator[CheckResult]:
-        """Raise DataError where an index, table or shard that a finished stage packed is gone, or has another size.
+        """Raise DataError if an index, table or shard of a finished stage is missing or has the wrong size.
 
-        Shards in `data.drop` of any stage may be lost. The content of a shard is compared when it is read. Warn where a
-        folder has got or lost images since it was packed.
+        Shards in `data.drop` of any stage may be missing. The content of shards is verified when they are read. Warn if
+        images were added to or removed from a source folder after packing.
         """
         campaign = available.campaign
         folder = campaign.directory(stage)
         done = campaign.done(stage)
-        assert done is not None, "of finished stages alone"
+        assert done is not None, "called only for finished stages"
         dropped: list[str] = []
         for other in campaign.stages:
             if other.kind.trains:
                 dropped += other.config.data.drop
         packed: Mapping[str, PackedSet] = done["sets"]
-        problems: dict[Path, str] = {}  # path → what is wrong with it
+        problems: dict[Path, str] = {}  # path → problem
         for name, record in packed.items():
             problems |= problems_of_set(folder / name / f"{name}{SUFFIX}", record["digest"], dropped)
         if problems:
-            # A lost disk takes thousands of shards with it: the message names a few and counts the rest.
-            lines = [f"{folder.name} has packed {len(problems)} files that cannot be used:"]
+            # A lost disk can mean thousands of shards: list a few and count the rest.
+            lines = [f"{len(problems)} files packed by {folder.name} are missing or damaged:"]
             for path in list(problems)[:MOST_LINES]:
                 lines.append(f"  {path}: {problems[path]}")
             if len(problems) > MOST_LINES:
                 lines.append(f"  … and {len(problems) - MOST_LINES} more")
-            # An index that cannot be read would stop the packing as well: it has to go first.
+            # A damaged index would also stop the packing, so it must be removed.
             unreadable = []
             for path, problem in problems.items():
                 if problem == UNREADABLE:
                     unreadable.append(str(path))
             removal = shlex.join(["rm", "-f", *unreadable, str(folder / DONE)])
-            lines.append("  expected the set as the stage packed it")
-            lines.append(f"  bring them back from a copy, or {removal}")
-            lines.append("  and run its recipe again: the stage packs the same set anew")
+            lines.append("  restore them from a copy; or, to pack the data set again, type")
+            lines.append(f"  {removal}")
+            lines.append("  and run the recipe again")
             raise DataError("\n".join(lines))
         packed_at = recorded_s(folder / DONE, "finished")
         for name, set_config in stage.config.sets.items():
             if set_config.source != "folder" or set_config.keep:
                 continue
-            # The stage needs its source no more: one that cannot be looked at must not stop what reads the set.
+            # The packed data set no longer depends on its source, so an unreadable source is not an error.
             with suppress(OSError):
                 images = images_if_newer(Path(set_config.path), packed_at, set_config.unlabelled)
-                before = packed[name]["samples"]  # those counted that cannot be decoded
+                before = packed[name]["samples"]  # includes images that cannot be decoded
                 if images is not None and images != before:
-                    found = f"{set_config.path} holds {counted(images, 'image')}, and held {before} when it was packed"
-                    text = f"{stage.name}: {found}: {name} stays as it is; for another set type run=FOLDER"
+                    text = (
+                        f"{stage.name}: {set_config.path} has {counted(images, 'image')} now, but had {before} when "
+                        f"{name} was packed; {name} is not packed again (to pack it in a new run, type run=FOLDER)"
+                    )
                     yield CheckResult("WARN", "files", text)
 
 
 def report_set(name: str, index: Index, context: Context) -> None:
-    """Log how large a set is, and what packing or indexing has passed over."""
+    """Log the size of a data set, and the samples that packing or indexing skipped."""
     classes = "without labels" if index.classes == 0 else f"{index.classes} classes"
     context.log(f"{name}: {index.samples} samples in {counted(len(index.shards), 'shard')}, {classes}")
     for line in index.refused.lines("refused: "):
         context.log(f"{name}: {line}")
 
 
-# ------------------------------------------------------------------------ what is known before it runs
+# ------------------------------------------------------------------------ source folders
 
 
 def images_if_newer(root: Path, moment: float, unlabelled: bool) -> int | None:
-    """Return how many images a folder holds; None where it has not changed since a moment, in seconds since 1970."""
-    # A folder's time changes with what it holds; to list a million images takes long.
+    """Return the number of images in a folder; None if it has not changed since `moment` (Unix time, s)."""
+    # A folder's modification time changes with its files; listing a million images would be slow.
     folders = [root, *(path for path in root.glob("[!.]*") if path.is_dir())]
     if not any(path.exists() and path.stat().st_mtime > moment for path in folders):
         return None

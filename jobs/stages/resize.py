@@ -1,4 +1,4 @@
-"""Carry weights to another image size by resizing their position embeddings (paper, 3.2; vit_jax checkpoint.py)."""
+"""The resize stage: convert weights to another image size by resizing position embeddings (paper, 3.2; vit_jax)."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from pipeline.config import Tags, tags
 
 @dataclass(frozen=True)
 class ResizeConfig:
-    """Which weights, and the image size they are made ready for."""
+    """The weights to convert, and the new image size."""
 
     init: str = "???"  # weights: a folder, or "@stage"
     image_size: Any = 384  # pixels, one number or [height, width] (paper, table 4)
@@ -23,7 +23,7 @@ class ResizeConfig:
 
 
 class Resize(StageKind):
-    """The kind of stage that carries weights to another image size."""
+    """The kind of stage that converts weights to another image size, as vit_jax/checkpoint.py does."""
 
     name = "resize"
     config = ResizeConfig
@@ -32,7 +32,7 @@ class Resize(StageKind):
     needs_workers = False
 
     def run(self, cfg: ResizeConfig, context: Context) -> dict[str, object]:
-        """Write the weights at the new size, and a report of what was kept, resized, new and dropped."""
+        """Write the weights for the new size, and report.txt with the kept, resized, new and dropped tensors."""
         folder = context.campaign.path_of(cfg.init)
         artifacts.check_weights(Path(folder), context.log)
         weights, source = models.load_weights(folder)
@@ -50,7 +50,7 @@ class Resize(StageKind):
         }
 
     def model(self, cfg: ResizeConfig, source_model: SourceModel) -> models.ModelConfig | None:
-        """Return the architecture at the new size; None where the weights are missing."""
+        """Return the architecture at the new size; None if the weights are missing."""
         source = source_model(cfg.init)
         if source is None:
             return None

@@ -1,12 +1,11 @@
-"""The stages pretrain and finetune: their checks, the tasks of their workers, and how they stop.
+"""The stages pretrain and finetune: their checks, and the tasks of their workers.
 
-1. `checks` compares a stage with the cluster and its data: a stage that could not be evaluated or saved must not begin.
-2. The supervisor runs attempts; for each of them `make_training_task` writes the task of its workers.
-3. To stop, the driver sends a request to the agents; rank 0 reads it at the end of a step, and all workers commit and
-   end.
+1. `checks` compares a stage with the cluster and its data, so that a stage that cannot finish never starts.
+2. The supervisor runs attempts; `make_training_task` writes the task of each attempt's workers.
+3. To stop, the driver sends a request to the agents. Rank 0 reads it after a step; all workers commit and exit.
 
-An extra of training (`TrainingExtra`) adds recipe keys, checks, hooks of the loop, and work before, during and after.
-The table of kinds names extras as text.
+An extra (`TrainingExtra`) can add recipe keys, checks, hooks in the training loop, and work before, during and after
+training. The table of kinds in jobs/__main__.py lists the extras.
 """
 
 import dataclasses
@@ -48,53 +47,53 @@ from pipeline.training_data import batch_arithmetic, check_schedule, steps_of
 
 
 class Companion(Protocol):
-    """Works during the attempts of a stage."""
+    """Work of an extra in the driver during the attempts of a stage, for example asynchronous evaluation."""
 
     def during_attempt(
         self, task: Task, attempt_folder: Path, cluster: ClusterConfig
     ) -> AbstractContextManager[object]:
-        """Return what works during an attempt, and ends with it."""
+        """Return a context manager that does the work during an attempt and ends with it."""
 
     def finish(self) -> None:
-        """Finish the work after the last attempt, which has succeeded."""
+        """Finish the work after the successful last attempt."""
 
 
 class TrainingExtra:
-    """An extra of the stages that train; each method does nothing by default."""
+    """Base class of the extras of training stages; by default each method does nothing."""
 
-    config: type[TrainConfig] | None = None  # adds keys to those of TrainConfig
-    inputs: ClassVar[Mapping[str, Reads]] = {}  # as StageKind's
+    config: type[TrainConfig] | None = None  # adds keys to TrainConfig
+    inputs: ClassVar[Mapping[str, Reads]] = {}  # as in StageKind
     hook = ""  # "module:Class" that the workers load if a key of `config` is used
 
     def hooks(self, cfg: TrainConfig, context: Context) -> HookOptions:
-        """Return the hooks that the workers of the next attempt load, with their options."""
+        """Return the hooks that the next attempt's workers load, with their options."""
         if self.hook and self.config is not None and is_used(cfg, self.config):
             return {self.hook: {}}
         return {}
 
     def job_fields(self, cfg: TrainConfig, context: Context) -> Mapping[str, Any]:
-        """Return fields of the workers' Job that this extra knows."""
+        """Return additional fields of the workers' Job."""
         return {}
 
     def checks(self, stage: Stage, available: Available) -> Iterable[CheckResult]:
-        """Check a stage before it runs: raise for errors, yield all other results."""
+        """Check a stage before it runs: raise an exception for an error, yield all other results."""
         return ()
 
     def before(self, cfg: TrainConfig, context: Context) -> None:
-        """Prepare a stage, whose checks have passed."""
+        """Prepare a stage after its checks have passed."""
 
     def companion(self, cfg: TrainConfig, context: Context) -> Companion | None:
-        """Return what works during the attempts; None if nothing does."""
+        """Return the extra's work during the attempts; None if there is none."""
         return None
 
     def after(self, cfg: TrainConfig, context: Context, outcome: dict[str, Any]) -> None:
-        """Add to the outcome of a stage that has trained to its end."""
+        """Add results to the outcome (done.json) of a stage that has finished training."""
 
 
 class Training(StageKind):
-    """What the kinds of stages that train a model have in common."""
+    """Base class of the kinds of stages that train a model."""
 
-    inputs: Mapping[str, Reads] = {  # type: ignore[misc]  # extras add theirs
+    inputs: Mapping[str, Reads] = {  # type: ignore[misc]  # extras add inputs per instance
         "data.train": Reads.SET,
         "data.mixture.*.train": Reads.SET,
         "data.evaluate": Reads.SET,
@@ -102,7 +101,7 @@ class Training(StageKind):
         "probe.train": Reads.SET,
         "probe.test": Reads.SET,
     }
-    own_defaults: ClassVar[Mapping[str, Any]] = {}  # that differ from those of TrainConfig
+    own_defaults: ClassVar[Mapping[str, Any]] = {}  # defaults that differ from those of TrainConfig
     files = ("deepspeed",)
     makes_weights = True
     trains = True
@@ -116,30 +115,30 @@ class Training(StageKind):
             self.inputs = {**self.inputs, **extra.inputs}
 
     def run(self, cfg: TrainConfig, context: Context, *, until: int | None = None) -> dict[str, object]:
-        """Train until the stage is done; its sets have been checked. A replay ends with the step `until`.
+        """Train until the stage has finished; with `until`, as a replay does, only up to this step.
 
-        Raises Preempted, or StageFailed with the exit code that the worker wanted.
+        Raises Preempted, or StageFailed with the worker's exit code.
         """
-        # Imported here and not above, as in every stage: a recipe is checked without torch, which takes a second.
+        # Imported here, as in every stage: checking a recipe does not need torch, which takes a second to import.
         from pipeline.artifacts import EXCLUDED_STEPS
         from pipeline.checkpoints.saver import check_disk_space
         from pipeline.train import train
 
         campaign = context.campaign
-        # 1. What is excluded, and whether there is room for what is to come.
+        # 1. Log the excluded shards, check the disk space, and prepare the extras.
         if cfg.data.drop:
-            whole_sets = [load_index(campaign.path_of(path)) for path in cfg.data.sets().values()]
-            samples = sum(index.samples for index in whole_sets)
-            dropped = samples - sum(index.samples for index in exclude(whole_sets, cfg.data.drop))
+            indexes = [load_index(campaign.path_of(path)) for path in cfg.data.sets().values()]
+            samples = sum(index.samples for index in indexes)
+            dropped = samples - sum(index.samples for index in exclude(indexes, cfg.data.drop))
             context.log(
-                f"data.drop: {len(cfg.data.drop)} shards, {dropped:,} of {samples:,} samples, are not read",
+                f"data.drop: excluding {len(cfg.data.drop)} shards with {dropped:,} of {samples:,} samples",
             )
         check_disk_space(cfg, context.model, context.checkpoints)
         for extra in self.extras:
             extra.before(cfg, context)
         companions = list(filter(None, (extra.companion(cfg, context) for extra in self.extras)))
 
-        # 2. Attempts, until one has taken all steps.
+        # 2. Run attempts until one reaches the last step.
         outcome = supervise(
             train,
             partial(make_training_task, cfg, context, time.time(), self.extras, until=until),
@@ -149,18 +148,18 @@ class Training(StageKind):
             carried_files=(EXCLUDED_STEPS,),
             accompany=partial(accompany, companions),
         )
-        # 3. What was done during training is finished; the records are all here from then on.
+        # 3. Finish the work of extras; after that all records are on this machine.
         for companion in companions:
             companion.finish()
         for extra in self.extras:
             extra.after(cfg, context, outcome)
-        # Rank 0 may have worked on another node: the weights that it has written are brought here.
+        # Copy the weights to this machine, because rank 0 may have written them on another node.
         for name, record in outcome["files"].items():
             campaign.storage.ensure_local(f"{context.directory.name}/{name}", record["bytes"], record["sha256"])
         return outcome
 
     def model(self, cfg: TrainConfig, source_model: SourceModel) -> ModelConfig | None:
-        """Return the architecture that training ends with; None where the weights that it starts from are missing."""
+        """Return the architecture of the trained model; None if the initial weights are missing."""
         if cfg.init is None:
             return trained_model(cfg)
         source = source_model(cfg.init)
@@ -169,17 +168,17 @@ class Training(StageKind):
         return trained_model(cfg, source)
 
     def keeps_head(self, cfg: TrainConfig, source: ModelConfig | None, model: ModelConfig | None) -> bool:
-        """Return whether training goes on with the head of its weights, so that its sets must be numbered as theirs."""
-        # Of weights that are missing nothing is known; the stage is validated once more before it runs.
+        """Return whether training keeps the head of its initial weights, so that class ids must match theirs."""
+        # If the weights are missing, their head is unknown; the stage is validated again before it runs.
         if cfg.objective == "masked" or source is None or model is None:
             return False
         return models.keeps_head(source, model, cfg.new_head)
 
     def shared_classes(self, cfg: TrainConfig) -> list[SharedClasses]:
-        """Return the sets whose labels the head must know, and those of the probe."""
-        probed = classes_of_probe(cfg.probe)
+        """Return two groups: the data sets whose labels the head predicts, and the data sets of the probe."""
+        probe_sets = classes_of_probe(cfg.probe)
         if cfg.objective == "masked":
-            return [probed]
+            return [probe_sets]
         sets = {}
         for name, path in cfg.data.sets().items():
             field = "data.train"
@@ -189,16 +188,16 @@ class Training(StageKind):
         trained = tuple(sets)
         if cfg.data.evaluate is not None:
             sets["data.evaluate"] = cfg.data.evaluate
-        return [SharedClasses(sets, with_head=cfg.init is not None, trained=trained), probed]
+        return [SharedClasses(sets, with_head=cfg.init is not None, trained=trained), probe_sets]
 
     def metrics(self, cfg: TrainConfig) -> Iterator[str]:
-        """Iterate the names of the metrics that a trained stage will have in the end."""
+        """Yield the names of the stage's final metrics."""
         if cfg.data.evaluate is not None:
             yield "accuracy"
         yield from metrics_of_probe(cfg.probe)
 
     def checks(self, stage: Stage, available: Available) -> Iterator[CheckResult]:
-        """Refuse a stage that does not fit the cluster, its data, or what an extra requires.
+        """Check a stage against the cluster, its data, and the requirements of extras.
 
         Raises ConfigError and DataError; yields warnings.
         """
@@ -207,9 +206,9 @@ class Training(StageKind):
             yield from extra.checks(stage, available)
 
     def core_checks(self, stage: Stage, available: Available) -> Iterator[CheckResult]:
-        """Refuse a stage that does not fit the cluster or its data: classes, image shapes, length of training.
+        """Check a stage against the cluster and its data: classes, image shapes, length of training.
 
-        Data that an earlier stage makes may not be there yet: it is compared when the stage is about to start. Raises
+        Data that an earlier stage makes may not exist yet; it is checked right before the stage starts. Raises
         ConfigError and DataError.
         """
         cfg: TrainConfig = stage.config
@@ -217,38 +216,37 @@ class Training(StageKind):
         has_sets = bool(cfg.data.train or cfg.data.mixture)
         require(
             has_sets,
-            f"{name}.data.train is missing: the images to train on\n"
-            f"  type {name}.data.train=FOLDER of a set, or @STAGE/SET that a pack stage makes; or give data.mixture",
+            f"{name}.data.train is missing: no images to train on\n"
+            f"  type {name}.data.train=FOLDER (packed data set) or @STAGE/SET (from a pack stage), or use data.mixture",
         )
         cluster = available.campaign.cluster
         require(
             cfg.data.decode == "cpu" or cluster.gpus_per_worker > 0,
-            f"{name}.data.decode is gpu, and cluster.gpus_per_worker is 0\n"
+            f"{name}.data.decode is gpu, but cluster.gpus_per_worker is 0\n"
             f"  type {name}.data.decode=cpu, or cluster.gpus_per_worker=1",
         )
         if cluster.backend == "processes" and cluster.least * cluster.cpus_per_worker > cores():
             yield CheckResult(
                 "WARN",
                 name,
-                f"{name}: {cluster.least} workers of {cluster.cpus_per_worker} CPUs take turns on {cores()} cores, "
-                "each with the whole model in memory; "
-                f"cluster.workers={max(cores() // cluster.cpus_per_worker, 1)} is faster",
+                f"{name}: {cluster.least} workers with {cluster.cpus_per_worker} CPUs each share {cores()} cores, and "
+                f"each holds the whole model; cluster.workers={max(cores() // cluster.cpus_per_worker, 1)} is faster",
             )
         paths = list(cfg.data.sets().values())
-        # The batch on every number of workers that the cluster allows; this also checks the user's DeepSpeed file.
+        # Check the batch size for every allowed number of workers, and the user's DeepSpeed file.
         try:
             allowed_worlds(cfg, available.campaign.cluster)
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from None
 
-        # Classes and image shapes. The model is not known where the weights that it starts from do not exist.
+        # Classes and image shapes. The model is unknown if the initial weights do not exist yet.
         classes: dict[str, int] = {}
         for path in paths:
             index = available.index(path)
             if index is not None and index.samples == 0:
-                raise DataError(f"{name}: {path} holds no samples\n  expected some: pack or index it again")
+                raise DataError(f"{name}: {path} has no samples\n  pack or index it again")
         if cfg.data.evaluate in paths:
-            text = f"{name}: data.evaluate is a set that is trained on: its accuracy says nothing of other images"
+            text = f"{name}: data.evaluate is also a training set, so its accuracy does not measure generalization"
             yield CheckResult("WARN", name, text)
         is_evaluated = cfg.data.evaluate is not None or cfg.probe.train is not None
         for path in [*paths, *([cfg.data.evaluate] if cfg.data.evaluate is not None else [])]:
@@ -269,7 +267,7 @@ class Training(StageKind):
 
         if not available.checks_files:
             return
-        # Which shard `data.drop` means is known when all of them are there.
+        # `data.drop` can be checked only if all training sets exist.
         sets = available.made(paths)
         if len(sets) == len(paths):
             needs_labels = cfg.objective != "masked"
@@ -282,7 +280,7 @@ class Training(StageKind):
 def accompany(
     companions: Sequence[Companion], task: Task, attempt_folder: Path, cluster: ClusterConfig
 ) -> Iterator[None]:
-    """Have all companions work during an attempt."""
+    """Run all companions during an attempt."""
     with ExitStack() as stack:
         for companion in companions:
             stack.enter_context(companion.during_attempt(task, attempt_folder, cluster))
@@ -298,19 +296,18 @@ def make_training_task(
     *,
     until: int | None = None,
 ) -> Task:
-    """Return the task of an attempt's workers, and leave it in task.json, from which `jobs replay` starts.
+    """Return the task of an attempt's workers, and write it to task.json, which `jobs replay` reads.
 
-    `began` is the time at which this command has begun to work on the stage. Raises DataError if the weights that the
-    attempt starts from have changed.
+    `began` is the time at which this command started the stage. Raises DataError if the initial weights have changed.
     """
     from pipeline.worker import Job
 
     campaign = context.campaign
     init = campaign.path_of(cfg.init)
-    # An attempt that resumes from a checkpoint does not read them. Every one that does is preceded by a check.
+    # Verify the initial weights, unless the attempt resumes from a checkpoint.
     if init is not None and not context.checkpoints.committed():
         artifacts.check_weights(Path(init), context.log)
-    # Workers live in other folders than the driver, to which a path in a recipe is relative.
+    # Paths in a recipe are relative to the driver's working directory, which differs from the workers'.
     cfg = dataclasses.replace(cfg, deepspeed=campaign.path_of(cfg.deepspeed))
     hooks: dict[str, Mapping[str, Any]] = {}
     job_fields: dict[str, Any] = {}
@@ -324,7 +321,7 @@ def make_training_task(
         key=context.stage.key,
         code=code_version(),
         model=models.to_dict(context.model),
-        # In the order of the sets' names.
+        # in the order of the data sets' names
         train=list(map(campaign.path_of, cfg.data.sets().values())),
         evaluate=campaign.path_of(cfg.data.evaluate),
         init=init,
@@ -337,26 +334,26 @@ def make_training_task(
         until=until,
         **job_fields,
     )
-    # Workers know the keys of the hooks that they load, and no others.
+    # Workers know only the recipe keys of the hooks that they load.
     values = plain_values(cfg, [hook.Config for hook in load_classes(hooks)])
     task = {"config": values, "job": dataclasses.asdict(job), "hooks": hooks}
     artifacts.write_record(context.directory / artifacts.TASK, task)
     return task
 
 
-# ------------------------------------------------------------------------ what is known before it runs
+# ------------------------------------------------------------------------ checks
 
 
 def allowed_worlds(cfg: TrainConfig, cluster: ClusterConfig) -> tuple[int, ...]:
-    """Return the worlds on which a stage may train, the largest first; there is one at least.
+    """Return the world sizes with which a stage can train, the largest first; at least one.
 
         batch_size 16, micro_batch 4, cluster.workers {least: 1, most: 8}  →  (4, 2, 1)
 
-    The supervisor takes one of them at each attempt, and the batch is the same for all. Raises ConfigError if the
-    stage's batch or its DeepSpeed file allows none, with the nearest that it allows.
+    Each attempt uses one of them; the global batch is the same for all. Raises ConfigError if the batch size or the
+    DeepSpeed file allows no world size in the cluster's range; the message has the nearest possible ones.
     """
     worlds = [world for world in cluster.worlds if batch_fits(cfg, world)]
-    # Of a range without any the nearest below and above are named. Of a single number the batch's message says more.
+    # For a range, name the nearest possible sizes. For a single size, `batch_arithmetic` raises a better error below.
     if not worlds and cluster.least < cluster.most:
         remedies = []
         for world in range(cluster.least - 1, 0, -1):
@@ -370,12 +367,12 @@ def allowed_worlds(cfg: TrainConfig, cluster: ClusterConfig) -> tuple[int, ...]:
                 break
         parts = f" and exact_parts of {cfg.exact_parts}" if cfg.exact_parts else ""
         raise ConfigError(
-            f"no number of workers from {cluster.least} to {cluster.most} can share batch_size {cfg.batch_size} "
-            f"in micro-batches of {cfg.micro_batch}{parts}\n"
+            f"no number of workers from {cluster.least} to {cluster.most} can divide batch_size {cfg.batch_size} "
+            f"into micro-batches of {cfg.micro_batch}{parts}\n"
             f"  type {' or '.join(remedies) or 'another batch_size or micro_batch'}"
         )
 
-    # The stage's DeepSpeed file may refuse some of them. Its settings depend on the accumulation alone.
+    # The DeepSpeed file may exclude some world sizes. Its settings depend only on the gradient accumulation.
     refusals: dict[int, ConfigError | None] = {}  # by accumulation
     allowed = []
     for world in worlds or [cluster.most]:
@@ -395,7 +392,7 @@ def allowed_worlds(cfg: TrainConfig, cluster: ClusterConfig) -> tuple[int, ...]:
 
 
 def batch_fits(cfg: TrainConfig, world: int) -> bool:
-    """Tell whether the batch can be shared by so many workers."""
+    """Return whether the batch can be divided among `world` workers."""
     try:
         batch_arithmetic(cfg, world)
     except ConfigError:
@@ -404,22 +401,22 @@ def batch_fits(cfg: TrainConfig, world: int) -> bool:
 
 
 def classes_of_probe(probe: ProbeConfig) -> SharedClasses:
-    """Return the two sets of a probe, which share their classes with nothing else."""
+    """Return the two data sets of a probe as a group with common class ids."""
     sets: dict[str, str] = {}
-    if probe.train is not None and probe.test is not None:  # ProbeConfig takes both or neither
+    if probe.train is not None and probe.test is not None:  # ProbeConfig requires both or none
         sets = {"probe.train": probe.train, "probe.test": probe.test}
     return SharedClasses(sets)
 
 
 def metrics_of_probe(probe: ProbeConfig) -> Iterator[str]:
-    """Iterate the names of the metrics that a probe gives; none without its sets."""
+    """Yield the names of a probe's metrics, "5shot" and so on; nothing if the probe has no data sets."""
     if probe.train is not None:
         for shots in probe.shots:
             yield f"{shots}shot"
 
 
 def check_max_labels(cfg: TrainConfig, index: Index, path: str, name: str) -> None:
-    """Raise ConfigError where samples of a set have more labels in the mean than the recipe says at most."""
+    """Raise ConfigError if the mean number of labels per sample exceeds `data.max_labels`."""
     labels = sum(index.class_counts)
     if cfg.objective == "masked" or labels <= cfg.data.max_labels * index.samples:
         return
@@ -427,47 +424,48 @@ def check_max_labels(cfg: TrainConfig, index: Index, path: str, name: str) -> No
     longest = max(int(index.table(number)["label_size"].max(initial=0)) for number in range(len(index.shards)))
     enough = min((longest + 1) // 2, index.classes)
     raise ConfigError(
-        f"{name}: {path} has {labels:,} labels on {index.samples:,} samples, data.max_labels is {cfg.data.max_labels}\n"
-        f"  expected as many as the sample with the most has\n  type {name}.data.max_labels={enough}, which is enough"
+        f"{name}: {path} has {labels:,} labels for {index.samples:,} samples, but data.max_labels is "
+        f"{cfg.data.max_labels}\n  expected at least the largest number of labels of a sample\n"
+        f"  type {name}.data.max_labels={enough}, which is enough"
     )
 
 
 def check_usable(
     sets: Sequence[Index], dropped: Collection[str] = (), option: str = "", *, needs_labels: bool = True
 ) -> None:
-    """Raise DataError where a set is empty, lacks labels, or has shards of another size than its index says.
+    """Raise DataError if a data set is empty, has no labels, or has shards whose size differs from the index.
 
-    Whether it `needs_labels` is the stage's. `dropped` and `option` are those of `check_sizes`.
+    `needs_labels` is False for objectives without labels. See `check_sizes` for `dropped` and `option`.
     """
     for index in sets:
         if index.samples == 0 or (needs_labels and index.classes == 0):
             raise DataError(
-                f"{index.tables}: {index.samples} samples, {index.classes} classes: nothing to learn or to judge\n"
-                "  `python -m jobs data check` says why; labels may be missing, or data.drop may name all shards\n"
-                "  images without labels train with objective: masked; `python -m jobs new FOLDER` writes such a recipe"
+                f"{index.tables} has {index.samples} samples and {index.classes} classes, too few to use\n"
+                "  data.drop may exclude all shards, or labels may be missing: type python -m jobs data check FOLDER\n"
+                "  to train on images without labels, use objective: masked; python -m jobs new FOLDER writes a recipe"
             )
-    # A shard that is missing or cut short stops the stage here; its content is checked when it is first read.
+    # Missing and truncated shards are errors here; the content of a shard is verified when it is first read.
     check_sizes(sets, tuple(dropped), option)
 
 
 def check_evaluated(sets: Mapping[str, tuple[str | None, str | None]], available: Available) -> None:
-    """Raise DataError where a set to evaluate on cannot be used, or is the very set that a protocol learns from.
+    """Raise DataError if a test set is unusable, or is the same as its training set.
 
-    `sets` are (test, train) by the key of both in the recipe; None where there is no such set.
+    `sets` maps a key of the recipe to (test set, training set); None if there is no such data set.
     """
-    for key, (test, learned) in sets.items():
-        indexes = available.made([value for value in (test, learned) if value is not None])
+    for key, (test, train) in sets.items():
+        indexes = available.made([value for value in (test, train) if value is not None])
         check_usable(indexes)
         if len(indexes) == 2 and indexes[0].digest == indexes[1].digest:
             raise DataError(
-                f"{key}: test {test} and train {learned} are the same set, digest {indexes[0].digest[:12]}\n"
-                "  expected a training set that shares no sample with the test set\n"
-                f"  give another {key}.train; `python -m jobs subset` holds out a part of a set"
+                f"{key}: test {test} and train {train} are the same data set (digest {indexes[0].digest[:12]})\n"
+                "  expected a training set without samples of the test set\n"
+                f"  set another {key}.train; to hold out a part of a data set, type python -m jobs subset --help"
             )
 
 
 def planned_steps(cfg: TrainConfig, available: Available) -> int | None:
-    """Return the steps of a stage; None if it makes passes over sets that are not there and of unknown size."""
+    """Return the number of steps of a stage; None if it is given in passes over data of unknown size."""
     samples = cfg.data.samples
     sets = available.made(cfg.data.sets().values())
     if len(sets) == len(cfg.data.sets()):
@@ -485,14 +483,14 @@ class Pretrain(Training):
 
 
 class Finetune(Training):
-    """Training on another set, with a new head (paper, B.1.1 and table 4)."""
+    """Fine-tuning on another data set with a new head (paper, B.1.1 and table 4)."""
 
     name = "finetune"
     own_defaults: ClassVar = {
-        "new_head": True,  # all layers of the pretraining head go (paper, 3.1 and B.1.1)
+        "new_head": True,  # remove all layers of the pretraining head (paper, 3.1 and B.1.1)
         "optim": OptimConfig(
             name="sgd",
-            lr=0.03,  # of the grid 0.003, 0.01, 0.03, 0.06 (paper, table 4)
+            lr=0.03,  # from the grid 0.003, 0.01, 0.03, 0.06 (paper, table 4)
             weight_decay=0.0,
             schedule=ScheduleConfig(decay="cosine", warmup_steps=500),  # vit_jax configs/common.py
         ),

@@ -1,1 +1,1 @@
-"""Analyses of trained models."""
+"""Tools that analyse trained models."""

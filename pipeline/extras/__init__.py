@@ -1,1 +1,1 @@
-"""Training features that the core does without."""
+"""Optional training features; the core does not depend on any of them."""

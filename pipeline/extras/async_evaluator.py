@@ -1,9 +1,10 @@
-"""Asynchronous evaluation in the workers (`evaluate_on: spare`): a hook and its evaluator, and the spare worker's work.
+"""Asynchronous evaluation in the workers (`evaluate_on: spare`): the hook, its evaluator, and the spare worker's task.
 
-1. Rank 0 requests the evaluation of a step that is about to be committed, if a spare worker can do it
-   (`AsyncEvaluator.request`); otherwise the loop evaluates it.
-2. The driver runs `evaluate_commit` there, and leaves the outcome in the stage's folder (async_evaluation.py).
-3. Rank 0 reports the outcome with its next record of training.
+1. Before a step is committed, rank 0 requests its evaluation if a spare worker is available
+   (`AsyncEvaluator.request`); otherwise the training loop evaluates it.
+2. The driver runs `evaluate_commit` on the spare worker, and writes the record to the stage's folder
+   (async_evaluation.py).
+3. Rank 0 reports this record together with its next training record.
 """
 
 import os
@@ -35,53 +36,54 @@ if TYPE_CHECKING:
 
 
 class AsyncEvaluator(LoopEvaluator):
-    """Has commits evaluated by a spare worker during training; evaluates itself if there is none."""
+    """Evaluator that uses a spare worker during training, or the training workers if none is available."""
 
     cfg: AsyncConfig
 
     @property
     def is_spare(self) -> bool:
-        """Return whether evaluations may be requested at all."""
+        """Return whether the config and the storage allow asynchronous evaluation."""
         return self.cfg.evaluate_on == "spare" and self.job.storage.is_shared
 
     def advice(self, share: float) -> str:
-        """Return what to do about evaluations that take this share of the time, for the end of a log line."""
+        """Return advice for a log line on evaluations that take this share of the training time."""
         if self.cfg.evaluate_on == "spare":
-            return "; evaluate_on=spare, but nothing was spare"
+            return "; evaluate_on=spare is set, but no spare worker was available"
         return super().advice(share)
 
     def recorded(self, stage: Path) -> set[int]:
-        """Return the steps whose evaluation has an outcome, reported or not."""
+        """Return the steps with a recorded evaluation, whether or not it is in metrics.jsonl yet."""
         return async_evaluation.recorded(stage)
 
     def request(self, worker: "Setup", step: int) -> bool:
-        """Collective: request the evaluation of a step during training; return False if nothing is spare for it."""
+        """Request the evaluation of a step on a spare worker, or return False if none is available. Collective."""
         if not self.is_spare:
             return False
         is_requested = [False]
         if worker.group.rank == 0:
             stage = Path(self.job.directory)
-            # A disk that refuses the request costs the loop an evaluation of its own, not the run.
+            # If the request cannot be written, the loop evaluates the step itself instead of failing the run.
             with suppress(OSError):
                 if (self.job.attempt_folder / async_evaluation.SPARE_FILE).exists():
                     async_evaluation.request(stage, step)
                     is_requested = [True]
                 else:
-                    # An earlier attempt may have requested it, and lost the step.
+                    # An earlier attempt may have requested this step before it failed.
                     async_evaluation.withdraw(stage, step)
         dist.broadcast_object_list(is_requested, src=0)
         return is_requested[0]
 
     def resume(self, worker: "Setup", progress: "Progress") -> bool:
-        """Collective: at the start of an attempt, request all commits without an outcome, or evaluate its step.
+        """Request or run, at the start of an attempt, the evaluations that have no record yet. Collective.
 
-        Requests that nobody will serve are withdrawn, and the skipped ones reported.
+        With asynchronous evaluation, request the commits without a record. Otherwise withdraw all requests, report
+        them as skipped, and evaluate the step of the checkpoint if its evaluation is due.
         """
         evaluates_elsewhere = self.is_spare and self.cfg.evaluate_every > 0
         if worker.group.rank == 0:
             stage = Path(self.job.directory)
             with suppress(OSError):
-                # Requests are read first: an outcome is written before its request goes.
+                # Read the requests before the records: a record is written before its request is deleted.
                 requested = requested_steps(stage)
                 recorded = self.recorded(stage)
                 if evaluates_elsewhere:
@@ -95,51 +97,51 @@ class AsyncEvaluator(LoopEvaluator):
         return evaluates_elsewhere or super().resume(worker, progress)
 
     def withdraw(self, worker: "Setup", start: int, requested: list[int], recorded: set[int]) -> None:
-        """Withdraw all requests; those of steps before `start`, which will not be taken again, are skipped."""
+        """Withdraw all requests; record those up to step `start` as skipped, because the run does not repeat them."""
         stage = Path(self.job.directory)
         for step in requested:
             is_evaluated_now = step == start and self.was_due(worker, step)
             if step <= start and step not in recorded and not is_evaluated_now:
-                async_evaluation.skip(stage, step, "nothing is evaluated beside training any more")
+                async_evaluation.skip(stage, step, "asynchronous evaluation has been turned off")
             async_evaluation.withdraw(stage, step)
 
 
 class AsyncEvaluation(Hook):
-    """Evaluates commits during training, and reports their outcomes."""
+    """Hook that has commits evaluated asynchronously, and reports the results."""
 
     Config = AsyncConfig
     evaluator = AsyncEvaluator
 
     def begin(self, worker: "Setup", progress: "Progress") -> None:
-        """Keep the checkpoints of requested steps."""
+        """Protect the checkpoints of requested steps from being deleted."""
         self.worker = worker
         if self.cfg.evaluate_on == "spare":
             worker.saver.needed.append(partial(requested_steps, Path(self.job.directory)))
 
     def before_record(self, kind: str, values: dict[str, Any]) -> str:
-        """Report the outcomes that the driver has left, before the training steps that follow them."""
+        """Report new evaluation records of the driver before the next training record."""
         if kind == "train" and self.worker.group.rank == 0:
             async_evaluation.report_records(Path(self.job.directory), self.worker.group.telemetry.report)
         return ""
 
 
 class AsyncOutcome(TypedDict):
-    """Holds the outcome of one evaluation beside training."""
+    """Result of one asynchronous evaluation."""
 
-    values: dict[str, float | int]  # as the loop records them
+    values: dict[str, float | int]  # the same keys as in the loop's records
     node: str
-    seconds: float  # from the reading of the weights on
-    remarks: list[str]  # lines for people
+    seconds: float  # including the time to read the weights
+    remarks: list[str]  # warnings for the log
 
 
 def evaluate_commit(task: Mapping[str, Any]) -> AsyncOutcome:
-    """Evaluate one committed checkpoint on the sets of its stage, in a process without a group.
+    """Evaluate one committed checkpoint on the sets of its stage, in a single process without a process group.
 
     In:  {"config": …, "job": …, "checkpoint": "/runs/x/20-pretrain/checkpoints/step-0000001200", "folder": "…"}
     Out: {"values": {"accuracy": 0.81, "judged": 50000}, "node": "n7", "seconds": 74.1, "remarks": []}
 
-    Every byte of the checkpoint is verified. Raises CheckpointError if it is not what was committed, and whatever
-    reading a set raises.
+    All weights are verified by digest. Raises CheckpointError if the checkpoint has changed since its commit, and any
+    error of reading a set.
     """
     began = time.monotonic()
     cfg, job, _ = read_task(task)
@@ -147,18 +149,18 @@ def evaluate_commit(task: Mapping[str, Any]) -> AsyncOutcome:
     step = step_of(folder)
     phases = Phases(Path(task["folder"]), 0, cfg.stall_s)
     phases.enter("load", step)
-    manifest = read_manifest(folder)  # the weights are compared with its digests when they are read
+    manifest = read_manifest(folder)  # has the digests that verify the weights
     model_config = models.from_dict(job.model)
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    # The weights that the loop computes with after the checkpoint's step. Between steps these are the masters, even if
-    # the stage will end with averaged weights.
+    # Load the weights that the loop uses after this step. During training these are the master weights, even if the
+    # stage ends with averaged weights.
     model = models.from_config(model_config)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     model.load_state_dict(Reader(folder, manifest.files).weights(shapes), strict=False)
-    # As `start.build_model` prepares it: compiled blocks may round differently. Nothing is recomputed in evaluation.
+    # Compile the blocks as in `start.build_model`, because compiled blocks may round differently.
     if cfg.compile:
         models.compile_blocks(model)
     model.eval().to(device, torch.bfloat16 if cfg.precision == "bf16" else torch.float32)
@@ -169,8 +171,8 @@ def evaluate_commit(task: Mapping[str, Any]) -> AsyncOutcome:
         EvaluationGroup(phases, device, wants_stop=lambda: False, step=step),
         model,
         Path(task["folder"]),
-        # The parts of all the workers that saved it, one after the other: a product's last bits depend on the rows
-        # beside it, so that only the same batches give the same features.
+        # Process the parts of all training workers one after another. The last bits of a matrix product depend on the
+        # batch, so only the same batches reproduce the same features.
         ranks=range(manifest.world),
         world=manifest.world,
         indexes={},

@@ -1,7 +1,7 @@
-"""The best evaluation of a trained stage, and when its patience has run out: functions of the stage's metrics.jsonl.
+"""Keep the best checkpoint and stop early (`keep_best`, `patience`), based on the records in metrics.jsonl.
 
-Nothing of this is stored a second time: a stage that was killed and resumed reads the same records, and has the same
-best and the same end as an undisturbed one.
+There is no other state: a stage that was killed and resumed reads the same records, and therefore has the same best
+step and the same last step as an uninterrupted stage.
 
 In:  records of evaluations: accuracy 0.91 at step 20, 0.93 at step 40, 0.92 at step 60
 Out: {"accuracy": {"value": 0.93, "step": 40}}; with patience 1 the stage ends at step 60, and keep_best keeps step 40
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def evaluations_since_best(stage: Path, metric: str) -> tuple[int, BestStep] | None:
-    """Return how many evaluations came after the best without a better one, and the best; None before the first."""
+    """Return the number of evaluations since the best one, and the best one; None before the first evaluation."""
     evaluations = evaluations_of(read_metrics(stage, None))
     best = best_of(evaluations).get(metric)
     if best is None:
@@ -42,10 +42,10 @@ def evaluations_since_best(stage: Path, metric: str) -> tuple[int, BestStep] | N
 class BestConfig(TrainConfig):
     """Adds `keep_best` and `patience` to a trained stage."""
 
-    # metric, such as accuracy or 5shot: the weights of the evaluation with the highest are handed on, instead of the
-    # last ones; for it every evaluated step is a checkpoint, and the best stays whatever keep says; null: the last
+    # metric, such as accuracy or 5shot: export the weights with its highest value instead of the last weights; every
+    # evaluated step is then saved as a checkpoint, and the best one is kept regardless of keep; null: export the last
     keep_best: str | None = None
-    patience: int = 0  # evaluations in a row without a better keep_best, after which the stage ends; 0: never
+    patience: int = 0  # end the stage after this many evaluations in a row without a better keep_best; 0: never
 
     RESUME: ClassVar[Tags] = tags(forbid="keep_best patience")
     LATER: ClassVar[tuple[str, ...]] = ("keep_best", "patience")
@@ -55,53 +55,53 @@ class BestConfig(TrainConfig):
         at_least(self, 0, "patience")
         require(
             self.patience == 0 or self.keep_best is not None,
-            f"patience is {self.patience} and keep_best names no metric that it waits for\n"
-            "  add keep_best=accuracy, or patience=0",
+            f"patience is {self.patience}, but keep_best does not name a metric\n"
+            "  add keep_best=accuracy, or set patience=0",
         )
         if self.keep_best is None:
             return
         require(
             self.evaluate_every > 0,
-            f"keep_best is {self.keep_best} and evaluate_every 0: there is one evaluation alone, at the end\n"
+            f"keep_best is {self.keep_best}, but evaluate_every is 0: the only evaluation is at the end\n"
             "  set evaluate_every, or keep_best=null",
         )
-        # A key of asynchronous evaluation, which may be missing here.
+        # `evaluate_on` is a key of the asynchronous evaluation extra, which may not be part of this config.
         evaluate_on = getattr(self, "evaluate_on", "training")
         require(
             evaluate_on == "training",
-            f"keep_best is {self.keep_best} and evaluate_on {evaluate_on}: the stage would hand weights on "
-            "before their evaluations are there\n  set evaluate_on=training, or keep_best=null",
+            f"keep_best is {self.keep_best} and evaluate_on is {evaluate_on}: the stage would export weights "
+            "before their evaluations have finished\n  set evaluate_on=training, or keep_best=null",
         )
         require(
             self.polyak == 0,
-            f"keep_best is {self.keep_best} and polyak {self.polyak}: evaluations amid the steps are of weights "
-            "that are not averaged, and others would be handed on\n  set polyak=0, or keep_best=null",
+            f"keep_best is {self.keep_best} and polyak is {self.polyak}: evaluations during training use the "
+            "weights before averaging, but the stage exports averaged weights\n  set polyak=0, or keep_best=null",
         )
 
     @property
     def saves_evaluated(self) -> bool:
-        """Return whether each evaluated step becomes a checkpoint."""
+        """Return whether each evaluated step is saved as a checkpoint."""
         return self.keep_best is not None or super().saves_evaluated
 
     @property
     def exempt_checkpoints(self) -> int:
-        """Return how many checkpoints may stay besides the usual ones: the best may be older than all of them."""
+        """Return the number of checkpoints kept in addition to `keep`, because the best one may be older."""
         return super().exempt_checkpoints + (self.keep_best is not None)
 
 
 class KeepBest(Hook):
-    """Exports the weights of the best evaluation, and ends the stage if the next ones are not better."""
+    """Hook that exports the weights of the best evaluation, and ends the stage when its patience runs out."""
 
     Config = BestConfig
 
     def begin(self, worker: "Setup", progress: "Progress") -> None:
-        """Keep the checkpoint of the best evaluation."""
+        """Protect the checkpoint of the best evaluation from being deleted."""
         self.stage = Path(self.job.directory)
         self.committed_steps = worker.saver.checkpoints.committed_steps
         worker.saver.needed.append(partial(steps_of_best, self.stage, self.cfg.keep_best, self.committed_steps))
 
     def is_over(self, progress: "Progress") -> str:
-        """Return why the stage ends here, if its patience has run out; the records alone decide."""
+        """Return the reason if the stage ends here because its patience has run out, or ""."""
         metric = self.cfg.keep_best
         patience = self.cfg.patience
         since = None
@@ -116,15 +116,15 @@ class KeepBest(Hook):
         )
 
     def choose(self) -> ExportChoice | None:
-        """Return the step of the best evaluation. Raises CheckpointError if none is on record."""
+        """Return the best step to export, or None without `keep_best`. Raises CheckpointError if there is no record."""
         metric = self.cfg.keep_best
         if metric is None:
             return None
         best = best_commit(self.stage, metric, self.committed_steps())
-        # The last step is committed and has been evaluated, but a full disk may have refused all records of it.
+        # The last step has been committed and evaluated, but on a full disk the records may be missing.
         if best is None:
             raise CheckpointError(
-                f"no evaluation is on record in {self.stage / 'metrics.jsonl'}, of which keep_best={metric} could take "
-                "the best\n  make room on its disk, then run the same command again: it goes on with the evaluation"
+                f"{self.stage / 'metrics.jsonl'} contains no evaluation with the metric of keep_best={metric}\n"
+                "  free some disk space and run the same command again: it resumes with the evaluation"
             )
         return {"metric": metric, **best}

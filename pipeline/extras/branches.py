@@ -1,7 +1,7 @@
-"""What makes a trained stage a part of a scaling study: the keys `begin` and `law`.
+"""Config keys of trained stages in a scaling study: `begin` and `law`.
 
-A branch (`begin`) continues from a checkpoint of another stage, its trunk: the driver links that checkpoint as the
-first of the branch (jobs/extras/studies/law.py), and its workers resume from it as from one of their own.
+A branch (`begin`) continues training from a checkpoint of another stage, the trunk. The driver links this checkpoint
+into the branch's folder (jobs/extras/studies/law.py), and the workers of the branch resume from it.
 """
 
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ from pipeline.training_config import TrainConfig
 class BranchConfig(TrainConfig):
     """Adds `begin` and `law` to a trained stage."""
 
-    # a branch: go on from this commit of the stage that `init` names, with its moments and the order of its samples;
-    # all values are that stage's, but for the steps and the cool-down (docs/studies.md); null: weights alone, step 0
+    # a branch: resume from this step of stage `init`, with its optimizer state and sample order; all keys except the
+    # steps and the cool-down must equal that stage's (docs/studies.md); null: only load weights, and start at step 0
     begin: int | None = None
-    # "@figure/figure.json" of a figure with a fit: what it foretells is logged before the first step and compared after
-    # the last
+    # "@figure/figure.json" of a figure with a fit: its prediction is logged before the first step and compared with the
+    # result after the last step
     law: str | None = None
 
     RESUME: ClassVar[Tags] = tags(forbid="begin law")
@@ -30,15 +30,15 @@ class BranchConfig(TrainConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(self, 1, "begin")
-        require(self.begin is None or self.init is not None, "begin is a step of the stage that init names: give init")
+        require(self.begin is None or self.init is not None, "begin is a step of stage init, but init is not set")
 
     @property
     def first_step(self) -> int:
-        """Return the step that the stage starts from: that of its trunk's checkpoint."""
+        """Return the step that the stage starts from: the step of the trunk's checkpoint for a branch."""
         return self.begin or super().first_step
 
 
 class Branch(Hook):
-    """Names the config of a branch to its workers."""
+    """Hook that adds the config keys of a branch."""
 
     Config = BranchConfig

@@ -1,10 +1,11 @@
-"""Finds training images that a model takes for test images: features whose cosine is above a threshold, shard by shard.
+"""Find training images whose model features are similar to those of test images, by cosine similarity.
 
-1. The features of all test images are brought to length 1 and kept, (T, D).
-2. Training shards stream past; a pair is a match where the inner product of its features is `cosine` or more.
-3. The journal gets one line a shard, so that a killed search goes on.
+1. Compute the features of all test images, normalise them to length 1, and keep them in memory, (T, D).
+2. Stream the training shards; a pair is a match if the inner product of its features is `cosine` or more.
+3. Write one journal line per shard, so that an interrupted search can resume.
 
-Which images are alike depends on the weights: to a classifier, images of a class are. Look at the page first.
+The similarity depends on the weights: for a classifier, all images of a class are similar. Check the matches on the
+HTML page before using them.
 """
 
 from collections.abc import Collection, Iterator
@@ -28,12 +29,12 @@ from models.catalog import normalise
 # T test images, D features
 
 JOURNAL = "embedding.partial"
-BATCH = 64  # images that go through the model at once
+BATCH = 64  # images per forward pass
 
 
 def find_alike(
     model: nn.Module,
-    weights: tuple[str, str],  # their path and digest
+    weights: tuple[str, str],  # path and digest of the weights
     train: Collection[Index],
     test: Collection[Index],
     folder: Path,
@@ -43,24 +44,24 @@ def find_alike(
     cache: CacheConfig | None = None,
     report: Progress | None = None,
 ) -> Embeddings:
-    """Find the pairs whose features have a cosine of at least `cosine`; safe to kill and run again.
+    """Find the pairs with a cosine similarity of at least `cosine` between their features; interrupted searches resume.
 
-    `report` is told how many training shards are done, of how many. The journal stays in `folder` until the
-    document is written.
+    `report` is called with the number of finished training shards and the total. The journal stays in `folder` until
+    leaks.json is written.
     """
     path, digest = weights
     settings = {"weights": path, "digest": digest, "cosine": cosine}
     setting = ["embedding", digest, cosine, [index.digest for index in test]]
     folder.mkdir(parents=True, exist_ok=True)
     with Journal(folder / JOURNAL, setting) as journal:
-        # An earlier search that was killed has looked at the shards of the journal.
+        # Skip the shards in the journal of an earlier, interrupted search.
         missing: list[Index] = []
         for index in train:
             for number, shard in enumerate(index.shards):
                 if key_of(shard) not in journal.records:
                     missing.append(index.single_shard(number))
 
-        # 1. The features of all test images that can be decoded, and their numbers through all sets.
+        # 1. The features of all decodable test images, and their numbers counted over all sets.
         parts: list[Tensor] = []
         numbers: list[int] = []
         if missing:
@@ -70,12 +71,12 @@ def find_alike(
                     for rows, features in features_of(model, index, number, device, cache):
                         parts.append(features)
                         numbers += [start + row for row in rows]
-                    start += int(samples)  # of NumPy's kind, which the journal cannot hold as a number
-        of_tests = torch.empty(0, 0)  # (T, D) of length 1
+                    start += int(samples)  # the journal cannot serialise NumPy integers
+        of_tests = torch.empty(0, 0)  # (T, D), rows of length 1
         if parts:
             of_tests = torch.cat(parts)
 
-        # 2. and 3. Each training shard's matches become a line of the journal.
+        # 2. and 3. Match each training shard, and write its journal line.
         for done, alone in enumerate(missing, start=1):
             matches = []
             decoded = 0
@@ -97,7 +98,7 @@ def find_alike(
 def features_of(
     model: nn.Module, index: Index, shard: int, device: torch.device, cache: CacheConfig | None
 ) -> Iterator[tuple[list[int], Tensor]]:
-    """Yield (rows, features (b, D) of length 1 on the CPU) of a shard's images, those that can be decoded."""
+    """Yield rows and normalised features (b, D), on the CPU, for batches of the decodable images of a shard."""
     reader = ShardReader(index, cache=cache)
     height, width = model.config.image_size  # type: ignore[union-attr,misc]
     model.eval()
@@ -107,7 +108,7 @@ def features_of(
         images: list[np.ndarray] = []
         for row in range(start, min(start + BATCH, samples)):
             _, encoded, _ = reader.read(shard, row)
-            # An image that cannot be decoded is in no batch of a run either.
+            # Skip undecodable images, which training does not use either.
             with suppress(BadImage):
                 images.append(preprocess(decode(encoded), f"resize(({height}, {width}))"))
                 rows.append(row)

@@ -1,4 +1,4 @@
-"""The config of a trained stage from its task.json or stage.json, which an earlier version may have written."""
+"""Read the config of a trained stage from its task.json or stage.json, including those of earlier versions."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from pipeline.hooks import build_config
 from pipeline.training_config import TrainConfig
 
-# The hooks that bring keys; a record that names no hooks holds the keys of all that its version had.
+# Hooks that add config keys. An old record that does not list its hooks contains the keys of all hooks of its version.
 HOOKS_OF_KEYS = {
     "pipeline.extras.branches:Branch": {"begin", "law"},
     "pipeline.extras.token_dropping:TokenDropping": {"thinning"},
@@ -14,11 +14,11 @@ HOOKS_OF_KEYS = {
     "pipeline.extras.best:KeepBest": {"keep_best", "patience"},
     "pipeline.extras.replays.spikes:SpikeSearch": {"health"},
 }
-GONE = ("activation_gb",)  # keys of earlier versions, null in almost all records
+GONE = ("activation_gb",)  # removed keys, null in almost all old records
 
 
 def recorded_config(record: Mapping[str, Any]) -> TrainConfig:
-    """Return the config of a record: its "config", with the keys of "hooks" if it names them. Raises ConfigError."""
+    """Build the config from a record's "config" and the hooks in its "hooks", if listed. Raises ConfigError."""
     values = {}
     for name, value in record["config"].items():
         if value is not None or name not in GONE:

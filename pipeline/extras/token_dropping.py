@@ -1,15 +1,16 @@
-"""Fewer operations for the same features, if a recipe requests it: dropped patches, and smaller images at first.
+"""Reduce training FLOPs with token dropping, and with smaller images at the beginning of training.
 
-1. `phases` cuts the steps of a stage at each change of the image size or of the share of patches.
+1. `phases` splits the steps of a stage at each change of the image size or of the share of dropped patches.
 2. The loader makes images of the phase's size, and the loss passes the kept patches to the model.
-3. `kept_patches` draws these for each image by itself, from the seed, the step and the sample's id alone.
+3. `kept_patches` draws the kept patches of each image from the seed, the step and the sample's id.
 
-All are pure functions of the step: a resume repeats them, at any world size, and evaluation sees whole images.
+All are pure functions of the step, so a resumed run draws the same patches at any world size. Evaluation always uses
+all patches at the model's image size.
 
 In:  patch_dropout 0.5 up to 0.9 of 1,000 steps, images of 128 px up to 0.7, then the model's 224; B/16
 Out: steps 0 … 699: 128 px, 32 of 64 patches; 700 … 899: 224 px, 98 of 196; 900 … 999: 224 px, all 196
 
-docs/fewer-flops.md says what it does to accuracy, and what was measured.
+docs/fewer-flops.md reports the measured effect on speed and accuracy.
 """
 
 from dataclasses import dataclass, field
@@ -32,18 +33,18 @@ if TYPE_CHECKING:
 
 # b samples of a micro-batch, N patches of an image, K of them kept
 
-PATCH_DROPOUT = 2  # keeps these draws apart from others of the same seed, step and sample (batches.DROPOUT is 1)
+PATCH_DROPOUT = 2  # makes these draws independent of others for the same seed, step and sample (batches.DROPOUT is 1)
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2⁶⁴ / φ, the step of SplitMix64's counter
 
 
 @dataclass(frozen=True)
 class TokenDroppingConfig:
-    """What training leaves out, so that it costs less; nothing by default. Evaluation always sees whole images."""
+    """Token dropping and smaller images during training; off by default. Evaluation always uses full images."""
 
-    patch_dropout: float = 0.0  # share of an image's patches that training leaves out (Li et al. 2023: 0.5); 0: none
-    patch_dropout_until: float = 1.0  # share of the steps from which on all patches are seen; 1: never
-    image_sizes: tuple[int, ...] = ()  # pixels of the images that training begins with, all below model.image_size
-    image_sizes_until: tuple[float, ...] = ()  # share of the steps at which each of these sizes ends
+    patch_dropout: float = 0.0  # share of an image's patches dropped in training (Li et al. 2023: 0.5); 0: none
+    patch_dropout_until: float = 1.0  # share of the steps with token dropping, before training uses all patches
+    image_sizes: tuple[int, ...] = ()  # image sizes in pixels at the beginning of training, below model.image_size
+    image_sizes_until: tuple[float, ...] = ()  # share of the steps at which training leaves each of these sizes
 
     RESUME: ClassVar[Tags] = tags(forbid="patch_dropout patch_dropout_until image_sizes image_sizes_until")
 
@@ -59,35 +60,35 @@ class TokenDroppingConfig:
         require(
             len(self.image_sizes) == len(self.image_sizes_until),
             f"thinning has {len(self.image_sizes)} image_sizes and {len(self.image_sizes_until)} image_sizes_until\n"
-            "  expected one share of the steps for each size, as image_sizes=[128,160] image_sizes_until=[0.4,0.7]",
+            "  expected one share of the steps per size, such as image_sizes=[128,160] image_sizes_until=[0.4,0.7]",
         )
         for size in self.image_sizes:
-            require(size >= 1, f"thinning.image_sizes holds {size}, expected pixels")
+            require(size >= 1, f"thinning.image_sizes contains {size}, expected a number of pixels ≥ 1")
         shares = (0.0, *self.image_sizes_until)
         require(
             all(before < after < 1 for before, after in pairwise(shares)),
-            f"thinning.image_sizes_until is {list(self.image_sizes_until)}, expected shares of the steps that rise "
-            "and stay below 1\n  the rest of the steps is for model.image_size",
+            f"thinning.image_sizes_until is {list(self.image_sizes_until)}, expected increasing shares of the steps "
+            "below 1\n  the remaining steps use model.image_size",
         )
 
     @property
     def is_on(self) -> bool:
-        """Tell whether anything is left out."""
+        """Return whether token dropping or smaller images are enabled."""
         return bool(self.patch_dropout or self.image_sizes)
 
 
 @dataclass(frozen=True)
-class ThinnedConfig(TrainConfig):
+class TokenDroppingTrainConfig(TrainConfig):
     """Adds the section `thinning` to a trained stage."""
 
-    # of what a step computes (fewer-flops.md)
+    # token dropping and smaller images, which reduce the FLOPs of a step (fewer-flops.md)
     thinning: TokenDroppingConfig = field(default_factory=TokenDroppingConfig)
 
     RESUME: ClassVar[Tags] = tags(forbid="thinning")
     LATER: ClassVar[tuple[str, ...]] = ("thinning",)
 
     def phases(self, steps: int, model: ModelConfig) -> list[Phase]:
-        """Return the phases of the stage in order."""
+        """Return the phases of the stage, in order."""
         if not self.thinning.is_on:
             return super().phases(steps, model)
         return phases(self.thinning, steps, model, self.seed)
@@ -99,19 +100,19 @@ class ThinnedConfig(TrainConfig):
 
 
 class TokenDropping(Hook):
-    """Names the config of a stage with `thinning` to its workers."""
+    """Hook that adds the config section `thinning`."""
 
-    Config = ThinnedConfig
+    Config = TokenDroppingTrainConfig
 
 
 def phases(cfg: TokenDroppingConfig, steps: int, model: ModelConfig, seed: int = 0) -> list[Phase]:
-    """Return the phases of a stage in order, one if nothing changes; a phase too short for a step is dropped."""
+    """Return the phases of a stage, in order; phases shorter than one step are omitted."""
     size_ends = [round(share * steps) for share in cfg.image_sizes_until]
     dropout_end = round(cfg.patch_dropout_until * steps)
     edges = sorted({0, *size_ends, dropout_end, steps})
     result = []
     for first, stop in pairwise(edges):
-        # The first size that has not ended yet; behind all of them comes the model's own.
+        # Use the first size that has not ended yet, and after all of them the model's image size.
         image_size = model.image_size[0]
         for size, end in zip(cfg.image_sizes, size_ends, strict=True):
             if first < end:
@@ -131,24 +132,24 @@ def phases(cfg: TokenDroppingConfig, steps: int, model: ModelConfig, seed: int =
 
 
 def check_token_dropping(cfg: TokenDroppingConfig, model: ModelConfig, objective: str, key: str) -> None:
-    """Raise ConfigError where the model cannot train with less; `key` is what a user types to reach the section."""
+    """Raise ConfigError if the model does not support the settings; `key` is the config path of the section."""
     if not cfg.is_on:
         return
     require(
         objective == "classification" and model.family == "vit",
-        f"{key} is for plain ViTs and hybrids with labels; this is the family {model.family}, objective {objective}\n"
-        f"  leave {key} out",
+        f"{key} supports only classification with plain ViTs and hybrids; found family {model.family}, "
+        f"objective {objective}\n  remove {key}",
     )
     assert isinstance(model, models.ViTConfig)
     require(
         model.positions != "relative",
-        f"{key}: relative positions are tied to one grid and to neighbours that are there\n"
-        "  use another model.positions, or leave it out",
+        f"{key}: relative positions need a fixed grid with all patches present\n"
+        f"  use another model.positions, or remove {key}",
     )
     require(
         not cfg.patch_dropout or model.positions_at == "stem",
-        f"{key}.patch_dropout: with positions_at={model.positions_at} every layer adds positions to all patches\n"
-        "  use model.positions_at=stem, or leave it out",
+        f"{key}.patch_dropout: with positions_at={model.positions_at}, every layer adds positions to all patches\n"
+        f"  use model.positions_at=stem, or remove {key}.patch_dropout",
     )
     stride = max(model.stride)
     for size in cfg.image_sizes:
@@ -156,22 +157,22 @@ def check_token_dropping(cfg: TokenDroppingConfig, model: ModelConfig, objective
         below = max(stride, size // stride * stride)
         require(
             divides and size < model.image_size[0],
-            f"{key}.image_sizes holds {size}; expected multiples of {stride} below model.image_size "
+            f"{key}.image_sizes contains {size}; expected multiples of {stride} below model.image_size "
             f"{model.image_size[0]}, for example {min(below, model.image_size[0] - stride)}",
         )
 
 
 def kept_patches(seed: int, step: int, ids: "Tensor", patches: int, kept: int) -> "Tensor":
-    """Draw (b, K) patches to keep of every sample, in rising order; `ids` (b, 3) are epoch, shard and sample.
+    """Draw the patches to keep for each sample, (b, K) in increasing order; `ids` (b, 3) are epoch, shard and sample.
 
-    Any K of the N are equally likely. What is drawn for a sample does not depend on those beside it.
+    All subsets of K of the N patches are equally likely. The draw for a sample does not depend on the other samples.
     """
-    import torch  # not above: a recipe is checked without it
+    import torch  # imported here because checking a recipe does not need torch
 
     epochs, shards, samples = ids.numpy().T
     keys = key_of(seed, PATCH_DROPOUT, step, epochs, shards, samples)
     counters = np.arange(1, patches + 1, dtype=np.uint64) * GOLDEN
-    numbers = mix(keys[:, None] + counters)  # (b, N), as random as SplitMix64's
-    # Those with the smallest numbers, put back into the order of the image.
+    numbers = mix(keys[:, None] + counters)  # (b, N) pseudorandom numbers of SplitMix64
+    # Keep the patches with the smallest numbers, in the order of the image.
     chosen = np.argpartition(numbers, kept - 1, axis=1)[:, :kept]
     return torch.from_numpy(np.sort(chosen, axis=1))

@@ -4,7 +4,7 @@ from pipeline.extras.async_evaluation import AsyncConfig
 from pipeline.extras.best import BestConfig
 from pipeline.extras.branches import BranchConfig
 from pipeline.extras.replays.spikes import SpikeConfig
-from pipeline.extras.token_dropping import ThinnedConfig
+from pipeline.extras.token_dropping import TokenDroppingTrainConfig
 from pipeline.hooks import compose
 
-FullConfig = compose(BranchConfig, ThinnedConfig, AsyncConfig, SpikeConfig, BestConfig)
+FullConfig = compose(BranchConfig, TokenDroppingTrainConfig, AsyncConfig, SpikeConfig, BestConfig)

@@ -144,9 +144,9 @@ class Looking(LiveBytes):
         if self.streams.is_aside:
             self.streams.made(target)
 
-    def _see(self, tensor: Tensor) -> None:
+    def _track(self, tensor: Tensor) -> None:
         if tensor.device.type == "cuda":
-            super()._see(tensor)
+            super()._track(tensor)
 
 
 def type_of(tensor: Tensor) -> str:

@@ -55,7 +55,7 @@ class Example:
     RESUME: ClassVar[dict[str, str]] = {"way": "warn", "inner": "free"}
 
 
-def test_the_committed_page_is_what_the_dataclasses_say() -> None:
+def test_committed_page_is_up_to_date() -> None:
     written = COMMITTED.read_text() if COMMITTED.exists() else ""
     assert written == configuration_page(), (
         "docs/configuration.md is out of date\n"
@@ -76,7 +76,7 @@ def test_every_field_is_a_row_of_the_page(name: str) -> None:
         assert f"| `{config_field.name}` |" in page
 
 
-def test_a_finished_recipes_words_stand_on_the_page() -> None:
+def test_keys_of_finished_recipes_are_on_the_page() -> None:
     """Keys from all depths, looked up by hand in the source: default, values, resume tag."""
     page = COMMITTED.read_text()
     for row in (
@@ -96,7 +96,7 @@ def test_a_finished_recipes_words_stand_on_the_page() -> None:
         assert row in page
 
 
-def test_a_row_holds_default_values_tag_and_the_comment_beside_or_above_the_field() -> None:
+def test_row_has_default_values_tag_and_comment_of_the_field() -> None:
     rows = {key.name: (key.default, key.values, key.resume, key.meaning) for key in all_keys(Example)}
     assert rows == {
         "way": ("`left`", "`left` or `right`", "warn", "which way to go"),

@@ -35,21 +35,21 @@ def test_reachable_follows_imports_inside_functions_and_no_import_backwards(tree
     assert house.reachable(["data.order"], modules) == {"data.order"}
 
 
-def test_lines_of_reached_files_are_those_of_the_files(tree: Path) -> None:
+def test_reached_lines_equal_the_lines_of_the_files(tree: Path) -> None:
     modules = house.modules_in(tree)
     assert house.lines_of(["data.order", "data.loader", "jobs.run", "data"], modules) == 2 + 4 + 1 + 0
 
 
-def test_a_class_name_of_two_modules_is_listed_with_both(tree: Path) -> None:
+def test_class_name_in_two_modules_is_listed_with_both(tree: Path) -> None:
     assert house.classes_by_name(house.modules_in(tree)) == {"Order": ["data.extras.survey", "data.order"]}
 
 
-def test_a_module_is_tested_by_the_file_at_the_mirrored_path_alone(tree: Path) -> None:
+def test_module_counts_as_tested_only_by_its_mirrored_test_file(tree: Path) -> None:
     untested = house.untested_modules(house.modules_in(tree), tree)
     assert untested == ["data.extras.survey", "data.loader", "jobs.run"]
 
 
-def test_an_import_of_an_extra_by_the_core_is_counted(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_import_of_an_extra_by_the_core_is_counted(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(house, "ROOTS", ("jobs.run",))
     assert house.centre_rows(tree, False)["imports of extras by the core"] == "0, from 0 files"
     (tree / "data/loader.py").write_text("from data.extras import survey\nfrom data.extras.survey import Order\n")

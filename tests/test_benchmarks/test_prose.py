@@ -35,7 +35,7 @@ def test_docstrings_and_comments_are_read_without_examples_and_code() -> None:
     assert [text.words for text in comments(Path("x.py"), SOURCE)] == ["Of a run the files that are left. if it is set"]
 
 
-def test_messages_are_the_literal_words_of_what_is_raised_or_logged() -> None:
+def test_messages_are_the_literal_text_of_errors_and_logs() -> None:
     texts = [text.words for text in messages(Path("x.py"), ast.parse(SOURCE))]
     assert sorted(texts) == ["the file that is there has … rows", "…: asked where it is"]
 

@@ -42,7 +42,7 @@ def test_every_script_can_be_imported() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_tests_that_mutants_are_judged_by_exist() -> None:
+def test_tests_named_for_mutants_exist() -> None:
     """The table says which tests run which modules in processes of their own."""
     for module, tests in mutation.WORKER_TESTS.items():
         assert (ROOT / module).exists(), module
@@ -53,7 +53,7 @@ def test_the_tests_that_mutants_are_judged_by_exist() -> None:
 
 
 @pytest.mark.parametrize(("found", "trials"), [(0, 44_850), (3, 44_850), (1, 20)])
-def test_the_bound_of_false_pairs_is_scipys(found: int, trials: int) -> None:
+def test_bound_of_false_pairs_equals_scipy(found: int, trials: int) -> None:
     expected = binomtest(found, trials, alternative="less").proportion_ci(0.95, method="exact").high
     assert leaks.bound_of(found, trials) == pytest.approx(expected, rel=1e-6)
     assert leaks.bound_of(0, 300 * 299 // 2) < 7e-5

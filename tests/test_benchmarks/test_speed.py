@@ -15,7 +15,7 @@ pytestmark = pytest.mark.quick
     ("holds", "most"),
     [(1, 64), (2, 64), (9, 64), (100, 4096), (1000, 4096), (5000, 512), (999, 1000), (5000, 1000)],
 )
-def test_the_largest_batch_is_found_to_an_eighth_with_few_tries(holds, most):
+def test_largest_batch_is_found_within_an_eighth_in_few_tries(holds, most):
     tried = []
 
     def is_possible(batch: int) -> bool:
@@ -30,7 +30,7 @@ def test_the_largest_batch_is_found_to_an_eighth_with_few_tries(holds, most):
     assert speed.largest_batch(lambda batch: False, most) == 0
 
 
-def test_a_cpu_that_runs_out_of_its_memory_says_no_and_continues():
+def test_cpu_out_of_memory_is_detected_and_the_process_continues():
     def forward(batch: int) -> None:
         torch.zeros(batch, 2**20, dtype=torch.float32)  # 4 MiB an image
 
@@ -45,7 +45,7 @@ def test_a_cpu_that_runs_out_of_its_memory_says_no_and_continues():
         speed.fits(broken, 1.0, "cpu", 8)
 
 
-def test_the_table_has_a_line_a_model_and_size(tmp_path: Path, capsys):
+def test_table_has_one_line_per_model_and_size(tmp_path: Path, capsys):
     words = ["--output", str(tmp_path), "--models", "mu/8", "--sizes", "16", "32", "--classes", "3", "--batches", "2"]
     speed.main([*words, "64", "--most-batch", "8", "--seconds", "0.05", "--precision", "fp32"])
     with open(tmp_path / "speed.csv", newline="") as file:

@@ -1,4 +1,4 @@
-"""What the command line says of words that it does not know, and of what ends a command."""
+"""Errors of the command line, and exit codes after interrupts and unexpected errors."""
 
 import sys
 from pathlib import Path
@@ -18,19 +18,19 @@ pytestmark = pytest.mark.quick
         (["runn", "x"], "Did you mean 'run'?"),
         (["run", "x", "--frsh"], "--fresh"),
         (["checkpoints", "verfy", "x"], "Did you mean 'verify'?"),
-        (["run"], "expected a YAML file, or a recipe that ships: cifar10, digits"),
+        (["run"], "expected a YAML file or a built-in recipe: cifar10, digits"),
         (["checkpoints", "verify", "x", "--step", "ten"], "'--step'"),
         ([], "Missing command"),
         (["status", "/nowhere"], "no run at"),
     ],
 )
-def test_usage_errors_exit_64_and_say_what_was_meant(capsys, words, message):
+def test_usage_errors_exit_with_64_and_a_suggestion(capsys, words, message):
     assert main(words) == 64
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["--help"], ["run", "-h"], ["checkpoints", "--help"], ["data", "check", "--help"]])
-def test_help_ends_with_0_and_names_debug_wherever_it_works(capsys, words):
+def test_help_exits_with_0_and_lists_debug_if_the_command_has_it(capsys, words):
     assert main(words) == 0
     out = capsys.readouterr().out
     assert "Usage: python -m jobs" in out
@@ -38,7 +38,7 @@ def test_help_ends_with_0_and_names_debug_wherever_it_works(capsys, words):
 
 
 @pytest.mark.parametrize(("program", "other"), [("python -m jobs", "patchline"), ("patchline", "python -m jobs")])
-def test_usage_hints_and_records_follow_what_was_typed(capsys, monkeypatch, tmp_path, program, other):
+def test_hints_and_records_use_the_typed_program_name(capsys, monkeypatch, tmp_path, program, other):
     first = program.replace("python -m jobs", "jobs/__main__.py")
     monkeypatch.setattr(sys, "argv", [f"/somewhere/bin/{first}", "train", "x"])
     assert main(["train", "x"]) == 64 and main(["evaluate", str(tmp_path), "a=1"]) == 64
@@ -47,16 +47,16 @@ def test_usage_hints_and_records_follow_what_was_typed(capsys, monkeypatch, tmp_
     said = capsys.readouterr().err
     for line in (
         f"Usage: {program} [OPTIONS]",
-        f"train is called run here: {program} run --help",
-        f"give indexes, or their folders, for example: {program} evaluate {tmp_path} runs/photos/parts/held-out",
-        f"that is a run: type its recipe; {program} status {tmp_path}",
+        f"use run instead: {program} run --help",
+        f"index or its folder, for example: {program} evaluate {tmp_path} runs/photos/parts/held-out",
+        f"it is a run: type its recipe instead; for its progress type {program} status {tmp_path}",
     ):
         assert line in said
     assert other not in said and "trial" not in said
     assert typed_command().startswith("patchline train x" if program == "patchline" else "python ")
 
 
-def test_an_error_that_nobody_expected_is_called_a_bug_and_debug_shows_where(monkeypatch, capsys):
+def test_an_unexpected_error_is_reported_as_a_bug_and_debug_prints_the_traceback(monkeypatch, capsys):
     def fail(run: Path) -> list[str]:
         raise ZeroDivisionError("by zero")
 
@@ -79,7 +79,7 @@ def test_an_error_that_nobody_expected_is_called_a_bug_and_debug_shows_where(mon
         (["status", "x"], Preempted("a\x1b[2Jb\nc\x9b"), 75, "a\\x1b[2Jb\nc\\x9b\n"),
     ],
 )
-def test_what_ends_a_command_from_outside_has_its_exit_code(monkeypatch, capsys, words, error, code, message):
+def test_interrupts_and_closed_pipes_have_their_exit_codes(monkeypatch, capsys, words, error, code, message):
     def fail(*_: object) -> None:
         raise error
 

@@ -1,4 +1,4 @@
-"""A kind of stage is one file and one line of the table: everything else uses the methods of its class."""
+"""A new kind of stage needs one file and one line in the table of kinds."""
 
 import importlib
 import sys
@@ -17,7 +17,7 @@ from jobs.resolved_recipe import Available
 from tests.support import campaigns
 from tests.support.campaigns import CORE, KINDS
 
-# Weights whose numbers are rounded to so many binary digits: a stage that nobody has thought of here.
+# A kind of stage for this test: it rounds weights to a number of binary digits.
 ROUNDED = '''
 """Round weights to fewer binary digits."""
 
@@ -80,7 +80,7 @@ def with_rounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(KINDS, "rounded", importlib.import_module("rounded").Rounded())
 
 
-def test_a_kind_that_is_one_file_and_one_line_is_planned_run_and_skipped(with_rounded, recipe, shards, capsys) -> None:
+def test_a_new_kind_needs_one_file_and_one_line(with_rounded, recipe, shards, capsys) -> None:
     probe = f"{{train: {shards}/train, test: {shards}/test, shots: [1]}}"
     added = f"rounded: {{init: '@pretrain', digits: 3}}\nagain: {{kind: fewshot, init: '@rounded', probe: {probe}}}\n"
     recipe.write_text(recipe.read_text() + added)
@@ -94,7 +94,7 @@ def test_a_kind_that_is_one_file_and_one_line_is_planned_run_and_skipped(with_ro
     assert "rounded: 3 digits lose accuracy" in out and "rounded: key " in out
     loaded = campaigns.load(recipe, [])
     rounded, before = (models.load_weights(loaded.directory(loaded.stage(name)))[0] for name in ("rounded", "pretrain"))
-    # Three binary digits after the first: no rounded number is further off than one part in eight.
+    # With three binary digits after the first, the relative error is at most 1/8.
     largest = max(float((rounded[name] - before[name]).abs().max() / before[name].abs().max()) for name in before)
     assert 0 < largest <= 1 / 8
     assert (loaded.directory(loaded.stage("again")) / "metrics.json").exists(), "another stage starts from its weights"
@@ -102,7 +102,7 @@ def test_a_kind_that_is_one_file_and_one_line_is_planned_run_and_skipped(with_ro
     assert "rounded: skipped, finished with the same config and inputs" in capsys.readouterr().out
 
 
-def test_a_kind_refuses_by_its_own_check_in_plan_and_in_run(with_rounded, recipe: Path, capsys) -> None:
+def test_plan_and_run_use_the_checks_of_a_kind(with_rounded, recipe: Path, capsys) -> None:
     recipe.write_text(recipe.read_text() + "rounded: {init: '@pretrain'}\nother: {init: '@rounded', kind: resize}\n")
     for command in ("plan", "run"):
         assert main([command, str(recipe), "rounded.digits=0"]) == 78
@@ -110,10 +110,10 @@ def test_a_kind_refuses_by_its_own_check_in_plan_and_in_run(with_rounded, recipe
         assert main([command, str(recipe), "rounded.digit=1"]) == 78
         assert "unknown key rounded.digit; did you mean 'digits'" in capsys.readouterr().err
     assert main(["plan", str(recipe), "finetune.data.train=@rounded/train"]) == 78
-    assert "a rounded stage makes no data" in capsys.readouterr().err
+    assert "a rounded stage makes no data set" in capsys.readouterr().err
 
 
-def test_checks_are_data_in_the_order_in_which_they_are_made(recipe: Path) -> None:
+def test_check_results_are_in_the_order_of_the_checks(recipe: Path) -> None:
     loaded = campaigns.load(recipe, ["pretrain.data.train=/nowhere", "fewshot.init=/neither"])
     available = Available(loaded)
     results = {stage.name: validate(stage, available) for stage in loaded.stages}
@@ -130,22 +130,20 @@ def test_a_kind_whose_module_is_missing_is_refused_only_if_a_recipe_uses_it(reci
     names = ["pretrain", "resize", "finetune", "fewshot"]
     assert [stage.name for stage in campaign.load(recipe, [], kinds).stages] == names
     assert [stage.name for stage in campaign.load(recipe, ["finetune.sweep=null"], kinds).stages] == names
-    with pytest.raises(ConfigError, match=r"finetune\.sweep: this checkout has no jobs\.extras\.gone\.table, which"):
+    with pytest.raises(ConfigError, match=r"finetune\.sweep needs jobs\.extras\.gone\.table, which"):
         campaign.load(recipe, ["finetune.sweep={seeds: [0, 1]}"], kinds)
-    with pytest.raises(
-        ConfigError, match=r"drawn is a figure stage, and this checkout has no jobs\.extras\.gone\.figure"
-    ):
+    with pytest.raises(ConfigError, match=r"drawn is a figure stage, which needs jobs\.extras\.gone\.figure"):
         campaign.load(recipe, ["drawn={kind: figure}"], kinds)
     with pytest.raises(ConfigError, match="budget is not checked"):
         campaign.load(recipe, ["budget=1"], load_kinds(CORE))
 
 
-def test_a_library_that_is_missing_is_no_missing_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_not_a_missing_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "needy.py").write_text("import a_library_that_nobody_has\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="a_library_that_nobody_has"):
         load_kinds({"needy": "needy:Needy"})
 
 
-def test_every_kind_is_called_as_in_the_table() -> None:
+def test_every_kind_has_its_name_in_the_table() -> None:
     assert {name: kind.name for name, kind in KINDS.items()} == {name: name for name in jobs.__main__.KINDS}

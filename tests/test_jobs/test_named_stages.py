@@ -30,7 +30,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def made(stage: Path, files: list[str], time: float) -> None:
-    """Write the files of a stage; only its records tell the time."""
+    """Write the files of a stage; its times are only in its records."""
     for file in ["stage.json", *files]:
         path = stage / file
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -41,7 +41,7 @@ def made(stage: Path, files: list[str], time: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed", "needs", "taken"),
+    ("typed", "needs", "expected"),
     [
         ("finetune", "model.json", "finetune-00000003"),
         ("finetune/", "model.json", "finetune-00000003"),
@@ -55,17 +55,17 @@ def made(stage: Path, files: list[str], time: float) -> None:
         ("../elsewhere/vit.npz", "model.json", None),
     ],
 )
-def test_the_newest_finished_stage_of_a_name_is_taken_and_said(run, capsys, typed, needs, taken):
+def test_a_name_selects_the_newest_finished_stage_and_reports_it(run, capsys, typed, needs, expected):
     path = f"{run}/{typed}"
-    assert find_stage(path, needs) == (path if taken is None else f"{run}/{taken}")
-    said = capsys.readouterr().err
-    assert said.count("\n") == (taken is not None)
-    if taken is not None:
-        assert said.startswith(f"{path}: {taken}, finished 1970-01-01 ")
-    assert ("for another type" in said) == (typed == "")
+    assert find_stage(path, needs) == (path if expected is None else f"{run}/{expected}")
+    message = capsys.readouterr().err
+    assert message.count("\n") == (expected is not None)
+    if expected is not None:
+        assert message.startswith(f"{path}: using {expected}, finished 1970-01-01 ")
+    assert ("to use another stage, type" in message) == (typed == "")
 
 
-def test_a_folder_that_is_called_as_a_stage_is_not_taken_for_it(run):
+def test_a_folder_with_the_name_of_a_stage_is_not_a_stage(run):
     for name in ("finetune", "pictures"):
         (run / name).mkdir()
         (run / name / "config.json").write_text("{}")
@@ -73,17 +73,19 @@ def test_a_folder_that_is_called_as_a_stage_is_not_taken_for_it(run):
     assert find_stage(f"{run}/pictures") == f"{run}/pictures"
 
 
-def test_where_none_or_several_fit_those_that_are_there_are_listed(run):
+def test_if_no_stage_or_several_stages_match_the_stages_are_listed(run):
     with pytest.raises(DataError, match="no stage 'finetnue'; did you mean 'finetune'") as error:
         find_stage(f"{run}/finetnue")
     assert str(error.value).count("finished 1970") == 4 and "finetune-00000005, not finished" in str(error.value)
     with pytest.raises(DataError, match=f"{run}/shards has no weights"):
         find_stage(f"{run}/shards")
-    with pytest.raises(UsageError, match=f"2 stages with training\n  name one:\n  {run}/finetune\n  {run}/pretrain"):
+    with pytest.raises(
+        UsageError, match=f"2 stages with a training task\n  type one of them:\n  {run}/finetune\n  {run}/pretrain"
+    ):
         find_stage(str(run), "task.json", one_name=True)
 
 
-def test_an_unfinished_stage_is_taken_where_checkpoints_are_read_and_nothing_else_is_there(run, capsys):
+def test_an_unfinished_stage_is_used_for_checkpoints_if_no_other_has_any(run, capsys):
     for name in ("finetune-00000003", "finetune-00000004"):
         (run / name).rename(run / f"old-{name}")
     assert find_stage(f"{run}/finetune", "checkpoints") == f"{run}/finetune-00000005"
@@ -95,22 +97,21 @@ def test_an_unfinished_stage_is_taken_where_checkpoints_are_read_and_nothing_els
     for code, command in ((75, "python -m jobs run photos.yaml"), (78, "python -m jobs run RECIPE")):
         (run / "status.json").write_text(json.dumps({"exit_code": code, "command": "python -m jobs run photos.yaml"}))
         for typed in ("finetune", "finetune-00000005"):
-            with pytest.raises(DataError, match="stands at step 14 of 200\n") as error:
+            with pytest.raises(DataError, match="is at step 14 of 200\n") as error:
                 find_stage(f"{run}/{typed}")
-            assert f"to go on with it type {command}\n" in str(error.value)
-            assert (
-                f"step 12, its newest checkpoint: type\n  python -m jobs checkpoints export {run}/finetune --to"
-                in str(error.value)
+            assert f"to resume it, type {command}\n" in str(error.value)
+            assert f"newest checkpoint, step 12, type\n  python -m jobs checkpoints export {run}/finetune --to" in str(
+                error.value
             )
 
 
-def test_a_set_goes_by_the_names_of_its_run_stage_and_itself(run, capsys):
+def test_a_data_set_is_found_by_the_names_of_run_stage_and_data_set(run, capsys):
     for stage, done in (("parts-0000000a", True), ("parts-0000000b", True), ("parts-0000000c", False)):
         files = ["held-out/held-out.index.json", *(["done.json"] if done else [])]
         made(run / stage, files, int(stage[-1], 16))
     for typed in ("parts/held-out", "held-out"):
         assert find_set(f"{run}/{typed}") == f"{run}/parts-0000000b/held-out"
-        assert f"{run}/{typed}: parts-0000000b, finished" in capsys.readouterr().err
+        assert f"{run}/{typed}: using parts-0000000b, finished" in capsys.readouterr().err
     for path in (f"{run}/parts-0000000a/held-out", f"{run.parent}/elsewhere/x", "s3://bucket/x/y/z", "held-out"):
         assert find_set(path) == path
     with pytest.raises(DataError, match=r"parts has no set 'heldout'\n(.*\n)*.*finished 1970.*: sets held-out"):
@@ -144,7 +145,7 @@ pretrain:
 """
 
 
-def test_a_recipe_names_the_sets_of_another_run_without_their_keys(tmp_path, shards, capsys):
+def test_a_recipe_can_read_data_sets_of_another_run_by_name(tmp_path, shards, capsys):
     for key, time in (("0000000a", 20), ("0000000b", 10)):
         made(tmp_path / "x" / f"parts-{key}", ["done.json"], time)
         for name in ("train", "test"):

@@ -1,4 +1,4 @@
-"""What a stage reads, where its inputs lie, and what a failed check is for a command."""
+"""Inputs of stages, paths of references, and failed checks as errors."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -36,7 +36,7 @@ STAGE = Stage("two", Reader(), ReaderConfig(), source="two", key="0123456789abcd
 CAMPAIGN = Campaign(Path("/runs/x"), ClusterConfig(), (STAGE,))
 
 
-def test_inputs_are_the_fields_that_are_set_and_a_star_stands_for_every_name() -> None:
+def test_inputs_are_the_set_fields_and_a_star_matches_every_name() -> None:
     cfg = ReaderConfig(init="weights", mixture={"a.b": Part("@shards/a"), "c": Part()})
     assert Reader().inputs_of(cfg) == {
         "init": ("weights", Reads.WEIGHTS),
@@ -49,24 +49,24 @@ def test_inputs_are_the_fields_that_are_set_and_a_star_stands_for_every_name() -
     ("value", "link"),
     [("@shards/train", ("shards", "train")), ("@pretrain", ("pretrain", "")), ("shards/train", None)],
 )
-def test_a_reference_names_a_stage_and_a_part_of_its_output(value: str, link: tuple[str, str] | None) -> None:
+def test_a_reference_is_split_into_stage_and_part(value: str, link: tuple[str, str] | None) -> None:
     assert reference(value) == link
 
 
-def test_a_reference_leads_into_the_folder_of_its_stage() -> None:
+def test_a_reference_resolves_to_a_path_in_the_folder_of_its_stage() -> None:
     assert CAMPAIGN.path_of("@two/train") == "/runs/x/two-01234567/train"
     assert CAMPAIGN.path_of("s3://bucket/train") == "s3://bucket/train"
     assert CAMPAIGN.path_of("train") == str(Path.cwd() / "train")
     assert CAMPAIGN.path_of(None) is None
 
 
-def test_a_stage_that_does_not_exist_is_refused_with_the_nearest_name() -> None:
+def test_an_unknown_stage_gets_a_suggestion() -> None:
     with pytest.raises(ConfigError, match="the recipe has no stage 'too'; did you mean 'two'"):
         CAMPAIGN.stage("too")
 
 
 @pytest.mark.parametrize("kind", [ConfigError, DataError, ClusterError])
-def test_a_failed_check_becomes_the_error_that_it_was(kind: type[PatchlineError]) -> None:
+def test_a_failed_check_can_be_raised_as_the_original_error(kind: type[PatchlineError]) -> None:
     result = CheckResult.of(kind("lr is 0\n  expected more\n  type lr=0.1"), "pretrain")
     assert (result.level, result.text, result.remedy) == ("FAIL", "lr is 0", "  expected more\n  type lr=0.1")
     error = result.error()

@@ -1,4 +1,4 @@
-"""The sets of a pack stage: which class names their sources know."""
+"""Class names of the sources of a pack stage."""
 
 import json
 
@@ -24,7 +24,7 @@ def picture(value: int) -> bytes:
 
 
 def features(names: list[str], nested: bool = False) -> dict[bytes, bytes]:
-    """The metadata that Hugging Face's `datasets` writes into a parquet file's schema."""
+    """Return the metadata that Hugging Face's `datasets` writes into the schema of a parquet file."""
     label: dict = {"names": names, "_type": "ClassLabel"}
     if nested:
         label = {"feature": label, "_type": "List"}
@@ -45,7 +45,7 @@ def features(names: list[str], nested: bool = False) -> dict[bytes, bytes]:
         ("digits", tuple("0123456789")),
     ],
 )
-def test_sources_know_their_class_names(tmp_path, source, names):
+def test_sources_return_their_class_names(tmp_path, source, names):
     rows = [{"image": {"bytes": picture(n), "path": None}, "label": n} for n in range(2)]
     kind, _, variant = source.partition("-")
     path = tmp_path / kind
@@ -84,7 +84,7 @@ def test_sources_know_their_class_names(tmp_path, source, names):
         assert load_index(tmp_path / "set").names == names and load_index(tmp_path / "set").class_counts == (1, 1)
 
 
-def test_a_recipe_that_says_nothing_of_names_keeps_the_key_that_it_had():
+def test_the_key_of_a_recipe_without_class_names_is_unchanged():
     forbidden = config.tagged(SetConfig(source="digits"), "forbid")
     assert set(forbidden) == {"source", "path", "root", "wnids", "real", "split", "keep", "image_size", "classes"}
     more = config.tagged(SetConfig(source="digits", rename={"0": "zero"}), "forbid")

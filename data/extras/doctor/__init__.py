@@ -1,1 +1,1 @@
-"""Check sets, print their statistics, repair them."""
+"""Check, describe and repair data sets."""

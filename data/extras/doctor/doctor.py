@@ -1,19 +1,20 @@
-"""Look at every sample of a set before a run does: what is bad and why, what there is, how it is spread.
+"""Check every sample of a data set before training: bad samples with reasons, statistics, duplicates.
 
-How a set is checked, in order:
-1. each shard is a job for a process (`check_shard`): is the tar the one that was indexed, and whole? Is its table?
-2. every sample of it is looked at: is it what was indexed, is there an image and a label, do both parse, does the image
+The check runs in this order:
+1. each shard is checked in a worker process (`check_shard`): do the tar and its index table match the index, and are
+   both complete?
+2. each sample is checked: does its digest match the index, are image and label present, do both parse, does the image
    decode?
-3. a good sample is measured (sides, shape, bytes, class) and its bytes hashed; a few are kept for the page;
-4. `Report` adds the shards up, and the hashes of all of them tell how many images come more than once.
+3. good samples are measured (sides, shape, bytes, class) and hashed; a few become thumbnails of the HTML page;
+4. `Report` combines the shards, and the hashes of all shards give the number of duplicate images.
 
     check(index).lines()   →   6 shards  1,197 good samples  1.9 MB of images
                                shard s2.tar: No such file or directory
                                bad: 2 × not a JPEG, PNG or WebP, first k0 of s0.tar
                                …
 
-`repair` packs what is good into a new set, `data.extras.doctor.page` shows a report as one HTML file. A sample counts
-as bad exactly where training with enough `max_labels` would replace it.
+`repair` packs the good samples into a new set, and `data.extras.doctor.page` writes a report as one HTML file. A sample
+counts as bad if and only if training, with a sufficient `max_labels`, would replace it.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ from data.shards.parallel import Progress, in_parallel
 from data.shards.reader import read_labels
 from data.sources.samples import RawSample, Sample, kind_of
 
-GRID = 24  # images kept for the page
-HASH_PARTS = 256  # files that hashes are kept in, so that one of them fits in memory
+GRID = 24  # thumbnails on the page
+HASH_PARTS = 256  # files that the hashes are split into, so that each file fits in memory
 
 
 # ------------------------------------------------------------------------------------------------- check
@@ -59,78 +60,80 @@ def check(
     report: Progress | None = None,
     cache: CacheConfig | None = None,
 ) -> Report:
-    """Look at every sample; without `decode` only at headers and labels. `report` is told shards done, of how many.
+    """Check every sample of a set and return the report.
 
-    `cache` is what a run would fetch remote shards by. A shard that the storage does not give is a problem of its own.
+    With `decode=False`, only image headers and labels are checked. `report` is called with the number of finished
+    shards and the total. `cache` configures downloads of remote shards, as in training. A shard that cannot be
+    downloaded is reported as a problem of this shard.
     """
     jobs = []
     for number in range(len(index.shards)):
-        # Shares of the page's images that add up to GRID: none of most shards where there are many.
+        # Split the GRID thumbnails evenly over the shards; if there are more shards than thumbnails, most get none.
         shown_before = number * GRID // len(index.shards)
         shown_after = (number + 1) * GRID // len(index.shards)
         shown = shown_after - shown_before
         jobs.append(partial(check_shard, index.single_shard(number), shown, decode, cache or CacheConfig()))
-    whole = Report(index, [])
-    repeated = Repeated()
+    set_report = Report(index, [])
+    duplicates = DuplicateCounter()
     with in_parallel(jobs, workers, report) as shard_reports:
         for shard_report in shard_reports:
-            repeated.add(shard_report.hashes)
-            whole.add(shard_report)
-    whole.duplicates = repeated.count()
-    return whole
+            duplicates.add(shard_report.hashes)
+            set_report.add(shard_report)
+    set_report.duplicates = duplicates.count()
+    return set_report
 
 
-class Repeated:
-    """Counts what comes again among any number of 64-bit hashes, kept on disk in 256 parts by their last byte."""
+class DuplicateCounter:
+    """Count duplicates among any number of 64-bit hashes, stored on disk in 256 files by their last byte."""
 
     def __init__(self) -> None:
-        # On disk, because the hashes of 300 million images are 2.4 GB.
+        # On disk because the hashes of 300 million images take 2.4 GB.
         self.folder = TemporaryDirectory(prefix="patchline-hashes-")
 
     def add(self, hashes: array[int]) -> None:
-        """Append hashes to their parts."""
+        """Append hashes to the files of their last bytes."""
         values = np.array(hashes, np.uint64)
         parts = values % np.uint64(HASH_PARTS)
-        # Equal hashes land in the same part, so that each part can be counted by itself.
+        # Equal hashes go to the same file, so each file can be counted separately.
         for part in np.unique(parts):
             with open(Path(self.folder.name, str(part)), "ab") as file:
                 file.write(values[parts == part].tobytes())
 
     def count(self) -> int:
-        """Count the hashes that had come before, and delete the files."""
-        repeated = 0
+        """Return the number of repeated hashes, and delete the files."""
+        duplicates = 0
         with self.folder:
             for path in Path(self.folder.name).iterdir():
                 values = np.fromfile(path, np.uint64)
-                repeated += len(values) - len(np.unique(values))
-        return repeated
+                duplicates += len(values) - len(np.unique(values))
+        return duplicates
 
 
 def check_shard(index: Index, grid: int, decode: bool, cache: CacheConfig) -> ShardReport:
-    """Return the report of an index's only shard, with so many samples kept for the page's `grid`."""
+    """Check the only shard of an index and return its report, with up to `grid` images for the page's thumbnails."""
     shard = index.shards[0]
     report = ShardReport(shard.name)
     try:
         with open_shard(index, 0, cache) as file, mapped(file) as tar:
             if len(tar) != shard.bytes:
-                report.problem = f"{len(tar)} bytes, the index says {shard.bytes}"
+                report.problem = f"{len(tar)} bytes, but the index records {shard.bytes}"
             elif sha256(tar).hexdigest() != shard.sha256:
-                report.problem = "its sha256 is not the one in the index"
-            # Even of a shard that is not what it was, each sample is looked at: some may be worth repairing.
+                report.problem = "sha256 differs from the index"
+            # Check the samples even if the shard has changed: `repair` may still save some of them.
             for sample in samples_of(tar, index, 0, report):
                 if not sample.is_intact:
-                    report.bad.add("not the bytes that were indexed", sample.key)
+                    report.bad.add("bytes changed since indexing", sample.key)
                     continue
                 try:
                     header = read_header(sample.image)
-                    # As many labels as there are classes are allowed: the report says which `max_labels` a run needs.
+                    # Allow as many labels as there are classes: the report prints the `max_labels` that a run needs.
                     labels: tuple[int, ...] = ()
                     if index.classes > 0:
                         labels = read_labels(sample.label, index, index.classes)
                     if decode:
                         decode_whole(sample.image, header)
-                        # libjpeg decodes some damaged files with no more than a warning; training uses them, so they
-                        # are not bad.
+                        # libjpeg decodes some damaged files with only a warning. Training uses them, so they do not
+                        # count as bad.
                         if header.kind == "jpeg" and is_damaged(sample.image):
                             report.damaged += 1
                 except BadImage as error:
@@ -143,7 +146,7 @@ def check_shard(index: Index, grid: int, decode: bool, cache: CacheConfig) -> Sh
                     report.grid.append((f"{sample.key[-24:]}: {classes}", sample.image))
     except OSError as error:
         report.problem = str(error.strerror)
-    # What is behind a URL may be gone, be another shard or not answer; the report goes on with the others.
+    # A remote shard may be deleted, replaced or unreachable. Report it and continue with the other shards.
     except (DataError, StorageError) as error:
         before = f"{report.problem}; " if report.problem else ""
         report.problem = f"{before}{one_line(str(error))}"
@@ -151,7 +154,10 @@ def check_shard(index: Index, grid: int, decode: bool, cache: CacheConfig) -> Sh
 
 
 def open_shard(index: Index, number: int, cfg: CacheConfig) -> BinaryIO:
-    """Return a shard where it is, or from the cache; raises OSError, DataError, StorageError."""
+    """Open a local shard directly, or a remote one through the cache.
+
+    Raises OSError, DataError or StorageError if the shard cannot be read.
+    """
     place = index.location(number)
     if "://" not in place:
         return open(place, "rb")
@@ -160,17 +166,17 @@ def open_shard(index: Index, number: int, cfg: CacheConfig) -> BinaryIO:
     file = cache.opened(place, shard)
     if file_digest(file, "sha256").hexdigest() == shard.sha256:
         return file
-    # The copy rotted, not the shard: it is fetched again, as a run would do.
+    # The cached copy is corrupt: download the shard again, as training would.
     with file:
         cache.drop(shard, os.fstat(file.fileno()).st_ino)
     return cache.opened(place, shard)
 
 
 def samples_of(tar: memoryview, index: Index, number: int, report: ShardReport) -> Iterator[RawSample]:
-    """Give what can be read of a shard, whole or not; how many samples it has and what it lacks goes into the report.
+    """Yield the readable samples of a shard, even if it is truncated; add their number and all problems to `report`.
 
-    Of a subset the table alone says which samples of the tar are its own, the others being held out perhaps: without
-    it DataError is raised. Of any other set, a table that cannot be used is the shard's problem.
+    For a subset, only the table tells which samples of the tar belong to it (the others may be held out), so an
+    unreadable table raises DataError. For any other set, an unreadable table is reported as a problem of the shard.
     """
     of_subset = index.origin is not None
     table: np.ndarray | None = None
@@ -189,7 +195,7 @@ def samples_of(tar: memoryview, index: Index, number: int, report: ShardReport) 
     report.samples = len(result.rows)
     report.refused = result.refused
     report.problem = report.problem or result.broken
-    digests: dict[tuple[int, int], int] = {}  # by the offsets of image and label, as they were indexed
+    digests: dict[tuple[int, int], int] = {}  # (image offset, label offset) → digest in the index
     if table is not None:
         for entry in table:
             digests[int(entry["image"]), int(entry["label"])] = int(entry["digest"])
@@ -213,11 +219,11 @@ def repair(
     cache: CacheConfig | None = None,
     **options: Any,
 ) -> Index:
-    """Pack every good sample into a new set in another folder; with `unique`, each image once.
+    """Pack every good sample into a new set in another folder; with `unique`, pack each image only once.
 
-    Missing shards are left out, of short ones what stands before the cut is kept. `cache` is what a run would fetch
-    remote shards by; where the storage does not answer, StorageError is raised. `options` go to `pack`.
-    Raises DataError, before anything is packed, where a subset has lost a table: nobody knows its samples without.
+    Missing shards are skipped, and truncated shards contribute their complete samples. `cache` configures downloads of
+    remote shards, as in training. `options` are passed to `pack`. Raises StorageError if the storage does not respond.
+    Raises DataError, before packing starts, if a subset has lost a table, which is the only record of its samples.
     """
     if index.origin is not None:
         for number in range(len(index.shards)):
@@ -228,12 +234,12 @@ def repair(
 
 
 def good_samples(index: Index, unique: bool, cache: CacheConfig) -> Iterator[Sample]:
-    """Give every sample of a set that is whole and can be decoded; with `unique`, each image once."""
-    digests: set[bytes] = set()  # of the images so far, if they must be unique
+    """Yield every intact sample whose image decodes; with `unique`, yield each image only once."""
+    digests: set[bytes] = set()  # of the images yielded so far, if `unique`
     for number, shard in enumerate(index.shards):
         try:
             file = open_shard(index, number, cache)
-        # Repairing excludes a shard that cannot be read, and keeps the others.
+        # Skip an unreadable shard and repair the others.
         except (OSError, DataError):
             continue
         times_seen: Counter[str] = Counter()
@@ -250,12 +256,12 @@ def good_samples(index: Index, unique: bool, cache: CacheConfig) -> Iterator[Sam
                 except BadImage:
                     continue
                 if unique:
-                    # 16 bytes here and 8 in the report: there a chance match is a wrong count, here a lost image.
+                    # 16 bytes here but 8 in the report: a collision there is a wrong count, here it loses an image.
                     digest = blake2b(image, digest_size=16).digest()
                     if digest in digests:
                         continue
                     digests.add(digest)
-                # A key may come twice in a tar that others made; in ours each names one sample.
+                # Tars from other tools may repeat a key; in a packed set each key must be unique.
                 times_seen[key] += 1
                 if times_seen[key] > 1:
                     key = f"{key}-{times_seen[key]}"

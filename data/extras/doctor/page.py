@@ -1,4 +1,4 @@
-"""The doctor's report as one HTML file that needs nothing else: totals, histograms, a grid of samples."""
+"""Write the data report of `check` as one self-contained HTML file: totals, histograms, thumbnails."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from data.extras.doctor.report import Report
 from data.extras.pages import page
 from data.images.decode import decode
 
-MOST_SHARDS = 1000  # rows of the table
-CHARTED = ("shorter side", "width / height", "kB")  # names of `report.ShardReport.spreads`
+MOST_SHARDS = 1000  # rows in the table of shards
+CHARTED = ("shorter side", "width / height", "kB")  # keys of `report.ShardReport.spreads`
 
 
 def write_page(report: Report, path: str | Path, world: int = 1) -> Path:
-    """Write the page, with advice for so many workers, and return its path."""
-    # Problems of a whole shard first, then the most bad samples.
+    """Write the page, with advice for training on `world` workers, and return its path."""
+    # First the shards with a problem of their own, then those with the most bad samples.
     shards = sorted(report.shards, key=lambda shard: (not shard.problem, -shard.bad.counts.total()))
     more = ""
     if len(shards) > MOST_SHARDS:
-        more = f": the first {MOST_SHARDS} of {len(shards)}, the worst first"
-    # The images stay in the order of the shards, so that the grid shows the whole set and not its worst part.
+        more = f": the worst {MOST_SHARDS} of {len(shards)}"
+    # Keep the thumbnails in shard order, so that they represent the whole set and not its worst shards.
     thumbnails = []
     for shard in report.shards:
         for caption, encoded in shard.grid:
             thumbnails.append((caption, page.jpeg(decode(encoded))))
 
-    # Samples a class, and how sides, shapes and sizes are spread.
+    # Histograms of samples per class, and of sides, shapes and file sizes.
     with page.charted():
         figure = Figure(figsize=(8, 5), layout="constrained")
         axes = figure.subplots(2, 2).ravel()
         counts = sorted((report.classes[label] for label in range(report.index.classes)), reverse=True)
         axes[0].fill_between(range(len(counts)), counts, step="mid", color=page.LINES[0])
-        axes[0].set(title="samples a class, most first", xlabel="class, by rank", ylim=(0, None))
+        axes[0].set(title="samples per class, largest first", xlabel="class, by rank", ylim=(0, None))
         for axis, name in zip(axes[1:], CHARTED, strict=True):
             title = f"{name} of an image"
             spread = report.spreads.get(name)
-            # Where no image was good, the chart is empty.
+            # If the set has no good image, the chart is empty.
             if spread:
                 low = min(spread)
-                high = spread.quantile(0.99)  # the longest tail would flatten all else
-                if low == high:  # images that are all alike still need a bar of some width
+                high = spread.quantile(0.99)  # a long tail would squeeze the rest of the histogram
+                if low == high:  # the histogram needs a range of nonzero width
                     low -= 0.5
                     high += 0.5
                 axis.hist(list(spread), bins=40, range=(low, high), weights=list(spread.values()), color=page.LINES[0])
@@ -51,9 +51,9 @@ def write_page(report: Report, path: str | Path, world: int = 1) -> Path:
     page.write_page(
         Path(path),
         "check.html",
-        title=f"Data report of {report.index.tables.name}, digest {report.index.digest[:12]}",
+        title=f"Data report for {report.index.tables.name}, digest {report.index.digest[:12]}",
         summary="\n".join(report.lines(world)),
-        chart=page.svg(figure, "samples a class, and how sides, shapes and sizes are spread"),
+        chart=page.svg(figure, "histograms of samples per class, image sides, aspect ratios and file sizes"),
         shards=shards[:MOST_SHARDS],
         more=more,
         samples=thumbnails,

@@ -1,4 +1,4 @@
-"""What the doctor has seen of one shard (`ShardReport`) and of a set (`Report`), with its lines for a terminal."""
+"""Results of a data check, for one shard (`ShardReport`) and for a set (`Report`), and their text for the terminal."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ from data.images.decode import Header
 from data.index.index import Index, Refusals
 from data.index.names import preview
 
-FEW_SHARDS = 16  # so few shards are no trouble if they are small
-SMALL_SHARD = 32 << 20  # bytes; below it a network mostly waits for the next request
+FEW_SHARDS = 16  # up to this number, small shards are not a problem
+SMALL_SHARD = 32 << 20  # bytes; below this size, latency dominates network reads
 LARGE_SHARD = 4 << 30  # bytes
 
 
 class Spread(Counter[float]):
-    """How often each value of some measure came; a few thousand counters, however many the images."""
+    """Histogram of one measure; rounding keeps it to a few thousand distinct values for any number of images."""
 
     def quantile(self, q: float) -> float:
-        """Return the least value that a part `q` of all does not exceed; raises IndexError where there is none."""
+        """Return the smallest value with at least the share `q` of all values at or below it.
+
+        Raises IndexError if the histogram is empty.
+        """
         values = sorted(self)
         reached = np.cumsum([self[value] for value in values])
         return values[int(np.searchsorted(reached, q * reached[-1]))]
@@ -31,29 +34,29 @@ class Spread(Counter[float]):
 
 @dataclass
 class ShardReport:
-    """What the doctor saw in one shard; classes, sizes, spreads and hashes are of the good samples alone."""
+    """Results for one shard; classes, sizes, histograms and hashes cover only the good samples."""
 
     name: str
     samples: int = 0
-    problem: str = ""  # of the shard as a whole: missing, short, changed, no tar
-    bad: Refusals = field(default_factory=Refusals)  # samples, the first of each reason by its key
+    problem: str = ""  # of the shard as a whole: missing, truncated, changed, or not a tar
+    bad: Refusals = field(default_factory=Refusals)  # bad samples by reason, with the key of the first one
     refused: Refusals = field(default_factory=Refusals)
     classes: Counter[int] = field(default_factory=Counter)
-    most_labels: int = 0  # of one sample
-    damaged: int = 0  # JPEGs that decode, with warnings
+    most_labels: int = 0  # largest number of labels of one sample
+    damaged: int = 0  # JPEGs that decode with warnings
     good: int = 0
-    size: int = 0  # bytes of their images
+    size: int = 0  # bytes of the images of good samples
     spreads: dict[str, Spread] = field(default_factory=dict)
-    hashes: array[int] = field(default_factory=lambda: array("Q"))  # of the encoded images, until they are compared
-    grid: list[tuple[str, bytes]] = field(default_factory=list)  # for the page: key and classes, the encoded image
+    hashes: array[int] = field(default_factory=lambda: array("Q"))  # of the encoded images; emptied by `Report.add`
+    grid: list[tuple[str, bytes]] = field(default_factory=list)  # thumbnails: (key and classes, encoded image)
 
     def add_good(self, header: Header, image: bytes, labels: tuple[int, ...]) -> None:
         """Count and measure a good sample."""
         self.good += 1
         self.size += len(image)
-        self.classes.update(set(labels))  # a label that is repeated counts once
+        self.classes.update(set(labels))  # count a repeated label once
         self.most_labels = max(self.most_labels, len(labels))
-        # Rounded, so that a few thousand counters are enough for any number of images.
+        # Rounding keeps each histogram to a few thousand values for any number of images.
         measures = {
             "height": header.height,
             "width": header.width,
@@ -63,23 +66,23 @@ class ShardReport:
         }
         for name, value in measures.items():
             self.spreads.setdefault(name, Spread())[value] += 1
-        # 64 bits of each image: among 300 million the chance that any two different ones meet is under 1 %.
+        # With 64 bits, the chance of any collision among 300 million different images is below 1 %.
         self.hashes.frombytes(blake2b(image, digest_size=8).digest())
 
 
 @dataclass
 class Report:
-    """What is in a set."""
+    """Results for a whole set."""
 
     index: Index
     shards: list[ShardReport]
     classes: Counter[int] = field(default_factory=Counter)
     spreads: dict[str, Spread] = field(default_factory=dict)  # sides, shape and size of the good images
-    duplicates: int = 0  # good samples whose very bytes another one has already
+    duplicates: int = 0  # good samples whose image has the same bytes as an earlier one
 
     @property
     def bad(self) -> Refusals:
-        """Bad samples, by reason."""
+        """Bad samples of all shards, by reason."""
         total = Refusals()
         for shard in self.shards:
             total.add_all(shard.bad, shard.name)
@@ -87,7 +90,7 @@ class Report:
 
     @property
     def refused(self) -> Refusals:
-        """Members of the tars that were passed over, by reason."""
+        """Ignored members of all tars, by reason."""
         total = Refusals()
         for shard in self.shards:
             total.add_all(shard.refused, shard.name)
@@ -95,27 +98,27 @@ class Report:
 
     @property
     def good(self) -> int:
-        """Good samples."""
+        """Number of good samples in all shards."""
         return sum(shard.good for shard in self.shards)
 
     @property
     def ok(self) -> bool:
-        """Whether a run would read every sample."""
+        """Whether training could read every sample."""
         return not self.bad.counts and not any(shard.problem for shard in self.shards)
 
     def add(self, shard: ShardReport) -> None:
-        """Keep a shard's report, its counters only as part of the whole set's."""
+        """Append a shard's report, and move its counters into those of the set."""
         self.classes.update(shard.classes)
         for name, spread in shard.spreads.items():
             self.spreads.setdefault(name, Spread()).update(spread)
-        # Of tens of thousands of shards these would fill the memory.
+        # The counters of tens of thousands of shards would fill the memory.
         shard.classes = Counter()
         shard.spreads = {}
         shard.hashes = array("Q")
         self.shards.append(shard)
 
     def lines(self, world: int = 1) -> list[str]:
-        """Return the report for a terminal: one fact a line, always in the same order; advice for so many workers."""
+        """Return the report as lines for a terminal, in a fixed order, with advice for training on `world` workers."""
         size = 0  # bytes of the images
         damaged = 0
         most_labels = 1
@@ -125,7 +128,7 @@ class Report:
             most_labels = max(most_labels, shard.most_labels)
         lines = [f"{len(self.shards)} shards  {self.good:,} good samples  {size / 1e6:,.1f} MB of images"]
 
-        # What is wrong: with shards, then with samples, then with members of tars.
+        # Problems of shards, then of samples, then of tar members.
         for shard in self.shards:
             if shard.problem:
                 lines.append(printable(f"shard {shard.name}: {shard.problem}"))
@@ -134,39 +137,39 @@ class Report:
             lines.append(f"bad: {count} × {reason}, first {printable(bad.first[reason])}")
         lines += self.refused.lines("refused: ")
 
-        # What a run must be told.
+        # Labels, damaged images and duplicates.
         if most_labels > 1:
             lines.append(
-                f"labels: up to {most_labels} a sample; a run needs data.max_labels={most_labels}, "
-                "or replaces the others"
+                f"labels: up to {most_labels} per sample; train with data.max_labels={most_labels}, "
+                "or samples with more labels are replaced"
             )
         lines.append(f"damaged but decodable: {damaged}")
         lines.append(f"duplicates: {self.duplicates}")
 
-        # How many classes there are, and how the samples are spread over them.
+        # Classes, and the number of samples in each.
         empty = [label for label in range(self.index.classes) if self.classes[label] == 0]
         line = f"classes: {self.index.classes}, empty {len(empty)}"
         if empty:
             line += f" (first: {empty[:8]})"
         if self.index.names:
-            line += f", called {preview(self.index.names)}"
+            line += f", names: {preview(self.index.names)}"
         lines.append(line)
         if self.classes:
             counts = sorted(self.classes.values())
             median = counts[len(counts) // 2]
-            lines.append(f"samples a class: least {counts[0]}, median {median}, most {counts[-1]}")
+            lines.append(f"samples per class: min {counts[0]}, median {median}, max {counts[-1]}")
 
-        # How the shards could be read better, if there is anything to say.
+        # Advice on shard sizes.
         sizes = np.array([shard.bytes for shard in self.index.shards])
         if len(sizes) > FEW_SHARDS and np.median(sizes) < SMALL_SHARD:
             mebibytes = np.median(sizes) / 2**20
-            lines.append(f"advice: shards of {mebibytes:.0f} MiB are small for a network; 256 MiB – 1 GiB read best")
+            lines.append(f"advice: shards of {mebibytes:.0f} MiB are slow to read over a network; use 256 MiB to 1 GiB")
         if sizes.max(initial=0) > LARGE_SHARD:
             lines.append(
-                "advice: shards over 4 GiB delay the first batch and the cache; pack with shard_bytes of 1 GiB"
+                "advice: shards over 4 GiB delay the first batch and fill the cache slowly; use shard_bytes of 1 GiB"
             )
         if world > 1 and len(sizes) < world:
             lines.append(
-                f"advice: {len(sizes)} shards for {world} workers: several read one shard, fine on local disks"
+                f"advice: {len(sizes)} shards for {world} workers: some workers share a shard, fine on local disks"
             )
         return lines

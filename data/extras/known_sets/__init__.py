@@ -1,1 +1,1 @@
-"""Data sets as their owners distribute them: ImageNet, ObjectNet, VTAB."""
+"""Readers of public data sets in the format that their authors distribute: ImageNet, ObjectNet, VTAB and others."""

@@ -1,10 +1,11 @@
-"""What readers of known data sets share: files out of archives, images as PNG, and the count of what was read.
+"""Shared parts of the readers of public data sets: archive members, PNG encoding, and sample counts.
 
-Archives are downloaded by hand, cut short, mixed up and thinned out; a number on half a test set is no number. So the
-samples and classes of every known set are counted while they are packed, and compared before there is an index.
+Archives are downloaded by hand and may be truncated, mixed up or incomplete, and an accuracy on half a test set is
+meaningless. Packing therefore counts the samples and classes of each public set, and compares the counts with the
+published ones before it writes the index.
 
     encode(pixels)                                   an array of RGB pixels, or of grey pixels → PNG
-    as_image(raw, "cat_1.jpg", others)               a JPEG stays as it is, whatever its name says; a GIF becomes a PNG
+    as_image(raw, "cat_1.jpg", others)               a JPEG is kept whatever its file name; a GIF is converted to PNG
 """
 
 from __future__ import annotations
@@ -25,30 +26,30 @@ from data.extras.sources.members import members
 from data.index.index import Refusals
 from data.sources.samples import Archive, Sample, kind_of
 
-MOST_OF_A_LIST = 1 << 30  # bytes of a file that is no image; CIFAR-100's train.bin has 154 MB
+MOST_OF_A_LIST = 1 << 30  # largest size in bytes of a file that is not an image; CIFAR-100's train.bin has 154 MB
 
 
 def read_members(
     path: str | os.PathLike[str],
     bases: Collection[str],
-    way_out: str = "; is this the archive that its owners call so?",
+    way_out: str = "; check that this is the original archive",
 ) -> dict[str, bytes]:
-    """Read the files of a small archive by the last parts of their paths.
+    """Read files of a small archive, selected by the last component of their paths.
 
-    Raises DataError, which ends with `way_out`, where one is missing.
+    Raises DataError, with `way_out` at the end of the message, if a file is missing.
     """
     contents: dict[str, bytes] = {}
     for member in members(path):
         if member.base in bases:
             contents[member.base] = member.read(MOST_OF_A_LIST)
-    lacking = [base for base in bases if base not in contents]
-    if lacking:
-        raise DataError(f"{path}: has no {', '.join(lacking)}{way_out}")
+    missing = [base for base in bases if base not in contents]
+    if missing:
+        raise DataError(f"{path}: missing {', '.join(missing)}{way_out}")
     return contents
 
 
 def text_of(content: bytes, name: str) -> str:
-    """Return the text of a file of an archive; raises DataError where it is none."""
+    """Decode an archive member as UTF-8 text; raises DataError if it is not UTF-8."""
     try:
         return content.decode()
     except UnicodeDecodeError as error:
@@ -56,25 +57,25 @@ def text_of(content: bytes, name: str) -> str:
 
 
 def first_present(folder: str | os.PathLike[str], names: Collection[str], page: str) -> Path:
-    """Return the first of these files or folders that lies in a folder; raises DataError saying where to get them."""
+    """Return the first of these names that exists in a folder; raises DataError with the download page if none does."""
     folder = Path(folder)
     for name in names:
         if (folder / name).exists():
             return folder / name
-    raise DataError(f"{folder}: has none of {', '.join(names)}\n  download it from {page}")
+    raise DataError(f"{folder}: expected one of {', '.join(names)}\n  download it from {page}")
 
 
 def encode(pixels: np.ndarray) -> bytes:
-    """Return a PNG of uint8 pixels of shape (H, W, 3) in RGB, or (H, W) in grey; same pixels give the same bytes."""
+    """Encode uint8 pixels, (H, W, 3) in RGB or (H, W) in grey, as PNG; the result is deterministic."""
     # OpenCV encodes BGR.
     ordered = pixels[..., ::-1] if pixels.ndim == 3 else pixels
     return cv2.imencode(".png", np.ascontiguousarray(ordered))[1].tobytes()
 
 
 def as_image(raw: bytes, name: str, changed: Refusals) -> tuple[bytes, str]:
-    """Return an encoded image and its extension, by what its bytes are; kinds that no decoder here reads become PNG.
+    """Return an encoded image and the extension of its actual format; unsupported formats are converted to PNG.
 
-    Each change is counted in `changed`. Raises DataError where it is no image at all.
+    Conversions are counted in `changed`. Raises DataError if the bytes are not an image.
     """
     kind = kind_of(raw)
     if kind != "jpg" or raw.startswith(b"\xff\xd8"):
@@ -82,16 +83,16 @@ def as_image(raw: bytes, name: str, changed: Refusals) -> tuple[bytes, str]:
 
     try:
         with Image.open(io.BytesIO(raw)) as image:
-            # Of a GIF with several frames, the first: what TensorFlow's data sets and Pillow show of it.
+            # Use the first frame of an animated GIF, like TensorFlow Datasets and Pillow.
             pixels = np.asarray(image.convert("RGB"))
-            changed.add(f"{image.format} made a PNG, pixel by pixel", name)
+            changed.add(f"{image.format} converted to PNG without loss", name)
     except (UnidentifiedImageError, OSError) as error:
-        raise DataError(f"{printable(name)}: no image ({error}); download the archive again") from None
+        raise DataError(f"{printable(name)}: not an image ({error}); download the archive again") from None
     return encode(pixels), "png"
 
 
-def warn_of(source: Path, notes: Refusals) -> None:
-    """Log a warning of what was passed over in a source, or changed, a line a reason."""
+def log_notes(source: Path, notes: Refusals) -> None:
+    """Log a warning for each reason why files of a source were skipped or converted."""
     log = logging.getLogger(__name__)
     for line in notes.lines():
         log.warning("%s: %s", source, line)
@@ -100,21 +101,22 @@ def warn_of(source: Path, notes: Refusals) -> None:
 def samples_of_archive(
     archive: Archive, path: Path, split: str, name: str, *, partial: bool = False
 ) -> Iterator[Sample]:
-    """Give the samples of a known data set, counted and compared with what is published.
+    """Yield the samples of a public data set, and compare their number with the published one.
 
-    `name` is the set's, for messages. Raises DataError where they differ: before the first sample in the classes, after
-    the last in the samples; and where the archive is damaged or another. Of a `partial` set what differs is logged.
+    `name` is the name of the set in messages. Raises DataError if the number of classes differs (before the first
+    sample), if the number of samples differs (after the last one), or if the archive is damaged or a different one.
+    With `partial=True`, differences are only logged.
     """
     published = archive.published[split]
     expected = f"expected {published.samples:,} samples of {published.classes:,} classes ({published.source})"
     way_out = (
-        "\n  compare the archive's size or checksum with its owners', and download it again\n"
-        "  if it is a part on purpose: --partial, in a recipe partial: true"
+        "\n  compare the archive's size or checksum with the published one, and download it again\n"
+        "  if you want to use part of the set: pass --partial, or set partial: true in a recipe"
     )
     log = logging.getLogger(__name__)
 
     names = (archive.counted or archive.classes)(path)
-    samples = archive.samples(path, split)  # which may refuse what lies there, in better words than a count
+    samples = archive.samples(path, split)  # may raise a more specific error than the comparison of counts
     if names and len(names) != published.classes:
         difference = f"{name}: found {len(names):,} classes, {expected}"
         if not partial:

@@ -1,10 +1,11 @@
-"""ImageNet-1k (ILSVRC 2012), from its archives or from folders, and ReaL, other labels for its validation images.
+"""Read ImageNet-1k (ILSVRC 2012) from its archives or from folders, and the ReaL labels of its validation images.
 
-1. Training images: ILSVRC2012_img_train.tar, a tar of one tar a class, or a folder of these tars, or one of a folder a
-   class. All three give the same samples in the same order, since images are sorted by the hash of their names.
-2. Validation images: ILSVRC2012_img_val.tar or a folder of its files, with their classes from the devkit's archive, a
-   text file or real.json; or folders of one class each, as most people keep them.
-3. A class's id is its image among the sorted WordNet ids, 0 … 999, as everywhere but in the devkit itself.
+1. Training images: ILSVRC2012_img_train.tar (a tar that contains one tar per class), a folder of the class tars, or a
+   folder with one sub-folder per class. All three give the same samples in the same order, because images are sorted by
+   the hash of their names.
+2. Validation images: ILSVRC2012_img_val.tar or a folder of its files, with the classes from the devkit archive, a text
+   file or real.json; or the usual folder with one sub-folder per class.
+3. A class id is the index in the sorted list of WordNet ids, 0 … 999. Only the devkit itself uses a different order.
 
     ILSVRC2012_img_train.tar
       n01440764.tar: n01440764_10026.JPEG …     →     Sample("n01440764_10026", b"\\xff\\xd8…", (0,))
@@ -24,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from data.errors import DataError
-from data.extras.known_sets.archive import read_members, warn_of
+from data.extras.known_sets.archive import log_notes, read_members
 from data.extras.sources.members import is_compressed
 from data.index.index import Refusals
 from data.index.names import Names, preview
@@ -43,20 +44,20 @@ GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
 
 
 class Stored(NamedTuple):
-    """Where an image lies, or the tar of a class: in a tar from an offset on, or in a file of its own."""
+    """Location of an image or of a class tar: at an offset in a tar, or as a separate file."""
 
     name: str  # n01440764_10026.JPEG, n01440764.tar
-    place: Path  # the tar, or the folder of the image's file
-    label: int = -1  # of a training image
+    place: Path  # the tar, or the folder of the separate file
+    label: int = -1  # class id of a training image
     offset: int = 0  # bytes from the beginning of the tar
-    size: int = -1  # bytes; −1 for a file of its own
+    size: int = -1  # bytes; −1 for a separate file
 
     def sample(self, labels: Sequence[int]) -> Sample:
-        """Return the sample of this image, read from its tar; a file of its own is left to be read later."""
+        """Return this image as a sample: bytes read from the tar, or the path of a separate file."""
         key = self.name.partition(".")[0]
         if self.size < 0:
             return Sample(key, self.place / self.name, tuple(labels))
-        # Opened anew for each image: a thousand tars are more than a process may hold open everywhere.
+        # Open the tar for each image: a thousand open files exceed the limit of some systems.
         with open(self.place, "rb") as file:
             file.seek(self.offset)
             return Sample(key, file.read(self.size), tuple(labels))
@@ -75,7 +76,7 @@ def stored_in(tar: Path) -> list[Stored]:
 
 
 def class_tars(path: Path) -> list[Stored]:
-    """Return the tars of the classes, sorted by name, from a tar or a folder of them; none of class folders."""
+    """Return the class tars of a tar or a folder, sorted by name; an empty list for a folder of class folders."""
     if not path.is_dir():
         return stored_in(path)
     tars = []
@@ -85,7 +86,7 @@ def class_tars(path: Path) -> list[Stored]:
 
 
 def train(path: Path, split: str = "train") -> Iterator[Sample]:
-    """Give the training images, mixed by the hash of their names; raises DataError where a tar is damaged."""
+    """Yield the training images, shuffled by the hash of their names; raises DataError if a tar is damaged."""
     images: list[Stored] = []
     tars = class_tars(path)
     for label, tar in enumerate(tars):
@@ -93,7 +94,7 @@ def train(path: Path, split: str = "train") -> Iterator[Sample]:
         with open(tar.place, "rb") as file, mapped(file) as content:
             for member, offset, size in members(content[tar.offset : tar.offset + tar.size], name, Refusals()):
                 images.append(Stored(member.decode(), tar.place, label, tar.offset + offset, size))
-    # A folder of one folder a class.
+    # A folder with one sub-folder per class.
     if path.is_dir() and not tars:
         skipped = Refusals()
         for label, class_name in enumerate(folder_classes(path)):
@@ -107,15 +108,15 @@ def train(path: Path, split: str = "train") -> Iterator[Sample]:
                         images.append(Stored(entry.name, folder, label))
                     else:
                         skipped.add_type(extension, f"{class_name}/{entry.name}")
-        warn_of(path, skipped)
-    # In the order of the hash of their names all classes mix, wherever the images lie.
+        log_notes(path, skipped)
+    # Sorting by the hash of the names mixes the classes, and does not depend on how the images are stored.
     images.sort(key=lambda image: sha256(os.fsencode(image.name)).digest())
     for image in images:
         yield image.sample([image.label])
 
 
 def train_classes(path: Path) -> Names:
-    """Return the WordNet ids of the training images, sorted, by which the tars or the folders of the classes go."""
+    """Return the sorted WordNet ids of the classes, which are the names of the class tars or class folders."""
     tars = class_tars(path)
     if path.is_dir() and not tars:
         return folder_classes(path)
@@ -126,29 +127,29 @@ def train_classes(path: Path) -> Names:
 
 
 def validation(wnids: Path | None, path: Path, split: str = "validation") -> Iterator[Sample]:
-    """Give the validation images in the order of their names, with classes from `wnids`: the devkit, or a text file.
+    """Yield the validation images in the order of their names.
 
-    Without it the classes are those of the folders in which the images lie. Raises DataError where there are neither,
-    or where there are both and they differ.
+    The classes come from `wnids` (the devkit or a text file), or otherwise from the names of the class folders. Raises
+    DataError if neither exists, or if both exist and disagree.
     """
     truth = validation_truth(wnids, path)
     if not truth:
         raise DataError(
-            f"{path}: nothing says of which classes these images are\n"
-            f"  expected one folder a class, or --wnids {DEVKIT} (or a text file of one WordNet id a line)"
+            f"{path}: the classes of these images are unknown\n"
+            f"  expected one folder per class, or --wnids {DEVKIT} (or a text file with one WordNet id per line)"
         )
-    _, labels = np.unique(truth, return_inverse=True)  # places among the sorted WordNet ids
+    _, labels = np.unique(truth, return_inverse=True)  # indices in the sorted list of WordNet ids
     return labelled_images(path, labels.reshape(-1, 1).tolist(), wnids or path)
 
 
 def validation_classes(wnids: Path | None, path: Path) -> Names:
-    """Return the WordNet ids of the validation images, each once, sorted; none where nothing says them."""
+    """Return the sorted, distinct WordNet ids of the validation images; an empty tuple if they are unknown."""
     return tuple(sorted(set(validation_truth(wnids, path))))
 
 
 def validation_truth(wnids: Path | None, path: Path) -> Sequence[str]:
-    """Return the WordNet id of each validation image, in the order of their names; none where nothing says them."""
-    in_folders: list[Stored] = []  # of a class each
+    """Return the WordNet id of each validation image, in the order of the names; an empty list if they are unknown."""
+    in_folders: list[Stored] = []  # images in class folders
     if path.is_dir():
         images = validation_images(path)
         if all(image.place != path for image in images):
@@ -156,20 +157,20 @@ def validation_truth(wnids: Path | None, path: Path) -> Sequence[str]:
     if wnids is None:
         return [image.place.name for image in in_folders]
     truth = validation_wnids(wnids)
-    # Where there are more of the one than of the other, `labelled_images` says so.
+    # `labelled_images` raises an error if the numbers of images and labels differ.
     for image, wnid in zip(in_folders, truth, strict=False):
         if image.place.name != wnid:
             raise DataError(
-                f"{path}: {image.name} lies in the folder {image.place.name}, {wnids} says {wnid}\n"
-                "  expected both to agree: sort the images into folders again, or leave wnids out"
+                f"{path}: {image.name} is in folder {image.place.name}, but its class in {wnids} is {wnid}\n"
+                "  move the images to the right folders, or omit wnids"
             )
     return truth
 
 
 def real(labels: Path, path: Path, split: str = "validation") -> Iterator[Sample]:
-    """Give the validation images that have labels in real.json, which lists all of each (Beyer et al. 2020).
+    """Yield the validation images with all their labels from real.json (ReaL, Beyer et al. 2020).
 
-    Images with an empty list are not part of the protocol; a prediction is right when it is any of the labels.
+    The protocol excludes images without labels. A prediction is correct if it matches any of the labels.
     """
     try:
         truth = json.loads(labels.read_bytes())
@@ -177,26 +178,26 @@ def real(labels: Path, path: Path, split: str = "validation") -> Iterator[Sample
     except ValueError:
         is_list = False
     if not is_list:
-        raise DataError(f"{labels}: expected real.json, a list of one list of class ids an image; download it again")
+        raise DataError(f"{labels}: expected real.json, with a list of class ids for each image; download it again")
     for sample in labelled_images(path, truth, labels):
         if sample.labels:
             yield sample
 
 
 def labelled_images(path: Path, labels: Sequence[Sequence[int]], source: str | os.PathLike[str]) -> Iterator[Sample]:
-    """Give samples of a tar or folder of images and the labels of each, in the order of the image names.
+    """Yield the images of a tar or folder, in the order of their names, with the given labels.
 
-    Raises DataError unless there are as many labels as images; `source` is where the labels are from.
+    Raises DataError if the numbers of images and labels differ; the message names `source`, the origin of the labels.
     """
     images = validation_images(path)
     if len(images) != len(labels):
-        raise DataError(f"{path}: {len(images)} images, {source}: {len(labels)} labels; they must be as many")
+        raise DataError(f"{path}: {len(images)} images, but {len(labels)} labels in {source}; expected equal numbers")
     for image, image_labels in zip(images, labels, strict=True):
         yield image.sample(image_labels)
 
 
 def validation_images(path: Path) -> list[Stored]:
-    """Return the images of a tar, or of a folder and the class folders in it, in the order of their names."""
+    """Return the images of a tar, or of a folder and its class folders, in the order of their names."""
     if not path.is_dir():
         return stored_in(path)
     images = []
@@ -210,10 +211,10 @@ def validation_images(path: Path) -> list[Stored]:
 
 
 def validation_wnids(path: Path) -> list[str]:
-    """Return the WordNet id of each validation image, from the devkit's archive or folder, or from a text file.
+    """Return the WordNet id of each validation image, from the devkit (archive or folder) or from a text file.
 
-    The devkit numbers the synsets from 1 on in an order of its own, the 1,000 without children first; of the 1,860 in
-    meta.mat only these are classes. Raises DataError where it holds others.
+    The devkit numbers the 1,860 synsets of meta.mat from 1, in its own order: first the 1,000 without children, which
+    are the classes. Raises DataError if an image has any other number.
     """
     if not path.is_dir() and not is_compressed(path):
         return path.read_text().split()
@@ -226,7 +227,7 @@ def validation_wnids(path: Path) -> list[str]:
         for synset in loadmat(io.BytesIO(contents["meta.mat"]), squeeze_me=True)["synsets"]:
             if int(synset["num_children"]) == 0:
                 wnid_of[int(synset["ILSVRC2012_ID"])] = str(synset["WNID"])
-    # scipy raises whatever its parser stumbles over in a file that is torn.
+    # For a truncated file, scipy raises many kinds of exceptions.
     except (ValueError, TypeError, KeyError, IndexError, NotImplementedError, OSError) as error:
         raise DataError(f"{path}: meta.mat has no table of synsets ({error}); download it again from {PAGE}") from None
     wnids = []
@@ -239,5 +240,5 @@ def validation_wnids(path: Path) -> list[str]:
             unknown.add(str(number))
     if unknown:
         names = preview(sorted(unknown))
-        raise DataError(f"{path}: {GROUND_TRUTH} has {names}, no class of its meta.mat; download it again")
+        raise DataError(f"{path}: {GROUND_TRUTH} has {names}, but meta.mat has no such class; download it again")
     return wnids

@@ -1,14 +1,15 @@
-"""ImageNet-21k: winter21_whole.tar.gz, fall11_whole.tar, or a folder of their class tars or class folders.
+"""Read ImageNet-21k from winter21_whole.tar.gz, fall11_whole.tar, or a folder of class tars or class folders.
 
-The archives hold one tar a class, 1.1 and 1.3 TB in all. They are read from the beginning to the end, class after
-class, and nothing of them is unpacked to disk: shards hold a few classes each, which the order of training mixes as
-well as if they were shuffled (docs/design/order.md, "How good is the shuffle?").
+The archives (1.1 and 1.3 TB) contain one tar per class. They are read as a stream, class after class, without unpacking
+to disk. Each shard therefore holds only a few classes, and the training order mixes them as well as if the samples had
+been shuffled first (docs/design/order.md, "How good is the shuffle?").
 
     winter21_whole.tar.gz
       winter21_whole/n00004475.tar: n00004475_6590.JPEG …     →     Sample("n00004475_6590", b"\\xff\\xd8…", (0,))
 
-A class's id is its place among the sorted WordNet ids, so that all of them have to be known before the first sample. A
-folder tells them at once; an archive is read through once for them, unless a text file lists them (`wnids`).
+A class id is the index in the sorted list of WordNet ids, so all ids must be known before the first sample. The entries
+of a folder give them at once. An archive must be read once more to collect them, unless a text file lists them
+(`wnids`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from data.errors import DataError
-from data.extras.known_sets.archive import warn_of
+from data.extras.known_sets.archive import log_notes
 from data.extras.sources.members import Member, members, tar_members
 from data.index.index import Refusals
 from data.index.names import Names, preview
@@ -28,14 +29,14 @@ from data.sources.samples import Published, Sample, kind_of
 
 WNID = re.compile(r"n\d{8}")
 WINTER21 = Published(13_153_500, 19_167, "the winter 2021 release, image-net.org/update-sep-17-2019")
-# image-net.org counts 14,197,122 images; those who list what the tar holds count 35 less (MXNet's tutorial of it).
+# image-net.org reports 14,197,122 images; the tar contains 35 fewer (according to MXNet's ImageNet-21k tutorial).
 FALL11 = Published(14_197_122, 21_841, "the fall 2011 release, image-net.org", also=(14_197_087,))
 
 
 def samples(wnids: Path | None, path: Path, split: str = "train") -> Iterator[Sample]:
-    """Give the images, class after class in the order of the archive, or of the sorted names of a folder.
+    """Yield the images class by class, in the order of the archive or of the sorted names in a folder.
 
-    Raises DataError where a class is not among those that `wnids` lists, or comes twice.
+    Raises DataError if a class is not listed in `wnids`, or occurs twice.
     """
     names = classes(wnids, path)
     ids = {wnid: label for label, wnid in enumerate(names)}
@@ -45,21 +46,21 @@ def samples(wnids: Path | None, path: Path, split: str = "train") -> Iterator[Sa
     for wnid, image in images(path, skipped):
         if wnid != current:
             if wnid not in ids:
-                raise DataError(f"{path}: {wnid} is not among its {len(names)} classes: {preview(names)}")
+                raise DataError(f"{path}: {wnid} is not one of the {len(names)} classes {preview(names)}")
             if wnid in finished:
-                raise DataError(f"{path}: the class {wnid} comes twice; expected one tar or folder a class")
+                raise DataError(f"{path}: class {wnid} occurs twice; expected one tar or folder per class")
             finished.add(wnid)
             current = wnid
         raw = image.read()
         yield Sample(image.base.partition(".")[0], raw, (ids[wnid],), kind_of(raw))
-    warn_of(path, skipped)
-    lacking = [wnid for wnid in names if wnid not in finished]
-    if lacking:
-        logging.getLogger(__name__).warning("%s: no images of %d classes: %s", path, len(lacking), preview(lacking))
+    log_notes(path, skipped)
+    missing = [wnid for wnid in names if wnid not in finished]
+    if missing:
+        logging.getLogger(__name__).warning("%s: no images of %d classes: %s", path, len(missing), preview(missing))
 
 
 def images(path: Path, skipped: Refusals) -> Iterator[tuple[str, Member]]:
-    """Give every image with the WordNet id of its class, which its tar or its folder is called."""
+    """Yield each image with the WordNet id of its class, taken from the name of the class tar or class folder."""
     for member in members(path):
         wnid, is_tar = class_of(member.name)
         if is_tar:
@@ -68,11 +69,14 @@ def images(path: Path, skipped: Refusals) -> Iterator[tuple[str, Member]]:
         elif wnid:
             yield wnid, member
         else:
-            skipped.add("file that is of no class", member.name)
+            skipped.add("file outside the class tars and class folders", member.name)
 
 
 def class_of(member: str) -> tuple[str, bool]:
-    """Return the WordNet id by which a tar, or the folder of a file, is called, or ""; and whether it is the tar."""
+    """Return the WordNet id in a member's name, and whether the member is a class tar.
+
+    The id is the name of a class tar, or of the folder that contains the member; "" if neither is a WordNet id.
+    """
     folder, _, base = member.rpartition("/")
     stem, _, extension = base.partition(".")
     if extension == "tar" and WNID.fullmatch(stem):
@@ -84,34 +88,35 @@ def class_of(member: str) -> tuple[str, bool]:
 
 
 def classes(wnids: Path | None, path: Path) -> Names:
-    """Return the WordNet ids of the classes, sorted; raises DataError where there is none.
+    """Return the sorted WordNet ids of the classes; raises DataError if there are none.
 
-    A text file `wnids` lists them, or a folder tells them by its names; or else an archive is read through to its end.
+    They come from the text file `wnids`, from the names in a folder, or from a complete pass over the archive.
     """
     if wnids is not None:
         names = tuple(sorted(set(wnids.read_text().split())))
     elif path.is_dir():
-        # The tars or folders of the classes lie in the folder, or one level below.
-        found_names = set()
+        # Class tars and class folders may be in the folder itself or one level below.
+        class_names = set()
         for pattern in ("n*", "*/n*"):
             for entry in path.glob(pattern):
                 is_class = WNID.fullmatch(entry.stem) and (entry.is_dir() or entry.suffix == ".tar")
                 if is_class:
-                    found_names.add(entry.stem)
-        names = tuple(sorted(found_names))
+                    class_names.add(entry.stem)
+        names = tuple(sorted(class_names))
     else:
         state = path.stat()
         names = archive_names(path, state.st_size, state.st_mtime_ns)
     if not names:
-        raise DataError(f"{path}: expected one tar or folder a class, called by its WordNet id, as n00004475.tar")
+        raise DataError(f"{path}: expected one tar or folder per class, named by WordNet id, such as n00004475.tar")
     return names
 
 
 @lru_cache(maxsize=2)
 def archive_names(path: Path, size: int, changed: int) -> Names:
-    """Return the WordNet ids of the classes of an archive; its size and its time tell that it is still the same."""
+    """Collect the WordNet ids of an archive's classes; `size` and `changed` (mtime) are part of the cache key."""
     logging.getLogger(__name__).warning(
-        "%s: read through once for the names of its classes; a text file of them spares this: --wnids FILE", path
+        "%s: reading the whole archive to list its classes; to skip this pass, list them in a text file: --wnids FILE",
+        path,
     )
     names = set()
     for member in members(path):

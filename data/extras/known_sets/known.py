@@ -1,15 +1,14 @@
-"""The data sets that are known by name: each with what reads it and what its splits are published to hold.
+"""Table of the public data sets: the reader of each set, and the published size of each split.
 
-A reader gets the path that the recipe gives, an archive or the folder in which several lie as they were downloaded, and
-the name of a split; it gives the same samples in the same order every time, so that packing can be killed and go on.
-ImageNet's and ObjectNet's readers are modules of their own. The sets that the paper's table 4 fine-tunes on are read
-here, by two readers and a table:
+A reader takes the path from the recipe (an archive, or a folder of the downloaded archives) and the name of a split. It
+yields the same samples in the same order every time, so that an interrupted packing can resume. ImageNet and ObjectNet
+have separate modules. This module reads the fine-tuning sets of the ViT paper's table 4:
 
     cifar-10-binary.tar.gz              records of a label and pixels     →  Sample("test_batch-00000", PNG, (3,))
     images.tar.gz annotations.tar.gz    images, and lists that label them →  Sample("Abyssinian_201", JPEG, (0,))
 
     samples_of_archive(known_archive("pets"), Path("downloads"), "test", "pets, test")
-    →   3,669 samples, or DataError saying how many there are
+    →   3,669 samples, or DataError if the archive has a different number
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import numpy as np
 
 from data.errors import DataError
 from data.extras.known_sets import imagenet, imagenet21k, objectnet
-from data.extras.known_sets.archive import as_image, encode, first_present, read_members, text_of, warn_of
+from data.extras.known_sets.archive import as_image, encode, first_present, log_notes, read_members, text_of
 from data.extras.known_sets.vtab_prepared import VTAB
 from data.extras.sources.members import members
 from data.index.index import Refusals
@@ -37,12 +36,12 @@ CIFAR_PIXELS = 3 * 32 * 32  # bytes of an image: planes of red, green and blue
 
 
 class Cifar(NamedTuple):
-    """What the files of the binary version of a CIFAR are called."""
+    """File names and record layout of the binary version of CIFAR-10 or CIFAR-100."""
 
     archive: str
     batches: dict[str, tuple[str, ...]]  # split → files
-    names: str  # the file of class names, a line each
-    label_bytes: int  # before the pixels of a record; the last of them is the label
+    names: str  # the file of class names, one per line
+    label_bytes: int  # label bytes before the pixels of a record; the last one is the class id
 
 
 CIFAR10 = Cifar(
@@ -51,18 +50,21 @@ CIFAR10 = Cifar(
     "batches.meta.txt",
     1,
 )
-# Its records begin with the coarse label, then the fine label.
+# CIFAR-100 records begin with the coarse label and the fine label.
 CIFAR100 = Cifar("cifar-100-binary.tar.gz", {"train": ("train.bin",), "test": ("test.bin",)}, "fine_label_names.txt", 2)
 
 
 def cifar_samples(cifar: Cifar, path: Path, split: str) -> Iterator[Sample]:
-    """Give the images of a split, batch after batch; raises DataError where a batch is missing or damaged."""
+    """Yield the images of a split, batch after batch; raises DataError if a batch is missing or damaged."""
     contents = cifar_files(cifar, path, cifar.batches[split])
     for name in cifar.batches[split]:
         content = contents[name]
         record_bytes = cifar.label_bytes + CIFAR_PIXELS
         if len(content) % record_bytes:
-            raise DataError(f"{path}: {name}: {len(content):,} bytes are no whole number of records; download it again")
+            raise DataError(
+                f"{path}: {name}: {len(content):,} bytes are not a multiple of the record size {record_bytes:,}; "
+                "download it again"
+            )
         records = np.frombuffer(content, np.uint8).reshape(-1, record_bytes)
         for number, record in enumerate(records):
             pixels = record[cifar.label_bytes :].reshape(3, 32, 32).transpose(1, 2, 0)
@@ -71,22 +73,22 @@ def cifar_samples(cifar: Cifar, path: Path, split: str) -> Iterator[Sample]:
 
 
 def cifar_classes(cifar: Cifar, path: Path) -> Names:
-    """Return the class names that lie beside the images, in the order of their ids."""
+    """Return the class names from the archive, in the order of their ids."""
     content = cifar_files(cifar, path, (cifar.names,))[cifar.names]
     return tuple(text_of(content, f"{path}: {cifar.names}").split())
 
 
 def cifar_files(cifar: Cifar, path: Path, names: tuple[str, ...]) -> dict[str, bytes]:
-    """Return files of an archive, of the folder in which it lies, or of the folder that it was unpacked to.
+    """Read files of the CIFAR archive; `path` is the archive, its folder, or the folder of its unpacked files.
 
-    Raises DataError where one is missing.
+    Raises DataError if a file is missing.
     """
     if (path / cifar.archive).is_file():
         path = path / cifar.archive
     return read_members(
         path,
         names,
-        f"\n  expected the binary version, {cifar.archive}, which holds the same images as the python version\n"
+        f"\n  expected the binary version, {cifar.archive}, which has the same images as the Python version\n"
         f"  download it from {CIFAR_PAGE}",
     )
 
@@ -101,15 +103,15 @@ FLOWERS_LISTS = {"train": ("trnid",), "validation": ("valid",), "trainval": ("tr
 
 
 class ListedSet(NamedTuple):
-    """An archive of .jpg images, and lists of them."""
+    """A data set distributed as an archive of .jpg images and separate lists of the splits."""
 
-    images: tuple[str, ...]  # what the archive may be called, or the folder that it was unpacked to
+    images: tuple[str, ...]  # possible names of the archive, or of the folder of its unpacked files
     page: str
-    lists: Callable[[Path], dict[str, dict[str, int]]]  # of a folder: split → image without .jpg → class id from 0 on
+    lists: Callable[[Path], dict[str, dict[str, int]]]  # folder → split → image name without .jpg → class id from 0
 
 
 def listed_samples(listed: ListedSet, folder: Path, split: str) -> Iterator[Sample]:
-    """Give the images of a split, in the order of the archive; raises DataError where a listed image is not there."""
+    """Yield the images of a split, in the order of the archive; raises DataError if a listed image is missing."""
     lists = listed.lists(folder)
     class_ids = lists[split]
     in_any_list = set().union(*lists.values())
@@ -121,21 +123,24 @@ def listed_samples(listed: ListedSet, folder: Path, split: str) -> Iterator[Samp
         if extension.lower() != "jpg":
             notes.add_type(extension, member.base)
         elif key not in in_any_list:
-            notes.add("image that no list names", member.base)
+            notes.add("image that is not in any list", member.base)
         elif key in class_ids:
             seen.add(key)
             image, kind = as_image(member.read(), member.base, notes)
             yield Sample(key, image, (class_ids[key],), kind)
-    warn_of(archive, notes)
-    lacking = sorted(class_ids.keys() - seen)
-    if lacking:
-        raise DataError(f"{archive}: lacks {len(lacking)} images of {split}: {preview(lacking)}\n  {listed.page}")
+    log_notes(archive, notes)
+    missing = sorted(class_ids.keys() - seen)
+    if missing:
+        raise DataError(
+            f"{archive}: {len(missing)} images of split {split} are missing: {preview(missing)}\n"
+            f"  download it again from {listed.page}"
+        )
 
 
 def pets_lists(folder: Path) -> dict[str, dict[str, int]]:
-    """Read trainval.txt and test.txt of Oxford-IIIT Pets: `Abyssinian_201 1 1 1`, image, class, species, breed.
+    """Read trainval.txt and test.txt of Oxford-IIIT Pets, with lines of image, class, species and breed.
 
-    Raises DataError where a line is no such.
+    A line looks like `Abyssinian_201 1 1 1`. Raises DataError if a line has a different format.
     """
     archive = first_present(folder, PETS_ANNOTATIONS, PETS_PAGE)
     contents = read_members(archive, list(PETS_LISTS.values()))
@@ -147,13 +152,13 @@ def pets_lists(folder: Path) -> dict[str, dict[str, int]]:
                 continue
             words = line.split()
             if len(words) < 2 or not words[1].isdigit() or words[1] == "0":
-                raise DataError(f"{archive}: {name}: {line!r}, expected an image and its class from 1 on")
+                raise DataError(f"{archive}: {name}: expected an image name and a class number ≥ 1, found {line!r}")
             lists[split][words[0]] = int(words[1]) - 1
     return lists
 
 
 def pets_classes(folder: Path) -> Names:
-    """Return the breeds, in the order of their ids: an image is called by its breed and a number."""
+    """Return the breeds in the order of their class ids; an image name is the breed and a number."""
     names: dict[int, str] = {}
     for class_ids in pets_lists(folder).values():
         for key, label in class_ids.items():
@@ -162,9 +167,9 @@ def pets_classes(folder: Path) -> Names:
 
 
 def flowers_lists(folder: Path) -> dict[str, dict[str, int]]:
-    """Read setid.mat and imagelabels.mat of Oxford Flowers-102: numbers of images, and a class from 1 on for each.
+    """Read the image numbers in setid.mat and the classes in imagelabels.mat of Oxford Flowers-102.
 
-    Raises DataError where one is damaged or they do not fit together.
+    The files number images and classes from 1. Raises DataError if a file is damaged or the two do not match.
     """
     labels = matlab_numbers(folder / "imagelabels.mat", "labels")
     lists: dict[str, dict[str, int]] = {}
@@ -174,7 +179,7 @@ def flowers_lists(folder: Path) -> dict[str, dict[str, int]]:
             for number in matlab_numbers(folder / "setid.mat", array):
                 if number > len(labels):
                     raise DataError(
-                        f"{folder}: setid.mat lists image {number}, and imagelabels.mat has {len(labels)} labels\n"
+                        f"{folder}: setid.mat lists image {number}, but imagelabels.mat has only {len(labels)} labels\n"
                         f"  download both again from {FLOWERS_PAGE}"
                     )
                 lists[split][f"image_{number:05d}"] = labels[number - 1] - 1
@@ -182,20 +187,20 @@ def flowers_lists(folder: Path) -> dict[str, dict[str, int]]:
 
 
 def matlab_numbers(path: Path, name: str) -> list[int]:
-    """Return the whole numbers of an array in a MATLAB file; raises DataError where it has none of this name."""
+    """Return the integers of an array in a MATLAB file; raises DataError if the file has no array of this name."""
     from scipy.io import loadmat
 
     if not path.is_file():
-        raise DataError(f"there is nothing at {path}\n  download it from {FLOWERS_PAGE}")
+        raise DataError(f"{path}: file not found\n  download it from {FLOWERS_PAGE}")
     try:
         return [int(number) for number in loadmat(path, variable_names=[name])[name].ravel()]
-    # scipy raises whatever its parser stumbles over in a file that is torn.
+    # For a truncated file, scipy raises many kinds of exceptions.
     except (ValueError, TypeError, KeyError, NotImplementedError, OSError) as error:
         raise DataError(f"{path}: no array {name!r} ({error}); download it again from {FLOWERS_PAGE}") from None
 
 
-# The owners' files name no classes, only their page does, in the order of the ids. With a stroke between them: a name a
-# line would be a hundred lines.
+# Class names in the order of the ids, from the data set's web page; the distributed files do not contain them. They are
+# joined by "|" because one name per line would take a hundred lines.
 FLOWER_NAMES = (
     "pink primrose|hard-leaved pocket orchid|canterbury bells|sweet pea|english marigold|tiger lily|"
     "moon orchid|bird of paradise|monkshood|globe thistle|snapdragon|colt's foot|king protea|"
@@ -253,27 +258,27 @@ ARCHIVES: dict[str, Archive] = {
             "test": Published(6_149, 102, NILSBACK),
         },
     ),
-    # Its labels are ids of ImageNet-1k, whose names an ImageNet set knows.
+    # ObjectNet labels are class ids of ImageNet-1k; the class names come from an ImageNet set.
     "objectnet": Archive(objectnet.samples, lambda folder: (), objectnet.PUBLISHED, objectnet.objects),
 }
 IMAGENET_21K: dict[str, Published] = {
     "imagenet-21k": imagenet21k.WINTER21,
     "imagenet-21k-fall11": imagenet21k.FALL11,
 }
-ANY_SPLIT = ("train", "validation", "test")  # words that a set with no choice of them takes
+ANY_SPLIT = ("train", "validation", "test")  # split names accepted by a set that has only one split
 
 
 def known_archive(
     source: str, wnids: Path | None = None, real: Path | None = None, task: str | None = None
 ) -> Archive | None:
-    """Return the known data set of this name, with its labels or classes from other files; None if it is not known.
+    """Return the public data set with this name, or None if the name is unknown.
 
-    `task` is a task of VTAB-1k, for source vtab.
+    `wnids` and `real` are files with classes or labels of ImageNet. `task` names the VTAB-1k task for source `vtab`.
     """
     if source == "vtab":
         return VTAB.get(task or "")
     if source == "imagenet-validation" and real is not None:
-        # real.json holds ids; names are taken from the numbering of another set.
+        # real.json contains only ids; the class names come from another set with the same ids.
         samples = partial(imagenet.real, real)
         return Archive(samples, lambda path: (), dict.fromkeys(ANY_SPLIT, imagenet.PUBLISHED_REAL))
     if source == "imagenet-validation":

@@ -1,13 +1,13 @@
-"""The tasks of VTAB-1k from folders that TensorFlow Datasets has prepared: the very files that the original reads.
+"""Read the VTAB-1k tasks from folders prepared by TensorFlow Datasets, the same files that the original code reads.
 
-    caltech101/3.0.1/                     `path` of the set: this folder, or the folder above it
-      dataset_info.json                   its name, and how many examples each file of each split holds
-      label.labels.txt                    the class names, a line each
+    caltech101/3.0.1/                     `path` of the set: this folder, or its parent folder
+      dataset_info.json                   the name, and the number of examples in each file of each split
+      label.labels.txt                    the class names, one per line
       caltech101-train.tfrecord-00000-of-00001
 
-1. `prepared_set` reads the description, and compares it with what the task is made of;
-2. `samples` opens the files that hold rows of the task's split, and takes these rows, in their order;
-3. `label_of` makes each task's label of an example (`data.extras.known_sets.vtab_tasks`).
+1. `prepared_set` reads the description, and checks that it is the set of the task;
+2. `samples` reads the rows of the task's split, in order, from the files that contain them;
+3. `label_of` derives the task's label from an example (`data.extras.known_sets.vtab_tasks`).
 
     VTAB["dtd"].samples(Path("dtd/3.0.1"), "train800val200")      1,000 samples of 47 classes
 """
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from data.errors import DataError
-from data.extras.known_sets.archive import as_image, encode, warn_of
+from data.extras.known_sets.archive import as_image, encode, log_notes
 from data.extras.known_sets.vtab_records import features, records
 from data.extras.known_sets.vtab_tasks import NAMES, TASKS, Split, VtabTask, label_of
 from data.index.index import Refusals
@@ -38,29 +38,33 @@ SOURCE = "Zhai et al. 2019, table 2; task_adaptation's tests"
 
 @dataclass(frozen=True)
 class PreparedSet:
-    """A set of TensorFlow Datasets in its folder."""
+    """A data set that TensorFlow Datasets has prepared in a folder."""
 
     folder: Path
     name: str
-    shards: Mapping[str, list[int]]  # split → examples of each of its files
+    shards: Mapping[str, list[int]]  # split → number of examples in each file
 
 
 def prepared_set(path: Path, task: VtabTask) -> PreparedSet:
-    """Read what was prepared; raises DataError where it is nothing, another set, or in files that are no TFRecords."""
+    """Read the description of a prepared set.
+
+    Raises DataError if there is no description, if it is not the set of the task, or if the files are not TFRecords.
+    """
     config = CONFIGS.get(task.dataset)
     expected = f"{task.dataset}/{config}" if config else task.dataset
-    # Folders are called by their version, and people name either.
+    # The folder of a set contains one folder per version; users may give either path.
     files = [file for file in (path / INFO, *sorted(path.glob(f"*/{INFO}"))) if file.is_file()]
     if not files:
         raise DataError(
-            f"{path}: no {INFO} here or one folder below\n"
-            f"  expected the folder of {expected} as TensorFlow Datasets prepares it (docs/vtab.md)\n"
-            "  type, where tensorflow-datasets is installed: python -c "
+            f"{path}: no {INFO} in this folder or its sub-folders\n"
+            f"  expected the folder of {expected} prepared by TensorFlow Datasets (docs/vtab.md)\n"
+            "  on a machine with tensorflow-datasets, type: python -c "
             f"\"import tensorflow_datasets as tfds; tfds.builder('{expected}').download_and_prepare()\""
         )
     if len(files) > 1:
         raise DataError(
-            f"{path}: holds {len(files)} prepared sets: {', '.join(map(str, files))}\n  name one of their folders"
+            f"{path}: contains {len(files)} prepared sets: {', '.join(map(str, files))}\n"
+            "  give the folder of one of them"
         )
     try:
         content: dict[str, Any] = json.loads(files[0].read_bytes())
@@ -71,49 +75,50 @@ def prepared_set(path: Path, task: VtabTask) -> PreparedSet:
         for split in content["splits"]:
             shards[split["name"]] = list(map(int, split["shardLengths"]))
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{files[0]}: no description of a prepared set ({error}); prepare it again") from None
+        raise DataError(f"{files[0]}: not a description of a prepared set ({error}); prepare the set again") from None
     is_expected = name == task.dataset and config in (None, prepared_config)
     if not is_expected:
-        raise DataError(f"{files[0]}: is {name}/{prepared_config or ''}, and {task.name} is made of {expected}")
+        raise DataError(f"{files[0]}: found {name}/{prepared_config or ''}, but task {task.name} needs {expected}")
     if file_format != "tfrecord":
         raise DataError(
-            f"{files[0]}: its files are {file_format}, expected tfrecord: prepare it with file_format='tfrecord'"
+            f"{files[0]}: file format is {file_format}, expected tfrecord; prepare the set with file_format='tfrecord'"
         )
     return PreparedSet(files[0].parent, name, shards)
 
 
 def samples(task: VtabTask, path: Path, split: str) -> Iterator[Sample]:
-    """Give the samples of a task's split, in the order of the rows.
+    """Yield the samples of a task's split, in the order of the rows.
 
-    Raises DataError where the prepared set is not the task's, has another size than is published, or is torn.
+    Raises DataError if the folder holds a different set, if its size differs from the published one, or if a file is
+    damaged.
     """
     prepared = prepared_set(path, task)
     changed = Refusals()
-    for set_split, rows in task.rows(cast(Split, split)):  # checked with the recipe: VTAB names the splits
+    for set_split, rows in task.rows(cast(Split, split)):  # the recipe check has validated the split against VTAB
         counts = prepared.shards.get(set_split, [])
         if sum(counts) != task.sizes[set_split]:
             raise DataError(
                 f"{task.dataset}, {set_split}: found {sum(counts):,} images, expected {task.sizes[set_split]:,}\n"
-                f"  the images of {task.name} are chosen by their place among all of them: prepare the whole set again"
+                f"  task {task.name} selects images by their position in the full set: prepare the full set again"
             )
-        first_row = 0  # of the file
+        first_row = 0  # number of the file's first row
         for number, count in enumerate(counts):
             wanted = range(max(rows.start, first_row), min(rows.stop, first_row + count))
             file = prepared.folder / f"{prepared.name}-{set_split}.tfrecord-{number:05d}-of-{len(counts):05d}"
             if wanted:
                 yield from rows_of(file, task, set_split, first_row, wanted, changed)
             first_row += count
-    warn_of(prepared.folder, changed)
+    log_notes(prepared.folder, changed)
 
 
 def rows_of(file: Path, task: VtabTask, split: str, start: int, wanted: range, changed: Refusals) -> Iterator[Sample]:
-    """Give the wanted rows of a file, whose first row is `start`; raises DataError where it ends before them."""
-    # Imported here, because every command reads the table of sets below.
+    """Yield the wanted rows of a file with first row `start`; raises DataError if the file ends before the last one."""
+    # Imported here to keep commands fast: all of them import the table of sets below.
     import cv2
     import numpy as np
 
     if not file.is_file():
-        raise DataError(f"there is nothing at {file}; prepare the set again")
+        raise DataError(f"{file}: file not found; prepare the set again")
     next_row = wanted.start
     with open(file, "rb") as stream:
         for row, record in enumerate(records(stream, str(file)), start):
@@ -125,16 +130,16 @@ def rows_of(file: Path, task: VtabTask, split: str, start: int, wanted: range, c
             try:
                 label = label_of(task.name, example)
             except (KeyError, IndexError, ValueError) as error:
-                raise DataError(f"{file}: an example without {error}; prepare the set again") from None
+                raise DataError(f"{file}, row {row}: no label ({error}); prepare the set again") from None
             raw = example.get("image", [b""])[0]
             if not isinstance(raw, bytes) or not raw:
-                raise DataError(f"{file}, row {row}: has no image; prepare the set again")
+                raise DataError(f"{file}, row {row}: no image; prepare the set again")
             image, kind = as_image(raw, f"{file}, row {row}", changed)
             if task.dataset == "dsprites":
-                # Its pixels are 0 and 1, which VTAB multiplies by 255.
+                # dSprites pixels are 0 and 1; VTAB multiplies them by 255.
                 pixels = cv2.imdecode(np.frombuffer(raw, np.uint8), cv2.IMREAD_GRAYSCALE)
                 if pixels is None:
-                    raise DataError(f"{file}, row {row}: its image cannot be decoded; prepare the set again")
+                    raise DataError(f"{file}, row {row}: the image cannot be decoded; prepare the set again")
                 image, kind = encode(pixels * np.uint8(255)), "png"
             yield Sample(f"{split}-{row:06d}", image, (label,), kind)
             next_row = row + 1
@@ -145,14 +150,14 @@ def rows_of(file: Path, task: VtabTask, split: str, start: int, wanted: range, c
 
 
 def classes(task: VtabTask, path: Path) -> Names:
-    """Return the class names of a task, in the order of their ids; none where neither its set nor we have any."""
+    """Return the class names of a task, in the order of their ids; an empty tuple if they are unknown."""
     if task.name in NAMES:
         return NAMES[task.name]
     file = prepared_set(path, task).folder / CLASS_NAMES
     return tuple(file.read_text().splitlines()) if file.is_file() else ()
 
 
-# The tasks as the sources of a pack stage know data sets.
+# The tasks as sources of pack stages.
 VTAB: dict[str, Archive] = {}
 for _task in TASKS:
     _published: dict[str, Published] = {}

@@ -1,12 +1,13 @@
-"""TFRecord files, in which TensorFlow Datasets keeps the sets that it has prepared.
+"""Read TFRecord files, the format of data sets prepared by TensorFlow Datasets.
 
-A TFRecord file is a row of records: length (8 bytes), its checksum (4), the record, its checksum (4). Each record here
-is a `tf.train.Example`, a message of named lists of bytes, floats or integers (tensorflow/core/example/*.proto).
+A TFRecord file is a sequence of records: length (8 bytes), checksum of the length (4), the record, checksum of the
+record (4). Each record here is a `tf.train.Example`, a message with named lists of bytes, floats or integers
+(tensorflow/core/example/*.proto).
 
     records(file)                 b"\\n\\x9c…", b"\\n\\x81…", …
     features(record)              {"image": [b"\\xff\\xd8…"], "label": [3], "filename": [b"train-17.jpg"]}
 
-The checksums are not compared: TensorFlow's is slow to compute without its own code. A file that is cut short is seen.
+Checksums are not verified, because TensorFlow's masked CRC32C is slow in pure Python. Truncated files are detected.
 """
 
 from __future__ import annotations
@@ -22,32 +23,32 @@ from data.extras.known_sets.vtab_tasks import Values
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
-LENGTH = struct.Struct("<QI")  # of a record, and the checksum of this length
+LENGTH = struct.Struct("<QI")  # length of a record, and the checksum of the length
 CHECKSUM_BYTES = 4
-MOST_BYTES = 1 << 30  # of a record: a damaged length would ask for any memory
+MOST_BYTES = 1 << 30  # limit for one record, because a damaged length could request any amount of memory
 
 
 def records(file: IO[bytes], name: str) -> Iterator[bytes]:
-    """Give the records of an open file; raises DataError where it ends within one."""
+    """Yield the records of an open file; raises DataError if the file ends within a record."""
     number = 0
     while header := file.read(LENGTH.size):
         size = LENGTH.unpack(header)[0] if len(header) == LENGTH.size else MOST_BYTES + 1
         content = file.read(size) if size <= MOST_BYTES else b""
         checksum = file.read(CHECKSUM_BYTES)
         if len(content) != size or len(checksum) != CHECKSUM_BYTES:
-            raise DataError(f"{name}: cut short or damaged in record {number:,}; prepare the set again")
+            raise DataError(f"{name}: truncated or damaged in record {number:,}; prepare the set again")
         yield content
         number += 1
 
 
 def features(record: bytes, name: str) -> dict[str, Values]:
-    """Return the lists of a `tf.train.Example`; raises DataError where the record is none."""
+    """Parse a `tf.train.Example` into its named lists; raises DataError if the record is not an Example."""
     from google.protobuf.message import DecodeError
 
     try:
         example = example_type().FromString(record)
     except DecodeError as error:
-        raise DataError(f"{name}: a record that is no tf.train.Example ({error}); prepare the set again") from None
+        raise DataError(f"{name}: a record is not a tf.train.Example ({error}); prepare the set again") from None
     lists: dict[str, Values] = {}
     for key, feature in example.features.feature.items():
         kind = feature.WhichOneof("kind")
@@ -57,7 +58,7 @@ def features(record: bytes, name: str) -> dict[str, Values]:
 
 @cache
 def example_type() -> type[Message]:
-    """Return the message type of `tf.train.Example`, which protobuf makes of its description."""
+    """Build the message type of `tf.train.Example` from its description, without TensorFlow."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 
     pool = descriptor_pool.DescriptorPool()
@@ -65,7 +66,7 @@ def example_type() -> type[Message]:
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("patchline.Example"))
 
 
-# `map<string, Feature>` is, to protobuf, a repeated message of a key and a value.
+# In protobuf, `map<string, Feature>` is a repeated message of a key and a value.
 EXAMPLE = """
 name: "example.proto" package: "patchline" syntax: "proto3"
 message_type { name: "BytesList" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_BYTES } }

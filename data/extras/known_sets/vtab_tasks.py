@@ -1,18 +1,19 @@
-"""The 19 tasks of VTAB-1k: plain data, and a label for each example (Zhai et al. 2019; SPEC 5).
+"""Definitions of the 19 VTAB-1k tasks, and the label of each example (Zhai et al. 2019; SPEC 5).
 
-The data are the arguments of google-research/task_adaptation, the labels what its data/*.py derive from examples.
+The definitions are the arguments of google-research/task_adaptation, and the labels follow its data/*.py.
 
-A task trains on the first 800 rows of its train part and the first 200 of its validation part, and is judged on all of
-its test part. A part is a slice of a set of TensorFlow Datasets, written as there: `train[80%:]` is its last fifth.
+A task trains on the first 800 rows of its train part and the first 200 rows of its validation part, and is evaluated on
+its whole test part. A part is a slice of a TensorFlow Datasets split in the same notation: `train[80%:]` is the last
+fifth of `train`.
 
-    of cifar100, rows("validation")         ("train", range(45_000, 50_000))
-    of cifar100, rows("val200")             ("train", range(45_000, 45_200))
-    of clevr_count, crop                    False: what is cut off is no longer counted
-    of clevr_count, label_of 5 objects      2: the third class, since scenes hold 3 to 10 objects
+    cifar100: rows("validation")            ("train", range(45_000, 50_000))
+    cifar100: rows("val200")                ("train", range(45_000, 45_200))
+    clevr_count: crop                       False: a crop may remove objects and change the count
+    clevr_count: label_of 5 objects         2: the third class, because scenes have 3 to 10 objects
 
-The paper fine-tunes on the 1,000 at 384 pixels, batch 512, 2,500 steps, rate 0.01 (appendix B.1.1), and reports the
-mean over tasks, in all and in each group (table 9). Images are squashed to a square, without crop or flip: `resize_tf1`
-(task_adaptation's data_loader.preprocess_fn).
+The ViT paper fine-tunes on the 1,000 images at 384 pixels, batch 512, 2,500 steps, learning rate 0.01 (appendix B.1.1),
+and reports the mean over all tasks and over each group (table 9). Images are resized to a square without crop or flip:
+`resize_tf1` (task_adaptation's data_loader.preprocess_fn).
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ Split = Literal["train", "validation", "test", "train800", "val200", "train800va
 TRAIN_SAMPLES = 800
 VALIDATION_SAMPLES = 200
 
-# Images of each set and split, as TensorFlow Datasets publishes them and task_adaptation's tests expect them.
+# Number of images in each split, as published by TensorFlow Datasets and asserted by the tests of task_adaptation.
 SIZES: dict[str, dict[str, int]] = {
     "caltech101": {"train": 3_060, "test": 6_084},  # 30 images of each of 102 classes
     "cifar100": {"train": 50_000, "test": 10_000},
     "dtd": {"train": 1_880, "validation": 1_880, "test": 1_880},  # the first of its ten folds
     "oxford_flowers102": {"train": 1_020, "validation": 1_020, "test": 6_149},
     "oxford_iiit_pet": {"train": 3_680, "test": 3_669},
-    "sun397": {"train": 76_128, "validation": 10_875, "test": 21_750},  # its configuration `tfds`
+    "sun397": {"train": 76_128, "validation": 10_875, "test": 21_750},  # configuration `tfds`
     "svhn_cropped": {"train": 73_257, "test": 26_032},
     "patch_camelyon": {"train": 262_144, "validation": 32_768, "test": 32_768},
-    "eurosat": {"train": 27_000},  # its configuration `rgb`
+    "eurosat": {"train": 27_000},  # configuration `rgb`
     "resisc45": {"train": 31_500},
     "diabetic_retinopathy_detection": {"train": 35_126, "validation": 10_906, "test": 42_670},  # `btgraham-300`
-    "clevr": {"train": 70_000, "validation": 15_000},  # its test split has no labels
+    "clevr": {"train": 70_000, "validation": 15_000},  # the test split has no labels
     "dmlab": {"train": 65_550, "validation": 22_628, "test": 22_735},
     "dsprites": {"train": 737_280},
     "kitti": {"train": 6_347, "validation": 423, "test": 711},
@@ -51,7 +52,7 @@ SIZES: dict[str, dict[str, int]] = {
 
 @dataclass(frozen=True)
 class VtabTask:
-    """One task: what is told apart, in which parts of which set, and which distortions leave its labels true."""
+    """A VTAB-1k task: its data set and parts, its number of classes, and the augmentations that preserve its labels."""
 
     name: str
     group: Group
@@ -60,19 +61,19 @@ class VtabTask:
     train: str = "train"
     validation: str = "validation"
     test: str = "test"
-    # Kolesnikov et al. 2020 (BiT, 3.3) leave out flips and crops "where they destroy the label semantics", and name
-    # orientation and position as examples. They publish no list: these two columns are our reading of that rule.
-    # A crop is theirs, of 7/8 of the sides of the resized image (`augment.crop: random`), not an inception crop.
+    # Kolesnikov et al. 2020 (BiT, 3.3) omit flips and crops "where they destroy the label semantics", and mention
+    # orientation and position as examples. They do not publish a list: these two columns are our interpretation.
+    # The crop is theirs, 7/8 of the sides of the resized image (`augment.crop: random`), and not an Inception crop.
     crop: bool = True
     flip: bool = True
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        """Images of each split of its set."""
+        """Number of images in each split of the task's data set."""
         return SIZES[self.dataset]
 
     def rows(self, split: Split) -> tuple[tuple[str, range], ...]:
-        """Return the rows of its set that a split stands for, in order: pairs of a split of the set, and its rows."""
+        """Return the rows of a task split as ordered pairs: a split of the data set, and a range of rows in it."""
         if split == "train800val200":
             return (*self.rows("train800"), *self.rows("val200"))
         if split == "train800":
@@ -83,7 +84,7 @@ class VtabTask:
         return (rows_of(part, self.sizes),)
 
     def samples(self, split: Split) -> int:
-        """Return how many images a split has."""
+        """Return the number of images in a split of the task."""
         return sum(len(rows) for _, rows in self.rows(split))
 
 
@@ -100,29 +101,29 @@ TASKS = (  # in the order of the ViT paper's table 9
     VtabTask("flowers102", "natural", 102, "oxford_flowers102"),
     VtabTask("pets", "natural", 37, "oxford_iiit_pet", *FOUR_FIFTHS),
     VtabTask("sun397", "natural", 397, "sun397"),
-    # Mirrored digits are no digits.
+    # A mirrored digit is no longer the same digit.
     VtabTask("svhn", "natural", 10, "svhn_cropped", *NINE_TENTHS, flip=False),
-    # A patch is positive where its central 32 × 32 of 96 × 96 pixels hold tumour: a crop of 7/8 of its sides has them.
+    # A patch is positive if the central 32 × 32 of its 96 × 96 pixels contain tumour; a 7/8 crop always includes them.
     VtabTask("patch_camelyon", "specialized", 2, "patch_camelyon"),
     VtabTask("eurosat", "specialized", 10, "eurosat", *FIFTHS),
     VtabTask("resisc45", "specialized", 45, "resisc45", *FIFTHS),
     VtabTask("diabetic_retinopathy", "specialized", 5, "diabetic_retinopathy_detection"),
-    # Counts change where an object is cut off; distances do too, and with the scale as well.
+    # A crop that removes an object changes the count and the nearest distance; scaling also changes the distance.
     VtabTask("clevr_count", "structured", 8, "clevr", *NINE_TENTHS, "validation", crop=False),
     VtabTask("clevr_distance", "structured", 6, "clevr", *NINE_TENTHS, "validation", crop=False),
     VtabTask("dmlab", "structured", 6, "dmlab", crop=False),
-    # A crop moves what is to be located, a flip mirrors it; an angle survives the crop alone.
+    # A crop changes the position, and a flip mirrors it. A crop preserves the orientation, but a flip does not.
     VtabTask("dsprites_x_position", "structured", 16, "dsprites", *TENTHS, crop=False, flip=False),
     VtabTask("dsprites_orientation", "structured", 16, "dsprites", *TENTHS, flip=False),
     VtabTask("kitti_distance", "structured", 4, "kitti", crop=False),
-    # A mirrored toy is seen from another azimuth, but from the same elevation.
+    # A flip changes the azimuth of the camera, but not its elevation.
     VtabTask("smallnorb_azimuth", "structured", 18, "smallnorb", *NORB, flip=False),
     VtabTask("smallnorb_elevation", "structured", 9, "smallnorb", *NORB),
 )
 
 
 def rows_of(part: str, sizes: Mapping[str, int], most: int | None = None) -> tuple[str, range]:
-    """Return the split and its rows that a part stands for, at most the first so many of them.
+    """Resolve a part to a split and its rows, limited to the first `most` rows.
 
     `rows_of("train[90%:]", {"train": 50_000}, 200)` is "train" and 45,000 … 45,199.
     """
@@ -135,14 +136,14 @@ def rows_of(part: str, sizes: Mapping[str, int], most: int | None = None) -> tup
 
 # ------------------------------------------------------------------------------------------------ labels
 
-Values = list[bytes] | list[float] | list[int]  # of a feature of an example
+Values = list[bytes] | list[float] | list[int]  # values of one feature of an example
 
-CLEVR_DEPTHS = (0.0, 8.0, 8.5, 9.0, 9.5, 10.0)  # units of the scene; six classes of nearly equal size
-KITTI_METRES = (-100.0, 8.0, 20.0, 999.0)  # the last begins where nothing is: its images have no vehicle
+CLEVR_DEPTHS = (0.0, 8.0, 8.5, 9.0, 9.5, 10.0)  # scene units; six classes of nearly equal size
+KITTI_METRES = (-100.0, 8.0, 20.0, 999.0)  # the last class, from 999 m, is for images without a vehicle
 NO_VEHICLE_METRES = 1000.0
 KITTI_VEHICLES = 3  # Car, Van and Truck are the first of KITTI's object types in TensorFlow Datasets
 
-# The class names of tasks whose sets have none for them: what an id means, in words of ours.
+# Our class names for tasks whose data sets do not provide them.
 NAMES: dict[str, tuple[str, ...]] = {
     "svhn": tuple("0123456789"),
     "patch_camelyon": ("no tumour", "tumour"),
@@ -158,24 +159,24 @@ NAMES: dict[str, tuple[str, ...]] = {
 
 
 def label_of(task: str, example: Mapping[str, Values]) -> int:
-    """Return the class id of an example of a prepared set; raises KeyError or IndexError where it lacks a feature."""
+    """Return the class id of an example for a task; raises KeyError or IndexError if a feature is missing."""
     match task:
-        case "clevr_count":  # scenes hold 3 to 10 objects
+        case "clevr_count":  # scenes contain 3 to 10 objects
             return len(example["objects/size"]) - 3
-        case "clevr_distance":  # the depth of the nearest object; every third value is one: x, y, depth, x, y, …
+        case "clevr_distance":  # depth of the nearest object; the values are x, y, depth, x, y, depth, …
             return interval(min(map(float, example["objects/pixel_coords"][2::3])), CLEVR_DEPTHS)
-        case "kitti_distance":  # the metres to the nearest car, van or truck, the z of its location; 3 without any
+        case "kitti_distance":  # distance (z, in metres) to the nearest car, van or truck; class 3 if there is none
             nearest = NO_VEHICLE_METRES
             metres = map(float, example["objects/location"][2::3])
             for object_type, distance in zip(map(int, example["objects/type"]), metres, strict=True):
                 if object_type < KITTI_VEHICLES:
                     nearest = min(nearest, distance)
             return interval(nearest, KITTI_METRES)
-        case "dsprites_x_position":  # two of 32 positions a class
+        case "dsprites_x_position":  # 32 positions, two per class
             return int(example["label_x_position"][0]) // 2
-        case "dsprites_orientation":  # two or three of 40 angles a class
+        case "dsprites_orientation":  # 40 angles, two or three per class
             return int(int(example["label_orientation"][0]) // 2.5)
-        case "smallnorb_azimuth":  # TensorFlow Datasets has halved it already: 0 … 17
+        case "smallnorb_azimuth":  # TensorFlow Datasets already halves the original value: 0 … 17
             return int(example["label_azimuth"][0])
         case "smallnorb_elevation":
             return int(example["label_elevation"][0])
@@ -183,5 +184,5 @@ def label_of(task: str, example: Mapping[str, Values]) -> int:
 
 
 def interval(value: float, starts: Sequence[float]) -> int:
-    """Return the index of the last start below `value`; a value on a start belongs to the interval before it."""
+    """Return the index of the last start below `value`; a value equal to a start belongs to the previous interval."""
     return bisect_left(starts, value) - 1

@@ -1,1 +1,1 @@
-"""Search training sets for images of test sets."""
+"""Search training sets for images that also occur in test sets."""

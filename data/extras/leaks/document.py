@@ -1,4 +1,4 @@
-"""What a search for leaks came to: `leaks.json`, written by `patchline leaks` and read by evaluations and subsets.
+"""Read and write leaks.json, the result of `patchline leaks`, which evaluations and subsets use.
 
     {"schema": 2,
      "train": [{"path": "shards/train", "digest": "9f3c…"}], "test": [{"path": "shards/test", "digest": "51aa…"}],
@@ -6,8 +6,8 @@
                 "distance": 0.04, "train_set": 0, "test_set": 0}],
      "settings": {…}, "looked_at": {…}, "sha256": "e5f0…"}
 
-A pair is of one training sample and one test sample, each by shard and key; `train_set` and `test_set` say of which of
-the sets, where there are several. The document ends with the sha256 of its text (data/seal.py); without it is none.
+A pair is one training sample and one test sample, each named by shard and key; `train_set` and `test_set` are indices
+into the lists of sets. The file ends with the sha256 of its text (data/seal.py), and is rejected if it is missing.
 
     in_pairs(read_leaks("leaks.json"), load_index("shards/test"), "test")   →   array([False, True, …])
 """
@@ -35,7 +35,7 @@ SIDES: tuple[Side, ...] = get_args(Side)
 
 @dataclass(frozen=True)
 class Compared:
-    """One of the sets that were compared."""
+    """A data set that the search compared."""
 
     path: str
     digest: str
@@ -43,29 +43,29 @@ class Compared:
 
 @dataclass(frozen=True)
 class Pair:
-    """A training sample and a test sample that show the same."""
+    """A training sample and a test sample with the same image."""
 
-    train: tuple[str, str]  # name of the shard, as its index has it, and key
+    train: tuple[str, str]  # name of the shard in the index, and key
     test: tuple[str, str]
     kind: Kind
-    distance: float  # 0: the same pixels; otherwise what its kind means by it (docs/leaks.md)
-    train_set: int = 0  # which of the document's sets
+    distance: float  # 0 for equal pixels; otherwise the measure depends on the kind (docs/leaks.md)
+    train_set: int = 0  # index into `Leaks.train`
     test_set: int = 0
 
 
 @dataclass(frozen=True)
 class Leaks:
-    """The pairs that were found among sets."""
+    """All pairs found between training sets and test sets."""
 
     train: tuple[Compared, ...]
     test: tuple[Compared, ...]
     pairs: tuple[Pair, ...]
-    settings: Mapping[str, Any] = field(default_factory=dict)  # how they were searched for
-    looked_at: Mapping[str, Any] = field(default_factory=dict)  # how many samples, and how many could not be decoded
+    settings: Mapping[str, Any] = field(default_factory=dict)  # thresholds and versions of the search
+    looked_at: Mapping[str, Any] = field(default_factory=dict)  # numbers of compared and of undecodable samples
 
 
 def numbers_of(leaks: Leaks, index: Index, side: Side) -> set[int]:
-    """Return which of the document's sets on a side a set is, or is a subset of."""
+    """Return the indices of the compared sets on one side that equal a set or its parent set."""
     sets: Sequence[Compared] = getattr(leaks, side)
     digests = {index.digest}
     if index.origin is not None:
@@ -74,18 +74,18 @@ def numbers_of(leaks: Leaks, index: Index, side: Side) -> set[int]:
 
 
 def in_pairs(leaks: Leaks, index: Index, side: Side) -> np.ndarray:
-    """Return (N,) whether each sample of a set is on one side of a pair, in the order of the set.
+    """Return a boolean array (N,) that marks the samples of a set that occur on one side of a pair.
 
-    `index` is one of the sets that were compared, or a subset of one, but no subset of a subset. A key that a shard has
-    twice marks both. Raises DataError where it is neither.
+    `index` is a compared set, or a direct subset of one. If a shard contains a key twice, both samples are marked.
+    Raises DataError if leaks.json does not cover the set.
     """
     numbers = numbers_of(leaks, index, side)
     if not numbers:
-        there = ", ".join(f"{compared.path} ({compared.digest[:12]})" for compared in getattr(leaks, side))
+        sets = ", ".join(f"{compared.path} ({compared.digest[:12]})" for compared in getattr(leaks, side))
         raise DataError(
-            f"{index.tables} (digest {index.digest[:12]}) is none of the {side} sets that were compared: {there}\n"
-            f"  expected a leaks.json about this very set\n"
-            f"  make one: python -m jobs leaks TRAIN --test {index.tables} --output FOLDER"
+            f"{index.tables} (digest {index.digest[:12]}) is not among the {side} sets of leaks.json: {sets}\n"
+            f"  expected a leaks.json for this set\n"
+            f"  create one: python -m jobs leaks TRAIN --test {index.tables} --output FOLDER"
         )
     keys_of_shard: dict[str, set[str]] = {}
     for pair in leaks.pairs:
@@ -100,7 +100,7 @@ def in_pairs(leaks: Leaks, index: Index, side: Side) -> np.ndarray:
     leaked = np.zeros(index.samples, bool)
     for number, indexed in enumerate(index.shards):
         keys = keys_of_shard.get(indexed.name)
-        # As in most shards, nothing leaks: its table need not be opened.
+        # Most shards have no leaked sample: do not read their tables.
         if keys:
             leaked[index.rows(number)] = np.isin(index.keys(number), sorted(keys))
     return leaked
@@ -110,11 +110,11 @@ def in_pairs(leaks: Leaks, index: Index, side: Side) -> np.ndarray:
 
 
 def read_leaks(path: str | os.PathLike[str]) -> Leaks:
-    """Read a leaks.json; raises DataError where there is none, or it is not what was written."""
+    """Read a leaks.json; raises DataError if the file is missing, damaged, or from another version."""
     try:
         content = unseal(Path(path).read_bytes())
         if content["schema"] != SCHEMA:
-            raise DataError(f"{path}: schema {content['schema']}, this version reads {SCHEMA}; run `jobs leaks` again")
+            raise DataError(f"{path}: schema {content['schema']}, expected {SCHEMA}; run `python -m jobs leaks` again")
         pairs = []
         for entry in content["pairs"]:
             train_shard, train_key = entry["train"]
@@ -136,18 +136,22 @@ def read_leaks(path: str | os.PathLike[str]) -> Leaks:
             content.get("looked_at", {}),
         )
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-        raise DataError(f"{path}: there is no such document; `python -m jobs leaks` makes one") from None
+        raise DataError(f"{path}: file not found; create it with `python -m jobs leaks`") from None
     except Unsealed as error:
-        raise DataError(f"{path}: {error}\n  expected a leaks.json as it was written; run `jobs leaks` again") from None
+        raise DataError(
+            f"{path}: {error}\n  expected an unmodified leaks.json; run `python -m jobs leaks` again"
+        ) from None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(f"{path}: no leaks.json ({repr(error)[:100]}); run `python -m jobs leaks` again") from None
+        raise DataError(
+            f"{path}: not a valid leaks.json ({repr(error)[:100]}); run `python -m jobs leaks` again"
+        ) from None
     for pair in leaks.pairs:
         is_known = pair.train_set in range(len(leaks.train)) and pair.test_set in range(len(leaks.test))
         if not is_known or pair.kind not in get_args(Kind):
-            raise DataError(f"{path}: {pair} is of no set or kind that there is; run `python -m jobs leaks` again")
+            raise DataError(f"{path}: {pair} has an unknown set or kind; run `python -m jobs leaks` again")
     return leaks
 
 
 def write_leaks(path: Path, leaks: Leaks) -> None:
-    """Write a leaks.json, whole."""
+    """Write a leaks.json atomically."""
     write_atomically(path, seal({"schema": SCHEMA, **asdict(leaks)}))

@@ -1,9 +1,9 @@
-"""Which training images show what a test image shows: many candidates, cheaply, and then a close look at each.
+"""Find the training images that show the same as a test image, with a cheap filter and then a precise comparison.
 
-1. `candidates` compares the whole of one with every crop of the other, both ways round, straight and mirrored: pairs
-   whose low frequencies are alike. Of unrelated photographs about one pair in 10,000 comes this far.
-2. `likeness` lays the two pictures over each other, moves and scales the one until it fits, and correlates their finer
-   structure. Two pictures of one image come to 0.95 and more, unrelated ones hardly above 0.7.
+1. `candidates` selects pairs with similar low frequencies: the full training image against every crop of the test
+   image and vice versa, each also mirrored. About one in 10,000 pairs of unrelated photographs passes this filter.
+2. `likeness` registers the two pictures (it shifts and scales one until it fits the other), and correlates their fine
+   structure. Two pictures of the same image reach 0.95 or more; unrelated ones rarely exceed 0.7.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from data.extras.leaks.signature import BOXES, COEFFICIENTS, MIRRORED, PICTURE, 
 
 # B training images of a batch, T test images, K crops of each, D coefficients of a crop
 
-ALIKE = 0.78  # inner product from which on a pair is a candidate
-BLOCK = 512  # test images that are compared at once: with 64 training images 15 MB of products
-EDGE = 3  # pixels at the edge of pictures that are not compared: what lies beyond one is unknown there
-FINE = 0.8  # pixels: details smaller than this are noise of encoding
-MOST_TURNED = 0.04  # radians, or what is sheared by as much: 2.5 pixels from edge to edge
-MOST_SCALED = 1.5  # from the sides of the nearest crop: copies of other proportions too
-COARSE = 4.0  # pixels: what is larger says no more than the candidates did
+ALIKE = 0.78  # a pair is a candidate if the inner product is larger
+BLOCK = 512  # test images compared at once: 15 MB of products with 64 training images
+EDGE = 3  # pixels ignored along the edges of pictures, because their neighbourhood is unknown
+FINE = 0.8  # pixels; smaller details are encoding noise
+MOST_TURNED = 0.04  # radians of rotation, or the same amount of shear: 2.5 pixels from edge to edge
+MOST_SCALED = 1.5  # relative to the sides of the nearest crop; allows copies with different aspect ratios
+COARSE = 4.0  # pixels; larger structures add nothing to the filter of `candidates`
 
 
 class Candidate(NamedTuple):
-    """A pair to look at closely: the whole of one image, and a crop of the other."""
+    """A pair that passed the filter: one image in full, and a crop of the other."""
 
     train: int  # number in the batch
     test: int
-    is_whole_train: bool  # the whole one is the training image, the crop is of the test image; or the other way round
+    is_whole_train: bool  # True: the training image in full and a crop of the test image; False: vice versa
     crop: int
     is_synced: bool
     alike: float
 
 
 class TestSignatures(NamedTuple):
-    """Signatures of all test images, mapped from disk."""
+    """Signatures of all test images, memory-mapped."""
 
     crops: np.ndarray  # (T, K, D) float16
     pictures: np.ndarray  # (T, PICTURE, PICTURE) uint8
@@ -48,31 +48,34 @@ class TestSignatures(NamedTuple):
 
 
 def candidates(batch: np.ndarray, tests: TestSignatures) -> Iterator[Candidate]:
-    """Give pairs that may show the same, for crops (B, K, D) of training images: of each pair and way the best crop."""
+    """Yield pairs that may show the same image, for crops (B, K, D) of training images.
+
+    Each pair is yielded at most once per direction and mirroring, with the most similar crop.
+    """
     crops = batch.astype(np.float32)
     images = len(crops)
     for start in range(0, len(tests.crops), BLOCK):
         block = tests.crops[start : start + BLOCK].astype(np.float32)
         for is_synced in (False, True):
             sign = MIRRORED if is_synced else np.float32(1)
-            # The whole training image against every crop of the test images.
+            # The full training image against every crop of the test images.
             alike = (crops[:, 0] * sign) @ block.reshape(-1, COEFFICIENTS).T
             for train, test, crop, value in best_of(alike.reshape(images, len(block), BOXES)):
                 yield Candidate(train, start + test, True, crop, is_synced, value)
-            # Every crop of the training images against the whole test image.
+            # Every crop of the training images against the full test image.
             alike = (block[:, 0] * sign) @ crops.reshape(-1, COEFFICIENTS).T
             for test, train, crop, value in best_of(alike.reshape(len(block), images, BOXES)):
                 yield Candidate(train, start + test, False, crop, is_synced, value)
 
 
 def best_of(alike: np.ndarray) -> Iterator[tuple[int, int, int, float]]:
-    """Give (first, second, crop, value) of each pair in (first, second, crop) that is alike: its most similar crop."""
+    """Yield (first, second, crop, value) with the most similar crop, for each pair of similar images."""
     places = np.flatnonzero(alike > ALIKE)
     if len(places) == 0:
         return
     values = alike.reshape(-1)[places]
     pairs = places // BOXES
-    # By pair, and in it the most alike first: then each pair's first entry is the one.
+    # Sort by pair and then by decreasing similarity, so that the first entry of each pair is its best crop.
     order = np.lexsort((-values, pairs))
     _, firsts = np.unique(pairs[order], return_index=True)
     for place, value in zip(places[order][firsts].tolist(), values[order][firsts].tolist(), strict=True):
@@ -82,7 +85,7 @@ def best_of(alike: np.ndarray) -> Iterator[tuple[int, int, int, float]]:
 
 
 def likeness(candidate: Candidate, train: Signature, tests: TestSignatures) -> float:
-    """Correlate the fine structure of the two pictures of a candidate once they lie on each other: −1 to 1."""
+    """Register the two pictures of a candidate, and return the correlation of their fine structure, −1 to 1."""
     test_picture = np.asarray(tests.pictures[candidate.test])
     if candidate.is_whole_train:
         whole, other = train.picture, test_picture
@@ -95,8 +98,8 @@ def likeness(candidate: Candidate, train: Signature, tests: TestSignatures) -> f
     whole = np.ascontiguousarray(whole, np.float32)
     other = other.astype(np.float32)
 
-    # The box of the crop is only where the search begins: ECC (Evangelidis & Psarakis, PAMI 2008) finds the affine map
-    # that fits, from the middle of a pixel of `whole` to that of its place in `other`.
+    # The box of the crop is the starting point: ECC (Evangelidis & Psarakis, PAMI 2008) refines it to the best affine
+    # map from pixel centres of `whole` to pixel centres of `other`.
     begin = np.array(
         [[width, 0, x * PICTURE + (width - 1) / 2], [0, height, y * PICTURE + (height - 1) / 2]], np.float32
     )
@@ -104,12 +107,12 @@ def likeness(candidate: Candidate, train: Signature, tests: TestSignatures) -> f
     smooth = cv2.GaussianBlur(whole, (0, 0), 1)
     smooth_other = cv2.GaussianBlur(other, (0, 0), 1)
     fitting = begin
-    # It gives up where there is nothing to follow, or the pictures move out of each other: the box is then judged.
+    # ECC raises an error if it does not converge, or if the pictures no longer overlap: then use the box as it is.
     with suppress(cv2.error):
         _, fitting = cv2.findTransformECC(smooth, smooth_other, begin.copy(), cv2.MOTION_AFFINE, until, None, 1)
 
-    # A copy is cropped and resized alone, neither turned nor sheared, and of about the box's size: turned far enough,
-    # the dark outline of one aeroplane fits that of another.
+    # Copies are cropped and resized, but not rotated or sheared, and have about the size of the box. With unlimited
+    # rotation, the dark outline of one aeroplane would fit that of another.
     is_straight = abs(fitting[0, 1]) < MOST_TURNED and abs(fitting[1, 0]) < MOST_TURNED
     is_as_wide = 1 / MOST_SCALED < fitting[0, 0] / width < MOST_SCALED
     is_as_high = 1 / MOST_SCALED < fitting[1, 1] / height < MOST_SCALED
@@ -123,7 +126,7 @@ def likeness(candidate: Candidate, train: Signature, tests: TestSignatures) -> f
         borderMode=cv2.BORDER_REPLICATE,
     )
 
-    # Pearson's correlation, without the edges; 0 where either picture has no structure.
+    # Pearson correlation without the edges; 0 if either picture has no structure.
     middle = slice(EDGE, -EDGE)
     first = band(whole)[middle, middle]
     second = band(moved)[middle, middle]
@@ -136,5 +139,5 @@ def likeness(candidate: Candidate, train: Signature, tests: TestSignatures) -> f
 
 
 def band(picture: np.ndarray) -> np.ndarray:
-    """Return what is neither noise nor coarse of a picture."""
+    """Band-pass filter a picture: remove encoding noise and coarse structure."""
     return cv2.GaussianBlur(picture, (0, 0), FINE) - cv2.GaussianBlur(picture, (0, 0), COARSE)

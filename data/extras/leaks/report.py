@@ -1,4 +1,4 @@
-"""What a search for leaks came to, for people: a few lines, and a page of the pairs as pictures."""
+"""Report the result of a leak search: a summary for the terminal, and an HTML page that shows the pairs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from data.index.index import Index
 from data.remote.config import CacheConfig
 from data.shards.reader import ShardReader
 
-MOST_EXAMPLES = 5  # pairs that the lines name
-MOST_SHOWN = 200  # pairs on the page: evenly many of the whole range of distances
+MOST_EXAMPLES = 5  # pairs listed in the summary
+MOST_SHOWN = 200  # pairs on the page, spread evenly over all distances
 
 
 def lines(leaks: Leaks, train: Mapping[str, Index], test: Mapping[str, Index]) -> list[str]:
-    """Return how much of each set leaks, and what to type to train without it."""
+    """Return the summary for the terminal: the leaked share of each set, the kinds of pairs, and examples."""
     report = []
     counts = leaks.looked_at
     report.append(
@@ -33,7 +33,7 @@ def lines(leaks: Leaks, train: Mapping[str, Index], test: Mapping[str, Index]) -
         for path, index in sets.items():
             leaked = in_pairs(leaks, index, side)
             report.append(
-                f"{side:5} {path}: {int(leaked.sum()):,} of {len(leaked):,} samples are in a pair ({leaked.mean():.3%})"
+                f"{side:5} {path}: {int(leaked.sum()):,} of {len(leaked):,} samples leak ({leaked.mean():.3%})"
             )
     kinds = Counter(pair.kind for pair in leaks.pairs)
     if kinds:
@@ -41,20 +41,22 @@ def lines(leaks: Leaks, train: Mapping[str, Index], test: Mapping[str, Index]) -
     own_pairs = leaks.settings.get("test_pairs")
     if own_pairs is not None:
         alike = own_pairs["alike"]
-        report.append(f"of {own_pairs['compared']:,} pairs of different test images {alike:,} are alike at first sight")
+        report.append(
+            f"{alike:,} of {own_pairs['compared']:,} pairs of different test images have similar low frequencies"
+        )
     for pair in leaks.pairs[:MOST_EXAMPLES]:
         report.append(f"  {caption(pair)}")
     undecodable = counts["train_undecodable"] + counts["test_undecodable"]
     if undecodable or counts["train_flat"]:
         report.append(
-            f"compared by their bytes alone: {undecodable:,} that cannot be decoded; by bytes and pixels alone: "
-            f"{counts['train_flat']:,} training images of almost one colour"
+            f"compared only by bytes: {undecodable:,} undecodable images; compared only by bytes and pixels: "
+            f"{counts['train_flat']:,} training images of almost uniform colour"
         )
     return report
 
 
 def caption(pair: Pair) -> str:
-    """Return a pair as a line."""
+    """Describe a pair in one line."""
     text = f"{pair.train[0]} {pair.train[1]} = {pair.test[0]} {pair.test[1]}: {pair.kind}, distance {pair.distance:.3g}"
     return printable(text)
 
@@ -62,16 +64,17 @@ def caption(pair: Pair) -> str:
 def write_page(
     path: Path, leaks: Leaks, train: Mapping[str, Index], test: Mapping[str, Index], cache: CacheConfig | None = None
 ) -> None:
-    """Write an HTML page of pairs as pictures, which needs nothing else."""
+    """Write a self-contained HTML page that shows the pairs."""
     farthest_first = sorted(leaks.pairs, key=lambda pair: -pair.distance)
-    # The least alike are those to judge by eye; of very many pairs, some of every distance are shown.
+    # Show the least similar pairs first, because these need a human check. If there are too many pairs, show a sample
+    # from the whole range of distances.
     step = max(1, -(-len(farthest_first) // MOST_SHOWN))
     shown = farthest_first[::step]
     train_readers = [ShardReader(index, cache=cache) for index in train.values()]
     test_readers = [ShardReader(index, cache=cache) for index in test.values()]
     figures = []  # (training image, test image, caption); images as JPEG in base64
     for pair in shown:
-        # Of a pair that was found by its bytes, neither may be an image.
+        # Pairs with equal bytes may be undecodable: omit their pictures.
         with suppress(BadImage):
             images = []
             for reader, (shard, key) in (

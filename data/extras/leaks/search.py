@@ -1,17 +1,18 @@
-"""Search training shards for images of test sets: what the test sets are recognised by is kept, training streams past.
+"""Search training shards for images of test sets: index the test images, then stream the training images once.
 
-How the pairs are found, in order (`find_leaks`):
-1. `write_signatures` writes the signatures of all test images into a folder, an entry a shard, and maps them as arrays;
-2. `alike_among` looks how often test images are alike that show different things: where they often are, pictures prove
-   nothing, and the search is refused;
-3. processes take one training shard after the other; `search_shard` reads each sample once, and asks of it
-   a. whether its bytes are those of a test image: exact;
-   b. whether it is a candidate, and its picture fits the test image's (data.extras.leaks.matching): perceptual;
-   c. of a pair that fits, whether the decoded pixels are the same: exact too. So are pictures asked that are flat;
-4. the journal gets one line a shard, so that a killed search goes on;
-5. the pairs become leaks.json, and the signatures are deleted.
+`find_leaks` works in this order:
+1. `write_signatures` computes the signatures of all test images, one file per shard, and merges them into arrays that
+   all processes map;
+2. `alike_among` measures how often different test images look similar. If this is frequent, similar pictures do not
+   prove a leak, and the search stops with an error;
+3. worker processes take one training shard after another. `search_shard` reads each sample once, and reports a pair
+   a. if its bytes equal those of a test image: exact;
+   b. if it is a candidate and its picture fits the test image (data.extras.leaks.matching): perceptual;
+   c. if the decoded pixels of a fitting pair are equal: exact. Flat images are compared only by bytes and pixels;
+4. each finished shard becomes one line of the journal, so that an interrupted search can resume;
+5. the pairs are written to leaks.json, and the signatures are deleted.
 
-A process holds one batch of training images and one block of test images, whatever the sizes of the sets.
+A process holds one batch of training images and one block of test images in memory, independent of the set sizes.
 """
 
 from __future__ import annotations
@@ -44,48 +45,48 @@ from data.shards.reader import ShardReader, check_sizes
 
 # T test images of all sets, K crops of each, D coefficients of a crop
 
-VERSION = 2  # of what signatures are and how they are compared; another one begins anew
-FITS = 0.88  # likeness from which on a pair shows the same; at 1 bytes and pixels alone are compared
-NEARLY_THE_SAME = 0.98  # likeness from which on the decoded pixels are compared: another encoder's may be the same
-MOST_ALIKE = 0.01  # share of pairs of test images that may be candidates; of photographs 0.0002 are
-FEWEST_ALIKE = 10  # candidates from which on such a share means something
-SAMPLED = 256  # test images that are compared with each other for it
-BATCH = 64  # training images that are compared at once
+VERSION = 2  # of the signatures and their comparison; a different version restarts the search
+FITS = 0.88  # minimum likeness of a perceptual pair; at 1, only bytes and pixels are compared
+NEARLY_THE_SAME = 0.98  # minimum likeness to also compare decoded pixels, which a lossless re-encoding preserves
+MOST_ALIKE = 0.01  # largest accepted share of candidates among pairs of test images; photographs have 0.0002
+FEWEST_ALIKE = 10  # with fewer candidates, the share is not significant
+SAMPLED = 256  # test images compared with each other to measure the share
+BATCH = 64  # training images compared at once
 JOURNAL = "leaks.partial"
 DOCUMENT = "leaks.json"
 
 
 class Match(NamedTuple):
-    """A training sample and a test image that show the same."""
+    """A training sample and a test sample with the same image."""
 
-    row: int  # of the training shard
+    row: int  # in the training shard
     test: int  # number among all test images
     kind: Kind
     distance: float
 
 
 class ShardMatches(NamedTuple):
-    """What was found in a training shard."""
+    """Result for one training shard."""
 
     matches: list[Match]
     samples: int
-    bad: int  # that cannot be decoded
-    flat: int  # that have nothing to be recognised by but their pixels
+    bad: int  # undecodable samples
+    flat: int  # samples without structure, compared only by bytes and pixels
 
 
 def key_of(shard: Shard) -> str:
-    """Return what stands for a training shard: its tar, and the table of the samples of it that are looked at."""
+    """Return the journal key of a training shard: the digests of its tar and of its table of samples."""
     return f"{shard.sha256}-{shard.table}"
 
 
 def matches_of(record: Sequence[Any]) -> ShardMatches:
-    """Return what the journal holds of a training shard."""
+    """Convert a journal record to the result of its training shard."""
     matches, *counts = record
     return ShardMatches([Match(*match) for match in matches], *counts)
 
 
 class Embeddings(NamedTuple):
-    """The pairs whose features are alike (pipeline.extras.leak_embedding), for each training shard by `key_of`."""
+    """Pairs with similar features (pipeline.extras.leak_embedding), by the `key_of` their training shards."""
 
     records: Mapping[str, ShardMatches]
     settings: Mapping[str, Any]
@@ -103,17 +104,17 @@ def find_leaks(
     report: Progress | None = None,
     report_test: Progress | None = None,
 ) -> Leaks:
-    """Find the pairs of training and test samples that show the same, and write them as `output`/leaks.json.
+    """Find the pairs of training and test samples with the same image, and write them to `output`/leaks.json.
 
-    Sets stand under the path that they are called by; `embeddings` are what features have found (see there). Safe to
-    kill and run again. With `fits` 1, bytes and pixels alone are compared. `report` is told how many training shards
-    are done, of how many that were left; `report_test` the same of test shards, which come first. Raises DataError
-    where a shard is missing or not what was indexed, and where the test images are too much alike for pictures to tell
-    copies from others.
+    `train` and `test` map the paths of sets to their indexes. `embeddings` adds pairs found by model features. With
+    `fits=1`, only bytes and pixels are compared. `report` is called with the number of finished training shards and the
+    number to search; `report_test` does the same for the test shards, which come first. An interrupted search resumes.
+    Raises DataError if a shard is missing or has changed since indexing, or if the test images are too similar to each
+    other to recognise copies by their pictures.
     """
     for path, index in (*train.items(), *test.items()):
         if index.samples == 0:
-            raise DataError(f"{path}: holds no samples\n  expected sets that can be compared: pack or index it again")
+            raise DataError(f"{path}: the set is empty\n  pack or index it again")
     check_sizes([*train.values(), *test.values()])
     cache = cache or CacheConfig()
     output.mkdir(parents=True, exist_ok=True)
@@ -125,40 +126,40 @@ def find_leaks(
     signatures = output / f"signatures-{sha256(json.dumps([VERSION, digests]).encode()).hexdigest()[:12]}"
     write_signatures(test.values(), signatures, workers, cache, report_test)
 
-    # Whether the search can tell copies from other images is measured on these very sets.
+    # Measure on these test sets whether the search can distinguish copies from other images.
     if fits < 1:
         alike, compared = alike_among(open_signatures(signatures).signatures)
         settings["test_pairs"] = {"alike": alike, "compared": compared}
         share = alike / max(compared, 1)
         if alike >= FEWEST_ALIKE and share > MOST_ALIKE:
             raise DataError(
-                f"{', '.join(test)}: {alike:,} of {compared:,} pairs of different test images are "
-                f"alike at first sight ({share:.1%}): of such images pictures do not tell copies from others\n"
-                f"  expected {MOST_ALIKE:.0%} at most, photographs have 0.02 %\n"
-                f"  compare bytes and pixels alone: the same command with --fits 1"
+                f"{', '.join(test)}: {alike:,} of {compared:,} pairs of different test images have similar low "
+                f"frequencies ({share:.1%}), so copies cannot be recognised by their pictures\n"
+                f"  expected at most {MOST_ALIKE:.0%}; photographs have 0.02 %\n"
+                f"  to compare only bytes and pixels, add --fits 1 to the command"
             )
 
-    jobs = {}  # by the training shard that is searched
+    jobs = {}  # `key_of` a training shard → its search
     for index in train.values():
         for number, shard in enumerate(index.shards):
             jobs[key_of(shard)] = partial(search_shard, index.single_shard(number), signatures, fits, cache)
     with Journal(output / JOURNAL, setting) as journal:
-        # The training shards that an earlier, killed search has not finished; a line of the journal for each.
+        # Search the training shards that are not in the journal of an earlier, interrupted search.
         missing = [key for key in jobs if key not in journal.records]
         with in_parallel(list(map(jobs.__getitem__, missing)), workers, report) as results:
             for key, shard_matches in zip(missing, results, strict=True):
                 journal.add(key, shard_matches)
-        # Only these: an earlier search of other training sets, killed here, may have left records of more shards.
+        # Use only these shards: the journal may also contain shards of other training sets, from an interrupted search.
         records = {key: matches_of(journal.records[key]) for key in jobs}
 
-    # The pairs that only features have found are added.
+    # Add the pairs that only the features have found.
     if embeddings is not None:
         for key, pixels in records.items():
             matches = {}
             for match in (*embeddings.records[key].matches, *pixels.matches):
-                matches[match.row, match.test] = match  # that of the pixels takes the other's place
+                matches[match.row, match.test] = match  # a match by pixels replaces one by features
             records[key] = pixels._replace(matches=sorted(matches.values()))
-    bad = int(np.load(signatures / "bad.npy").sum())  # test images that cannot be decoded
+    bad = int(np.load(signatures / "bad.npy").sum())  # undecodable test images
     leaks = document(train, test, records, bad, settings)
     write_leaks(output / DOCUMENT, leaks)
     (output / JOURNAL).unlink()
@@ -172,12 +173,12 @@ def find_leaks(
 def write_signatures(
     sets: Iterable[Index], folder: Path, workers: int, cache: CacheConfig, report: Progress | None = None
 ) -> None:
-    """Write the signatures of all test images into a folder; those of an earlier, killed search are kept.
+    """Write the signatures of all test images into a folder, and reuse those of an earlier, interrupted search.
 
-    Raises OSError where the disk is full.
+    Raises OSError if the disk is full.
     """
     folder.mkdir(exist_ok=True)
-    paths = []  # of the entries, one a shard
+    paths = []  # of the signature files, one per shard
     missing = []
     total = 0  # samples of all sets
     for index in sets:
@@ -198,8 +199,8 @@ def write_signatures(
         "digests": ((total, 2, 32), np.uint8),
         "bad": ((total,), np.bool_),
     }
-    # Written, not mapped: a full disk is then an error of this command, and not the end of its process. They are mapped
-    # to be read, so that all processes share one copy, which need not fit the memory.
+    # Use ordinary writes: on a full disk they raise an error, but a write to a mapped file would kill the process.
+    # Readers map the files, so that all processes share one copy, which may be larger than memory.
     with ExitStack() as around:
         files = {}
         for name, (shape, kind) in shapes.items():
@@ -207,11 +208,11 @@ def write_signatures(
             files[name] = around.enter_context(open(temporary, "wb"))
             header = {"descr": np.lib.format.dtype_to_descr(np.dtype(kind)), "fortran_order": False, "shape": shape}
             np.lib.format.write_array_header_1_0(files[name], header)
-        # Each entry is read, and its digest compared, once for all five.
+        # Read and verify each signature file once for all five arrays.
         for path in paths:
             entry = read_entry(path)
             if entry is None:
-                raise StorageError(f"{path}: is not what was written a moment ago: see to the disk")
+                raise StorageError(f"{path}: content differs from what was just written; check the disk")
             with np.load(io.BytesIO(entry)) as part:
                 for name, file in files.items():
                     with path_in_errors(folder / f"{name}.npy"):
@@ -219,7 +220,7 @@ def write_signatures(
 
 
 def sign_shard(shard: Index, path: Path, cache: CacheConfig) -> None:
-    """Write the signatures of the samples of an index of one test shard; undecodable ones have empty signatures."""
+    """Write the signatures of one test shard; undecodable samples get empty signatures."""
     reader = ShardReader(shard, cache=cache)
     count = shard.samples
     crops = np.zeros((count, BOXES, COEFFICIENTS), np.float16)
@@ -239,7 +240,7 @@ def sign_shard(shard: Index, path: Path, cache: CacheConfig) -> None:
                 continue
             pictures[row] = sign.picture
             proportions[row] = sign.proportion
-            # What has no structure is like anything else: its pixels alone are compared.
+            # A flat image would be similar to any other: leave its crops empty and compare only its pixels.
             if not sign.is_flat:
                 crops[row] = sign.crops
     arrays = io.BytesIO()
@@ -248,16 +249,16 @@ def sign_shard(shard: Index, path: Path, cache: CacheConfig) -> None:
 
 
 class TestImages(NamedTuple):
-    """What is known of the test images, in one process."""
+    """Signatures and digests of the test images, opened once per process."""
 
     signatures: TestSignatures
-    by_bytes: dict[bytes, list[int]]  # sha256 of the encoded image → numbers
-    by_pixels: dict[bytes, list[int]]
+    by_bytes: dict[bytes, list[int]]  # sha256 of the encoded image → numbers of test images
+    by_pixels: dict[bytes, list[int]]  # `pixel_digest` → numbers of test images
 
 
 @lru_cache(maxsize=1)
 def open_signatures(folder: Path) -> TestImages:
-    """Map the signatures of a folder."""
+    """Map the signature arrays of a folder, and build the tables of digests."""
     arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in TestSignatures._fields}
     digests = np.load(folder / "digests.npy", mmap_mode="r")
     bad = np.load(folder / "bad.npy")
@@ -271,9 +272,9 @@ def open_signatures(folder: Path) -> TestImages:
 
 
 def alike_among(tests: TestSignatures) -> tuple[int, int]:
-    """Return how many pairs of different test images are candidates, and of how many: among SAMPLED drawn of them."""
+    """Return the number of candidates among pairs of SAMPLED random test images, and the number of these pairs."""
     has_structure = np.flatnonzero(tests.crops[:, 0].any(axis=1))
-    # Drawn, not at equal distances: sets that repeat themselves every so many images would be taken for copies.
+    # Draw at random and not at equal distances: in a periodic set, equal distances would select similar images.
     drawn = np.sort(np.random.default_rng(0).permutation(has_structure)[:SAMPLED])
     sample = TestSignatures(*(array[drawn] for array in tests))
     count = len(drawn)
@@ -290,7 +291,7 @@ def alike_among(tests: TestSignatures) -> tuple[int, int]:
 
 
 class PendingImage(NamedTuple):
-    """A training image that waits for its batch."""
+    """A training image in a batch that is not complete yet."""
 
     row: int
     image: bytes
@@ -298,14 +299,14 @@ class PendingImage(NamedTuple):
 
 
 def search_shard(shard: Index, signatures: Path, fits: float, cache: CacheConfig) -> ShardMatches:
-    """Find the test images that an index of one training shard holds."""
+    """Find the test images that occur in one training shard."""
     test_images = open_signatures(signatures)
     reader = ShardReader(shard, cache=cache)
     matches: dict[tuple[int, int], Match] = {}  # by row and test image
     bad = 0
     flat = 0
     batch: list[PendingImage] = []
-    # As many processes as cores: each is to use one.
+    # There is one process per core, so use one thread in each.
     with threadpool_limits(1):
         for row in range(shard.samples):
             _, image, _ = reader.read(0, row)
@@ -332,13 +333,13 @@ def search_shard(shard: Index, signatures: Path, fits: float, cache: CacheConfig
 def add_fitting(
     batch: Sequence[PendingImage], test_images: TestImages, fits: float, matches: dict[tuple[int, int], Match]
 ) -> None:
-    """Add the pairs of a batch of training images that fit; those that are known already stay as they are."""
+    """Add the perceptual pairs of a batch of training images to `matches`, without replacing known pairs."""
     best: dict[tuple[int, int], float] = {}  # number in the batch, test image → likeness
     crops = np.stack([pending.signature.crops for pending in batch])
     for candidate in candidates(crops, test_images.signatures):
         pair = (candidate.train, candidate.test)
         pending = batch[candidate.train]
-        # A pair may be a candidate in several ways; one that fits is enough.
+        # A pair may be a candidate with several crops; one good fit is enough.
         is_settled = best.get(pair, -1.0) >= NEARLY_THE_SAME or (pending.row, candidate.test) in matches
         if not is_settled:
             value = likeness(candidate, pending.signature, test_images.signatures)
@@ -363,17 +364,17 @@ def document(
     bad: int,
     settings: Mapping[str, Any],
 ) -> Leaks:
-    """Return what was found, with samples by shard and key."""
+    """Build the leaks document, in which samples are named by shard and key."""
     wanted: set[int] = set()
     for record in records.values():
         for match in record.matches:
             wanted.add(match.test)
-    test_samples: dict[int, tuple[int, tuple[str, str]]] = {}  # number → its set's number, (shard, key)
+    test_samples: dict[int, tuple[int, tuple[str, str]]] = {}  # number → (number of the set, (shard, key))
     start = 0
     for set_number, index in enumerate(test.values()):
         for number, shard in enumerate(index.shards):
             matched = wanted.intersection(range(start, start + shard.samples))
-            # As in most shards, there is nothing: its table need not be opened.
+            # Most shards have no match: do not read their tables.
             if matched:
                 keys = index.keys(number)
                 for test_number in matched:
@@ -388,7 +389,7 @@ def document(
             counts["train"] += record.samples
             counts["train_undecodable"] += record.bad
             counts["train_flat"] += record.flat
-            # As in most shards, there is nothing: its table need not be opened.
+            # Most shards have no match: do not read their tables.
             if not record.matches:
                 continue
             keys = index.keys(number)

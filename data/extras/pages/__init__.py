@@ -1,1 +1,1 @@
-"""Pages of HTML that open offline, for the extras that report."""
+"""Self-contained HTML pages for the extras that write reports."""

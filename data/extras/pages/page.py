@@ -1,13 +1,13 @@
-"""Pages of HTML that open offline: one base with the style, charts as inline SVG, small images.
+"""Write self-contained HTML pages: a base template with the style, charts as inline SVG, and embedded thumbnails.
 
-    write_page(Path("report.html"), "check.html", title="…", chart=svg(figure, "samples a class"), …)
+    write_page(Path("report.html"), "check.html", title="…", chart=svg(figure, "samples per class"), …)
 
-The templates lie beside this file, in `templates`; each fills the body of base.html. Nothing on a page is asked of
-anybody: its policy (CSP) forbids scripts and requests. Names come out of files that others made: every value is
-escaped, and written as `printable` text, which cannot turn the direction of the line; `| lines` is for texts of
-several.
+The templates are in the folder `templates`, and extend base.html. A page loads nothing: its content security policy
+(CSP) forbids scripts and requests. Names on a page come from untrusted files, so every value is escaped and converted
+to `printable` text, which cannot change the text direction. Use the filter `| lines` for text with several lines.
 
-A chart is a matplotlib Figure drawn in INK, GRID and LINES. They stand for the page's own colours, light or dark.
+A chart is a matplotlib Figure drawn with the placeholder colours INK, GRID and LINES, which `svg` replaces by the CSS
+colours of the page, for light and dark mode.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from matplotlib.figure import Figure
 from data.checks import printable, printable_lines
 from data.files import write_atomically
 
-THUMBNAIL = 112  # pixels of the longer side
+THUMBNAIL = 112  # pixels; longer side of a thumbnail
 INK = "#010101"
 GRID = "#010102"
 LINES = ("#010103", "#010104", "#010105", "#010106", "#010107", "#010108")
-# Lines differ by these too, so that nobody needs the colour.
+# Dashes and markers distinguish the lines for readers who cannot distinguish the colours.
 DASHES = ("-", (0, (5, 2)), (0, (1, 1.4)), (0, (6, 2, 1, 2)), (0, (9, 3)), (0, (3, 1, 1, 1, 1, 1)))
 MARKERS = ("o", "s", "^", "D", "v", "P")
-# Colours of a file that nothing but a viewer opens, in the place of the page's.
+# Colours for SVG files outside a page, which have no CSS.
 ON_PAPER = {INK: "#222222", GRID: "#dddddd"} | dict(
     zip(LINES, ("#1f5fa8", "#c4441c", "#2f7d32", "#7b3fa0", "#a07000", "#00788c"), strict=True)
 )
 COLOURS = {INK: "var(--ink)", GRID: "var(--line)"} | {line: f"var(--c{n})" for n, line in enumerate(LINES, 1)}
 STYLE: Any = {
-    "svg.fonttype": "none",  # text stays text, in a font of the reader
-    "svg.hashsalt": "patchline",  # the same figure makes the same bytes
+    "svg.fonttype": "none",  # keep text as text, in the reader's font
+    "svg.hashsalt": "patchline",  # make the output deterministic
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
     "text.color": INK,
@@ -56,25 +56,25 @@ STYLE: Any = {
     "axes.spines.top": False,
     "axes.spines.right": False,
 }
-# What matplotlib writes beside the drawing: a prolog, metadata, namespaces that HTML knows, and names of groups that
-# several charts would share.
+# Parts of matplotlib's SVG to remove: prolog, metadata, comments, namespaces that HTML does not need, and group ids,
+# which would be repeated in several charts of a page.
 NOT_DRAWN = re.compile(
     r'\A.*?(?=<svg)|<metadata>.*?</metadata>|<!--.*?-->| xmlns(:xlink)?="[^"]*"| id="[A-Za-z0-9]+_[0-9]+"', re.DOTALL
 )
 
 
 def charted() -> AbstractContextManager[None]:
-    """Return the context in which a figure of a page is made and drawn."""
+    """Return the matplotlib context in which to create and draw a figure for a page."""
     return matplotlib.rc_context(STYLE)
 
 
 def svg(figure: Figure, title: str) -> Markup:
-    """Return a figure as inline SVG in the page's colours, with its title for those who cannot see it."""
+    """Convert a figure to inline SVG in the page's colours, with its title as text for screen readers."""
     file = StringIO()
     with charted():
         figure.savefig(file, format="svg", metadata={"Date": None})
     text = NOT_DRAWN.sub("", file.getvalue()).replace("'DejaVu Sans'", "sans-serif")
-    # A hundredth of a pixel is enough: half of the bytes of a curve are digits behind it.
+    # Round to a hundredth of a pixel, which halves the size of a curve.
     text = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), text)
     for colour, variable in COLOURS.items():
         text = text.replace(colour, variable)
@@ -82,12 +82,12 @@ def svg(figure: Figure, title: str) -> Markup:
 
 
 def write_page(path: Path, template: str, **values: object) -> None:
-    """Write a page of a template in data/extras/pages/templates; it appears whole or not at all."""
+    """Render a template of data/extras/pages/templates, and write the page atomically."""
     loader = FileSystemLoader(Path(__file__).with_name("templates"))
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=shown)
-    # How values are written, for all templates.
+    # Filters for all templates.
     environment.filters["lines"] = lambda text: escape(printable_lines(text))
-    # A path goes on in the next line behind one of its strokes, and not in the middle of a name.
+    # Allow a line break in a path only after a slash.
     environment.filters["path"] = lambda text: escape(printable(text)).replace("/", Markup("/<wbr>"))
     environment.filters["first_line"] = lambda text: text.partition("\n")[0]
     environment.filters["thousands"] = "{:,}".format
@@ -96,24 +96,24 @@ def write_page(path: Path, template: str, **values: object) -> None:
 
 
 def shown(value: object) -> object:
-    """Return a value of a template as it is shown: markup of ours as it is, all other text printable, in one line."""
+    """Make a template value safe to display: keep our own markup, and make other text printable on one line."""
     if isinstance(value, str) and not isinstance(value, Markup):
         return printable(value)
     return value
 
 
 def jpeg(image: cv2.typing.MatLike, longest: int = THUMBNAIL) -> Markup:
-    """Return pixels (H, W, RGB) as a JPEG in base64, no side of it longer than `longest`."""
+    """Encode pixels (H, W, RGB) as a base64 JPEG with sides of at most `longest` pixels."""
     return Markup(b64encode(jpeg_bytes(image, longest)).decode())
 
 
 def jpeg_bytes(image: cv2.typing.MatLike, longest: int = THUMBNAIL) -> bytes:
-    """Return pixels (H, W, RGB) as a JPEG, no side of it longer than `longest`."""
+    """Encode pixels (H, W, RGB) as a JPEG with sides of at most `longest` pixels."""
     longer_side = max(image.shape[:2])
     longest = min(longest, max(longer_side, THUMBNAIL))
-    # A sliver of an image would otherwise come out with no rows or columns.
+    # At least one pixel, even for an extreme aspect ratio.
     height = max(1, image.shape[0] * longest // longer_side)
     width = max(1, image.shape[1] * longest // longer_side)
-    # OpenCV takes the channels as BGR when it encodes.
+    # OpenCV encodes BGR.
     small = cv2.resize(image[..., ::-1], (width, height), interpolation=cv2.INTER_AREA)
     return cv2.imencode(".jpg", small)[1].tobytes()

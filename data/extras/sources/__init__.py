@@ -1,1 +1,1 @@
-"""Images that lie neither in folders nor in tars to index: tables of paths, parquet, archives, tars to pack anew."""
+"""More sources for packing shards: tables of image paths, Parquet files, archives, and existing tars."""

@@ -1,17 +1,18 @@
-"""The files inside an archive, one after the other, without unpacking it to disk; a folder is read like its archive.
+"""Iterate over the files in an archive without unpacking it to disk, or over the files in a folder.
 
-`members` opens what is there, which its first bytes tell and not its name:
-1. a folder gives its files, sorted by name;
-2. a zip gives its members in the order of its directory;
-3. a tar, plain or compressed with gzip, xz or bzip2, gives its plain files in the order in which they lie there. It is
-   read once from its beginning to its end, so that a member has to be read before the next one is asked for.
+`members` detects the format from the first bytes, not from the file name:
+1. a folder yields its files, sorted by name;
+2. a zip yields its members in the order of its directory;
+3. a tar, uncompressed or compressed with gzip, xz or bzip2, yields its regular files in their order in the tar. The tar
+   is read once as a stream, so each member must be read before the next one is requested.
 
     images.tar.gz                         Member("images/cat_1.jpg", …)     .read() → b"\\xff\\xd8…"
       ./images/cat_1.jpg             →    Member("images/cat_2.jpg", …)
-      ./images/._cat_1.jpg                (hidden files are passed over: macOS leaves them)
+      ./images/._cat_1.jpg                (hidden files, such as those of macOS, are skipped)
       ./images/cat_2.jpg
 
-Whatever is cut short, damaged, or goes on behind its end raises DataError: Python's own `tarfile` stops there silently.
+An archive that is truncated, damaged, or continues after its end raises DataError. Python's `tarfile` would silently
+stop there.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from data.images.decode import MAX_BYTES
 from data.index.tar import MAX_EXTENSION
 
 GZIP_START = b"\x1f\x8b"
-# What compressed files begin with, and what reads each as a stream.
+# First bytes of compressed files → function that opens them as a stream.
 COMPRESSIONS: dict[bytes, Callable[[IO[bytes]], Any]] = {
     GZIP_START: gzip.open,
     b"\xfd7zXZ\0": lzma.open,
@@ -45,8 +46,8 @@ COMPRESSIONS: dict[bytes, Callable[[IO[bytes]], Any]] = {
 }
 ZIP_START = b"PK"
 RAR_START = b"Rar!"
-IS_ENCRYPTED = 0x1  # of a zip member's flags
-# Kinds of tar headers that `tarfile` reads whole: PAX records, of a member or of all, and GNU's long names.
+IS_ENCRYPTED = 0x1  # bit of a zip member's flags
+# Types of tar headers whose content `tarfile` reads into memory: PAX records (per member or global) and GNU long names.
 EXTENSIONS = (
     tarfile.XHDTYPE,
     tarfile.XGLTYPE,
@@ -55,47 +56,50 @@ EXTENSIONS = (
     tarfile.GNUTYPE_LONGLINK,
 )
 DAMAGE = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, zipfile.BadZipFile, tarfile.TarError)
-CHUNK = 1 << 20  # bytes that are read at once where they are not kept
+CHUNK = 1 << 20  # bytes per read when skipping data
 
 
 @dataclass(frozen=True)
 class Member:
-    """A file of an archive: its path in there, and what opens it."""
+    """A file in an archive."""
 
-    name: str
-    opened: Callable[[], Any]  # gives an open file; of a tar until the next member is asked for
+    name: str  # path in the archive
+    opened: Callable[[], Any]  # returns an open file; for a tar, it is valid until the next member is requested
     archive: str  # for messages
 
     def read(self, most: int = MAX_BYTES) -> bytes:
-        """Return the whole content; raises DataError where the archive is damaged in it, or where it is larger.
+        """Return the full content; raises DataError if it is damaged, or has more than `most` bytes.
 
-        A few megabytes of zeros, compressed, may be gigabytes.
+        The limit protects against decompression bombs: a few compressed megabytes may expand to gigabytes.
         """
         content = self.start(most + 1)
         if len(content) > most:
             raise DataError(
-                f"{self.archive}: {printable(self.name)}: more than {most:,} bytes\n"
-                "  expected no larger file here: take it out of the archive, or make it smaller"
+                f"{self.archive}: {printable(self.name)}: larger than the limit of {most:,} bytes\n"
+                "  remove this file from the archive, or make it smaller"
             )
         return content
 
     def start(self, most: int) -> bytes:
-        """Return so many bytes of the content at most; raises DataError where the archive is damaged in them."""
+        """Return at most `most` bytes from the start of the content; raises DataError if they are damaged."""
         with naming_damage(f"{self.archive}: {printable(self.name)}"), self.opened() as file:
             return file.read(most)
 
     @property
     def base(self) -> str:
-        """The last part of its path."""
+        """Last component of the path."""
         return self.name.rpartition("/")[2]
 
 
 def members(path: str | os.PathLike[str]) -> Iterator[Member]:
-    """Give the files of a folder, zip or tar but for hidden ones; raises DataError where it is none, or is damaged."""
+    """Yield the files of a folder, zip or tar, except hidden ones.
+
+    Raises DataError if the path does not exist, has another format, or is damaged.
+    """
     path = Path(path)
     if path.is_dir():
         for directory, folders, names in os.walk(path):
-            # os.walk goes down into them in the order in which it finds them here.
+            # os.walk visits the sub-folders in the order of this list.
             folders[:] = sorted(name for name in folders if not name.startswith("."))
             for name in sorted(names):
                 file_path = Path(directory, name)
@@ -103,12 +107,12 @@ def members(path: str | os.PathLike[str]) -> Iterator[Member]:
                     yield Member(file_path.relative_to(path).as_posix(), partial(open, file_path, "rb"), str(path))
         return
     if not path.is_file():
-        raise DataError(f"there is nothing at {path}")
+        raise DataError(f"{path}: file not found")
     with open(path, "rb") as file:
         start = file.read(8)
         file.seek(0)
         if start.startswith(RAR_START):
-            raise DataError(f"{path}: a rar, which only its own program reads; unpack it and name the folder")
+            raise DataError(f"{path}: RAR archives are not supported; unpack it, and use the path of the folder")
         if start.startswith(ZIP_START):
             yield from zip_members(file, str(path))
         else:
@@ -121,7 +125,7 @@ def members(path: str | os.PathLike[str]) -> Iterator[Member]:
 
 
 def is_compressed(path: Path) -> bool:
-    """Return whether a file is compressed in a way that is read here."""
+    """Return whether a file is compressed with gzip, xz or bzip2."""
     with open(path, "rb") as file:
         return file.read(8).startswith(tuple(COMPRESSIONS))
 
@@ -130,7 +134,7 @@ def is_compressed(path: Path) -> bool:
 
 
 def zip_members(file: IO[bytes], name: str) -> Iterator[Member]:
-    """Give the files of a zip; raises DataError where they are encrypted."""
+    """Yield the files of a zip; raises DataError if they are encrypted."""
     with naming_damage(name), zipfile.ZipFile(file) as archive:
         for info in archive.infolist():
             if info.is_dir() or is_hidden(info.filename):
@@ -138,78 +142,77 @@ def zip_members(file: IO[bytes], name: str) -> Iterator[Member]:
             if info.flag_bits & IS_ENCRYPTED:
                 raise DataError(
                     f"{name}: {printable(info.filename)} is encrypted\n"
-                    "  expected a zip without a password: unzip it with the one that its owners give, name the folder"
+                    "  unzip it with the password that its authors publish, and use the path of the folder"
                 )
             yield Member(info.filename.removeprefix("./"), partial(archive.open, info), name)
 
 
 def tar_members(file: IO[bytes], name: str) -> Iterator[Member]:
-    """Give the plain files of a tar that is read from a stream; also of a tar that is a member of another one.
+    """Yield the regular files of a tar that is read as a stream, which may itself be a member of another tar.
 
-    Raises DataError where it is none, is cut short, or where anything but zeros follows its end.
+    Raises DataError if it is not a tar, if it is truncated, or if anything except zeros follows its end.
     """
     others = 0
     with naming_damage(name), tarfile.open(fileobj=file, mode="r|", tarinfo=TarHeader) as archive:
         while (info := archive.next()) is not None:
-            # tarfile keeps a list of all that it has seen, which nobody here looks at.
+            # Clear tarfile's list of all members, which is not needed here and would grow without limit.
             archive.members = []  # type: ignore[attr-defined]
             if info.isfile() and not info.issparse():
                 if not is_hidden(info.name):
                     yield Member(info.name.removeprefix("./"), partial(archive.extractfile, info), name)
             elif not info.isdir():
                 others += 1
-        # What follows the end is read, which also checks the sums of a compressed tar.
+        # Read the rest of the stream, which also verifies the checksum of a compressed tar.
         stream = cast(IO[bytes], archive.fileobj)
         while chunk := stream.read(CHUNK):
             if chunk.strip(b"\0"):
                 raise DataError(
-                    f"{name}: more follows behind the end of the tar\n"
-                    "  expected one tar: these may be several, one appended to the other; download it again"
+                    f"{name}: data follows after the end of the tar\n"
+                    "  expected a single tar, but these may be several concatenated tars; download it again"
                 )
     if others:
-        logging.getLogger(__name__).warning("%s: passed over: %d links, devices or sparse files", name, others)
+        logging.getLogger(__name__).warning("%s: skipped %d links, devices or sparse files", name, others)
 
 
 class TarHeader(tarfile.TarInfo):
-    """A header of a tar where the tar goes on: `tarfile` takes one that is damaged or missing for the tar's end."""
+    """Tar header with strict checks: `tarfile` would treat a damaged or missing header as the end of the tar."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
-        """Read a header; raises DataError where it says more about the next member than the memory may hold."""
+        """Parse a header; raises DataError if it announces an extension too large for memory."""
         header = super().frombuf(buf, encoding, errors)
         if header.type in EXTENSIONS and header.size > MAX_EXTENSION:
-            raise DataError(f"an extension header of {header.size:,} bytes, expected {MAX_EXTENSION:,} at most")
+            raise DataError(f"extension header of {header.size:,} bytes, expected at most {MAX_EXTENSION:,}")
         return header
 
     @classmethod
     def fromtarfile(cls, tarfile_: tarfile.TarFile) -> Self:
-        """Read the next header; raises DataError where there is none and the tar has not ended either."""
+        """Read the next header; raises DataError if it is invalid or missing before the end of the tar."""
         try:
             return super().fromtarfile(tarfile_)
         except tarfile.HeaderError as error:
-            is_end = type(error).__name__ == "EOFHeaderError"  # a block of zeros, as it should be
+            is_end = type(error).__name__ == "EOFHeaderError"  # a block of zeros, the regular end of a tar
             if is_end:
                 raise
             raise DataError(
                 f"no valid tar header at byte {tarfile_.offset:,} ({error})\n"
-                "  expected a whole tar, compressed or not: download it again and compare its size or checksum"
+                "  the tar is truncated or damaged: download it again, and compare its size or checksum"
             ) from None
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether the last part of a path begins with a dot, as what macOS leaves beside each file does."""
+    """Return whether the last component of a path begins with a dot, like the extra files of macOS."""
     return name.rpartition("/")[2].startswith(".")
 
 
 @contextmanager
 def naming_damage(name: str) -> Iterator[None]:
-    """Raise DataError, which names the archive, where it is cut short or damaged."""
+    """Convert errors of a truncated or damaged archive to DataError with the name of the archive."""
     try:
         yield
     except DAMAGE as error:
         raise DataError(
-            f"{name}: cut short or damaged ({error})\n"
-            "  expected a whole archive: download it again and compare its size"
+            f"{name}: truncated or damaged ({error})\n  download the archive again, and compare its size"
         ) from None
     except DataError as error:
         if str(error).startswith(name):

@@ -1,7 +1,6 @@
-"""Samples of tables: paths and labels in a CSV or parquet file, or parquet that holds the images themselves.
+"""Read samples from tables: image paths and labels in a CSV or Parquet file, or Parquet files with embedded images.
 
-Labels of tables are class ids, or names of classes; a table whose labels are names gives them ids in the order of the
-alphabet.
+The labels are class ids or class names. Class names are numbered in alphabetical order.
 
     path,label
     a/1.jpg,tabby cat            Sample("a/1", Path("a/1.jpg"), (1,), "jpg")
@@ -24,9 +23,10 @@ from data.index.names import NO_NAMES, Names, NoLabel, agreed_names, ids_of, par
 from data.sources.folders import ListedFile, files_of, read_files
 from data.sources.samples import Sample, kind_of
 
-IMAGE_COLUMNS = ("image", "img", "jpg", "png", "webp")  # of image parquet, the first that there is
+# Possible names of columns; the first name that a table has is used.
+IMAGE_COLUMNS = ("image", "img", "jpg", "png", "webp")  # in Parquet with embedded images
 LABEL_COLUMNS = ("label", "labels", "fine_label", "cls")
-TABLE_PATH_COLUMNS = ("path", "file_name", "filename", "image")  # of a table of paths; the second is Hugging Face's
+TABLE_PATH_COLUMNS = ("path", "file_name", "filename", "image")  # in a table of paths; Hugging Face uses file_name
 TABLE_LABEL_COLUMNS = ("label", "labels", "cls", "class", "category")
 
 
@@ -36,11 +36,12 @@ TABLE_LABEL_COLUMNS = ("label", "labels", "cls", "class", "category")
 def path_table(
     path: str | os.PathLike[str], root: str | os.PathLike[str] | None = None, *, unlabelled: bool = False
 ) -> Iterator[Sample]:
-    """Give samples of a CSV or parquet file with columns `path` and `label` (or `labels`), relative to `root`.
+    """Yield the samples of a CSV or Parquet file with the columns `path` and `label` (or `labels`).
 
-    A label is a class id, or several of them with spaces or commas between, or a list; or a class name, or a list of
-    them, whose ids are those of `table_classes`. Raises DataError where a column is missing, a label is none or a file
-    is no image; `root` is by default the table's own folder. Of an `unlabelled` table the paths alone are read.
+    Paths are relative to `root`, by default the folder of the table. A label is a class id, several ids separated by
+    spaces or commas, a list of ids, a class name, or a list of class names; `table_classes` defines the ids of names.
+    With `unlabelled=True`, only the paths are read. Raises DataError if a column is missing, if a label is invalid, or
+    if a file is not an image.
     """
     path = Path(path)
     names, labels = table_columns(path, unlabelled=unlabelled)
@@ -58,15 +59,15 @@ def path_table(
 
 
 def table_classes(path: str | os.PathLike[str]) -> Names:
-    """Return the class names of a table whose labels are texts, sorted; none where they are ids."""
+    """Return the sorted class names of a table; an empty tuple if its labels are ids."""
     _, labels = table_columns(Path(path))
     return classes_in(Path(path), labels)
 
 
 def table_columns(path: Path, *, unlabelled: bool = False) -> tuple[list[str], list[object]]:
-    """Read the paths and the labels of a table of paths; raises DataError where it lacks a column.
+    """Read the paths and labels of a table; raises DataError if a column is missing.
 
-    Of an `unlabelled` table every label is None.
+    With `unlabelled=True`, every label is None.
     """
     rows: list[dict[str, object]]
     if path.suffix == ".parquet":
@@ -76,22 +77,22 @@ def table_columns(path: Path, *, unlabelled: bool = False) -> tuple[list[str], l
             rows = parquet.read_table(path).to_pylist()
     else:
         try:
-            # utf-8-sig, because Excel begins a file with a byte order mark, which would be read as part of a name.
+            # utf-8-sig because Excel writes a byte order mark, which would become part of the first column's name.
             with open(path, newline="", encoding="utf-8-sig") as file:
                 rows = list(csv.DictReader(file))
         except IsADirectoryError:
-            raise DataError(f"{path} is a folder\n  expected a CSV or parquet file of paths and labels") from None
+            raise DataError(f"{path} is a folder\n  expected a CSV or Parquet file of paths and labels") from None
         except UnicodeDecodeError as error:
             raise DataError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
-    # A line of more cells than there are columns has its rest under None.
+    # csv.DictReader stores the extra cells of a too long line under the key None.
     columns = [str(column) for column in rows[0] if column is not None] if rows else []
     label_column = first_of(TABLE_LABEL_COLUMNS, columns)
     path_column = first_of(TABLE_PATH_COLUMNS, columns)
     if path_column is None or (label_column is None and not unlabelled):
         wanted = "a column path" if unlabelled else "columns path and label"
         raise DataError(
-            f"{path}: expected {wanted}, found {', '.join(columns) or 'none'}\n"
-            "  a CSV begins with the line path,label; then comes a line for each image, as cat/1.jpg,cat"
+            f"{path}: expected {wanted}, found {', '.join(columns) or 'no columns'}\n"
+            "  the first line of a CSV is path,label; each following line is an image, for example cat/1.jpg,cat"
         )
     names = []
     labels = []
@@ -102,7 +103,10 @@ def table_columns(path: Path, *, unlabelled: bool = False) -> tuple[list[str], l
 
 
 def classes_in(path: Path, labels: Iterable[object]) -> Names:
-    """Return the names in a column of labels, sorted; none where all are ids. Raises DataError where there are both."""
+    """Return the sorted class names in a column of labels; an empty tuple if all labels are ids.
+
+    Raises DataError if the column contains both names and ids.
+    """
     first_id: object = None
     names: set[str] = set()
     for label in labels:
@@ -110,24 +114,25 @@ def classes_in(path: Path, labels: Iterable[object]) -> Names:
         try:
             parse_labels(text)
         except NoLabel as error:
-            # A cell that is a number and yet no id, as −1 or NaN, is not a name.
+            # A number that is not a valid id, such as −1 or NaN, is not a name either.
             if isinstance(label, str | list):
                 names.update(error.texts)
         else:
             if first_id is None:
                 first_id = label
-    # Numbered by their names, ids and names would meet in one class; and a single name is more likely a slip.
+    # If ids were numbered like names, an id and a name could refer to the same class; and a single name among ids is
+    # probably a mistake.
     if names and first_id is not None:
         raise DataError(
             f"{path}: some labels are class ids ({first_id}), others are names ({preview([min(names)])})\n"
-            "  expected ids in every row, or names in every row: write the one or the other"
+            "  expected ids in every row, or names in every row"
         )
     return tuple(sorted(names))
 
 
 def label_text(label: object) -> bytes:
-    """Return a cell of a column of labels as a label file would hold it."""
-    # A CSV has only text: parquet's numbers and lists of them read the same as `7` and `[3, 17]`.
+    """Convert a cell of a label column to the content of a label file."""
+    # Numbers and lists in Parquet become the same text as in a CSV: `7` and `[3, 17]`.
     if isinstance(label, list):
         return json.dumps(label, ensure_ascii=False, default=str).encode()
     return str(label).encode() if label is not None else b""
@@ -137,9 +142,9 @@ def label_text(label: object) -> bytes:
 
 
 class ImageParquet:
-    """A parquet file of images: its columns, and the class names that its schema has for ids.
+    """A Parquet file with embedded images: its columns, and the class names from its schema.
 
-    Raises DataError where pyarrow cannot read it, or where a column is missing.
+    Raises DataError if pyarrow cannot read the file, or if a column is missing.
     """
 
     def __init__(self, path: Path, *, unlabelled: bool = False):
@@ -156,8 +161,8 @@ class ImageParquet:
         self.path = path
         self.image_column = image_column or ""
         self.label_column = label_column
-        # Hugging Face's `datasets` describes its columns in the schema; a list of labels has its ClassLabel one level
-        # below.
+        # Hugging Face `datasets` describes the columns in the schema metadata; for a list of labels, ClassLabel is one
+        # level deeper.
         try:
             features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))["info"]["features"]
             feature = features[label_column]
@@ -167,27 +172,28 @@ class ImageParquet:
         self.names: Names = tuple(map(str, names))
 
     def rows(self, columns: list[str]) -> Iterator[dict[str, Any]]:
-        """Give the rows, each by column."""
+        """Yield the rows as dictionaries with the given columns."""
         from pyarrow import parquet
 
         with naming_parquet(self.path):
-            # A few rows at a time: a file may hold more images than fit the memory.
+            # Read a few rows at a time, because the images of a file may not fit into memory.
             for batch in parquet.ParquetFile(self.path).iter_batches(256, columns=columns):
                 yield from batch.to_pylist()
 
 
 def image_parquet(source: str | os.PathLike[str], *, unlabelled: bool = False) -> Iterator[Sample]:
-    """Give samples of Hugging Face image parquet (img2dataset's too): a column of {bytes, path} and one of class ids.
+    """Yield the samples of Parquet files with embedded images, as written by Hugging Face `datasets` and img2dataset.
 
-    Labels that are texts have the ids of `parquet_classes`. Raises DataError where a column is missing, an image is not
-    embedded or a label is none. Of an `unlabelled` set the images alone are read.
+    The image column contains {bytes, path} or bytes, and the label column contains class ids or names;
+    `parquet_classes` defines the ids of names. With `unlabelled=True`, only the images are read. Raises DataError if a
+    column is missing, if an image is not embedded, or if a label is invalid.
     """
     ids: Mapping[str, int] | None = NO_NAMES if unlabelled else None
     for path in files_of(source, "*.parquet"):
         file = ImageParquet(path, unlabelled=unlabelled)
         columns = [file.image_column] if unlabelled else [file.image_column, file.label_column]
         if ids is None:
-            # Names in the schema are those of ids; only where the labels are texts do the names give the ids.
+            # If the schema has class names, the labels are ids. Otherwise, text labels are numbered by their names.
             ids = NO_NAMES if file.names else ids_of(parquet_classes(source))
         stem = path.stem.replace(".", "_")
         for row_number, row in enumerate(file.rows(columns)):
@@ -213,9 +219,9 @@ def image_parquet(source: str | os.PathLike[str], *, unlabelled: bool = False) -
 
 
 def parquet_classes(source: str | os.PathLike[str]) -> Names:
-    """Return the class names of image parquet: those of its schema, or its labels where they are texts; otherwise none.
+    """Return the class names of Parquet files with images: from the schema, or else from the text labels.
 
-    Raises DataError where two files of a folder name them differently.
+    The result is empty if there are neither. Raises DataError if the files of a folder have different class names.
     """
     files = []
     described = []
@@ -235,20 +241,20 @@ def parquet_classes(source: str | os.PathLike[str]) -> Names:
 
 @contextmanager
 def naming_parquet(path: Path) -> Iterator[None]:
-    """Raise DataError, which names the file, where pyarrow cannot read it."""
+    """Convert errors of pyarrow to DataError with the name of the file."""
     from pyarrow import ArrowException
 
     try:
         yield
     except (ArrowException, OSError) as error:
-        # An error of the operating system has a number, and says enough; pyarrow's own of a torn file has none.
+        # Errors of the operating system have an errno and a clear message; pyarrow's errors for damaged files do not.
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        raise DataError(f"{path}: not a whole parquet file ({str(error).splitlines()[0]}); copy it again") from None
+        raise DataError(f"{path}: not a complete Parquet file ({str(error).splitlines()[0]}); copy it again") from None
 
 
 def first_of(names: Sequence[str], columns: Sequence[str]) -> str | None:
-    """Return the first of these names that is a column of the table, or None."""
+    """Return the first of these names that is a column, or None."""
     for name in names:
         if name in columns:
             return name

@@ -1,11 +1,11 @@
-"""WebDataset tars as a source, to pack them anew: plain, or compressed and read as a stream, never unpacked to disk.
+"""Read samples from WebDataset tars to repack them; compressed tars are read as a stream without unpacking to disk.
 
     train-000.tar.gz                     (key "a/cat", image b"\\xff\\xd8…", label b"1")
       a/cat.jpg  a/cat.cls          →    (key "a/dog", image b"\\xff\\xd8…", label b"0")
       a/dog.jpg  a/dog.cls
 
-Members of one sample in a compressed tar have to lie side by side: a stream does not go back. Halves that lie apart are
-counted as samples without a label and without an image.
+In a compressed tar, the members of a sample must be adjacent, because a stream cannot seek back. If they are not, they
+are counted as one sample without a label and one sample without an image.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from data.index.tar import (
 from data.sources.folders import files_of
 from data.sources.samples import RawSample, Sample, kind_of
 
-TOO_LARGE = "image file too large"  # as `data.images.decode.read_header` says it
+TOO_LARGE = "image file too large"  # the same message as in `data.images.decode.read_header`
 
 
 def tars(
     source: str | os.PathLike[str] | Sequence[str], ids: Mapping[str, int] = NO_NAMES, *, unlabelled: bool = False
 ) -> Iterator[Sample]:
-    """Give samples of WebDataset tars (img2dataset's too, where the json has `label`), to pack them anew.
+    """Yield the samples of WebDataset tars, including those of img2dataset with a `label` in the .json.
 
-    `ids` are those of names that a label may hold instead of class ids. Samples without an image or a label are
-    excluded and counted in a warning; raises DataError where no sample has both, and where a tar is damaged. Of
-    `unlabelled` tars no label is looked at.
+    `ids` maps class names in labels to ids. Samples without an image or without a label are excluded, and a warning
+    gives their number. With `unlabelled=True`, labels are ignored. Raises DataError if no sample has both an image and
+    a label, or if a tar is damaged.
     """
-    # The tars of a folder, the tar itself, or those that are listed. Compressed tars are taken where a folder has no
-    # others: beside others they may be the same ones again.
+    # `source` is a folder of tars, one tar, or a list of tars. Compressed tars of a folder are read only if it has no
+    # uncompressed ones, because otherwise they may be copies of these.
     paths: list[Path] = []
     if not isinstance(source, str | os.PathLike):
         paths = list(map(Path, source))
@@ -69,7 +69,7 @@ def tars(
             stem = path.name.removesuffix(suffix)
             if stem != path.name:
                 break
-        refused = Refusals()  # of this tar, by the reasons of an index
+        refused = Refusals()  # excluded members of this tar, with the same reasons as in an index
         for key, encoded, raw, _ in (compressed_samples if is_compressed(path) else plain_samples)(path, refused):
             labels: tuple[int, ...] | None = None
             try:
@@ -82,22 +82,22 @@ def tars(
                 excluded.add("no image", f"{key} of {path.name}")
                 continue
             is_usable = True
-            # Keys may begin anew in every tar: the tar's name tells them apart.
+            # Different tars may use the same keys: add the name of the tar.
             yield Sample(f"{stem}/{key}", encoded, labels, kind_of(encoded))
         excluded.add_all(refused, path.name)
     lines = excluded.lines()
     if not is_usable:
         raise DataError(
-            f"{source}: no sample has a label and an image: {'; '.join(lines) or 'there are no samples'}\n"
+            f"{source}: no sample has both a label and an image: {'; '.join(lines) or 'there are no samples'}\n"
             "  expected class ids in a .cls, or as `label` in a .json\n"
-            "  labels that are names are read by a list of them: --names FILE, in a recipe names: FILE"
+            "  if the labels are class names, list the names in a file: --names FILE, or names: FILE in a recipe"
         )
     if lines:
         logging.getLogger(__name__).warning("%s: samples not packed: %s", source, "; ".join(lines))
 
 
 def tars_classes(source: str | os.PathLike[str] | Sequence[str]) -> Names:
-    """Return the class names in the one index beside the tars of a folder; none without such an index."""
+    """Return the class names from the index in a folder of tars; an empty tuple unless it has exactly one index."""
     if not isinstance(source, str | os.PathLike) or not Path(source).is_dir():
         return ()
     indexes = sorted(Path(source).glob(f"*{SUFFIX}"))
@@ -105,7 +105,7 @@ def tars_classes(source: str | os.PathLike[str] | Sequence[str]) -> Names:
 
 
 def plain_samples(path: Path, refused: Refusals) -> Iterator[RawSample]:
-    """Give the samples of a tar that is not compressed; raises DataError where it is none, or is cut short."""
+    """Yield the samples of an uncompressed tar; raises DataError if it is not a tar, or is truncated."""
     with open(path, "rb") as file, mapped(file) as tar:
         result = walk(tar, str(path))
         for reason, count in result.refused.counts.items():
@@ -118,7 +118,7 @@ def plain_samples(path: Path, refused: Refusals) -> Iterator[RawSample]:
 
 
 def compressed_samples(path: Path, refused: Refusals) -> Iterator[RawSample]:
-    """Give the samples of a compressed tar: consecutive members that share the name up to the first dot."""
+    """Yield the samples of a compressed tar: adjacent members with the same name up to the first dot."""
     for key, group in groupby(members(path), key=key_of):
         parts: dict[str, bytes] = {}  # extension → content
         is_too_large = False
@@ -131,7 +131,7 @@ def compressed_samples(path: Path, refused: Refusals) -> Iterator[RawSample]:
             if extension in parts:
                 refused.add("repeated member", member.name)
                 continue
-            # No more than what is taken: a member of zeros may be a thousand times the archive.
+            # Limit the size, because a compressed member may expand to a thousand times the size of the archive.
             most = MAX_LABEL if extension in LABELS else MAX_BYTES
             parts[extension] = member.start(most + 1)
             if len(parts[extension]) > most:
@@ -148,5 +148,5 @@ def compressed_samples(path: Path, refused: Refusals) -> Iterator[RawSample]:
 
 
 def key_of(member: Member) -> bytes:
-    """Return the key of the sample that a member is of."""
+    """Return the key of the sample that a member belongs to."""
     return split_name(member.name.encode("utf-8", "surrogateescape"))[0]

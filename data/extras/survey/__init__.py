@@ -1,1 +1,1 @@
-"""Inspect a folder of images before a recipe is written for it."""
+"""Inspect a folder of images before writing a recipe for it."""

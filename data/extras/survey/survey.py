@@ -1,16 +1,17 @@
-"""Look at somebody's images: which source reads them, how many there are, of which classes and sizes.
+"""Inspect a folder or file of images: find the matching source, and count images, classes and sizes.
 
     survey("photos")      photos/train/cat/1.jpg …, photos/val/cat/7.jpg …
     →   Sets(train=FoundSet(source="folder", path="photos/train", images=600, class_counts={"cat": 300, …}, …),
              test=FoundSet(source="folder", path="photos/val", …))
 
-What lies at a path is taken for, first match wins:
-1. the archive of a known data set, by its file name (docs/data-sets.md);
-2. a part called train (a folder, or files with that word in their names) with one called val or test beside it;
-3. an index; WebDataset tars; image parquet; a table of paths; sub-folders of images, one a class; images alone.
+The content of a path is recognised in this order, and the first match wins:
+1. the archive of a public data set, by its file name (docs/data-sets.md);
+2. a train part (a folder, or files with that word in their names), next to a val or test part;
+3. an index; WebDataset tars; Parquet files with images; a table of paths; sub-folders of images, one per class; images
+   without classes.
 
-Headers of tars, columns of labels and names of files are read for the counts. Of the images themselves a few hundred,
-evenly spread, are opened, and their headers read.
+The counts come from tar headers, label columns and file names. Only the headers of a few hundred images, evenly spread
+over the set, are read.
 """
 
 from __future__ import annotations
@@ -47,14 +48,13 @@ from data.index.tar import first_part, mapped, walk
 from data.sources.folders import HIDDEN, files_of, images_below, refuse_loop
 
 TRAIN = ("train", "training")
-# What is evaluated on, in this order: a test set stays untouched where there is a validation set.
+# Names of the part to evaluate on, in order of preference: a test set is used only if there is no validation set.
 TEST = ("val", "validation", "valid", "test", "testing", "eval", "dev")
 OPENED = 256  # images whose headers are read
-KEPT = 32  # of these, whose bytes are kept, to measure how fast they decode
-MOST_NAMED = 5  # of what is wrong
-WORD = re.compile(r"[a-z]+")  # of a file's name in small letters: cifar10-train-000.tar has cifar, train, tar
-# Archives as their owners call them: the source that reads them, the splits to train on and to evaluate on, and about
-# how long the shorter side of an image is.
+KEPT = 32  # images whose bytes are kept, to measure the decoding speed
+MOST_NAMED = 5  # file types named in a note
+WORD = re.compile(r"[a-z]+")  # words of a lower-case file name: cifar10-train-000.tar has cifar, train, tar
+# Original file name → source, splits to train and to evaluate on, and approximate shorter side of an image in pixels.
 KNOWN = {
     "cifar-10-binary.tar.gz": ("cifar10", "train", "test", 32),
     "cifar-100-binary.tar.gz": ("cifar100", "train", "test", 32),
@@ -64,49 +64,49 @@ KNOWN = {
     "winter21_whole.tar.gz": ("imagenet-21k", "train", "", 375),
     "fall11_whole.tar": ("imagenet-21k-fall11", "train", "", 375),
 }
-IN_FOLDER = ("pets", "flowers102")  # whose archives lie side by side: the folder is their path
+IN_FOLDER = ("pets", "flowers102")  # sets with several archives, whose path is the folder that contains them
 
-Report = Callable[[int], None]  # hears how many images have been counted so far
+Report = Callable[[int], None]  # called with the number of images counted so far
 
 
 @dataclass
 class FoundSet:
-    """One set of images, as it was found."""
+    """Statistics of one set of images."""
 
-    source: str  # as a pack stage calls it; "index" for a set that needs no packing
+    source: str  # the `source` of a pack stage; "index" for a set that is already packed or indexed
     path: str
     images: int = 0
-    class_counts: Counter[str] = field(default_factory=Counter)  # a class's name, or its id, and how many images
-    are_ids: bool = False  # of classes without names
-    most_labels: int = 0  # of an image; 0: there are no labels
-    labelled: int = 0  # images that have one
-    split: str = ""  # of a known data set
-    sides: list[tuple[int, int]] = field(default_factory=list)  # (height, width) of the images that were opened
-    examples: list[bytes] = field(default_factory=list)  # some of these
-    bad: Counter[str] = field(default_factory=Counter)  # why some of these cannot be read
-    first_bad: str = ""  # the file of the first of them
+    class_counts: Counter[str] = field(default_factory=Counter)  # class name, or class id as text → number of images
+    are_ids: bool = False  # the keys of class_counts are ids, because the classes have no names
+    most_labels: int = 0  # largest number of labels of an image; 0 without labels
+    labelled: int = 0  # images with at least one label
+    split: str = ""  # split of a public data set
+    sides: list[tuple[int, int]] = field(default_factory=list)  # (height, width) of the opened images
+    examples: list[bytes] = field(default_factory=list)  # encoded bytes of the first KEPT opened images
+    bad: Counter[str] = field(default_factory=Counter)  # reason → number of opened images that cannot be read
+    first_bad: str = ""  # file of the first unreadable image
     opened: int = 0
-    notes: list[str] = field(default_factory=list)  # what is left out, or odd
+    notes: list[str] = field(default_factory=list)  # remarks on excluded files and anomalies, for the user
 
     @property
     def classes(self) -> int:
-        """Return how many outputs a model needs; 0 without labels."""
+        """Number of outputs of a classifier for this set; 0 without labels."""
         if self.are_ids:
             return max(map(int, self.class_counts), default=-1) + 1
         return len(self.class_counts)
 
     @property
     def shorter_side(self) -> int:
-        """Return the median of the shorter side in pixels; 224 where no image could be opened."""
+        """Median of the shorter side in pixels; 224 if no image could be opened."""
         return round(median(map(min, self.sides or [(224, 224)])))
 
     def count(self, raw: bytes) -> None:
-        """Count an image by its label, as a `.cls` or `.json` would hold it: ids, names, or none."""
+        """Count an image by the content of its label file: ids, class names, or neither."""
         self.images += 1
         labels: Sequence[object] = ()
         try:
             labels = parse_labels(raw)
-            # Beside ids, names are none: what was counted of them goes.
+            # If some labels are ids, names are not valid labels: discard their counts.
             if not self.are_ids:
                 self.class_counts.clear()
                 self.labelled = 0
@@ -119,7 +119,7 @@ class FoundSet:
         self.class_counts.update(map(str, dict.fromkeys(labels)))
 
     def open_some(self, images: Sequence[tuple[Path, int, int]], most: int = OPENED) -> None:
-        """Read the headers of some of many images, (file, offset, bytes or −1 for all), evenly spread."""
+        """Read the headers of up to `most` images, evenly spread; an image is (file, offset, bytes, or −1 for all)."""
         opened = min(most, len(images))
         for number in range(opened):
             path, offset, size = images[(2 * number + 1) * len(images) // (2 * opened)]
@@ -130,7 +130,7 @@ class FoundSet:
                 self.first_bad = str(path)
 
     def open(self, encoded: bytes) -> None:
-        """Read the header of an image."""
+        """Read the header of an encoded image, and record its sides or the error."""
         self.opened += 1
         try:
             header = read_header(encoded)
@@ -144,14 +144,14 @@ class FoundSet:
 
 @dataclass(frozen=True)
 class Sets:
-    """What is trained and evaluated on."""
+    """The sets to train and to evaluate on."""
 
     train: FoundSet
     test: FoundSet | None = None
 
     @property
     def held_out(self) -> int:
-        """Return how many percent of each class to hold out; 0 with a set to evaluate on, or with too few images."""
+        """Percentage of each class to hold out; 0 if there is a test set, or if there are too few images."""
         if self.test is not None or not self.train.classes:
             return 0
         counts = sorted(self.train.class_counts.values())
@@ -163,64 +163,64 @@ class Sets:
 
     @property
     def images(self) -> int:
-        """Return how many images are trained on."""
+        """Number of training images without those held out."""
         return max(1, round(self.train.images * (100 - self.held_out) / 100))
 
 
 def survey(place: str, *, unlabelled: bool = False, report: Report) -> Sets:
-    """Return the set to train on, and the one to evaluate on, if there is one, of what lies at a path.
+    """Return the set to train on, and the set to evaluate on if there is one, found at a path.
 
-    An `unlabelled` set has its labels overlooked, and none to evaluate on. Raises DataError where there are no images,
-    or where what there is cannot be read as it stands.
+    With `unlabelled=True`, labels are ignored and there is no set to evaluate on. Raises DataError if there are no
+    images, or if they cannot be read in their present form.
     """
     if "://" in place:
         raise DataError(
-            f"{place}: images in a store are not looked at from here\n"
-            f"  type python -m jobs index {place} --output indexes/NAME, which reads them once, then name that folder"
+            f"{place}: images in an object store cannot be inspected directly\n"
+            f"  index them first: python -m jobs index {place} --output indexes/NAME; then use the path indexes/NAME"
         )
     known = known_sets(Path(place))
     if known is not None:
         return known
     train_place, test_place = parts_of(place)
-    train = look(train_place, unlabelled, report)
+    train = inspect(train_place, unlabelled, report)
     if train.images == 0:
         others = "".join(f"\n  {note}" for note in train.notes)
         raise DataError(
-            f"{train_place}: no images here or below{others}\n  expected {', '.join(IMAGES)}, in folders or tars"
+            f"{train_place}: no images in this path or its sub-folders{others}\n"
+            f"  expected {', '.join(IMAGES)}, in folders or tars"
         )
     if train.opened and train.bad.total() == train.opened:
         reason, _ = train.bad.most_common(1)[0]
         raise DataError(
-            f"{train_place}: none of the {train.opened} images that were opened can be read: {reason}\n"
-            f"  expected images that are whole, of {', '.join(IMAGES)}; bring them back from where they came"
+            f"{train_place}: cannot read any of the {train.opened} sampled images: {reason}\n"
+            f"  expected complete {', '.join(IMAGES)} files; copy them again from the original source"
         )
     if len(train.class_counts) == 1:
         raise DataError(
-            f"{train_place}: {train.images:,} images of one class, {preview(list(train.class_counts))}: there is "
-            "nothing to tell apart\n"
-            "  expected two classes or more, as a sub-folder each; --unlabelled trains without labels"
+            f"{train_place}: all {train.images:,} images belong to one class, {preview(list(train.class_counts))}\n"
+            "  expected two or more classes, each in a sub-folder; to train without labels, add --unlabelled"
         )
     without_label = train.images - train.labelled
     if train.classes and without_label:
-        train.notes.append(f"{without_label:,} images have no label that can be used, and are not trained on")
+        train.notes.append(f"{without_label:,} images have no usable label and are excluded from training")
     if test_place is None or train.classes == 0:
         return Sets(train)
-    test = look(test_place, unlabelled, report)
+    test = inspect(test_place, unlabelled, report)
     lacking = sorted(test.class_counts.keys() - train.class_counts.keys())
-    # Images of a competition's test set have no labels, or lie in a single folder.
+    # The test images of competitions have no labels, or are all in one folder.
     if len(lacking) == len(test.class_counts):
-        train.notes.append(f"{test_place} is not evaluated on: its images have no labels of these classes")
+        train.notes.append(f"{test_place} is not used for evaluation: its images have no labels of these classes")
         return Sets(train)
     if lacking and not train.are_ids:
         raise DataError(
-            f"{test_place}: {preview(lacking)}: classes that {train_place} lacks\n"
-            "  expected the classes that are trained on; take these out"
+            f"{test_place}: the classes {preview(lacking)} do not occur in {train_place}\n"
+            "  expected only the training classes; remove the others"
         )
     return Sets(train, test)
 
 
 def known_sets(place: Path) -> Sets | None:
-    """Return the sets of a known archive, which is counted when it is packed; None where it is none."""
+    """Return the sets of a public data set's archive with their published sizes, or None for any other path."""
     for name, (source, *splits, side) in KNOWN.items():
         archive = place if place.name == name else place / name
         if not archive.is_file():
@@ -247,16 +247,17 @@ def known_sets(place: Path) -> Sets | None:
 
 
 def parts_of(place: str) -> tuple[str, str | None]:
-    """Return where the images to train on lie, and those to evaluate on, if they are apart."""
+    """Return the path of the training images, and the path of separate evaluation images or None."""
     path = Path(place)
-    # A folder that holds nothing but another one is passed through.
+    # Descend through folders that contain nothing except another folder.
     while path.is_dir():
         entries = sorted(path.glob("[!.]*"))
         is_wrapper = len(entries) == 1 and entries[0].is_dir() and has_folders(entries[0])
         if not is_wrapper:
             break
         path = entries[0]
-    # 1. Parts below: folders, or files that have the words in their names; or the files of a pattern.
+    # 1. Parts inside the path: sub-folders named train or test, or files with these words in their names; or the files
+    #    that match a pattern.
     if path.is_dir():
         folders = {}
         for entry in sorted(path.glob("[!.]*/")):
@@ -270,11 +271,11 @@ def parts_of(place: str) -> tuple[str, str | None]:
         kinds = []
     for parts in kinds:
         train, test = train_and_test(parts)
-        # A folder that is called train and stands alone may be a class, of trains.
+        # A single folder named train could be a class (of trains) if it has no sub-folders.
         if train is not None and (test is not None or has_folders(Path(train))):
             return train, test
-    # 2. Or what is named is one of two: train.tar beside test.tar, photos/train beside photos/val. Of a pattern that is
-    # typed only what it matches is taken.
+    # 2. The path itself is the train part of a pair: train.tar next to test.tar, or photos/train next to photos/val. A
+    #    pattern selects only the files that it matches.
     if path.exists():
         for word in TRAIN:
             if word not in WORD.findall(path.name.lower()):
@@ -287,14 +288,14 @@ def parts_of(place: str) -> tuple[str, str | None]:
 
 
 def train_and_test(parts: Mapping[str, str]) -> tuple[str | None, str | None]:
-    """Return the parts to train on and to evaluate on, of those that are there by their words; None for none."""
+    """Return the parts to train and to evaluate on, from a mapping of words to paths; None for a missing part."""
     return first_part(TRAIN, parts, None), first_part(TEST, parts, None)
 
 
 def one_place(places: Sequence[str]) -> str:
-    """Return the one path that stands for several: what a shell has made of photos/* or train-*.tar.
+    """Undo the shell's expansion of photos/* or train-*.tar: return the folder or pattern for several paths.
 
-    Raises UsageError.
+    Raises UsageError if no folder or pattern matches exactly these paths.
     """
     if len(places) == 1:
         return places[0]
@@ -304,21 +305,21 @@ def one_place(places: Sequence[str]) -> str:
         return str(folder)
     pattern = pattern_of(paths)
     if pattern is None:
-        whole = " ".join(places)
-        if Path(whole).exists():
-            raise UsageError(f"{len(places)} words, and {whole!r} is one folder\n  type it in quotes")
+        joined = " ".join(places)
+        if Path(joined).exists():
+            raise UsageError(f"{len(places)} arguments, but {joined!r} is one folder\n  quote its name")
         raise UsageError(
-            f"{len(places)} paths, {preview(places)}: no folder and no pattern holds these alone\n"
-            f"  expected one set of images: a folder, or a pattern in quotes, as '{folder}/train-*.tar'"
+            f"{len(places)} paths, {preview(places)}: no folder or pattern matches exactly these paths\n"
+            f"  expected one set of images: a folder, or a quoted pattern such as '{folder}/train-*.tar'"
         )
     return pattern
 
 
 def pattern_of(files: Sequence[Path]) -> str | None:
-    """Return a pattern that matches these files of a folder alone: cifar10-train-*.tar; None where there is none."""
+    """Return a pattern that matches exactly these files of a folder, such as cifar10-train-*.tar, or None."""
     folder = files[0].parent
     beginning = os.path.commonprefix(list(map(os.path.basename, files)))  # noqa: RUF071  # by letters
-    # Words stay whole, where that matches no more: cifar10-* of cifar10-train and cifar10-test.
+    # Prefer a prefix of complete words if it matches the same files: cifar10-* for cifar10-train and cifar10-test.
     for prefix in (re.sub(r"[^\W_]+$", "", beginning), beginning):
         pattern = folder / f"{prefix}*{files[0].suffix}"
         if sorted(folder.glob(pattern.name)) == sorted(files):
@@ -327,14 +328,14 @@ def pattern_of(files: Sequence[Path]) -> str | None:
 
 
 def has_folders(folder: Path) -> bool:
-    """Return whether there are folders in a folder."""
+    """Return whether a folder has sub-folders."""
     return any(folder.glob("[!.]*/"))
 
 
 def parts_of_files(files: Sequence[Path]) -> dict[str, str]:
-    """Return the path, or the pattern, of those files that have a part's word in their names; raises DataError.
+    """Return the path or pattern of the files of each part (train, test, …), by the words in their names.
 
-    All files have to be of a part, where one is called train; tables may lie beside others.
+    Raises DataError if there are train and test files, and others that belong to no part (except for CSV tables).
     """
     parts: dict[str, str] = {}
     of_parts: list[Path] = []
@@ -350,8 +351,9 @@ def parts_of_files(files: Sequence[Path]) -> dict[str, str]:
     if train is not None and test is not None and rest and files[0].suffix != ".csv":
         pattern = pattern_of(of_parts) or train
         raise DataError(
-            f"{files[0].parent}: {preview(sorted(file.name for file in rest))} are of no part, beside others called "
-            f"train\n  expected train or test in all names; to take those alone type python -m jobs new '{pattern}'"
+            f"{files[0].parent}: {preview(sorted(file.name for file in rest))} have neither train nor test in their "
+            f"names, unlike the other files\n  rename them; or, to use only the others, type "
+            f"python -m jobs new '{pattern}'"
         )
     return parts
 
@@ -359,35 +361,35 @@ def parts_of_files(files: Sequence[Path]) -> dict[str, str]:
 # ------------------------------------------------------------------------------------------------ kinds
 
 
-def look(place: str, unlabelled: bool, report: Report) -> FoundSet:
-    """Return the set that lies at a path; raises DataError where nothing there can be read as it stands."""
+def inspect(place: str, unlabelled: bool, report: Report) -> FoundSet:
+    """Return the statistics of the set at a path; raises DataError if it has no supported format."""
     path = Path(place)
     if path.is_dir():
         if len(list(path.glob(f"[!.]*{SUFFIX}"))) == 1 and not unlabelled:
-            return look_at_index(path, report)
+            return inspect_index(path, report)
         for suffix in (".tar", ".parquet"):
             if any(path.glob(f"[!.]*{suffix}")):
-                return LOOKS[suffix](place, unlabelled, report)
+                return INSPECTORS[suffix](place, unlabelled, report)
         tables = list(filter(is_table, sorted(path.glob("[!.]*.csv"))))
         if len(tables) == 1:
-            return look_at_table(str(tables[0]), unlabelled, report)
+            return inspect_table(str(tables[0]), unlabelled, report)
         for suffix in COMPRESSED:
             for file in path.glob(f"[!.]*{suffix}"):
                 raise DataError(
-                    f"{file}: a compressed tar, whose samples cannot be read from the middle\n"
-                    f"  type gzip -d {file} (or zstd -d), and the same command again"
+                    f"{file}: compressed tars do not allow random access to samples\n"
+                    f"  type gzip -d {file} (or zstd -d), and run the same command again"
                 )
-        return look_at_folder(path, unlabelled, report)
-    if path.suffix in LOOKS:
-        return LOOKS[path.suffix](place, unlabelled, report)
+        return inspect_folder(path, unlabelled, report)
+    if path.suffix in INSPECTORS:
+        return INSPECTORS[path.suffix](place, unlabelled, report)
     way_out = "expected a folder, .tar, .parquet or .csv"
     if place.endswith((".zip", *COMPRESSED)):
-        way_out = "unpack it, and name the folder"
-    raise DataError(f"{place}: no set of images that can be read as it is\n  {way_out}")
+        way_out = "unpack it, and use the path of the folder"
+    raise DataError(f"{place}: not a supported set of images\n  {way_out}")
 
 
-def look_at_folder(root: Path, unlabelled: bool, report: Report) -> FoundSet:
-    """Look at sub-folders of images, one a class; or at images without labels."""
+def inspect_folder(root: Path, unlabelled: bool, report: Report) -> FoundSet:
+    """Inspect a folder with one sub-folder of images per class, or with images without labels."""
     image_set = FoundSet("folder", str(root))
     skipped: Counter[str] = Counter()
     paths: list[Path] = []
@@ -410,49 +412,47 @@ def look_at_folder(root: Path, unlabelled: bool, report: Report) -> FoundSet:
         image_set.labelled = len(paths)
         if empty:
             raise DataError(
-                f"{root}: no images in {preview(empty)}\n"
-                f"  expected {', '.join(IMAGES)} in every class; remove these folders or fill them"
+                f"{root}: no images in the class folders {preview(empty)}\n"
+                f"  expected {', '.join(IMAGES)} in every class folder; add images, or remove the empty folders"
             )
         if here:
-            image_set.notes.append(
-                f"{len(here):,} images lie in no class's folder, and are left out, first {here[0].name}"
-            )
+            image_set.notes.append(f"{len(here):,} images outside the class folders are excluded, first {here[0].name}")
     image_set.images = len(paths)
     alike = len(image_set.class_counts) - len(set(map(str.lower, image_set.class_counts)))
     if alike:
-        image_set.notes.append(f"{alike} classes differ from another one by upper and lower case alone")
+        image_set.notes.append(f"{alike} class names differ from another one only in upper and lower case")
     hidden = skipped.pop(HIDDEN, 0)
     if hidden:
         image_set.notes.append(
-            f"{hidden:,} files are hidden, and are left out: their names, or their folder's, begin with ."
+            f"{hidden:,} hidden files are excluded: their names, or the names of their folders, begin with a dot"
         )
-    # Without a sub-folder of images, what lies here is what a person may have meant.
+    # If there are no images at all, also count the other files here, which the user may have meant.
     if not paths:
         skipped.update(file.suffix or file.name for file in root.glob("[!.]*") if file.is_file())
     if skipped:
         kinds = ", ".join(f"{count:,} × {printable(kind)}" for kind, count in skipped.most_common(MOST_NAMED))
-        image_set.notes.append(f"{kinds}: no {', '.join(IMAGES)}, left out")
+        image_set.notes.append(f"{kinds}: excluded, because they are not {', '.join(IMAGES)}")
     image_set.open_some(list(zip(paths, repeat(0), repeat(-1), strict=False)))
     return image_set
 
 
 def is_table(path: Path) -> bool:
-    """Return whether a CSV begins with a column of paths."""
+    """Return whether the header of a CSV names a column of paths."""
     with suppress(OSError, ValueError), open(path, newline="", encoding="utf-8-sig") as file:
         return first_of(TABLE_PATH_COLUMNS, next(csv.reader(file), [])) is not None
     return False
 
 
-def look_at_table(place: str, unlabelled: bool, report: Report) -> FoundSet:
-    """Look at a table of paths and labels."""
+def inspect_table(place: str, unlabelled: bool, report: Report) -> FoundSet:
+    """Inspect a table of paths and labels."""
     path = Path(place)
     image_set = FoundSet("table", place)
-    # Without a column of labels the images have none.
+    # If the table has no column of labels, the images are unlabelled.
     try:
         names, labels = table_columns(path, unlabelled=unlabelled)
     except DataError:
         names, labels = table_columns(path, unlabelled=True)
-    classes_in(path, labels)  # raises DataError where there are ids and names
+    classes_in(path, labels)  # raises DataError if the table mixes ids and names
     missing = []
     images = []
     for name, label in zip(names, labels, strict=True):
@@ -463,27 +463,27 @@ def look_at_table(place: str, unlabelled: bool, report: Report) -> FoundSet:
         report(image_set.images)
     if missing:
         raise DataError(
-            f"{path}: {preview(missing)}: no such files\n"
-            f"  expected paths relative to {path.parent}, or whole ones; move the table, or write them so"
+            f"{path}: the files {preview(missing)} do not exist\n"
+            f"  expected absolute paths, or paths relative to {path.parent}; move the table or correct the paths"
         )
     repeated = len(names) - len(set(names))
     if repeated:
         image_set.notes.append(
-            f"{repeated:,} rows name an image of another row: it counts twice, and may be held out once"
+            f"{repeated:,} rows repeat the image of another row: the image counts twice, and one copy may be held out"
         )
     image_set.open_some(images)
     return image_set
 
 
-def look_at_parquet(place: str, unlabelled: bool, report: Report) -> FoundSet:
-    """Look at parquet, of images or of their paths."""
+def inspect_parquet(place: str, unlabelled: bool, report: Report) -> FoundSet:
+    """Inspect Parquet files of images or of image paths."""
     from pyarrow import parquet
 
     files = files_of(place, "*.parquet")
     with naming_parquet(files[0]):
         columns = parquet.read_schema(files[0]).names
     if "path" in columns and first_of(IMAGE_COLUMNS, columns) is None:
-        return look_at_table(str(files[0]), unlabelled, report)
+        return inspect_table(str(files[0]), unlabelled, report)
     image_set = FoundSet("parquet", place)
     names: Sequence[str] = ()
     for path in files:
@@ -510,8 +510,8 @@ def look_at_parquet(place: str, unlabelled: bool, report: Report) -> FoundSet:
     return image_set
 
 
-def look_at_tars(place: str, unlabelled: bool, report: Report) -> FoundSet:
-    """Look at WebDataset tars, which are indexed where they lie."""
+def inspect_tars(place: str, unlabelled: bool, report: Report) -> FoundSet:
+    """Inspect WebDataset tars, which will be indexed in place."""
     image_set = FoundSet("shards", place)
     files = files_of(place, "*.tar")
     for path in files:
@@ -530,8 +530,8 @@ def look_at_tars(place: str, unlabelled: bool, report: Report) -> FoundSet:
     return image_set
 
 
-def look_at_index(folder: Path, report: Report) -> FoundSet:
-    """Look at a set that has been packed or indexed."""
+def inspect_index(folder: Path, report: Report) -> FoundSet:
+    """Inspect a packed or indexed set."""
     index = load_index(folder)
     image_set = FoundSet("index", str(folder), index.samples, are_ids=not index.names)
     for label, count in enumerate(index.class_counts):
@@ -557,5 +557,5 @@ def look_at_index(folder: Path, report: Report) -> FoundSet:
     return image_set
 
 
-# What looks at a set of files, by what these files are called.
-LOOKS = {".tar": look_at_tars, ".parquet": look_at_parquet, ".csv": look_at_table}
+# File extension → function that inspects a set of these files.
+INSPECTORS = {".tar": inspect_tars, ".parquet": inspect_parquet, ".csv": inspect_table}

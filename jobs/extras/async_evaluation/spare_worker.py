@@ -46,7 +46,7 @@ from pipeline.extras import async_evaluation
 from pipeline.extras.async_evaluator import evaluate_commit
 from pipeline.extras.replays.batch import TrainedStage
 from pipeline.extras.replays.search import search
-from pipeline.extras.replays.spikes import found_samples, names_of
+from pipeline.extras.replays.spikes import culprit_samples, names_of
 from pipeline.monitoring.telemetry import Telemetry
 from pipeline.monitoring.watchdog import Watch
 from pipeline.training_config import TrainConfig
@@ -293,7 +293,7 @@ class SpareWorker:
         shutil.rmtree(folder, ignore_errors=True)  # left by a command that was killed during the search
         folder.mkdir(parents=True)
         # Mask the samples that earlier searches found: a sample with several spikes is searched only once.
-        masked = [[0, *sample["range"]] for sample in found_samples(self.stage)]
+        masked = [[0, *sample["range"]] for sample in culprit_samples(self.stage)]
         overrides = {"run": str(run), "directory": str(directory), "attempt": self.number, "until": step}
         hooks = {**self.task["hooks"], SEARCH: {"masked": masked}}
         job = {**self.task["job"], **overrides, "device_bytes": None}

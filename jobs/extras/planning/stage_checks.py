@@ -12,7 +12,7 @@ from jobs import cluster_config
 from jobs.resolved_recipe import Campaign, Stage, index_if_made
 from jobs.stages.training import allowed_worlds
 from pipeline.extras.plan.cost import GPUS, MOST_SHARE, Assumptions
-from pipeline.extras.plan.memory import GIB, in_words, memory_need
+from pipeline.extras.plan.memory import GIB, describe_need, memory_need
 from pipeline.extras.plan.memory_traces import TraceFailed
 from pipeline.phases import has_whole_images
 from pipeline.process_group import memory_free
@@ -158,7 +158,7 @@ def memory(facts: TrainedFacts) -> Iterator[CheckVerdict]:
     except TraceFailed as error:
         yield CheckVerdict("WARN", f"unknown: {error}")
         return
-    text = f"{in_words(need, is_gpu=has_gpu)} (checkpoint_blocks={need.recomputed})"
+    text = f"{describe_need(need, is_gpu=has_gpu)} (checkpoint_blocks={need.recomputed})"
     if not has_whole_images(cfg.phases(steps_of(cfg, facts.samples or 0), facts.model)):
         text += "; for whole images, which patch dropout never uses here: the actual need is lower"
     facts.device_bytes = need.device_bytes

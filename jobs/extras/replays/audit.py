@@ -215,10 +215,10 @@ def compare(before: TrainedStage, after: TrainedStage, finding: Finding) -> None
     # 1. Compare the steps. Records can be missing, for example after disk errors or if the run skipped a stretch.
     has_other_result = False
     for step in range(finding.start + 1, finding.last + 1):
-        if step not in before.taken or step not in after.taken:
+        if step not in before.step_records or step not in after.step_records:
             continue
-        theirs = before.taken[step]
-        ours = after.taken[step]
+        theirs = before.step_records[step]
+        ours = after.step_records[step]
         finding.steps += 1
         finding.traced += bool(theirs.trace and ours.trace)
         gap = max(relative(theirs.loss, ours.loss), relative(theirs.grad_norm, ours.grad_norm))

@@ -64,8 +64,8 @@ def bisect_step(replays: Replays, step: int, metric: str) -> None:
     stage = replays.stage
     recent = []
     for number in range(step - RECENT, step):
-        if number in stage.taken:
-            value = getattr(stage.taken[number], metric)
+        if number in stage.step_records:
+            value = getattr(stage.step_records[number], metric)
             if math.isfinite(value):
                 recent.append(value)
     if not recent:
@@ -101,8 +101,8 @@ def bisect_step(replays: Replays, step: int, metric: str) -> None:
     shutil.rmtree(folder / "run")
 
     # 3. Print the result, and whether the repeated step equals the record.
-    if step in stage.taken:
-        recorded = without_nan([stage.taken[step].loss, stage.taken[step].grad_norm])
+    if step in stage.step_records:
+        recorded = without_nan([stage.step_records[step].loss, stage.step_records[step].grad_norm])
         is_same = [outcome["loss"], outcome["grad_norm"]] == recorded
         echo(f"the repeated step {step} {'equals the record bit for bit' if is_same else 'DIFFERS from the record'}")
     value = "not finite" if outcome["value"] is None else f"{outcome['value']:.4g}"

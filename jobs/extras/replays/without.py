@@ -84,7 +84,7 @@ def without(
 
     # 2. Print the cost, assuming the recorded time per step; then repeat the steps.
     recorded_time = account(stage.records)
-    step_s = (recorded_time.compute + recorded_time.data) / max(len(stage.taken), 1)
+    step_s = (recorded_time.compute + recorded_time.data) / max(len(stage.step_records), 1)
     use = f"first used in step {first_use}"
     if first_use is None:
         use = "never used"

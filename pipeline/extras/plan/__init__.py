@@ -1,1 +1,1 @@
-"""Estimate memory, time and cost of a stage."""
+"""Estimate the memory, time and cost of a stage."""

@@ -1,13 +1,12 @@
-"""What a worker will need of its device's memory and of its node's, from a trace of the very step that it will take.
+"""Estimate a worker's device memory and host memory, from a trace of its training step.
 
     need = memory_need(cfg, model, world=8, is_gpu=True)
-    need.device_bytes     what lives at the fullest moment: weights, state, gradients, buckets, activations, images
-    need.loader           of the node's memory: the loader's batches
-    need.snapshot         of the node's memory: the copy of the state that a save makes
+    need.device_bytes     peak: weights, optimizer state, gradients, buckets, activations, images
+    need.loader           host memory for the loader's batches
+    need.snapshot         host memory for the copy of the state that a save makes
 
-The step that is traced sees whole images, of which patch dropout may leave out a part (token_dropping.py).
-It holds what torch allocates. On a GPU the context of CUDA, workspaces of its libraries and what the allocator cannot
-use because it is in pieces come on top.
+The traced step uses full images; with token dropping, a step needs less (token_dropping.py). The estimate covers the
+memory that torch allocates. On a GPU, the CUDA context, library workspaces and fragmentation come on top.
 """
 
 import math
@@ -20,15 +19,15 @@ from data.errors import ConfigError
 from data.files import DISK_BLOCK, memory_text
 from models import ModelConfig
 from pipeline.checkpoints.saver import checkpoint_bytes
-from pipeline.extras.plan.memory_traces import Kind, kept, step_to_trace, trace_of
+from pipeline.extras.plan.memory_traces import Kind, cached_trace, step_to_trace, trace_of
 from pipeline.training_config import TrainConfig
 from pipeline.training_data import batch_arithmetic
 
 GIB = 2**30
-LAST_STAGE = 3  # of ZeRO
-AHEAD = 2  # micro-batches that a decoding process may be ahead (data.loader.TrainLoader)
-LABELS = 8  # bytes of a label
-MOST_BYTES_OF_RGB = 3  # of a pixel
+LAST_STAGE = 3  # highest ZeRO stage
+AHEAD = 2  # micro-batches that a decoding process prefetches (data.loader.TrainLoader)
+LABELS = 8  # bytes per label
+MOST_BYTES_OF_RGB = 3  # bytes per pixel
 
 WORDS = {
     Kind.STATES: "weights and optimizer",
@@ -41,23 +40,23 @@ WORDS = {
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """Says what a worker needs: bytes."""
+    """Memory that a worker needs, in bytes."""
 
-    phase: str  # of the step, at its fullest moment
-    parts: dict[Kind, int]  # what lives then on the device
-    start: int  # what lives on the device at most while the engine is built
-    loader: int  # of the host
-    snapshot: int  # of the host
-    recomputed: int  # blocks
+    phase: str  # phase of the step with the peak of device memory
+    parts: dict[Kind, int]  # device memory at the peak of the step, by kind
+    start: int  # peak of device memory while the engine is built
+    loader: int  # host memory
+    snapshot: int  # host memory
+    recomputed: int  # number of blocks with activation checkpointing
 
     @property
     def device_bytes(self) -> int:
-        """Return what the device must hold, whenever most lives."""
+        """Return the peak of device memory, over startup and steps."""
         return max(self.start, sum(self.parts.values()))
 
 
 def memory_need(cfg: TrainConfig, model: ModelConfig, world: int, *, is_gpu: bool) -> MemoryNeed:
-    """Return what each of `world` workers needs. Raises TraceFailed."""
+    """Return the memory that each of `world` workers needs. Raises TraceFailed."""
     recomputed = recomputed_blocks(cfg, model)
     arithmetic = batch_arithmetic(cfg, world)
     step = step_to_trace(cfg, model, world, arithmetic.accumulation, recomputed, is_gpu=is_gpu)
@@ -68,11 +67,11 @@ def memory_need(cfg: TrainConfig, model: ModelConfig, world: int, *, is_gpu: boo
     labels = cfg.micro_batch * LABELS * cfg.data.max_labels
     places = max(1, cfg.data.processes * AHEAD)
     if cfg.data.processes and not is_gpu:
-        # Each process has a place more, for a micro-batch that is lent instead of being copied out. One of them is lent
-        # at a time, and counted as the step's.
+        # Each process has one more slot, for a micro-batch that is used in place instead of being copied. Only one is
+        # in use at a time, and it is counted as part of the step.
         places += cfg.data.processes - 1
     loader = places * (images + labels)
-    # On a GPU the micro-batch that is trained on lies in the host's memory too.
+    # With a GPU, the current micro-batch also has a copy in host memory.
     if is_gpu:
         loader += pinned_bytes(images) + pinned_bytes(labels)
     return MemoryNeed(
@@ -86,8 +85,8 @@ def memory_need(cfg: TrainConfig, model: ModelConfig, world: int, *, is_gpu: boo
 
 
 def snapshot_bytes(cfg: TrainConfig, model: ModelConfig, world: int, *, is_gpu: bool) -> int:
-    """Return the host memory of the copy of its state that each of `world` workers makes for a save."""
-    # As `pipeline.checkpoints.saver.host_memory` asks for it.
+    """Return the host memory that each of `world` workers needs to copy its state for a save."""
+    # The same size as in `pipeline.checkpoints.saver.host_memory`.
     size = checkpoint_bytes(cfg, model) // world + DISK_BLOCK
     if is_gpu:
         return pinned_bytes(size)
@@ -95,44 +94,44 @@ def snapshot_bytes(cfg: TrainConfig, model: ModelConfig, world: int, *, is_gpu: 
 
 
 def pinned_bytes(size: int) -> int:
-    """Return what so many bytes of pinned memory take of the host: the next power of two.
+    """Return the host memory that torch allocates for `size` bytes of pinned memory: the next power of two.
 
-    Torch rounds them up, so that it finds what was freed by its size (`CachingHostAllocatorImpl::allocate` in
+    Torch rounds up so that it can reuse freed blocks (`CachingHostAllocatorImpl::allocate` in
     aten/src/ATen/core/CachingHostAllocator.h).
     """
     return 1 << (size - 1).bit_length()
 
 
 def need_if_traced(cfg: TrainConfig, model: ModelConfig, world: int, *, is_gpu: bool) -> MemoryNeed | None:
-    """Return `memory_need` if the step has been traced before; None otherwise, and for a compiled step."""
+    """Return `memory_need` if the trace of the step is cached; otherwise, or for a compiled step, None."""
     if cfg.compile:
         return None
     accumulation = batch_arithmetic(cfg, world).accumulation
     recomputed = recomputed_blocks(cfg, model)
-    if kept(step_to_trace(cfg, model, world, accumulation, recomputed, is_gpu=is_gpu)) is None:
+    if cached_trace(step_to_trace(cfg, model, world, accumulation, recomputed, is_gpu=is_gpu)) is None:
         return None
     return memory_need(cfg, model, world, is_gpu=is_gpu)
 
 
 def blocks_of(model: ModelConfig) -> int:
-    """Return how many blocks of a model can recompute their activations."""
+    """Return the number of blocks of a model that support activation checkpointing."""
     if isinstance(model, models.ViTConfig):
         return model.depth
     return sum(model.units)
 
 
 def recomputed_blocks(cfg: TrainConfig, model: ModelConfig) -> int:
-    """Return how many blocks recompute their activations."""
+    """Return the number of blocks with activation checkpointing."""
     return min(cfg.checkpoint_blocks, blocks_of(model))
 
 
 def fewest_blocks(needed: Callable[[int], float], most: int, limit: float) -> int | None:
-    """Return the fewest blocks to recompute with which `needed` is within the limit; None where all are not enough.
+    """Return the smallest number of blocks to recompute such that `needed` is within the limit, or None.
 
-    Each block more costs a second forward pass of its own; each look costs a trace. So the next look is where a
-    straight line between the two nearest would cross the limit.
+    More recomputed blocks cost training time, and each call of `needed` costs a trace. The search is therefore a
+    bisection with linear interpolation.
     """
-    # The most that does not fit, and the fewest that do.
+    # Largest number that does not fit, and smallest number that fits.
     low = 0
     low_needed = needed(0)
     if low_needed <= limit:
@@ -154,27 +153,27 @@ def fewest_blocks(needed: Callable[[int], float], most: int, limit: float) -> in
     return high
 
 
-def in_words(need: MemoryNeed, *, is_gpu: bool) -> str:
-    """Return the parts of a need, the largest first."""
+def describe_need(need: MemoryNeed, *, is_gpu: bool) -> str:
+    """Describe a memory need in one line, with its largest part first."""
     parts = sorted(need.parts.items(), key=lambda part: -part[1])
     words = [f"{memory_text(size)} {WORDS[kind]}" for kind, size in parts if size > 0]
-    line = f"{memory_text(need.device_bytes)} a worker, most in {need.phase}: {' + '.join(words)}"
+    line = f"{memory_text(need.device_bytes)} per worker, peak in {need.phase}: {' + '.join(words)}"
     if need.start > sum(need.parts.values()):
-        line = f"{memory_text(need.device_bytes)} a worker, most at the start; later {' + '.join(words)}"
-    host = f"{memory_text(need.snapshot)} for the copy that a save makes, {memory_text(need.loader)} for batches"
+        line = f"{memory_text(need.device_bytes)} per worker, peak at startup; later {' + '.join(words)}"
+    host = f"{memory_text(need.snapshot)} for checkpoint snapshots, {memory_text(need.loader)} for batches"
     if is_gpu:
-        return f"{line}, with flash attention, without CUDA's own; of the host {host}"
-    return f"{line}; beside it {host}"
+        return f"{line} (with flash attention, without the CUDA context); host memory: {host}"
+    return f"{line}; in addition {host}"
 
 
 # ------------------------------------------------------------------------------------------------ what does not fit
 
 
 def check_fits(cfg: TrainConfig, model: ModelConfig, world: int, limit: int, *, is_gpu: bool, name: str) -> None:
-    """Raise ConfigError with what to type where a worker of the stage `name` needs more than `limit` bytes.
+    """Raise ConfigError with suggested overrides if a worker of stage `name` needs more than `limit` bytes.
 
-    Each change that is offered is enough alone; where none is, the error has the need with all at their utmost. Also
-    raises TraceFailed.
+    Each suggested override is sufficient by itself. If none is, the error states the need with all of them at their
+    extreme values. Also raises TraceFailed.
     """
 
     def needed(**changes: Any) -> int:
@@ -184,7 +183,7 @@ def check_fits(cfg: TrainConfig, model: ModelConfig, world: int, limit: int, *, 
     if needed_now <= limit:
         return
 
-    # The best change first: the largest micro-batch that fits.
+    # The best remedy first: the largest micro-batch that fits.
     remedies = []
     for micro_batch in smaller_micro_batches(cfg, world):
         size = needed(micro_batch=micro_batch)
@@ -204,22 +203,22 @@ def check_fits(cfg: TrainConfig, model: ModelConfig, world: int, limit: int, *, 
             remedies.append(f"{name}.zero={zero} (needs {memory_text(size)})")
             break
 
-    way_out = "type one of these: " + "; ".join(remedies)
+    way_out = "set one of these: " + "; ".join(remedies)
     if not remedies:
         smallest = min(smaller_micro_batches(cfg, world), default=cfg.micro_batch)
         size = needed(micro_batch=smallest, checkpoint_blocks=all_blocks, zero=LAST_STAGE)
         way_out = (
-            f"neither micro_batch nor checkpoint_blocks nor zero is enough; {name}.micro_batch={smallest} "
+            f"micro_batch, checkpoint_blocks and zero are not sufficient; even {name}.micro_batch={smallest} "
             f"{name}.checkpoint_blocks={all_blocks} {name}.zero={LAST_STAGE} together need {memory_text(size)}"
         )
     raise ConfigError(
-        f"{name}: a worker needs {memory_text(needed_now)} of its device's memory, {memory_text(limit)} are there\n"
+        f"{name}: a worker needs {memory_text(needed_now)} of device memory, but only {memory_text(limit)} available\n"
         f"  {way_out}"
     )
 
 
 def smaller_micro_batches(cfg: TrainConfig, world: int) -> Iterator[int]:
-    """Iterate the smaller micro-batches that the batch can be cut into, the largest first."""
+    """Yield the smaller micro-batch sizes that divide the batch evenly, largest first."""
     for micro_batch in range(cfg.micro_batch - 1, 0, -1):
         try:
             batch_arithmetic(replace(cfg, micro_batch=micro_batch), world)

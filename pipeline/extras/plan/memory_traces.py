@@ -1,11 +1,11 @@
-"""The traces of steps of training, each made once: in a process of its own, then kept in the user's cache folder.
+"""Memory traces of training steps: run the tracer in a separate process, and cache the result for the user.
 
 In:  StepToTrace(model={…}, config={…}, world=8, accumulation=2, recomputed=0, is_gpu=True)
-Out: MemoryTrace, from which follows what lives at the fullest moment with any micro-batch
+Out: MemoryTrace, which gives the peak of device memory for any micro-batch size
 
-A kept trace is found by the digest of everything that it depends on: the step, which is all that the process is told,
-the versions of torch and DeepSpeed, and the sources of `models/`, `pipeline/` and the tracer itself. It is an entry of
-a cache with its own digest (data/seal.py): one that has changed is traced anew.
+The cache key is a digest of everything that affects a trace: the step (the only input of the tracer), the versions of
+torch and DeepSpeed, and the sources in `models/` and `pipeline/`, which include the tracer. A cached trace ends with a
+digest (data/seal.py); a damaged one is traced again.
 """
 
 import dataclasses
@@ -32,88 +32,89 @@ from pipeline.config import digest
 from pipeline.training_config import TrainConfig
 
 ROOT = Path(__file__).parents[3]
-SOURCES = ("models", "pipeline")  # whose code says what a step allocates
+SOURCES = ("models", "pipeline")  # folders with the code that determines the allocations of a step
 LIBRARIES = ("torch", "deepspeed")
 TRACER = "pipeline.extras.plan.tracer"
-MOST_MICRO_BATCHES = 2  # that are traced: a third adds its gradients to the same sums as the second
-# Fields of which it matters whether they are 0, and nothing else: runs of a sweep over their values share a trace.
+MOST_MICRO_BATCHES = 2  # traced per step: a third one accumulates into the same gradients as the second
+# For these fields, only zero or nonzero affects memory: the runs of a sweep over their values share a trace.
 SWITCHES = ("label_smoothing", "mixup", "polyak")
 SWITCHES_OF_MODEL = ("dropout", "drop_path")
-FIRST_VALUES = ("head_bias", "position_std")  # fields of a model that say what its weights begin with
-ON = 0.5  # stands for every value of a switch that is not 0
-MOST_KEPT = 1000  # traces, of about 1 kB; every change of the sources makes the older ones useless
-LONGEST_REASON = 300  # characters of what a tracer that failed has said
+FIRST_VALUES = ("head_bias", "position_std")  # model fields that only affect the initial values of weights
+ON = 0.5  # replaces every nonzero value of a switch
+MOST_KEPT = 1000  # cached traces of about 1 kB each; any change of the sources invalidates the older ones
+LONGEST_REASON = 300  # characters quoted from the output of a failed tracer
 
 
 class Kind(enum.IntEnum):
-    """Says what memory is for."""
+    """Purpose of an allocation."""
 
-    STATES = 0  # weights, masters, moments, average: all that lives from the engine's start to its end
-    ACTIVATIONS = 1  # what the forward pass made, or a block's second forward pass in the backward pass
-    GRADIENTS = 2  # gradients, their buckets and sums, and what the optimizer computes on the way
-    GATHERED = 3  # weights that ZeRO 3 has gathered from the other workers
+    STATES = 0  # weights, master weights, moments, averages: everything that exists as long as the engine
+    ACTIVATIONS = 1  # results of the forward pass, or of a recomputed block in the backward pass
+    GRADIENTS = 2  # gradients, their buckets and sums, and temporary tensors of the optimizer
+    GATHERED = 3  # weights that ZeRO 3 has gathered from other workers
     IMAGES = 4  # the micro-batch
 
 
 class TraceFailed(PatchlineError):
-    """A step could not be traced: what it needs is not known."""
+    """Raised if a step cannot be traced, so that its memory need is unknown."""
 
 
 @dataclass(frozen=True)
 class StepToTrace:
-    """Describes a step of training by all that its memory depends on, the size of the micro-batch excepted."""
+    """Everything that affects the memory of a training step, except for the micro-batch size."""
 
     model: dict[str, Any]
-    config: dict[str, Any]  # fields of a TrainConfig; the others have no say in memory
+    config: dict[str, Any]  # the fields of a TrainConfig that affect memory
     world: int
     accumulation: int
-    recomputed: int  # blocks
+    recomputed: int  # blocks with activation checkpointing
     is_gpu: bool
-    file: str = ""  # digest of the user's DeepSpeed file
+    file: str = ""  # digest of the user's DeepSpeed config file
 
 
 @dataclass(frozen=True)
 class Moment:
-    """Says what lives at one moment of a step: bytes of every `Kind`, fixed and for each image of a micro-batch."""
+    """Allocated bytes of each `Kind` at one moment of a step: a fixed part, and a part per image of a micro-batch."""
 
     phase: str
     fixed: tuple[float, ...]
     per_image: tuple[float, ...]
 
     def parts(self, micro_batch: int) -> list[int]:
-        """Return the bytes by kind."""
+        """Return the allocated bytes of each kind for a micro-batch size."""
         return [round(a + micro_batch * b) for a, b in zip(self.fixed, self.per_image, strict=True)]
 
 
 @dataclass(frozen=True)
 class MemoryTrace:
-    """Holds the moments at which most lives: all kinds together, or activations alone; and the most at the start."""
+    """Memory peaks of a step for all micro-batch sizes: of all kinds together, and of activations only."""
 
-    start: int  # bytes, from the engine's start to the end of a first step with 2 images
+    start: int  # peak in bytes, from the engine's start to the end of a first step with 2 images
     moments: tuple[Moment, ...]
     activations: tuple[Moment, ...]
 
     def fullest(self, micro_batch: int) -> Moment:
-        """Return the moment at which most lives."""
+        """Return the moment of peak memory for a micro-batch size."""
         return max(self.moments, key=lambda moment: sum(moment.parts(micro_batch)))
 
     def most_activations(self, micro_batch: int) -> int:
-        """Return the most bytes of activations that live at once."""
+        """Return the peak of activation memory in bytes for a micro-batch size."""
         return max(moment.parts(micro_batch)[Kind.ACTIVATIONS] for moment in self.activations)
 
 
 def step_to_trace(
     cfg: TrainConfig, model: ModelConfig, world: int, accumulation: int, recomputed: int, *, is_gpu: bool
 ) -> StepToTrace:
-    """Describe the step of a stage. Raises TraceFailed for one that is compiled."""
+    """Describe the training step of a stage for the tracer. Raises TraceFailed for a compiled step."""
     if cfg.compile:
         raise TraceFailed(
-            "the step is not traced with compile: true, whose kernels keep other activations; compile=false says what "
-            "a step that is not compiled needs"
+            "steps with compile: true cannot be traced, because compiled kernels save different activations; set "
+            "compile=false to see the memory need of the step without compilation"
         )
     micro_batches = min(accumulation, MOST_MICRO_BATCHES)
     if cfg.exact_parts:
-        # The sums of all of a worker's parts live side by side; within a part, a third micro-batch adds nothing.
+        # The gradient sums of all parts of a worker exist at the same time. Within a part, a third micro-batch needs no
+        # additional memory.
         parts_here = cfg.exact_parts // world
         micro_batches = parts_here * min(accumulation // parts_here, MOST_MICRO_BATCHES)
     file = ""
@@ -122,14 +123,14 @@ def step_to_trace(
     decay = cfg.optim.weight_decay
     optim = {"name": cfg.optim.name, "clip": ON * (cfg.optim.clip > 0), "weight_decay": ON * (decay > 0)}
     of_head = cfg.optim.head_weight_decay
-    # Parameters are grouped by their decay: a head with another one is a group of its own.
+    # Parameters are grouped by weight decay: a head with a different decay is a separate group.
     if of_head is not None and of_head != decay:
         optim["head_weight_decay"] = ON / 2 * (of_head > 0)
     values: dict[str, Any] = {
         "data": {"train": "unread", "max_labels": cfg.data.max_labels},
         "optim": optim,
         "steps": 1,
-        # Nothing depends on them but DeepSpeed's check that they fit together.
+        # These values only need to pass DeepSpeed's consistency check.
         "micro_batch": 1,
         "batch_size": world * micro_batches,
     }
@@ -149,63 +150,63 @@ def step_to_trace(
 
 
 def trace_of(step: StepToTrace) -> MemoryTrace:
-    """Return the trace of a step; one that is not kept yet is made. Raises TraceFailed."""
-    trace = kept(step)
+    """Return the trace of a step, from the cache or from the tracer. Raises TraceFailed."""
+    trace = cached_trace(step)
     if trace is not None:
         return trace
     with ExitStack() as around:
-        # The workers of a node may ask at the same moment: the others wait for the first and find what it has kept.
-        # Where the home is read-only or has no locks, each traces for itself.
+        # The workers of a node may request the same trace at the same time: one runs the tracer, and the others wait
+        # and use its result. If the cache folder is read-only or does not support locks, each worker runs the tracer.
         with suppress(OSError, StorageError):
             traces_folder().mkdir(parents=True, exist_ok=True)
             around.enter_context(locked(traces_folder() / "lock"))
-        trace = kept(step)
+        trace = cached_trace(step)
         if trace is not None:
             return trace
         answer = run_tracer(step)
         trace = trace_in(answer)
         if trace is None:
-            raise TraceFailed(f"the step could not be traced: the tracer has said {answer[:LONGEST_REASON]}")
+            raise TraceFailed(f"could not trace the step: unexpected output of the tracer: {answer[:LONGEST_REASON]}")
 
-        # It is kept, and of the others those that were not used for longest go.
+        # Cache the trace, and delete the least recently used ones.
         try:
             write_entry(path_of(step), answer.encode())
             by_use = sorted(traces_folder().glob("*.trace"), key=lambda path: path.stat().st_mtime, reverse=True)
             for path in by_use[MOST_KEPT:]:
                 path.unlink(missing_ok=True)
         except (OSError, StorageError) as error:
-            message = "%s: traced steps cannot be kept, each plan traces anew: %s"
+            message = "%s: cannot cache memory traces, so each plan has to trace its steps again: %s"
             logging.getLogger(__name__).warning(message, traces_folder(), error)
     return trace
 
 
 def run_tracer(step: StepToTrace) -> str:
-    """Have another process trace a step; return what it writes down. Raises TraceFailed."""
+    """Trace a step in a separate process, and return its output. Raises TraceFailed."""
     environment = {
         **os.environ,
-        # What a GPU would keep is known without one, and fake tensors live on no GPU.
+        # The tracer simulates a GPU with fake tensors and does not need one.
         "CUDA_VISIBLE_DEVICES": "",
         "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": import_path(),
     }
     values = dataclasses.asdict(step)
-    del values["file"]  # it is read where it lies
+    del values["file"]  # only part of the cache key: the tracer reads the file itself
     question = json.dumps(values)
     done = subprocess.run(
         [sys.executable, "-m", TRACER], input=question, capture_output=True, text=True, env=environment, cwd=ROOT
     )
     if done.returncode != 0 or not done.stdout:
-        said = done.stderr.strip().splitlines() or ["nothing"]
-        raise TraceFailed(f"the step could not be traced: {said[-1][:LONGEST_REASON]}")
+        lines = done.stderr.strip().splitlines() or ["no error output"]
+        raise TraceFailed(f"could not trace the step: {lines[-1][:LONGEST_REASON]}")
     return done.stdout.strip()
 
 
-# ------------------------------------------------------------------------------------------------ kept traces
+# ------------------------------------------------------------------------------------------------ cached traces
 
 
-def kept(step: StepToTrace) -> MemoryTrace | None:
-    """Return the kept trace of a step, which counts as used now; None where there is none, or it has changed."""
+def cached_trace(step: StepToTrace) -> MemoryTrace | None:
+    """Return the cached trace of a step and update its time of use; None if it is missing or damaged."""
     path = path_of(step)
     try:
         answer = read_entry(path)
@@ -219,7 +220,7 @@ def kept(step: StepToTrace) -> MemoryTrace | None:
 
 
 def trace_in(answer: str) -> MemoryTrace | None:
-    """Return the trace that the tracer has written down; None where it is none."""
+    """Parse the output of the tracer; None if it is invalid."""
     try:
         values = json.loads(answer)
         by_name = {}
@@ -234,12 +235,12 @@ def trace_in(answer: str) -> MemoryTrace | None:
 
 
 def traces_folder() -> Path:
-    """Return where traces are kept."""
+    """Return the cache folder of traces."""
     return state_folder() / "memory"
 
 
 def path_of(step: StepToTrace) -> Path:
-    """Return the file in which the trace of a step is kept; its name is of everything that a trace depends on."""
+    """Return the cache file of a step's trace; its name is a digest of everything that affects the trace."""
     versions = {name: version(name) for name in LIBRARIES}
     key = digest({"step": dataclasses.asdict(step), "versions": versions, "sources": digest_of_sources()})
     return traces_folder() / f"{key}.trace"
@@ -247,7 +248,7 @@ def path_of(step: StepToTrace) -> Path:
 
 @functools.cache
 def digest_of_sources() -> str:
-    """Return the digest of all code that says what a step allocates."""
+    """Return the digest of all code that determines the allocations of a step."""
     summed = hashlib.sha256()
     for folder in SOURCES:
         for path in sorted((ROOT / folder).rglob("*.py")):

@@ -1,18 +1,18 @@
-"""Runs a step of training without computing it, in a process of its own, and says what lives at its fullest moments.
+"""Trace the memory of a training step with fake tensors, in a separate process, and report its memory peaks.
 
     echo '{"model": {…}, "config": {…}, "world": 8, …}' | python -m pipeline.extras.plan.tracer
 
-1. Everything is the real thing: the model, DeepSpeed around it, the recipe's loss, dropout, recomputed blocks and
-   optimizer. Only its tensors are fake: they have shapes and no numbers. So are the other workers (a "fake" group).
-2. `LiveBytes` sees every operation of torch, and notes memory that is made and given back, with what it is for. It also
-   allocates what real workers and kernels would beside what is seen of them.
-3. One step is taken to start with: optimizers and ZeRO 3 set things apart at their first.
-4. One step is written down with micro-batches of 2 images and one with 3. Event for event, what does not differ
-   between them does not depend on the micro-batch, and what does grows with every image.
-5. Out come the moments at which most lives, for each micro-batch from 2 on: at small ones it may be the optimizer's
-   step, at large ones the middle of the backward pass.
+1. The step uses the real model, DeepSpeed, loss, dropout, activation checkpointing and optimizer. Only the tensors are
+   fake (they have shapes, but no data), and so are the other workers (a "fake" process group).
+2. `LiveBytes` intercepts every torch operation, and records allocations and frees with their purpose. It also allocates
+   the hidden buffers of real collectives and kernels.
+3. A first step warms up: optimizers and ZeRO 3 allocate their state in it.
+4. One step is recorded with micro-batches of 2 images, and one with 3. The difference between corresponding events is
+   the memory per image; the rest does not depend on the micro-batch size.
+5. The output is the moments of peak memory for all micro-batch sizes from 2: for small sizes, this may be the optimizer
+   step, and for large ones the middle of the backward pass.
 
-It has its own process: a fake group, and what takes the place of DeepSpeed's checks, are there for a whole process.
+The tracer needs a separate process because the fake process group and the patches of DeepSpeed affect all of a process.
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ from pipeline.phases import Phase
 from pipeline.start import Worker, build_engine
 from pipeline.training_config import TrainConfig
 
-SMALL = 2  # images of a micro-batch; with one image, axes of length 1 are copied less often than any other
+SMALL = 2  # images per micro-batch; not 1, because tensors with an axis of length 1 are copied less often
 LARGE = 3
 
 PHASES = {
@@ -62,15 +62,15 @@ PHASES = {
     "batch": Kind.IMAGES,
     "forward": Kind.ACTIVATIONS,
     "backward": Kind.GRADIENTS,
-    "recompute": Kind.ACTIVATIONS,  # amid the backward pass
+    "recompute": Kind.ACTIVATIONS,  # during the backward pass
     "update": Kind.GRADIENTS,
 }
-Event = tuple[str, Kind, int]  # (phase, what the memory is for, bytes more or less)
+Event = tuple[str, Kind, int]  # (phase, purpose of the memory, change in bytes)
 
 
 @dataclass(frozen=True)
 class TracedGroup:
-    """Has the fields of a Group that an objective needs."""
+    """The fields of a Group that an objective needs."""
 
     device: torch.device
     world: int = 1
@@ -78,14 +78,14 @@ class TracedGroup:
 
 @dataclass(frozen=True)
 class TracedData:
-    """Has the field of StageData that an objective needs."""
+    """The field of StageData that an objective needs."""
 
-    phases: Sequence[Phase]  # one, of whole images
+    phases: Sequence[Phase]  # a single phase with full images
 
 
 @dataclass(frozen=True)
 class TracedWorker:
-    """Has the fields of a Worker that an objective needs."""
+    """The fields of a Worker that an objective needs."""
 
     cfg: TrainConfig
     group: TracedGroup
@@ -95,24 +95,24 @@ class TracedWorker:
 
 
 def main() -> None:
-    """Read a step from stdin, write what lives in it to stdout: a line of JSON."""
-    # DeepSpeed and torch print what they like: the answer gets a place of its own.
+    """Read a step from stdin, and write its memory peaks to stdout as one line of JSON."""
+    # DeepSpeed and torch print to stdout: redirect it to stderr, and write the answer to a copy of the original stdout.
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     print(json.dumps(trace(**json.load(sys.stdin))), file=answer, flush=True)
-    os._exit(0)  # fake workers and tensors leave nothing that an orderly end would have to close
+    os._exit(0)  # skip the cleanup, which fake workers and tensors do not need
 
 
 def trace(
     model: dict[str, Any], config: dict[str, Any], world: int, accumulation: int, recomputed: int, is_gpu: bool
 ) -> dict[str, Any]:
-    """Trace the step that a `memory_traces.StepToTrace` describes; return its fullest moments."""
+    """Trace the step that a `memory_traces.StepToTrace` describes, and return its moments of peak memory."""
     cfg = build_config(TrainConfig, config, "config")
     model_config: ModelConfig = models.from_dict(model)
     with ExitStack() as around:
         around.enter_context(fake_workers(world))
         around.enter_context(patch("pipeline.engine.deepspeed.over_gloo", lambda: not is_gpu))
-        # Models, losses and optimizers keep what they would on a GPU with flash attention.
+        # Replace the kernels that save different tensors on a GPU (with flash attention).
         if is_gpu:
             around.enter_context(patch.object(vit, "attend", fused_attention))
             around.enter_context(patch.object(torch.optim, "AdamW", fused_adamw))
@@ -120,7 +120,8 @@ def trace(
         around.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         live = around.enter_context(LiveBytes(over_gloo=not is_gpu))
 
-        # Model and engine as a worker builds them. First weights are not drawn: that takes no memory which stays.
+        # Build the model and the engine as a worker does, but skip the initialisation of weights, which does not affect
+        # the memory.
         module = module_of(model_config)
         network = module(model_config)
         network.recomputed_blocks = recomputed
@@ -135,7 +136,7 @@ def trace(
         before = live.events
         steps = []
         for images in (SMALL, LARGE):
-            # What lies in cycles is given back whenever Python looks for them: here before the step and not amid it.
+            # The garbage collector frees reference cycles at arbitrary times: run it before the step, not during it.
             gc.collect()
             live.events = []
             gc.disable()
@@ -147,7 +148,7 @@ def trace(
 
 @contextmanager
 def fake_workers(world: int) -> Iterator[None]:
-    """Be rank 0 of a group whose other workers do not exist: collectives return at once and change nothing."""
+    """Join a fake process group as rank 0, in which collectives return immediately without any effect."""
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world), LOCAL_WORLD_SIZE="1")
     deepspeed = import_deepspeed()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
@@ -163,7 +164,7 @@ def fake_workers(world: int) -> Iterator[None]:
 
 
 def apply_in_place(module: nn.Module, function: Callable[[Tensor], Tensor]) -> nn.Module:
-    """Do what `Module._apply` does with real tensors; fake ones it would swap, which torch refuses amid a mode."""
+    """Replace `Module._apply`, which would swap fake tensors, although torch forbids this inside a fake tensor mode."""
     for child in module.children():
         apply_in_place(child, function)
     for parameter in module._parameters.values():
@@ -174,7 +175,7 @@ def apply_in_place(module: nn.Module, function: Callable[[Tensor], Tensor]) -> n
 
 
 def take_step(worker: TracedWorker, accumulation: int, images: int, enter: Callable[[str], None]) -> None:
-    """Take a step as `pipeline.train` does, with `images` in every micro-batch; `enter` hears where it is."""
+    """Run a training step like `pipeline.train`, with `images` per micro-batch; call `enter` at each new phase."""
     cfg = worker.cfg
     size = worker.model_config.image_size
     loss_sum = torch.zeros((), device=worker.group.device)
@@ -199,9 +200,9 @@ def take_step(worker: TracedWorker, accumulation: int, images: int, enter: Calla
 
 
 def fullest_moments(before: list[Event], small: list[Event], large: list[Event]) -> dict[str, Any]:
-    """Return the moments at which most lives for some micro-batch, all kinds together and activations alone.
+    """Return the moments of peak memory for all micro-batch sizes, in total and for activations only.
 
-    The step has been taken with SMALL and with LARGE images, `before` is what happened until then.
+    `small` and `large` are the events of a step with SMALL and LARGE images, and `before` the events before it.
     """
     _, kinds_before, bytes_before = zip(*before, strict=True)
     phases, kinds, bytes_small = zip(*small, strict=True)
@@ -211,7 +212,7 @@ def fullest_moments(before: list[Event], small: list[Event], large: list[Event])
     per_image = (np.array(bytes_large, float) - np.array(bytes_small, float)) / (LARGE - SMALL)
     fixed = np.array(bytes_small, float) - SMALL * per_image
 
-    # What lives after each event, (kinds, events): the fixed bytes, and those of every image.
+    # Allocated bytes after each event, (kinds, events): the fixed part, and the part per image.
     living_fixed = np.zeros((len(Kind), len(small)))
     living_per_image = np.zeros((len(Kind), len(small)))
     for kind in Kind:
@@ -234,8 +235,8 @@ def fullest_moments(before: list[Event], small: list[Event], large: list[Event])
 
 
 def upper_hull(fixed: NDArray[np.float64], slope: NDArray[np.float64]) -> list[int]:
-    """Return which of the lines fixed + slope · x are the highest somewhere at x ≥ 1, from the left to the right."""
-    # At 1 the highest; of several the steepest, which stays above the others.
+    """Return the indices of the lines fixed + slope · x that are the maximum for some x ≥ 1, from left to right."""
+    # Start with the highest line at x = 1; if there are several, take the steepest, which stays above the others.
     place = int(np.lexsort((slope, fixed + slope))[-1])
     places = [place]
     while True:
@@ -247,14 +248,14 @@ def upper_hull(fixed: NDArray[np.float64], slope: NDArray[np.float64]) -> list[i
         places.append(place)
 
 
-# ------------------------------------------------------------------------------------------------ what lives
+# ------------------------------------------------------------------------------------------------ live memory
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts, inside its block, the bytes that live; `events` are changes of that number with their kind.
+    """Track the live bytes of tensors in a `with` block; `events` lists their changes by phase and kind.
 
-    Memory that an operation made is counted once, however many views there are of it, until its last tensor is gone.
-    With fake tensors no number is ever computed: it is the same memory to the byte, of a model of any size.
+    The memory of an operation's result is counted once, for any number of views, until its last tensor is freed. With
+    fake tensors, nothing is computed, and the memory is the same to the byte, for models of any size.
 
         with LiveBytes() as live: live.enter("forward"); y = x @ w; live.enter("backward"); y.backward(…)
         → live.events = [("forward", Kind.ACTIVATIONS, 4096), …, ("backward", Kind.ACTIVATIONS, -4096)]
@@ -265,15 +266,15 @@ class LiveBytes(TorchDispatchMode):
         self.over_gloo = over_gloo
         self.events: list[Event] = []
         self._phase = "build"
-        self._living: dict[int, tuple[weakref.ref[Any], Kind, int]] = {}  # by the storage's address
+        self._living: dict[int, tuple[weakref.ref[Any], Kind, int]] = {}  # by the address of the storage
 
     def enter(self, phase: str) -> None:
-        """Name what is computed from here on: one of `PHASES`."""
+        """Start a phase of the step, one of `PHASES`."""
         assert phase in PHASES, phase
         self._phase = phase
 
     def watch(self, block: nn.Module) -> None:
-        """Tell a block's second forward pass, amid the backward pass, from the backward pass itself."""
+        """Hook a block so that its recomputation during the backward pass counts as the phase `recompute`."""
 
         def begin(*_: object) -> None:
             if self._phase == "backward":
@@ -284,31 +285,31 @@ class LiveBytes(TorchDispatchMode):
                 self._phase = "backward"
 
         block.register_forward_pre_hook(begin)
-        # A second forward pass ends as soon as everything that is needed is there: by an exception.
+        # Recomputation stops early, with an exception, as soon as all needed tensors exist.
         block.register_forward_hook(end, always_call=True)
 
     def __torch_dispatch__(
         self, function: Any, types: object, arguments: Sequence[Any] = (), options: Any = None
     ) -> Any:
         if function is torch.ops.aten._local_scalar_dense.default and isinstance(arguments[0], FakeTensor):
-            # A number that lets a step of training go on: norms and losses are finite, flags say no.
+            # Return a value with which a training step continues: norms and losses are finite, and flags are False.
             if arguments[0].dtype.is_floating_point:
                 return 1.0
             return False if arguments[0].dtype == torch.bool else 0
         if function is torch.ops.aten.mse_loss.default:
             return self._mse_loss(*arguments, **(options or {}))
-        # Collectives are operations too: DeepSpeed's are c10d's.
+        # Collectives are operations too: DeepSpeed calls those of c10d.
         name = function.name()
-        buffers: list[Tensor] = []  # as long as the collective lasts
+        buffers: list[Tensor] = []  # buffers that exist during the collective
         if self.over_gloo:
             for tensor in copied_by_gloo(name, arguments):
                 buffers.append(torch.empty_like(tensor))
-                self._see(buffers[-1])
+                self._track(buffers[-1])
         result = function(*arguments, **(options or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
-                self._see(leaf)
-        # A collective fills tensors that were made before it: only now it is known what they are for.
+                self._track(leaf)
+        # An all-gather fills tensors that were allocated earlier: only now is their purpose known.
         if "c10d::" in name and "allgather" in name:
             for leaf in tree_leaves(arguments[:1]):
                 if not isinstance(leaf, Tensor) or leaf.untyped_storage()._cdata not in self._living:
@@ -321,22 +322,22 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def _mse_loss(self, predictions: Tensor, answers: Tensor, reduction: int = 1) -> Tensor:
-        """Take the place of torch's kernel (Loss.cpp): the same shape and memory, and no right number.
+        """Replace torch's kernel (Loss.cpp), with the same shapes and memory but no meaningful values.
 
-        Where the errors are added up (`reduction` is not 0) it computes every element's into a tensor of its own, and
-        the result, one number, keeps the memory of another one for as long as it lives.
+        With a reduction (`reduction` is not 0), the kernel computes the errors into a temporary tensor of full size.
+        The result is a single number, but its storage also has the full size.
         """
         result = torch.ops.aten.mse_loss(predictions, answers, 0)
-        self._see(result)
+        self._track(result)
         if reduction == 0:
             return result
         errors = torch.empty_like(result)
-        self._see(errors)
+        self._track(errors)
         del errors
         return result.resize_(())
 
-    def _see(self, tensor: Tensor) -> None:
-        # A tensor of the meta device has a size and no memory; DeepSpeed keeps the shapes of parameters in some.
+    def _track(self, tensor: Tensor) -> None:
+        # Tensors on the meta device use no memory; DeepSpeed stores the shapes of parameters in them.
         if tensor.device.type == "meta":
             return
         storage = tensor.untyped_storage()
@@ -344,30 +345,30 @@ class LiveBytes(TorchDispatchMode):
         size = storage.nbytes()
         if address in self._living:
             reference, kind, known_size = self._living[address]
-            # Storages are resized in place: ZeRO 3 does so with what it has gathered.
+            # Storages may be resized in place, as ZeRO 3 does with gathered weights.
             if size != known_size:
                 self._living[address] = (reference, kind, size)
                 self.events.append((self._phase, kind, size - known_size))
             return
         kind = PHASES[self._phase]
-        # ZeRO 3 gathers weights by hooks of the forward pass, for which none are recorded.
+        # ZeRO 3 gathers weights in hooks of the forward pass, which run without gradients.
         if self._phase == "forward" and not torch.is_grad_enabled():
             kind = Kind.GATHERED
-        self._living[address] = (weakref.ref(storage, partial(self._forget, address)), kind, size)
+        self._living[address] = (weakref.ref(storage, partial(self._untrack, address)), kind, size)
         self.events.append((self._phase, kind, size))
 
-    def _forget(self, address: int, _: object) -> None:
-        # The memory at this address is given back.
+    def _untrack(self, address: int, _: object) -> None:
+        # The memory at this address has been freed.
         _, kind, size = self._living.pop(address)
         self.events.append((self._phase, kind, -size))
 
 
 def copied_by_gloo(name: str, arguments: Sequence[Any]) -> list[Tensor]:
-    """Return the tensors of a collective that gloo, on CPUs, copies beside what is seen of it (ProcessGroupGloo.cpp).
+    """Return the tensors of a collective that gloo, on CPUs, copies internally (ProcessGroupGloo.cpp).
 
-    It reduce-scatters by summing a copy of the whole input, and gathers into a tensor of its own, which it then copies
-    into the result. It sums and sends in place. NCCL takes the tensors that it is given, and buffers that it has from
-    the start. `arguments` are those of torch's operator. Raises AssertionError where what gloo takes is not known.
+    Reduce-scatter sums a copy of the full input. All-gather uses an internal tensor, which it copies into the result.
+    All-reduce and send work in place. NCCL uses only the given tensors and preallocated buffers. `arguments` are those
+    of the torch operator. Raises AssertionError for a collective whose internal copies are unknown.
     """
     if name == "c10d::_reduce_scatter_base_":
         _, whole, *_ = arguments
@@ -380,25 +381,25 @@ def copied_by_gloo(name: str, arguments: Sequence[Any]) -> list[Tensor]:
         return list(parts)
     in_place = ("c10d::allreduce_", "c10d::broadcast_", "c10d::send", "c10d::recv_", "c10d::barrier")
     is_collective = name.startswith(("c10d::", "_c10d_functional::"))
-    assert not is_collective or name in in_place, f"{name}: what gloo allocates for it has not been counted"
+    assert not is_collective or name in in_place, f"{name}: unknown memory use of this collective in gloo"
     return []
 
 
-# ------------------------------------------------------------------------------------------------ as on a GPU
+# ------------------------------------------------------------------------------------------------ GPU kernels
 
-# Three things differ between torch's kernels for CPUs and for CUDA, in what they hold on to for the backward pass:
-# 1. attention: fused there, so that no matrix of tokens × tokens is kept, but a number for every query and head. A bias
-#    on the attention (relative positions) needs another fused kernel, which keeps the bias;
-# 2. dropout: a mask of one byte an element there, and of the activations' own type on CPUs;
-# 3. AdamW: fused there, without a copy of the state on the way.
+# Torch's kernels for CPU and for CUDA save different tensors for the backward pass in three cases:
+# 1. attention: the CUDA kernel is fused, and saves one number per query and head instead of a matrix of tokens ×
+#    tokens. With an attention bias (relative positions), a different fused kernel is used, which saves the bias;
+# 2. dropout: the mask has one byte per element on CUDA, and the dtype of the activations on the CPU;
+# 3. AdamW: the CUDA kernel is fused, and needs no temporary copy of the state.
 
-HEAD_MULTIPLE = 8  # flash attention pads the width of a head to it
-BIAS_MULTIPLE = 16  # and the other kernel a row of the bias
+HEAD_MULTIPLE = 8  # flash attention pads the width of a head to a multiple of this
+BIAS_MULTIPLE = 16  # the kernel with bias pads a row of the bias to a multiple of this
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Take the place of `models.vit.attend`."""
-    # Flash attention takes half precision and no bias; the kernel that torch chooses otherwise takes both.
+    """Replace `models.vit.attend` by the kernels for CUDA."""
+    # Flash attention supports only half precision and no bias; otherwise torch chooses the memory-efficient kernel.
     if q.dtype == torch.bfloat16 and bias is None:
         width = q.shape[-1]
         missing = -width % HEAD_MULTIPLE
@@ -413,7 +414,7 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None)
 
 
 def fused_adamw(groups: Any, **options: Any) -> torch.optim.Optimizer:
-    """Take the place of torch.optim.AdamW."""
+    """Replace torch.optim.AdamW by its fused version."""
     return ADAMW(groups, **{**options, "fused": True})
 
 
@@ -421,7 +422,7 @@ ADAMW = torch.optim.AdamW
 
 
 def cuda_dropout(x: Tensor, p: float, training: bool, inplace: bool) -> Tensor:
-    """Take the place of `torch.nn.functional.dropout`."""
+    """Replace `torch.nn.functional.dropout` by the kernel for CUDA, with a mask of one byte per element."""
     if not training or p == 0.0:
         return x
     return torch.ops.aten.native_dropout(x, p, True)[0]

@@ -1,13 +1,13 @@
-"""Is a folder the same storage for the driver and for a worker's node, and can it do what a run asks of it?
+"""Check whether the driver and a worker's node share a folder, and whether its file system supports a run.
 
-The driver has written `driver.json`, and answers the requests of nodes (`answering`):
+The driver writes `driver.json` and answers the requests of the nodes (`answering`):
 
-    request-h3-0.json  the token of the node h3
+    request-h3-0.json  a token from node h3
     answer-h3-0.json   the same token, and the time on the driver's clock
 
 1. The node looks for the driver's file.
-2. It asks, and takes the driver's clock from the answer; half of the time that it took is how far off it may be.
-3. It tries what a run does: a link to a name that exists, a commit.
+2. The node sends a request, and compares the clocks; half of the round trip is the uncertainty of the difference.
+3. The node tries the operations of a run: a hard link to an existing name, and a commit.
 """
 
 import json
@@ -34,33 +34,33 @@ from data.files import (
 )
 
 DRIVER_FILE = "driver.json"
-ANSWERED_WITHIN_S = 30.0  # as data.files waits for a file
+ANSWERED_WITHIN_S = 30.0  # the same timeout as for a file in data.files
 REQUESTS = 3
 POLL_S = 0.002
 ANSWER_POLL_S = 0.005
 REQUEST = "request-"
 ANSWER = "answer-"
-WRITTEN_BYTES = 2**24  # by each node, all at once
+WRITTEN_BYTES = 2**24  # written by each node, at the same time
 
 
 class FolderReport(TypedDict):
-    """What a node has found out about the folder; JSON."""
+    """A node's report on the folder, in a form that can be written as JSON."""
 
-    sees_driver: bool  # what the driver has written
-    is_answered: bool  # the driver sees what the node has written
-    skew_s: float | None  # of the node's clock against the driver's; positive: ahead. None: no answer
+    sees_driver: bool  # the node sees the file of the driver
+    is_answered: bool  # the driver sees the files of the node
+    skew_s: float | None  # clock of the node minus clock of the driver; None without an answer
     uncertainty_s: float | None
-    lacks: list[str]  # abilities that the file system does not have, in words
+    lacks: list[str]  # descriptions of features that the file system does not support
     written_bytes: int
-    written_s: float  # until they were on the disk
+    written_s: float  # including the sync to disk
     free_bytes: int
 
 
 def report_on(folder: Path, name: str, *, is_shared: bool = True) -> FolderReport:
-    """Look at the folder from this node, whose files there have `name` in theirs.
+    """Test the folder from this node, and return the report; `name` is part of the names of the node's files.
 
-    Without `is_shared` the folder is this node's own, as where the run lies in an object store: only its disk is of
-    interest, and the folder goes again.
+    With `is_shared=False`, the folder is local to the node, as for a run in an object store: only its disk is tested,
+    and the folder is deleted afterwards.
     """
     report: FolderReport = {
         "sees_driver": False,
@@ -75,10 +75,10 @@ def report_on(folder: Path, name: str, *, is_shared: bool = True) -> FolderRepor
     if is_shared:
         unseen, _ = look_for(folder, {DRIVER_FILE: None})
         report["sees_driver"] = not unseen
-        # Another folder, or none at all: nothing that follows would tell more.
+        # The folder is missing or not shared: the other tests would be meaningless.
         if unseen:
             return report
-        # Of several requests the quickest answer tells the clock best.
+        # The fastest of several answers gives the most precise clock difference.
         for number in range(REQUESTS):
             answer = request_time(folder, f"{REQUEST}{name}-{number}.json")
             if answer is None:
@@ -88,19 +88,19 @@ def report_on(folder: Path, name: str, *, is_shared: bool = True) -> FolderRepor
             if report["uncertainty_s"] is None or uncertainty_s < report["uncertainty_s"]:
                 report["skew_s"] = skew_s
                 report["uncertainty_s"] = uncertainty_s
-        # Hard links, as a run uses them and with its function: where they do not keep a name, two commands on two
-        # machines could own one run.
+        # Test hard links with the same function as a run: if a link can replace an existing name, commands on two
+        # machines could both own the run.
         try:
             first = create_exclusively(folder / f"claim-{name}", "1")
             second = create_exclusively(folder / f"claim-{name}", "2")
             if not first or second:
-                report["lacks"].append("a hard link does not fail where its name exists")
+                report["lacks"].append("a hard link to an existing name does not fail")
         except (StorageError, OSError) as error:
             report["lacks"].append(str(error).splitlines()[0])
     else:
         folder.mkdir(parents=True, exist_ok=True)
     try:
-        # Written and committed as a checkpoint is.
+        # Write and commit a file in the same way as a checkpoint.
         temporary = folder / f".tmp-{name}"
         temporary.mkdir()
         began = time.monotonic()
@@ -121,7 +121,7 @@ def report_on(folder: Path, name: str, *, is_shared: bool = True) -> FolderRepor
 
 @contextmanager
 def answering(folder: Path) -> Iterator[None]:
-    """Be the driver while the block runs: leave its file in the folder, and answer requests."""
+    """Act as the driver in a `with` block: write the driver's file to the folder, and answer requests."""
     write_atomically(folder / DRIVER_FILE, json.dumps({"token": secrets.token_hex(16)}))
     has_ended = threading.Event()
 
@@ -146,10 +146,10 @@ def answering(folder: Path) -> Iterator[None]:
 
 
 def request_time(folder: Path, request: str) -> tuple[float, float] | None:
-    """Request the driver's time; return this clock's skew and how far off it may be, in s; None without an answer."""
+    """Return the skew of this node's clock against the driver's and its uncertainty, in s; None without an answer."""
     token = secrets.token_hex(16)
     name = request.replace(REQUEST, ANSWER)
-    # Before it is written: the driver may answer while this node still waits for its own fsync.
+    # Take the time before the write: the driver may answer while this node is still in fsync.
     requested = time.time()
     write_atomically(folder / request, json.dumps({"token": token}))
     deadline = time.monotonic() + ANSWERED_WITHIN_S

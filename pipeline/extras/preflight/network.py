@@ -1,12 +1,12 @@
-"""How fast the workers' links are: an all-reduce of all, and messages between pairs.
+"""Measure the network between workers: an all-reduce over all workers, and messages between pairs.
 
-In:  the process group, and on which node each worker is
+In:  the process group, and the node of each worker
 Out: {"latency_s": 0.0002, "bytes": 16777216, "seconds": 0.031, "pairs": [{"ranks": [0, 1], …}, …], …}
 
-1. An all-reduce of one number, and then of more and more bytes, until one takes long enough to be measured.
-2. A message to and fro between pairs of workers, pairs that share no worker at the same time. Of a few workers all
-   pairs; of many the neighbours in the ring that collectives use, and the first workers of nodes, at distances of
-   1, 2, 4, … nodes.
+1. Time an all-reduce of one number, and then of increasing sizes, until one takes long enough to measure.
+2. Send messages back and forth between pairs of workers; disjoint pairs run at the same time. With few workers, all
+   pairs are measured. With many, only the neighbours in the ring that collectives use, and the first workers of nodes
+   at distances of 1, 2, 4, … nodes.
 """
 
 import math
@@ -19,65 +19,68 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-MOST_FOR_ALL_PAIRS = 8  # workers, and nodes
-FIRST_BYTES = 2**20  # of an all-reduce
-LONG_ENOUGH_S = 0.1  # for an all-reduce to tell the rate
+MOST_FOR_ALL_PAIRS = 8  # workers; with more, only some pairs are measured
+FIRST_BYTES = 2**20  # size of the first large all-reduce
+LONG_ENOUGH_S = 0.1  # duration of an all-reduce that is sufficient to measure the rate
 LATENCY_ROUNDS = 20
-SLOW_ROUND_S = 0.05  # an all-reduce of one number that takes longer is not repeated as often
-MESSAGE_S = 0.02  # that a message between two should take at the rate of the all-reduce
+SLOW_ROUND_S = 0.05  # an all-reduce of one number that takes longer is repeated fewer times
+MESSAGE_S = 0.02  # target duration of a message between two workers, at the rate of the all-reduce
 LEAST_MESSAGE = 2**16  # bytes
 LARGEST_MESSAGE = 2**26
 
 
 class PairTime(TypedDict):
-    """How long messages took between two workers, one way."""
+    """One-way message times between two workers."""
 
     ranks: list[int]
     latency_s: float
-    seconds: float  # of a message of `message_bytes`
+    seconds: float  # for a message of `message_bytes`
 
 
 class Network(TypedDict):
-    """What was measured between the workers; JSON."""
+    """Network measurements between the workers, in a form that can be written as JSON."""
 
-    latency_s: float  # of an all-reduce of one number
-    bytes: int  # of the largest all-reduce
-    seconds: float  # that it took
+    latency_s: float  # time of an all-reduce of one number
+    bytes: int  # size of the largest all-reduce
+    seconds: float  # time of the largest all-reduce
     message_bytes: int
     pairs: list[PairTime]
     all_pairs: bool
 
 
 def measure(device: torch.device, nodes: Sequence[str], largest_bytes: int) -> Network:
-    """Collective: measure the links; `nodes` names each worker's node, an all-reduce is of `largest_bytes` at most."""
+    """Measure the network between all workers. Collective.
+
+    `nodes` is the node of each rank, and `largest_bytes` limits the size of an all-reduce.
+    """
     rank = dist.get_rank()
     world = dist.get_world_size()
 
-    # 1. The least time of an all-reduce of one number. The first makes connections.
+    # 1. The minimum time of an all-reduce of one number. The first call opens connections.
     number = torch.zeros(1, device=device)
-    longest_of_all(dist.all_reduce, number)
-    latency_s = longest_of_all(dist.all_reduce, number)
+    slowest_seconds(dist.all_reduce, number)
+    latency_s = slowest_seconds(dist.all_reduce, number)
     rounds = LATENCY_ROUNDS
     if latency_s >= SLOW_ROUND_S:
         rounds = 2
     for _ in range(rounds):
-        latency_s = min(latency_s, longest_of_all(dist.all_reduce, number))
+        latency_s = min(latency_s, slowest_seconds(dist.all_reduce, number))
 
-    # 2. The faster of two all-reduces of more and more bytes, until they take long enough.
+    # 2. The faster of two all-reduces, with increasing sizes until they take long enough.
     size = min(FIRST_BYTES, largest_bytes)
     while True:
         numbers = torch.zeros(size // 4, device=device)
-        seconds = min(longest_of_all(dist.all_reduce, numbers), longest_of_all(dist.all_reduce, numbers))
+        seconds = min(slowest_seconds(dist.all_reduce, numbers), slowest_seconds(dist.all_reduce, numbers))
         if seconds > LONG_ENOUGH_S or size == largest_bytes:
             break
         size = min(4 * size, largest_bytes)
 
-    # 3. Messages between pairs. Every worker knows the same numbers here, so that all choose the same size.
+    # 3. Messages between pairs. All workers have the same times, so all choose the same message size.
     message_bytes = int(size / seconds * MESSAGE_S)
     message_bytes = min(max(message_bytes, LEAST_MESSAGE), LARGEST_MESSAGE)
     large = torch.zeros(message_bytes // 4, device=device)
     pairs = pairs_to_measure(nodes)
-    times_here: list[PairTime] = []  # of the pairs in which this worker is the lower rank
+    times_here: list[PairTime] = []  # for the pairs in which this worker has the lower rank
     for pairs_at_once in rounds_of(pairs):
         dist.barrier()
         for low, high in pairs_at_once:
@@ -87,13 +90,13 @@ def measure(device: torch.device, nodes: Sequence[str], largest_bytes: int) -> N
             peer = low
             if begins:
                 peer = high
-            there_and_back(number, peer, begins)  # makes the connection
+            round_trip_seconds(number, peer, begins)  # opens the connection
             pair_latency_s = math.inf
             for _ in range(3):
-                pair_latency_s = min(pair_latency_s, there_and_back(number, peer, begins))
+                pair_latency_s = min(pair_latency_s, round_trip_seconds(number, peer, begins))
             pair_s = math.inf
             for _ in range(2):
-                pair_s = min(pair_s, there_and_back(large, peer, begins))
+                pair_s = min(pair_s, round_trip_seconds(large, peer, begins))
             if begins:
                 times_here.append({"ranks": [low, high], "latency_s": pair_latency_s / 2, "seconds": pair_s / 2})
     times: list[list[PairTime]] = [times_here] * world
@@ -108,13 +111,13 @@ def measure(device: torch.device, nodes: Sequence[str], largest_bytes: int) -> N
     }
 
 
-def longest_of_all(communicate: Callable[[Tensor], object], numbers: Tensor) -> float:
-    """Collective: return the seconds of a call on the worker where it took longest; the same on all workers."""
-    # Without it the time would hold how much later the slowest worker came.
+def slowest_seconds(communicate: Callable[[Tensor], object], numbers: Tensor) -> float:
+    """Time a call on all workers, and return the longest time in seconds, on all workers. Collective."""
+    # Without the barrier, the time would include the delay of the last worker.
     dist.barrier()
     began = time.monotonic()
     communicate(numbers)
-    # A GPU works on after the call has returned: reading an element waits for it.
+    # GPU calls return early: reading an element waits for the result.
     float(numbers[0])
     seconds = torch.tensor([time.monotonic() - began], device=numbers.device)
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
@@ -122,11 +125,11 @@ def longest_of_all(communicate: Callable[[Tensor], object], numbers: Tensor) -> 
 
 
 def pairs_to_measure(nodes: Sequence[str]) -> list[tuple[int, int]]:
-    """Return the pairs of ranks, the lower one first, that are measured among workers on these nodes."""
+    """Return the pairs of ranks to measure, lower rank first, for workers on these nodes."""
     world = len(nodes)
     if world <= MOST_FOR_ALL_PAIRS:
         return list(combinations(range(world), 2))
-    # The ring, and the first workers of nodes at distances of 1, 2, 4, … nodes.
+    # Neighbours in the ring, and the first workers of nodes at distances of 1, 2, 4, … nodes.
     both_ways = set()
     for rank in range(world):
         both_ways.add((rank, (rank + 1) % world))
@@ -146,26 +149,26 @@ def pairs_to_measure(nodes: Sequence[str]) -> list[tuple[int, int]]:
 
 
 def rounds_of(pairs: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Put the pairs into rounds, in each of which a worker is in one pair at most."""
+    """Schedule the pairs in rounds, such that each worker is in at most one pair per round."""
     rounds: list[list[tuple[int, int]]] = []
     waiting = list(pairs)
     while waiting:
         busy: set[int] = set()
         chosen = []
-        left = []
+        postponed = []
         for pair in waiting:
             if busy.isdisjoint(pair):
                 busy.update(pair)
                 chosen.append(pair)
             else:
-                left.append(pair)
+                postponed.append(pair)
         rounds.append(chosen)
-        waiting = left
+        waiting = postponed
     return rounds
 
 
-def there_and_back(message: Tensor, peer: int, begins: bool) -> float:
-    """Send a message to a worker and get it back, or the other way round; return the seconds."""
+def round_trip_seconds(message: Tensor, peer: int, begins: bool) -> float:
+    """Exchange a message with a worker, sending first if `begins`, and return the round-trip time in seconds."""
     began = time.monotonic()
     if begins:
         dist.send(message, peer)

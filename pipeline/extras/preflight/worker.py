@@ -1,10 +1,10 @@
-"""The work of the workers and nodes of `jobs preflight`: they train nothing, and measure what training will need.
+"""Tasks of the workers and nodes in `jobs preflight`, which measure the resources of training without training.
 
 In:  {"folder": "/runs/x/.preflight-…/shared", "is_shared": true, "sets": ["/data/train"], "largest_bytes": 344000000}
-Out: of rank 0, the reports of all: {"workers": [a document a worker], "network": {…}, …}
+Out: on rank 0, the reports of all workers: {"workers": [one report per worker], "network": {…}, …}
 
-The first worker of each node looks at what belongs to the node: the folder, the machine, the sets. A node without a
-worker does the same by itself (`examine_node`).
+The first worker of each node tests the shared resources of the node: the folder, the machine and the sets. On a node
+without a worker, `examine_node` does this.
 """
 
 import os
@@ -19,46 +19,46 @@ from typing import Any, TypedDict
 import torch
 import torch.distributed as dist
 
-from data.extras.reach import Reach, read_some
+from data.extras.reach import Reach, measure_reads
 from pipeline.extras.preflight.folder import FolderReport, report_on
 from pipeline.extras.preflight.network import Network, measure
 from pipeline.identity import Identity, identity
 from pipeline.process_group import device_name, join_group, memory_free
 
 SHARED_MEMORY = Path("/dev/shm")
-NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")  # one folder a GPU, also of GPUs that this user may not use
+NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")  # one folder per GPU, including GPUs that this process cannot use
 
 
 class MachineReport(TypedDict):
-    """What one node has; JSON."""
+    """Resources of one node, in a form that can be written as JSON."""
 
     memory_free: int  # bytes
-    shm_free: int | None  # bytes; None where there is no such folder
-    open_files: int  # that a worker may have
+    shm_free: int | None  # bytes in /dev/shm; None if it does not exist
+    open_files: int  # limit of open files for a worker
     gpus_present: int
-    gpu_memory_free: int | None  # bytes, of the worker's own GPU; None without
+    gpu_memory_free: int | None  # bytes on the worker's GPU; None without a GPU
 
 
 class WorkerReport(TypedDict):
-    """The report of one worker, or of a node without a worker; JSON."""
+    """Report of one worker, or of a node without a worker, in a form that can be written as JSON."""
 
     identity: Identity
     machine: MachineReport
-    folder: FolderReport | None  # None of all but the first worker of a node
-    sets: dict[str, Reach]  # by path; empty of all but those
-    interface: str  # of the network, that gloo was told; "" where it chose itself
+    folder: FolderReport | None  # only from the first worker of a node
+    sets: dict[str, Reach]  # by path; only from the first worker of a node
+    interface: str  # network interface configured for gloo; "" if gloo chooses it
 
 
 class PreflightReport(TypedDict):
-    """The reports of all of them; JSON."""
+    """Reports of all workers and nodes, in a form that can be written as JSON."""
 
     workers: list[WorkerReport]  # by rank
-    spares: list[WorkerReport]  # nodes without a worker
-    network: Network | None  # None of a single worker
+    spares: list[WorkerReport]  # from nodes without a worker
+    network: Network | None  # None with a single worker
 
 
 def own_report(device: torch.device) -> WorkerReport:
-    """Return the report without folder and sets."""
+    """Return this worker's report, without the tests of folder and sets."""
     shm_free = None
     with suppress(OSError):
         shm_free = shutil.disk_usage(SHARED_MEMORY).free
@@ -85,20 +85,20 @@ def own_report(device: torch.device) -> WorkerReport:
 
 
 def examine_node(task: Mapping[str, Any]) -> WorkerReport:
-    """Return the report of this node, which has no worker."""
+    """Return the report of this node, if it has no worker."""
     report = own_report(torch.device("cpu"))
     report["folder"] = report_on(Path(task["folder"]), socket.gethostname(), is_shared=task["is_shared"])
     for path in task["sets"]:
-        report["sets"][path] = read_some(path)
+        report["sets"][path] = measure_reads(path)
     return report
 
 
 def examine(task: Mapping[str, Any]) -> PreflightReport:
-    """Collective: measure this worker and its node, and return the reports of all."""
+    """Measure this worker and its node, and return the reports of all workers. Collective."""
     device = join_group(task["timeout_s"])
     world = dist.get_world_size()
     report = own_report(device)
-    # Together, as a checkpoint is written and as shards are read: what nodes share they share here too.
+    # All nodes test at the same time, as in training, so that they compete for shared resources.
     is_first_of_node = os.environ["LOCAL_RANK"] == "0"
     dist.barrier()
     if is_first_of_node:
@@ -106,7 +106,7 @@ def examine(task: Mapping[str, Any]) -> PreflightReport:
     dist.barrier()
     if is_first_of_node:
         for path in task["sets"]:
-            report["sets"][path] = read_some(path)
+            report["sets"][path] = measure_reads(path)
     dist.barrier()
     reports = [report] * world
     dist.all_gather_object(reports, report)

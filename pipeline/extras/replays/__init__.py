@@ -1,1 +1,1 @@
-"""Repeat recorded steps on a worker, with samples masked."""
+"""Repeat recorded training steps, with some samples masked, to find the causes of spikes."""

@@ -1,11 +1,11 @@
-"""What a trained stage has left of its steps, as far as they can be taken again; and the global batch of one of them.
+"""Read the records of a trained stage that are needed to replay its steps, and rebuild the global batch of a step.
 
-1. The stage's task.json says with which config and which sets it was trained.
-2. metrics.jsonl says what came out of every step, and which shards the attempt that took it had left out.
-3. The order of samples is a function of these and the seed, whatever the number of workers was: one loader makes the
-   whole batch, in one process and without a model.
+1. task.json contains the config and the sets of the stage.
+2. metrics.jsonl contains the results of each step, and the shards that each attempt excluded.
+3. The sample order is a function of these and the seed, for any number of workers. One loader in a single process can
+   therefore rebuild the global batch, without a model.
 
-Nothing is written into the stage's folder.
+The stage's folder is not modified.
 """
 
 import shutil
@@ -32,33 +32,33 @@ from pipeline.phases import phase_at
 from pipeline.training_config import TrainConfig
 from pipeline.training_data import steps_of, training_loader, training_order
 
-# B images of the global batch, S image side, L labels of a sample at most
+# B images of the global batch, S image side, L largest number of labels of a sample
 
 
 class Rebuilt(NamedTuple):
     """The global batch of a step."""
 
     images: np.ndarray  # (B, S, S, 3) uint8
-    labels: np.ndarray  # (B, L), -1 where a sample has fewer
+    labels: np.ndarray  # (B, L), padded with -1
     ids: np.ndarray  # (B, 3): epoch, shard, sample in the shard
-    bad: list[BadSample]  # those that were replaced
-    source: Index  # of all sets that are trained on, where the ids are numbers of shards and samples
+    bad: list[BadSample]  # samples that were replaced
+    source: Index  # combined index of all training sets, to which the shard numbers in `ids` refer
 
 
 class RecordedStep(NamedTuple):
-    """What metrics.jsonl has of a step, by the last attempt that took it: its weights went on."""
+    """Record of a step in metrics.jsonl, from the last attempt that ran it; training continued from this attempt."""
 
     attempt: int
     world: int
     loss: float
     grad_norm: float
-    trace: Sequence[Sequence[float]]  # losses and gradients of parts, states of workers; () without exact mode
+    trace: Sequence[Sequence[float]]  # losses and gradients of parts, states of workers; () unless in exact mode
 
 
 class TrainedStage:
-    """The folder of a trained stage, finished or not; each record in it is read when it is first asked for.
+    """The folder of a trained stage, finished or not; records are read on first access.
 
-    Steps are counted from 1, as the log counts them. Raises DataError where a record was altered.
+    Steps are counted from 1, as in the log. Raises DataError if a record was modified.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -66,19 +66,19 @@ class TrainedStage:
 
     @cached_property
     def task(self) -> Mapping[str, Any]:
-        """Return what the workers of the newest attempt were told: the config and the job."""
+        """Return the task of the newest attempt's workers: the config and the job."""
         return artifacts.read_record(self.folder / artifacts.TASK)
 
     @property
     def job(self) -> Mapping[str, Any]:
-        """Return the job of the newest attempt, in which all paths are absolute."""
+        """Return the job of the newest attempt, with absolute paths."""
         return self.task["job"]
 
     @cached_property
     def cfg(self) -> TrainConfig:
-        """Return the config of the newest attempt, with the sets that its workers read.
+        """Return the config of the newest attempt, with absolute paths of its sets.
 
-        A recipe's "@shards/train" leads nowhere in another run directory.
+        References of the recipe, such as "@shards/train", would be invalid in another run directory.
         """
         cfg = recorded_config(self.task)
         paths = dict(zip(cfg.data.sets(), self.job["train"], strict=True))
@@ -89,17 +89,17 @@ class TrainedStage:
 
     @cached_property
     def sets(self) -> Sequence[Index]:
-        """Return the sets that are trained on."""
+        """Return the training sets."""
         return [load_index(path) for path in self.job["train"]]
 
     @cached_property
     def steps(self) -> int:
-        """Return the number of steps of the whole stage."""
+        """Return the total number of steps of the stage."""
         return steps_of(self.cfg, sum(training_set.samples for training_set in self.sets))
 
     @cached_property
     def commits(self) -> Mapping[int, Path]:
-        """Return the checkpoints by step, in ascending order; of one step the newest."""
+        """Return the checkpoints by step, in ascending order; if a step has several, the newest."""
         commits = {}
         for checkpoint in reversed(committed(self.folder / "checkpoints")):
             commits[step_of(checkpoint)] = checkpoint
@@ -107,85 +107,87 @@ class TrainedStage:
 
     @property
     def outcome(self) -> Mapping[str, Any]:
-        """Return what the stage has handed on. Raises UsageError where it has not finished."""
+        """Return the results of the stage from done.json. Raises UsageError if it has not finished."""
         outcome = artifacts.read_done(self.folder)
         if outcome is None:
-            raise UsageError(f"{self.folder} has not finished\n  expected a stage that has")
+            raise UsageError(f"{self.folder} has not finished\n  expected a finished stage")
         return outcome
 
     def commit_before(self, step: int) -> int:
-        """Return the newest commit from which a step can be taken again; 0 for the weights of the stage's begin."""
+        """Return the newest commit before a step; 0 for the initial weights of the stage."""
         return max((commit for commit in self.commits if commit < step), default=0)
 
     @cached_property
     def records(self) -> Sequence[Record]:
-        """Return metrics.jsonl, records of all kinds."""
+        """Return all records of metrics.jsonl."""
         return read_metrics(self.folder, None)
 
     @cached_property
-    def taken(self) -> Mapping[int, RecordedStep]:
-        """Return what is on record of every step: a disk may have refused some, others were given up."""
-        taken = {}
+    def step_records(self) -> Mapping[int, RecordedStep]:
+        """Return the records by step; some may be missing because of disk errors or excluded steps."""
+        recorded = {}
         for record in self.records:
             if record["kind"] != "train":
                 continue
             steps = steps_in(record)
             traces = record.get("traces", [()] * len(steps))
             for step, loss, norm, trace in zip(steps, record["losses"], record["grad_norms"], traces, strict=True):
-                taken[step] = RecordedStep(record["attempt"], record["world"], loss, norm, trace)
-        return taken
+                recorded[step] = RecordedStep(record["attempt"], record["world"], loss, norm, trace)
+        return recorded
 
     @cached_property
     def starts(self) -> Sequence[Record]:
-        """Return how each attempt started, in the order of attempts."""
+        """Return the start records of all attempts, in order."""
         return [record for record in self.records if record["kind"] == "start"]
 
     def start_of(self, step: int) -> Record:
-        """Return how the attempt started that took a step last, or may have; an empty record where none is known."""
+        """Return the start record of the last attempt that ran a step, or may have; {} if there is none."""
         last: Record = {}
         for start in self.starts:
-            # A step on no record may have ended any of those attempts that started before it.
-            if start["step"] < step and (step not in self.taken or start["attempt"] == self.taken[step].attempt):
+            # A step without a record may belong to any attempt that started before it.
+            if start["step"] < step and (
+                step not in self.step_records or start["attempt"] == self.step_records[step].attempt
+            ):
                 last = start
         return last
 
     def config_at(self, first: int, last: int) -> TrainConfig:
-        """Return the config with which the steps `first` … `last` were taken.
+        """Return the config of the steps `first` … `last`.
 
-        `data.drop` may change from attempt to attempt, and task.json has only that of the newest. Raises UsageError
-        where shards were dropped, or came back, amid these steps.
+        `data.drop` may differ between attempts, and task.json only has the value of the newest. Raises UsageError if it
+        changed between these steps.
         """
         drops = set()
-        asked = set()  # attempts, which are few; the steps of each have one answer
+        seen_attempts = set()  # all steps of an attempt have the same `data.drop`
         for step in range(first, last + 1):
-            if step in self.taken:
-                attempt = self.taken[step].attempt
-                if attempt in asked:
+            if step in self.step_records:
+                attempt = self.step_records[step].attempt
+                if attempt in seen_attempts:
                     continue
-                asked.add(attempt)
+                seen_attempts.add(attempt)
             drops.add(tuple(self.start_of(step).get("drop", self.cfg.data.drop)))
         if len(drops) > 1:
             raise UsageError(
-                f"data.drop has changed between the steps {first} and {last} of {self.folder.name}\n"
-                "  expected steps that were taken with the same shards: name fewer"
+                f"data.drop changed between steps {first} and {last} of {self.folder.name}\n"
+                "  expected steps with the same shards: choose a shorter range"
             )
         return replace(self.cfg, data=replace(self.cfg.data, drop=drops.pop()))
 
     def masked(self, step: int) -> Sequence[Sequence[int]]:
-        """Return what weighed nothing up to a step, each range with the step from which on, as `Job.masked` has it.
+        """Return the sample ranges masked up to a step, each with its first step, in the format of `Job.masked`.
 
-        A range holds from a commit on, and the commits behind that have it too. Raises CheckpointError.
+        A range takes effect at a commit, and all later commits contain it. Raises CheckpointError.
         """
-        behind = [commit for commit in self.commits if commit >= step]
-        commit = min(behind, default=max(self.commits, default=None))
+        later_commits = [commit for commit in self.commits if commit >= step]
+        commit = min(later_commits, default=max(self.commits, default=None))
         if commit is None:
             return ()
         return read_manifest(self.commits[commit]).masked
 
     def link_start(self, start: int, target: Path) -> None:
-        """Give another folder of this stage the commit of step `start` (0: none), and which steps the run gave up.
+        """Link the commit of step `start` (0: none) and copy the list of excluded steps into the folder `target`.
 
-        Nothing is done that was done. Raises OSError.
+        Repeated calls have no further effect. Raises OSError.
         """
         target.mkdir(parents=True, exist_ok=True)
         checkpoints = checkpoints_in(target / "checkpoints")
@@ -195,13 +197,13 @@ class TrainedStage:
             shutil.copy(self.folder / artifacts.EXCLUDED_STEPS, target / artifacts.EXCLUDED_STEPS)
 
     def batch(self, step: int, most: int | None = None) -> Rebuilt:
-        """Make the global batch of a step, or the first `most` samples of it, as every worker saw it.
+        """Rebuild the global batch of a step, or its first `most` samples.
 
-        Raises UsageError where the stage has no such step.
+        Raises UsageError if the stage has no such step.
         """
         if step > self.steps:
             raise UsageError(
-                f"step {step} is beyond the last of {self.folder.name}, {self.steps}\n"
+                f"step {step} is after the last step {self.steps} of {self.folder.name}\n"
                 f"  expected step=1 … step={self.steps}"
             )
         cfg = self.config_at(step, step)
@@ -214,10 +216,9 @@ class TrainedStage:
 def rebuild(
     cfg: TrainConfig, index: Index, order: Order | Mixture, image_size: int, step: int, most: int | None = None
 ) -> Rebuilt:
-    """Make the batch of a step, counted from 0, with one loader that takes the slots of all workers, or the first."""
+    """Rebuild the batch of a step, counted from 0, with one loader for the slots of all workers or the first `most`."""
     samples = min(cfg.batch_size, most or cfg.batch_size)
-    # One micro-batch may stand for those of all workers: augmentation is seeded by sample, so every worker makes the
-    # same pixels of it.
+    # A single micro-batch can replace those of all workers, because augmentation is seeded per sample.
     loader = training_loader(
         cfg, index, order, image_size=image_size, slots=range(samples), start_step=step, micro_batch=samples
     )

@@ -1,13 +1,13 @@
-"""Samples that take no part in training and change nothing else: their rows stay, without weight.
+"""Mask samples: they keep their rows in the batch, but have no weight in the loss.
 
-A replay masks samples from its first step on; a run with `health.on_spike: bisect` those that it finds, from the next
-commit on, whose manifest holds them. Each range therefore begins with the step, counted from 0, from which it holds.
-What the loop does with a masked sample is in pipeline/batches.py: its row stays, its pixels are grey, and its loss has
-the weight 0.
+A replay masks samples from its first step. A run with `health.on_spike: bisect` masks the samples that its searches
+identify, from the next commit, and stores them in the manifest. Each range therefore begins with the first step,
+counted from 0, in which it applies. pipeline/batches.py applies the mask: the row of a masked sample stays in the
+batch, with grey pixels and loss weight 0.
 
-In:  Mask([(0, 3, 0, 100), (40, 5, 17, 18)]), which is all of shard 3, and from step 40 on sample 17 of shard 5; a step
+In:  Mask([(0, 3, 0, 100), (40, 5, 17, 18)]): samples 0 … 99 of shard 3, and from step 40 sample 17 of shard 5; a step
      and the ids of its batch
-Out: which of its rows are masked
+Out: a boolean array that marks the masked rows
 """
 
 from bisect import bisect_right
@@ -15,11 +15,11 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-Range = Sequence[int]  # the step from which it holds, shard, first sample, the one after the last
+Range = Sequence[int]  # first step in which it applies, shard, first sample, last sample + 1
 
 
 class Mask:
-    """A set of samples that grows with the steps, as ranges of them; false where it is empty."""
+    """A set of sample ranges, each of which applies from some step; falsy if it is empty."""
 
     def __init__(self, ranges: Iterable[Range] = ()) -> None:
         self.ranges: list[tuple[int, ...]] = []
@@ -29,12 +29,12 @@ class Mask:
         return bool(self.ranges)
 
     def add(self, ranges: Iterable[Range]) -> None:
-        """Add ranges; those that are there already change nothing."""
+        """Add ranges, ignoring those already present."""
         self.ranges = sorted({*self.ranges, *map(tuple, ranges)})
-        self.in_force = -1  # how many of them the table below holds
+        self.in_force = -1  # number of ranges in the table that `of` builds; −1: no table yet
 
     def of(self, step: int, shard: np.ndarray, sample: np.ndarray) -> np.ndarray:
-        """Return which of these samples are masked in a step, as booleans."""
+        """Return a boolean array that marks the samples masked in a step."""
         in_force = bisect_right(self.ranges, step, key=lambda each: each[0])
         if in_force == 0:
             return np.zeros(len(shard), bool)
@@ -42,7 +42,7 @@ class Mask:
             self.in_force = in_force
             table = np.array(sorted(each[1:] for each in self.ranges[:in_force]), np.int64)
             self.starts = place_of(table[:, 0], table[:, 1])
-            # Ranges may lie in each other: a sample is masked where any range that begins before it ends behind it.
+            # Ranges may overlap: a sample is masked if any range that starts at or before it ends after it.
             self.stops = np.maximum.accumulate(place_of(table[:, 0], table[:, 2]))
         places = place_of(shard, sample)
         before = np.searchsorted(self.starts, places, side="right") - 1
@@ -50,12 +50,12 @@ class Mask:
 
 
 def place_of(shard: np.ndarray, sample: np.ndarray) -> np.ndarray:
-    """Return a number for each sample, in the order of shards and of samples in them."""
+    """Return a sort key for each sample: by shard, then by sample in the shard."""
     return (np.asarray(shard, np.int64) << 40) + np.asarray(sample, np.int64)
 
 
 def ranges_of(shard: np.ndarray, sample: np.ndarray) -> list[list[int]]:
-    """Return single samples as ranges that hold from step 0 on, neighbours in one."""
+    """Convert samples to ranges that apply from step 0, merging adjacent samples."""
     places = np.unique(place_of(shard, sample))
     is_first = np.ones(len(places), bool)
     is_first[1:] = np.diff(places) != 1

@@ -1,13 +1,13 @@
-"""The search for the samples behind a spike: one step, taken again and again with some of its samples masked.
+"""Find the samples that cause a spike, by repeating one step with different samples masked.
 
-1. The attempt starts from a commit and takes the steps up to the one that is searched. Its state there, and the
-   micro-batches of the step, are kept in memory.
-2. The step is taken with nothing masked. Its metric and the usual value give the limit between them, on a log scale.
-3. Prefixes of the batch are masked, halving what is left: the shortest one that ends the spike ends with a culprit.
-   Each sample's part of the metric counts with 1 / batch_size whatever is masked, so that what is left of a batch never
-   looks worse than it did as a part of it.
-4. The culprit is masked alone. Where the spike stays, samples of the same bytes are masked with it; and where it stays
-   then, the search goes on before the culprit, until it ends or has taken 2·log₂(batch) steps.
+1. The attempt starts from a commit and repeats the steps up to the step with the spike. It keeps the state before this
+   step and the micro-batches of the step in memory.
+2. The step is repeated without a mask. The limit is the midpoint, on a log scale, of its metric and the usual value.
+3. A bisection masks prefixes of the batch: the last sample of the shortest prefix that removes the spike is a culprit.
+   Each sample contributes to the metric with the weight 1 / batch_size for any mask, so that a smaller batch is not
+   noisier than the full one.
+4. Only the culprit is masked. If the spike remains, samples with the same bytes are masked too. If it still remains,
+   the search continues among the samples before the culprit, until the spike is gone or 2·log₂(batch) steps have run.
 
 In:  {"config": …, "job": …, "search": {"step": 120, "metric": "grad_norm", "usual": 0.4}}
 Out: {"rows": [517], "is_found": true, "value": 9.1, "limit": 1.9, "value_without": 0.41, "replays": 12,
@@ -34,14 +34,13 @@ from pipeline.start import read_task, set_up
 from pipeline.train import take_step
 from pipeline.worker import handle_sigterm
 
-LEAST_SPIKE = 2.0  # times the usual value: what is less is no spike to look for
+LEAST_SPIKE = 2.0  # a metric below this multiple of the usual value is not a spike
 
 
 def search(task: Mapping[str, Any]) -> dict[str, Any]:
-    """Find the samples of a step without which its metric is usual. Collective; raises what training does.
+    """Find the samples of a step that cause its spike. Collective; raises the errors of training.
 
-    Numbers that are not finite are None in what it returns; rows are slots of the global batch, and a sample's range is
-    that of a mask.
+    In the result, non-finite numbers are None, rows are slots of the global batch, and `range` is a mask's range.
     """
     worker, progress = set_up(read_task(task))
     cfg = worker.cfg
@@ -52,7 +51,7 @@ def search(task: Mapping[str, Any]) -> dict[str, Any]:
     metric = task["search"]["metric"]
     usual = task["search"]["usual"]
 
-    # 1. Up to the step, as training went; then its batch and the state before it.
+    # 1. Repeat training up to the step, then save its batch and the state before it.
     batches = micro_batches(worker, progress.step)
     while progress.step < step:
         next_step = worker.health.next_step(progress.step)
@@ -76,7 +75,7 @@ def search(task: Mapping[str, Any]) -> dict[str, Any]:
         first, tensors = state[name]
         return tensors[kind][start - first : start - first + count]
 
-    # The last time that the step was taken: loss and norm.
+    # Loss and gradient norm of the last repetition.
     replays = 0
     loss = math.nan
     norm = math.nan
@@ -86,29 +85,29 @@ def search(task: Mapping[str, Any]) -> dict[str, Any]:
         if replays:
             worker.engine.load(read, updates)
         replays += 1
-        # Those that the run does without stay masked.
+        # Samples that the run itself masks stay masked.
         masking.mask = Mask([*always_masked, *ranges_of(*ids[list(rows), 1:].T)])
-        taken = take_step(worker, step, iter(own))
-        loss = taken.mean_loss
+        step_result = take_step(worker, step, iter(own))
+        loss = step_result.mean_loss
         norm = worker.engine.gradient_norm
-        value = (norm if metric == "grad_norm" else loss) * samples_in_mean(taken.planned) / cfg.batch_size
+        value = (norm if metric == "grad_norm" else loss) * samples_in_mean(step_result.planned) / cfg.batch_size
         worker.group.telemetry.log(f"step {step + 1} without {len(rows)} of {len(ids)} samples: {metric} {value:.4g}")
         return value if math.isfinite(value) else math.inf
 
-    # 2. As it was, and the limit.
+    # 2. The original value and the limit.
     value = value_without([])
     outcome: dict[str, Any] = {"loss": loss, "grad_norm": norm, "value": value, "usual": usual}
     outcome["limit"] = math.sqrt(usual * value) if math.isfinite(value) else SPIKE * usual
     outcome["is_spike"] = value > LEAST_SPIKE * usual
-    found = Culprits([], [], False, value)
+    result = Culprits([], [], False, value)
 
     # 3 and 4.
     if outcome["is_spike"]:
         most = 2 * math.ceil(math.log2(max(len(ids), 2))) - 1
         twins_of = partial(same_bytes, worker.data.index, ids)
-        found = culprits(value_without, len(ids), outcome["limit"], most=most, twins_of=twins_of)
+        result = culprits(value_without, len(ids), outcome["limit"], most=most, twins_of=twins_of)
     samples: list[dict[str, Any]] = []
-    for row in found.rows:
+    for row in result.rows:
         _, shard, sample = ids[row].tolist()
         samples.append(
             {
@@ -117,23 +116,23 @@ def search(task: Mapping[str, Any]) -> dict[str, Any]:
                 "sample": sample,
                 "key": printable(worker.data.index.keys(shard)[sample]),
                 "range": [shard, sample, sample + 1],
-                "is_twin": row in found.twins,
+                "is_twin": row in result.twins,
             }
         )
     worker.group.telemetry.close()
     worker.group.phases.close()
     worker.engine.close()
     dist.destroy_process_group()
-    return without_nan({**outcome, **found._asdict(), "replays": replays, "samples": samples})  # type: ignore[return-value]
+    return without_nan({**outcome, **result._asdict(), "replays": replays, "samples": samples})  # type: ignore[return-value]
 
 
 class Culprits(NamedTuple):
-    """Holds the smallest set of rows that is known to end a spike."""
+    """The smallest known set of rows that removes a spike when masked."""
 
     rows: list[int]
-    twins: list[int]  # of them, those that were masked because their bytes are those of another
-    is_found: bool  # every one of them is needed, or a twin of one that is
-    value_without: float
+    twins: list[int]  # the rows masked because their bytes equal those of a culprit
+    is_found: bool  # True if every row is necessary, or is a twin of a necessary row
+    value_without: float  # metric with these rows masked
 
 
 def culprits(
@@ -144,50 +143,50 @@ def culprits(
     most: int,
     twins_of: Callable[[int], list[int]],
 ) -> Culprits:
-    """Return the rows without which the value is below the limit, after `most` values at the most.
+    """Return a smallest set of rows without which the value is within the limit, with at most `most` evaluations.
 
-    `twins_of` returns the rows that hold the same bytes as one. Without any row the value is taken for 0.
+    `twins_of` returns the rows with the same bytes as a given row. The value without all rows is assumed to be 0.
     """
     smallest = Culprits(list(range(count)), [], False, 0.0)
-    found: list[int] = []
+    needed: list[int] = []
     twins: list[int] = []
-    taken = 0
-    end = count  # rows[:end], beside those found, are enough
+    evaluations = 0
+    end = count  # masking rows[:end] and `needed` removes the spike
 
     def are_enough(rows: list[int]) -> bool:
-        nonlocal smallest, taken
-        taken += 1
+        nonlocal smallest, evaluations
+        evaluations += 1
         value = value_without(rows)
         if value <= limit and len(rows) <= len(smallest.rows):
             smallest = Culprits(rows, [], False, value)
         return value <= limit
 
     while end > 0:
-        # The shortest prefix that is enough: its last row is needed.
+        # Find the shortest sufficient prefix: its last row is necessary.
         begin = 0
-        while end - begin > 1 and taken < most:
+        while end - begin > 1 and evaluations < most:
             middle = (begin + end) // 2
-            if are_enough(sorted({*range(middle), *found})):
+            if are_enough(sorted({*range(middle), *needed})):
                 end = middle
             else:
                 begin = middle
-        if taken >= most:
+        if evaluations >= most:
             break
         end -= 1
-        found = sorted({*found, end})
-        if smallest.rows == found or are_enough(found):
+        needed = sorted({*needed, end})
+        if smallest.rows == needed or are_enough(needed):
             return smallest._replace(twins=twins, is_found=True)
-        # Copies of a sample are each enough for the spike: they go together.
-        copies = sorted({*twins_of(end)} - {*found})
+        # Each copy of a sample causes the spike: mask all copies together.
+        copies = sorted({*twins_of(end)} - {*needed})
         twins += copies
-        found = sorted({*found, *copies})
-        if copies and taken < most and are_enough(found):
+        needed = sorted({*needed, *copies})
+        if copies and evaluations < most and are_enough(needed):
             return smallest._replace(twins=twins, is_found=True)
     return smallest
 
 
 def same_bytes(index: Index, ids: np.ndarray, row: int) -> list[int]:
-    """Return the rows of a batch whose samples have the bytes of one of them, itself among them."""
+    """Return the rows of a batch with the same bytes as a given row, including the row itself."""
     digests = np.zeros(len(ids), np.uint64)
     for shard in np.unique(ids[:, 1]):
         rows = ids[:, 1] == shard

@@ -1,14 +1,14 @@
-"""Masked samples, and the search for the samples that cause a spike (`health.on_spike: bisect`), in the workers.
+"""Hooks that mask samples, and that search for the samples that cause a spike (`health.on_spike: bisect`).
 
-A spike is a gradient norm that is not finite, or ten times the usual (pipeline/health.py). With `bisect`:
-1. rank 0 requests a search of its step, if a place is spare, and training continues;
-2. the driver has it searched there (jobs/extras/async_evaluation/spare_worker.py, pipeline/extras/replays/search.py)
-   and leaves the outcome;
-3. from the next save on the samples that the search has named have no weight. The manifest holds them, each with this
-   step: a resume continues without them, and a replay repeats each step as it was taken.
+A spike is a gradient norm that is not finite, or ten times the usual value (pipeline/health.py). With `bisect`:
+1. rank 0 requests a search of the step if a spare worker is available, and training continues;
+2. the driver runs the search on the spare worker (jobs/extras/async_evaluation/spare_worker.py,
+   pipeline/extras/replays/search.py), and writes the result;
+3. from the next save, the culprits have no weight. The manifest stores them together with this step, so that a resumed
+   run continues to mask them, and a replay repeats each step with the same mask.
 
-    <stage>/searches/step-0000000033.requested    rank 0: the step, and the usual norm
-    <stage>/searches/step-0000000033.json         the driver: the outcome, for later attempts too
+    <stage>/searches/step-0000000033.requested    from rank 0: the step, and the usual norm
+    <stage>/searches/step-0000000033.json         from the driver: the result, which later attempts read too
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,15 +31,15 @@ from pipeline.values import counted
 if TYPE_CHECKING:
     from pipeline.worker import Job, Progress, Setup
 
-MOST_NAMED = 4  # samples that the line about a mask names
+MOST_NAMED = 4  # samples named in the log line about a mask
 
 
 @dataclass(frozen=True)
 class HealthConfig:
-    """Says what follows on a gradient norm that is not finite, or ten times the usual."""
+    """Reaction to a spike: a gradient norm that is not finite, or ten times the usual value."""
 
-    # bisect: the step is searched beside training, and the samples behind it weigh nothing from the next checkpoint on
-    # (docs/replay.md); record: it is said, and kept in metrics.jsonl
+    # record: log the spike, also in metrics.jsonl; bisect: in addition, search for its samples on a spare worker during
+    # training, and give them no weight from the next checkpoint (docs/replay.md)
     on_spike: Literal["record", "bisect"] = "record"
 
 
@@ -47,52 +47,52 @@ class HealthConfig:
 class SpikeConfig(TrainConfig):
     """Adds the section `health` to a trained stage."""
 
-    health: HealthConfig = field(default_factory=HealthConfig)  # what follows on a spike
+    health: HealthConfig = field(default_factory=HealthConfig)  # reaction to spikes of the gradient norm
 
     RESUME: ClassVar[Tags] = tags(free="health")
 
 
 class Masking(Hook):
-    """Has samples without weight: those of the option `masked`, and those that the checkpoint holds."""
+    """Hook that masks the samples in its option `masked` and in the checkpoint's manifest."""
 
     def __init__(self, cfg: TrainConfig, job: "Job", masked: Sequence[Sequence[int]] = ()) -> None:
         super().__init__(cfg, job)
         self.mask = Mask(masked)
 
     def begin(self, worker: "Setup", progress: "Progress") -> None:
-        """Add the samples of the checkpoint."""
+        """Mask the samples in the manifest of the checkpoint."""
         self.mask.add(progress.masked)
         progress.masked = self.mask.ranges
 
     def masked(self, step: int, shard: np.ndarray, sample: np.ndarray) -> np.ndarray | None:
-        """Return which of these samples have no weight in a step; None before the first has none."""
+        """Return a boolean array that marks the samples masked in a step, or None if the mask is empty."""
         if not self.mask:
             return None
         return self.mask.of(step, shard, sample)
 
 
 class SpikeSearch(Masking):
-    """Requests the search of each spike, and masks the samples that were found."""
+    """Hook that requests a search for each spike, and masks the culprits."""
 
     Config = SpikeConfig
 
     def begin(self, worker: "Setup", progress: "Progress") -> None:
-        """Add the samples of the checkpoint."""
+        """Mask the samples in the manifest of the checkpoint."""
         super().begin(worker, progress)
         self.group = worker.group
         self.stage = Path(self.job.directory)
 
     def before_save(self, progress: "Progress") -> None:
-        """Collective: mask, from this step on, the samples that searches have named since the previous save."""
-        import torch.distributed as dist  # not above: a recipe is checked without torch
+        """Mask, from this step, the culprits of searches that have finished since the previous save. Collective."""
+        import torch.distributed as dist  # imported here because checking a recipe does not need torch
 
         if self.cfg.health.on_spike != "bisect":
             return
         named: list[list[dict[str, Any]]] = [[]]
         if self.group.rank == 0:
-            # If a shared folder fails for a moment, or a record was altered, the next save reads it.
+            # After a temporary failure of the shared folder, or a damaged record, the next save tries again.
             with suppress(OSError, DataError):
-                named = [found_samples(self.stage)]
+                named = [culprit_samples(self.stage)]
         dist.broadcast_object_list(named, src=0)
         step = progress.step
         samples = []
@@ -105,35 +105,35 @@ class SpikeSearch(Masking):
         if samples:
             number = counted(len(samples), "sample")
             total = len(self.mask.ranges)
-            line = f"step {step}: {number} masked from here on, {total} in all: {names_of(samples)}"
+            line = f"step {step}: {number} masked from this step, {total} in total: {names_of(samples)}"
             self.group.telemetry.report("masked", {"step": step, "samples": samples, "masked": total}, line)
 
     def before_record(self, kind: str, values: dict[str, Any]) -> str:
-        """Request a search during training, if the record is that of a spike; return what became of it."""
+        """Request a search if the record is a spike, and return the result of the request for the log line."""
         if kind != "spike" or self.cfg.health.on_spike != "bisect" or self.group.rank != 0:
             return ""
         values["search"] = self.request(values["step"], values["usual"])
         return f"; {values['search']}"
 
     def request(self, step: int, usual: float | None) -> str:
-        """Request the search of a step; return in words whether it is searched."""
+        """Request the search of a step, and return a phrase for the log that tells whether it will run."""
         request = self.stage / SEARCHES / f"step-{step:010d}.requested"
         if usual is None:
-            return "not searched, because no usual norm is known yet"
+            return "no search, because the usual norm is not known yet"
         if not (self.job.attempt_folder / SPARE_FILE).exists():
-            return "not searched, because no place beside training is free"
+            return "no search, because no spare worker is available"
         if request.with_suffix(".json").exists():
-            return "searched before"
+            return "already searched"
         try:
             request.parent.mkdir(exist_ok=True)
             write_record(request, {"step": step, "metric": "grad_norm", "usual": usual})
         except OSError as error:
-            return f"not searched, because the disk refuses the request: {error}"
-        return "it is searched beside training"
+            return f"no search, because the request could not be written: {error}"
+        return "search requested on a spare worker"
 
 
-def found_samples(directory: Path) -> list[dict[str, Any]]:
-    """Return the samples that searches have named in a stage. Raises DataError, OSError."""
+def culprit_samples(directory: Path) -> list[dict[str, Any]]:
+    """Return the culprits from all searches of a stage. Raises DataError, OSError."""
     samples = []
     for path in sorted((directory / SEARCHES).glob("step-*.json")):
         outcome = read_record(path)
@@ -143,5 +143,5 @@ def found_samples(directory: Path) -> list[dict[str, Any]]:
 
 
 def names_of(samples: Sequence[Mapping[str, Any]]) -> str:
-    """Return where the first few of the samples that a search has named lie."""
+    """Return the shards and keys of the first few culprits, for a log line."""
     return ", ".join(f"{sample['shard']} {sample['key']}" for sample in samples[:MOST_NAMED])

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.quick
 ROOT = Path(__file__).parents[3]
 
 
-def test_every_wheel_has_the_version_of_constraints():
+def test_wheel_versions_equal_the_constraints():
     constraints = (ROOT / "constraints.txt").read_text()
     for name in [*bundle.WHEELS, "deepspeed"]:
         _, _, version = bundle.pinned(name, constraints).partition("==")
@@ -25,14 +25,14 @@ def test_every_wheel_has_the_version_of_constraints():
         bundle.pinned("nonsense", constraints)
 
 
-def test_it_is_too_large_from_the_limit_on(capsys):
+def test_bundle_is_too_large_from_the_limit(capsys):
     assert bundle.report_size(20 << 20, 44 << 20) == 0
     assert "checkout 20.0 MiB + .gpu 44.0 MiB = 64.0 MiB (limit 64 MiB)" in capsys.readouterr().out
     assert bundle.report_size(20 << 20, (44 << 20) + 1) == 1
     assert "too large to travel" in capsys.readouterr().out
 
 
-def test_the_checkout_is_what_git_tracks_or_would_add(tmp_path):
+def test_checkout_contains_tracked_and_addable_files(tmp_path):
     subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
     (tmp_path / ".gitignore").write_text("ignored\n")
     (tmp_path / "ignored").write_bytes(bytes(1000))
@@ -40,7 +40,7 @@ def test_the_checkout_is_what_git_tracks_or_would_add(tmp_path):
     assert bundle.bytes_of_checkout(tmp_path) == 10 + len("ignored\n")
 
 
-def test_unused_parts_are_removed_and_the_command_ray_is_added(tmp_path, monkeypatch):
+def test_unused_parts_are_removed_and_the_ray_command_is_added(tmp_path, monkeypatch):
     for name in [*bundle.PROGRAMS, "ray/_raylet.so", "ray/jars/ray.jar", "ray/dashboard/client/a.js", "ray/stub.pyi"]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("text")
@@ -51,7 +51,7 @@ def test_unused_parts_are_removed_and_the_command_ray_is_added(tmp_path, monkeyp
     assert os.access(tmp_path / "bin" / "ray", os.X_OK)
 
 
-def test_the_machines_python_and_its_children_find_what_was_unpacked(tmp_path, monkeypatch):
+def test_python_and_its_children_find_the_unpacked_packages(tmp_path, monkeypatch):
     packages = tmp_path / "packages"
     (packages / "bin").mkdir(parents=True)
     (packages / "carried.py").write_text("VALUE = 7\n")
@@ -76,6 +76,6 @@ def test_the_machines_python_and_its_children_find_what_was_unpacked(tmp_path, m
     assert environment["PATH"].split(":")[0] == str(Path(sys.executable).parent)
 
 
-def test_without_a_bundle_it_says_how_to_make_one(tmp_path):
+def test_missing_bundle_raises_an_error_with_the_command_to_build_one(tmp_path):
     with pytest.raises(SystemExit, match="make gpu-bundle"):
         bundle.unpack(tmp_path, tmp_path / "target")

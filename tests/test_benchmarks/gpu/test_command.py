@@ -12,7 +12,7 @@ from benchmarks.gpu.steps import CONTENDERS
 
 
 @pytest.mark.quick
-def test_without_a_gpu_it_says_how_to_rehearse(monkeypatch, capsys):
+def test_machine_without_gpu_gets_the_rehearsal_command(monkeypatch, capsys):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert command.main(["--device", "cuda"]) == command.NO_GPU
     assert "make gpu DEVICE=cpu" in capsys.readouterr().err
@@ -20,7 +20,7 @@ def test_without_a_gpu_it_says_how_to_rehearse(monkeypatch, capsys):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_all_parts_are_rehearsed_from_end_to_end_on_a_cpu(tmp_path: Path, monkeypatch) -> None:
+def test_all_parts_can_be_rehearsed_on_a_cpu(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("signal.signal", lambda number, handler: None)  # this process keeps its handlers
     out = tmp_path / "out"
     words = ["--device", "cpu", "--out", str(out), "--work", str(tmp_path / "work"), "--budget", "1500"]

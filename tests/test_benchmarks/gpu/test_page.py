@@ -45,7 +45,7 @@ def test_every_section_of_a_part_has_a_table():
         assert {part.section for part in parts_of(device)} <= set(TABLES)
 
 
-def test_a_run_that_has_just_started_has_a_page():
+def test_run_that_has_just_started_has_a_page():
     text = text_of(*(Outcome(part.name, part.section) for part in parts_of("cuda")))
     assert "# On a GPU, 2030-01-01" in text and "commit: abc1234" in text
     assert text.count("| not measured |") == 5
@@ -53,7 +53,7 @@ def test_a_run_that_has_just_started_has_a_page():
     assert "## " not in text, "no table without a row"
 
 
-def test_the_head_names_the_hardware_and_the_table_the_speeds():
+def test_page_names_the_hardware_and_lists_the_speeds():
     text = text_of(MACHINE)
     assert "- GPU 1 × NVIDIA H100" in text
     assert cells(text, "| copy ") == ["copy", "2.5", "TB/s", ""]
@@ -61,18 +61,18 @@ def test_the_head_names_the_hardware_and_the_table_the_speeds():
     assert "the numbers say nothing about a GPU" in text_of(MACHINE, device="cpu")
 
 
-def test_a_failed_part_says_why_and_breaks_no_table():
+def test_failed_part_is_explained_without_breaking_tables():
     text = text_of(Outcome("steps L/16", "steps", "failed", 3.0, "exit code 1: CUDA | out of\nmemory"))
     assert cells(text, "| steps L/16") == ["steps L/16", "failed", "3", "exit code 1: CUDA / out of memory"]
 
 
-def test_a_contender_that_is_not_installed_says_so_in_its_row():
+def test_row_of_a_missing_contender_says_that_it_is_not_installed():
     rows = [step("ours", 0.5, 0.4), {"model": "H/14", "images": 64, "code": "timm", "note": "timm is not installed"}]
     text = text_of(Outcome("steps H/14", "steps", "done", 9.0, rows=rows))
     assert cells(text, "| H/14 | 64 | timm") == ["H/14", "64", "timm", "", "", "", "", "", "timm is not installed"]
 
 
-def test_the_ratio_to_ours_is_that_of_the_shares_of_the_products_speed():
+def test_ratio_to_ours_is_the_ratio_of_speed_shares():
     """The clock was half as fast for timm: of the same product's speed ours reached 1.2 times as much."""
     rows = [step("ours, compiled", 0.6, 0.2), step("timm, compiled", 0.5, 0.48), step("ours", 0.4, 0.3)]
     text = text_of(Outcome("steps H/14", "steps", "done", 9.0, rows=rows))
@@ -80,7 +80,7 @@ def test_the_ratio_to_ours_is_that_of_the_shares_of_the_products_speed():
     assert "| H/14: at least 1.10 times the speed of timm, both compiled | 1.20 |" in text
 
 
-def test_measured_memory_stands_next_to_the_plan_of_the_same_zero_stage():
+def test_measured_memory_is_next_to_the_plan_of_the_same_zero_stage():
     planned = [
         {"model": "H/14", "zero": 2, "is_gpu": True, "planned_gib": 40.0},
         {"model": "H/14", "zero": 3, "is_gpu": True, "planned_gib": 84.0},
@@ -98,7 +98,7 @@ def test_measured_memory_stands_next_to_the_plan_of_the_same_zero_stage():
     assert all(len(line.split("|")) == len(heading) + 2 for line in text.splitlines() if line.startswith("| H/14 | 64"))
 
 
-def test_the_goals_of_waiting_and_of_exact_mode_are_read_from_their_rows():
+def test_goals_of_waiting_and_exact_mode_are_read_from_their_rows():
     tars = [{"model": "B/16", "wait": 0.3}, {"model": "H/14", "wait": 0.0151}]
     campaigns = [{"exact": False, "is_equal": False}, {"exact": True, "is_equal": True}]
     text = text_of(Outcome("t", "tars", "done", rows=tars), Outcome("c", "campaigns", "done", rows=campaigns))
@@ -106,7 +106,7 @@ def test_the_goals_of_waiting_and_of_exact_mode_are_read_from_their_rows():
     assert "a resumed run equals an undisturbed one bit for bit | equal |" in text
 
 
-def test_the_share_of_the_peak_is_that_of_the_steps_products(monkeypatch):
+def test_share_of_the_peak_uses_the_matrix_products_of_the_step(monkeypatch):
     """By hand: H/14 takes 6 x 167.4 GMACs an image; 64 images in 0.25 s are 257 TFLOP/s, 26 % of an H100's 989."""
     monkeypatch.setattr("benchmarks.gpu.steps.peak_flops", lambda device: 989e12)
     assert share_of_peak(6 * 167.4e9 * 64, 0.25, "cuda") == pytest.approx(0.26, abs=0.005)
@@ -114,13 +114,13 @@ def test_the_share_of_the_peak_is_that_of_the_steps_products(monkeypatch):
     assert share_of_peak(1e12, 0.25, "cpu") is None
 
 
-def test_the_idle_share_is_what_no_kernel_covers():
+def test_idle_share_is_the_time_without_a_kernel():
     assert gaps([]) == 1.0
     assert gaps([(0, 4), (2, 5), (8, 10)]) == pytest.approx(0.3)
     assert gaps([(8, 10), (0, 10), (2, 3)]) == 0.0
 
 
-def test_the_commit_is_gits_and_without_git_what_the_bundle_has_recorded(tmp_path, monkeypatch):
+def test_commit_comes_from_git_or_from_the_bundle(tmp_path, monkeypatch):
     assert commit_of(tmp_path) == "unknown"
     (tmp_path / ".gpu").mkdir()
     (tmp_path / ".gpu" / "commit").write_text("1234abc\n")

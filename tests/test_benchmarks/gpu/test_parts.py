@@ -39,7 +39,7 @@ def test_correctness_comes_before_speed_and_the_largest_model_first():
     assert {"ours", "ours, compiled", "timm, compiled", "transformers"} <= set(CONTENDERS)
 
 
-def test_what_measures_speed_has_the_device_to_itself():
+def test_speed_measurements_run_alone_on_the_device():
     for part in parts_of("cuda"):
         assert part.is_alone == (part.name.startswith(SPEED) or part.name == "machine")
 
@@ -49,14 +49,14 @@ def test_our_engine_and_stock_deepspeed_run_in_different_processes():
     assert functions == {"engines.time_ours", "engines.time_stock"}
 
 
-def test_no_part_may_take_a_third_of_the_budget_and_names_are_unique():
+def test_parts_take_less_than_a_third_of_the_budget_and_have_unique_names():
     parts = parts_of("cuda")
     assert max(part.limit_s for part in parts) < BUDGET_S / 3
     assert BUDGET_S <= 570
     assert len({part.name for part in parts}) == len(parts)
 
 
-def test_a_reported_row_is_a_line_of_its_own(tmp_path):
+def test_reported_row_is_a_separate_line(tmp_path):
     context = Context("cpu", tmp_path, tmp_path / "rows")
     context.report(model="B/16", step_s=0.5)
     context.report(note="second")

@@ -59,7 +59,7 @@ def results(folder: Path) -> dict[str, dict]:
     return {record["part"]: record for record in map(json.loads, lines)}
 
 
-def test_the_page_grows_with_every_part_and_says_why_one_has_failed(tmp_path):
+def test_page_grows_with_every_part_and_explains_failures(tmp_path):
     pages: list[str] = []
     outcomes = run_of(tmp_path, [part("a", "report"), part("b", "fail"), part("c", "report")], pages=pages).run()
     assert [outcome.state for outcome in outcomes] == ["done", "failed", "done"]
@@ -74,7 +74,7 @@ def test_the_page_grows_with_every_part_and_says_why_one_has_failed(tmp_path):
     assert "=== b: failed" in (tmp_path / "out" / "log.txt").read_text()
 
 
-def test_a_part_beyond_its_limit_is_killed_with_its_children_and_keeps_its_rows(tmp_path):
+def test_part_over_its_time_limit_is_killed_with_its_children_and_keeps_its_rows(tmp_path):
     outcomes = run_of(tmp_path, [part("a", "hang", limit_s=2), part("b", "report")]).run()
     assert outcomes[0].state == "stopped" and outcomes[0].reason == "time limit of 2 s"
     assert outcomes[0].rows == [{"value": 3}], "the line that was not complete is left out"
@@ -83,14 +83,14 @@ def test_a_part_beyond_its_limit_is_killed_with_its_children_and_keeps_its_rows(
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
 
-def test_parts_without_time_left_are_not_started_and_a_part_gets_no_more_than_the_budget(tmp_path):
+def test_parts_without_remaining_time_are_skipped_and_limits_respect_the_budget(tmp_path):
     outcomes = run_of(tmp_path, [part("a", "hang"), part("b", "report")], budget_s=LEAST_S + 2).run()
     assert [outcome.state for outcome in outcomes] == ["stopped", "no time left"]
     assert outcomes[0].seconds < LEAST_S + 12
     assert results(tmp_path)["b"]["state"] == "no time left"
 
 
-def test_parts_run_side_by_side_as_far_as_there_are_slots_and_none_next_to_one_that_is_alone(tmp_path):
+def test_parts_run_in_parallel_in_free_slots_except_exclusive_ones(tmp_path):
     together = [part(name, "hang", limit_s=2, is_alone=False) for name in ("a", "b", "c")]
     pages: list[str] = []
     run_of(tmp_path, [*together, part("d", "report")], pages=pages).run()
@@ -100,7 +100,7 @@ def test_parts_run_side_by_side_as_far_as_there_are_slots_and_none_next_to_one_t
         assert "d: running" not in page or page.count("running") == 1
 
 
-def test_a_file_is_replaced_as_a_whole(tmp_path, monkeypatch):
+def test_file_is_replaced_atomically(tmp_path, monkeypatch):
     """Where the write fails half-way, the former text stays."""
     path = tmp_path / "page.md"
     replace(path, "former")
@@ -120,7 +120,7 @@ def test_a_file_is_replaced_as_a_whole(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_rehearsal_that_is_killed_after_its_first_parts_leaves_them_on_the_page(tmp_path, number):
+def test_killed_rehearsal_keeps_its_finished_parts_on_the_page(tmp_path, number):
     out = tmp_path / "out"
     command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--out", str(out), "--only", "shards", "plan"]
     with subprocess.Popen([*command, "--work", str(tmp_path / "work")], cwd=ROOT) as process:

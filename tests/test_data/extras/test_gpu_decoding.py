@@ -1,4 +1,4 @@
-"""Decoding that is left to the GPU gives the same samples, crops and replacements; OpenCV stands in for nvJPEG."""
+"""Device decoding gives the same samples, crops and replacements; OpenCV replaces nvJPEG in most tests."""
 
 import importlib.util
 import sys
@@ -56,7 +56,7 @@ def batches(index, decode: str, **options):
 
 
 @pytest.mark.parametrize("processes", [0, 2])
-def test_left_to_another_decoder_a_batch_is_the_same_but_for_rounding(index, processes, monkeypatch):
+def test_batch_of_the_device_decoder_is_equal_up_to_rounding(index, processes, monkeypatch):
     images_of_calls = []
 
     def counted(sources: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
@@ -82,7 +82,7 @@ def test_left_to_another_decoder_a_batch_is_the_same_but_for_rounding(index, pro
     assert max(images_of_calls) > 1, "several images a call"
 
 
-def test_what_is_refused_everywhere_is_replaced_alike(index, monkeypatch):
+def test_images_rejected_by_both_decoders_have_the_same_replacement(index, monkeypatch):
     def refuse(*_, **__):
         raise RuntimeError("out of order")
 
@@ -93,7 +93,7 @@ def test_what_is_refused_everywhere_is_replaced_alike(index, monkeypatch):
         assert batch.bad == other.bad
 
 
-def test_a_gpu_without_memory_ends_the_worker_and_refuses_no_image(index, monkeypatch):
+def test_gpu_out_of_memory_raises_and_rejects_no_image(index, monkeypatch):
     def run_out(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -103,19 +103,19 @@ def test_a_gpu_without_memory_ends_the_worker_and_refuses_no_image(index, monkey
         batches(index, "gpu")
 
 
-def test_without_torchcodec_the_way_out_is_named(monkeypatch):
+def test_missing_torchcodec_raises_an_error_with_a_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchcodec.decoders", None)
-    with pytest.raises(DataError, match="pip install torchcodec"):
+    with pytest.raises(DataError, match="install torchcodec for the CUDA version"):
         torchcodec()
 
 
-def test_what_only_the_cpu_can_do_is_refused_in_the_config():
+def test_cpu_only_options_are_rejected_in_the_config():
     with pytest.raises(ConfigError, match="need data"):
         DataConfig(train="x", decode="gpu", augment=AugmentConfig(randaug_layers=2))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchcodec") is None, reason="TorchCodec is not installed")
-def test_torchcodec_itself_gives_the_same_crops(index):
+def test_torchcodec_gives_the_same_crops(index):
     for batch, other in zip(batches(index, "cpu"), batches(index, "gpu"), strict=True):
         assert torch.equal(batch.ids, other.ids)
         assert (batch.images.int() - other.images.cpu().int()).abs().float().mean() < 3

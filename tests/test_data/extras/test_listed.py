@@ -1,4 +1,4 @@
-"""Lists of samples: which rows of a set they mean, counted by hand."""
+"""Lists of samples select the right rows of a set."""
 
 import json
 from dataclasses import replace
@@ -32,7 +32,7 @@ def index(tmp_path_factory):
         ("list.json", json.dumps(["s3", ["t-000000.tar", "s1"]]), [1, 3]),
     ],
 )
-def test_a_list_names_rows_of_the_set(name, text, rows, index, tmp_path):
+def test_list_selects_rows_of_the_set(name, text, rows, index, tmp_path):
     (tmp_path / name).write_text(text)
     assert np.sort(listed_rows(str(tmp_path / name), index)).tolist() == rows
 
@@ -42,18 +42,18 @@ def test_a_list_names_rows_of_the_set(name, text, rows, index, tmp_path):
     [
         ("list.txt", "s9\n", "1 of its 1 samples are not in"),
         ("list.txt", "s1\n", r"1 of its keys are in several shards: s1 \(t-000000.tar, t-000002.tar\)"),
-        ("list.txt", "t-000009.tar\ts1\n", "0 shards of .* are called t-000009.tar"),
-        ("list.txt", "\n", "it is empty"),
-        ("list.json", "[3]", "no list of samples"),
-        ("list.json", "{}", "its JSON is no list with samples in it"),
+        ("list.txt", "t-000009.tar\ts1\n", "0 shards of .* match t-000009.tar"),
+        ("list.txt", "\n", "the file is empty"),
+        ("list.json", "[3]", "not a list of samples"),
+        ("list.json", "{}", "the JSON value is not a list"),
     ],
 )
-def test_a_list_that_does_not_fit_the_set_is_refused(name, text, message, index, tmp_path):
+def test_list_that_does_not_match_the_set_is_rejected(name, text, message, index, tmp_path):
     (tmp_path / name).write_text(text)
     with pytest.raises(DataError, match=message):
         listed_rows(str(tmp_path / name), index)
 
 
-def test_a_missing_list_is_named(index):
-    with pytest.raises(DataError, match=r"/nowhere/list\.txt: there is no such list"):
+def test_missing_list_is_reported_with_its_path(index):
+    with pytest.raises(DataError, match=r"/nowhere/list\.txt: file not found"):
         listed_rows("/nowhere/list.txt", index)

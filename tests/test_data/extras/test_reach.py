@@ -1,8 +1,8 @@
-"""What preflight reads of a set: some bytes of three shards, and a reason if it cannot."""
+"""The read test of preflight reads three shards, and reports a reason if it fails."""
 
 import pytest
 
-from data.extras.reach import read_some
+from data.extras.reach import measure_reads
 from data.shards.packing import pack
 from data.sources.samples import digits
 
@@ -14,8 +14,8 @@ def index(tmp_path):
     return pack(list(digits(train=False, image_size=16))[:40], tmp_path / "set", name="test", shard_samples=8)
 
 
-def test_the_first_the_middle_and_the_last_shard_are_read(index, tmp_path):
-    reach = read_some(str(tmp_path / "set"))
+def test_first_middle_and_last_shard_are_read(index, tmp_path):
+    reach = measure_reads(str(tmp_path / "set"))
     sizes = [path.stat().st_size for path in sorted((tmp_path / "set").glob("*.tar"))]
     assert len(sizes) == 5
     assert reach["bytes"] == sizes[0] + sizes[2] + sizes[4]
@@ -23,12 +23,12 @@ def test_the_first_the_middle_and_the_last_shard_are_read(index, tmp_path):
     assert reach["seconds"] > 0
 
 
-def test_a_missing_shard_is_named_with_the_reason(index, tmp_path):
+def test_missing_shard_is_reported_with_the_reason(index, tmp_path):
     (tmp_path / "set" / "test-000002.tar").unlink()
-    assert read_some(str(tmp_path / "set"))["error"].endswith("test-000002.tar: No such file or directory")
+    assert measure_reads(str(tmp_path / "set"))["error"].endswith("test-000002.tar: No such file or directory")
 
 
-def test_a_missing_set_is_an_answer_and_no_exception(tmp_path):
-    reach = read_some(str(tmp_path / "none"))
+def test_missing_set_is_reported_without_an_exception(tmp_path):
+    reach = measure_reads(str(tmp_path / "none"))
     assert "this index does not exist" in reach["error"]
     assert reach["bytes"] == 0

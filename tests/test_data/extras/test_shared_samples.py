@@ -1,4 +1,4 @@
-"""Samples that two sets share, counted by place and by content."""
+"""Shared samples of two sets are counted by position and by content."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from data.sources.samples import digits
 pytestmark = pytest.mark.quick
 
 
-def test_a_subset_shares_places_and_a_copy_shares_content_alone(tmp_path) -> None:
+def test_subset_shares_positions_and_copy_shares_only_bytes(tmp_path) -> None:
     images = list(digits(train=False, image_size=16))[:30]
     whole = pack(images, tmp_path / "whole", shard_samples=10)
     copy = pack(images[:12], tmp_path / "copy", shard_samples=12)

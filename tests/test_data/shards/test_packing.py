@@ -410,7 +410,7 @@ def test_tars_of_img2dataset_are_packed_anew_with_labels_from_json(tmp_path):
     (tmp_path / "00000.parquet").write_bytes(b"")
     assert list(tars(tmp_path)) == [Sample("00000/000000001", picture(1), (4,))], "what has no label is left out"
     (tmp_path / "00000.tar").write_bytes(tar_of({"a.jpg": picture(1), "a.json": b'{"caption": "hi"}'}))
-    with pytest.raises(DataError, match="no sample has a label"):
+    with pytest.raises(DataError, match="no sample has both a label and an image"):
         list(tars(tmp_path))
 
 

@@ -1,4 +1,4 @@
-"""SIGTERM ends a command with an error, and afterwards means what it meant before."""
+"""SIGTERM ends a block with Preempted, and the previous handler is restored."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ from jobs.commands.arguments import stoppable
 pytestmark = pytest.mark.quick
 
 
-def test_a_stop_ends_the_block_and_the_handler_of_before_is_back():
+def test_sigterm_ends_the_block_and_restores_the_previous_handler():
     before = signal.getsignal(signal.SIGTERM)
     reached = []
     with pytest.raises(Preempted, match="run the same command again"), stoppable():
@@ -21,7 +21,7 @@ def test_a_stop_ends_the_block_and_the_handler_of_before_is_back():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_without_a_stop_the_handler_of_before_is_back_too():
+def test_the_previous_handler_is_restored_without_a_signal():
     before = signal.getsignal(signal.SIGTERM)
     with stoppable():
         assert signal.getsignal(signal.SIGTERM) is not before

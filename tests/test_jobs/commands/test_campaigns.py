@@ -1,4 +1,4 @@
-"""Which recipe a word means, and which stage --only means."""
+"""Find a recipe by file name or built-in name."""
 
 from pathlib import Path
 
@@ -12,19 +12,19 @@ pytestmark = pytest.mark.quick
 RECIPES = Path(__file__).parents[3] / "jobs" / "recipes"
 
 
-def test_every_recipe_that_ships_has_the_name_of_its_file():
+def test_built_in_recipes_are_named_after_their_files():
     files = {path.relative_to(RECIPES).as_posix().removesuffix(".yaml") for path in RECIPES.rglob("*.yaml")}
     assert set(shipped()) == files
     assert recipe_path("digits") == RECIPES / "digits.yaml"
 
 
-def test_a_file_of_the_user_comes_first(tmp_path, monkeypatch):
+def test_a_users_file_takes_precedence_over_a_built_in_recipe(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "digits").write_text("run: here")
     assert recipe_path("digits") == Path("digits")
 
 
-def test_the_recipe_of_a_submitted_job_is_in_its_environment():
+def test_a_submitted_job_reads_its_recipe_from_the_environment():
     assert recipe_path("env:PATCHLINE_RECIPE") == Path("env:PATCHLINE_RECIPE")
 
 
@@ -33,12 +33,12 @@ def test_the_recipe_of_a_submitted_job_is_in_its_environment():
     [
         ("digts", "no recipe at digts\n  did you mean digits\\?"),
         ("mine.yml", "no recipe at mine.yml\n  did you mean mine.yaml\\?"),
-        ("zzzzzz", "no recipe at zzzzzz\n  here: mine.yaml\n  recipes that ship: .*digits"),
-        ("photos", "a folder, no recipe, at photos\n  .* python -m jobs new photos"),
-        ("old", "a folder, no recipe, at old\n  that is a run"),
+        ("zzzzzz", "no recipe at zzzzzz\n  recipes in this folder: mine.yaml\n  built-in recipes: .*digits"),
+        ("photos", "photos is a folder, not a recipe\n  .* python -m jobs new photos"),
+        ("old", "old is a folder, not a recipe\n  it is a run"),
     ],
 )
-def test_what_is_no_recipe_is_told_what_to_type(name, message, tmp_path, monkeypatch):
+def test_a_missing_recipe_is_an_error_with_a_suggestion(name, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").touch()
     (tmp_path / "photos").mkdir()

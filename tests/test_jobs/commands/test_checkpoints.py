@@ -15,8 +15,8 @@ pytestmark = pytest.mark.quick
 
 @pytest.fixture
 def run(tmp_path, monkeypatch) -> Path:
-    """A run with checkpoints of steps 4, 8 and 12 of a stage; the one of step 8 has a flipped bit."""
-    monkeypatch.setattr(saver, "dist", saver.dist)  # the group of workers replaces it
+    """A run with checkpoints of steps 4, 8 and 12; the checkpoint of step 8 has a flipped bit."""
+    monkeypatch.setattr(saver, "dist", saver.dist)  # restored after the test, because WorkerGroup replaces it
     group = WorkerGroup(tmp_path / "run")
     for step in (4, 8, 12):
         group.save(step)
@@ -36,26 +36,26 @@ def test_list_shows_every_folder_newest_first(run, capsys) -> None:
     names = ("step-0000000012", "step-0000000008", "step-0000000004", "bad-0000000003-000001", ".tmp-0000000016-000001")
     assert lines.pop().split(maxsplit=1) == [
         ".tmp-old-step-0000000002",
-        "an old checkpoint on its way out; the next start sweeps what is left of it",
+        "old checkpoint, partly deleted; the next start deletes the rest",
     ]
     assert lines[0] == "stage:" and [line.split()[0] for line in lines[1:]] == list(names)
     assert "0.0 MB in 2 files  world 2  ZeRO 2  attempt 1  ledger " in lines[1]
 
 
-def test_a_folder_that_somebody_copied_among_the_attempts_is_passed_over(run, capsys) -> None:
+def test_copied_folders_among_the_attempts_are_ignored(run, capsys) -> None:
     (run / "stage" / "attempts" / "attempt-x").mkdir(parents=True)
     assert main(["checkpoints", "list", str(run)]) == 0
     assert "attempt 1  ledger" in capsys.readouterr().out
 
 
-def test_copies_that_somebody_made_are_no_checkpoints(tmp_path) -> None:
+def test_copied_checkpoints_with_other_names_are_ignored(tmp_path) -> None:
     names = ["step-0000000010", "step-0000000010-000002", "step-0000000012.bak", "step-12", "step-0000000011.keep"]
     for name in names:
         (tmp_path / name).mkdir()
     assert [path.name for path in committed(tmp_path)] == names[1::-1]
 
 
-def test_prune_deletes_nothing_in_favour_of_a_bad_one(run, capsys) -> None:
+def test_prune_deletes_nothing_if_one_of_the_newest_is_bad(run, capsys) -> None:
     assert main(["checkpoints", "prune", str(run), "--keep", "2"]) == 74
     assert len(committed(run / "stage" / "checkpoints")) == 3
     shutil.rmtree(run / "stage" / "checkpoints" / "step-0000000008")
@@ -67,7 +67,7 @@ def test_prune_deletes_nothing_in_favour_of_a_bad_one(run, capsys) -> None:
     assert main(["checkpoints", "prune", str(run), "--keep", "1"]) == 64
 
 
-def test_prune_deletes_of_no_stage_where_one_has_a_bad_one(run, tmp_path, capsys) -> None:
+def test_prune_deletes_nothing_if_another_stage_has_a_bad_checkpoint(run, tmp_path, capsys) -> None:
     group = WorkerGroup(tmp_path / "good")
     for step in (4, 8, 12):
         group.save(step)

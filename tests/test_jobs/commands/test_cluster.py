@@ -1,4 +1,4 @@
-"""What a run is called among the jobs of a cluster, and what its end means."""
+"""Names of runs as jobs of a cluster, and exit codes of ended jobs."""
 
 from types import SimpleNamespace
 
@@ -18,7 +18,7 @@ def test_a_run_has_the_same_name_from_every_folder(tmp_path, monkeypatch):
     assert job_name(str(tmp_path / "gone")) == str(tmp_path / "gone")
 
 
-def test_a_job_s_id_and_a_url_stay_as_they_are():
+def test_job_ids_and_urls_are_unchanged():
     assert job_name("raysubmit_abc") == "raysubmit_abc"
     assert job_name("s3://bucket/runs/a/") == "s3://bucket/runs/a"
 
@@ -27,15 +27,15 @@ def test_a_job_s_id_and_a_url_stay_as_they_are():
     ("status", "exit_code", "expected"),
     [("SUCCEEDED", 0, 0), ("STOPPED", None, 75), ("FAILED", 65, 65), ("FAILED", 78, 78)],
 )
-def test_a_command_that_follows_a_job_ends_as_the_run(status, exit_code, expected, monkeypatch):
+def test_following_a_job_returns_the_exit_code_of_the_run(status, exit_code, expected, monkeypatch):
     job = SimpleNamespace(id="j1", status=status, exit_code=exit_code)
     monkeypatch.setattr("jobs.submit.submission.logs", lambda run: job)
     assert follow("/runs/a") == expected
 
 
 @pytest.mark.parametrize("exit_code", [None, -9, 128 + 9, 128 + 15])
-def test_a_driver_that_was_killed_left_no_exit_code_of_its_own(exit_code, monkeypatch):
+def test_a_killed_driver_is_reported_as_unavailable(exit_code, monkeypatch):
     job = SimpleNamespace(id="j1", status="FAILED", exit_code=exit_code)
     monkeypatch.setattr("jobs.submit.submission.logs", lambda run: job)
-    with pytest.raises(ClusterError, match="job j1 ended without a word: FAILED"):
+    with pytest.raises(ClusterError, match="job j1 ended without an exit code from Patchline: FAILED"):
         follow("/runs/a")

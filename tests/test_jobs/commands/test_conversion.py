@@ -21,7 +21,7 @@ pytestmark = pytest.mark.quick
 
 @pytest.fixture
 def ours(tmp_path: Path) -> Path:
-    """A small model of ours that computes as the paper's code does."""
+    """Return the folder of a small model with the numerics of the paper's code."""
     torch.manual_seed(0)
     model = models.build("mu/8", 16, 5, dropout=0.1)
     torch.nn.init.normal_(model.head.weight)
@@ -30,7 +30,7 @@ def ours(tmp_path: Path) -> Path:
 
 
 @needs_golden
-def test_an_official_file_comes_in_and_goes_out_to_transformers_with_the_original_logits(tmp_path, capsys):
+def test_an_official_file_exported_to_transformers_has_the_original_logits(tmp_path, capsys):
     steps = [
         ["import", str(GOLDEN / "vit_tok_linen.ckpt.npz"), str(tmp_path / "in")],
         ["export", str(tmp_path / "in"), str(tmp_path / "hf"), "--format", "hf"],
@@ -38,8 +38,8 @@ def test_an_official_file_comes_in_and_goes_out_to_transformers_with_the_origina
     ]
     assert [main(step) for step in steps] == [0, 0, 0]
     out = capsys.readouterr().out
-    assert "none missing, none unknown" in out and "gelu_tanh, norm_eps 1e-06 as the paper's code" in out
-    assert "differ by 0.0e+00 at most" in out
+    assert "none missing, none unknown" in out and "gelu_tanh, norm_eps 1e-06, as in the paper's code" in out
+    assert "differ by at most 0.0e+00" in out
     assert json.loads((tmp_path / "in/provenance.json").read_text())["imported"].endswith("vit_tok_linen.ckpt.npz")
     arrays = np.load(GOLDEN / "vit_tok_linen.io.npz")
     images = torch.from_numpy(arrays["images"]).permute(0, 3, 1, 2)
@@ -49,14 +49,14 @@ def test_an_official_file_comes_in_and_goes_out_to_transformers_with_the_origina
 
 
 @needs_golden
-def test_transformers_own_numerics_are_kept_and_said_and_in_an_npz_they_are_inexact(tmp_path, capsys):
+def test_numerics_of_transformers_are_kept_and_reported_as_inexact_in_an_npz(tmp_path, capsys):
     assert main(["import", str(GOLDEN / "hf_vit_cls"), str(tmp_path / "in")]) == 0
     assert "computes gelu" in capsys.readouterr().out
     assert models.load(tmp_path / "in").config.activation == "gelu"
     assert main(["export", str(tmp_path / "in"), str(tmp_path / "out.npz"), "--format", "npz"]) == 0
     out = capsys.readouterr().out
     assert "INEXACT" in out and "becomes  activation: gelu → gelu_tanh" in out
-    assert "differ by 0.0e+00" not in out
+    assert "differ by at most 0.0e+00" not in out
 
 
 @pytest.mark.parametrize("format", ["safetensors", "npz", "timm", "hf"])
@@ -64,12 +64,12 @@ def test_every_format_reads_back_to_the_same_outputs(ours, tmp_path, capsys, for
     path = tmp_path / ("out.npz" if format == "npz" else "out")
     assert main(["export", str(ours), str(path), "--format", format]) == 0
     out = capsys.readouterr().out
-    assert "differ by 0.0e+00 at most" in out
+    assert "differ by at most 0.0e+00" in out
     assert ("becomes  dropout: 0.1 → 0.0" in out) == (format != "safetensors"), "what is lost is said"
 
 
 @needs_golden
-def test_what_a_file_cannot_tell_is_asked_for_by_name(tmp_path, capsys):
+def test_a_setting_that_the_file_lacks_is_required_by_name(tmp_path, capsys):
     arguments = ["import", str(GOLDEN / "bv_gap_sincos_rep.ckpt.npz"), str(tmp_path / "in")]
     assert main(arguments) == 65
     assert "pass image_size=" in capsys.readouterr().err
@@ -77,7 +77,7 @@ def test_what_a_file_cannot_tell_is_asked_for_by_name(tmp_path, capsys):
     assert models.load(tmp_path / "in").config.image_size == (32, 48)
 
 
-def test_what_cannot_be_is_refused_and_nothing_written(ours, tmp_path, capsys):
+def test_invalid_conversions_are_refused_and_nothing_is_written(ours, tmp_path, capsys):
     gap = models.build("mu/8", 16, 5, pool="gap")
     models.save(gap, tmp_path / "gap")
     torn = tmp_path / "torn.npz"
@@ -93,14 +93,14 @@ def test_what_cannot_be_is_refused_and_nothing_written(ours, tmp_path, capsys):
             64,
             "'onnx' is not one of 'safetensors'",
         ),
-        (["export", str(tmp_path / "gap"), str(ours), "--format", "npz"], 64, "is there already"),
-        (["export", str(tmp_path / "gap"), f"{tmp_path}/run/pretrain", "--format", "npz"], 64, "lies in the run "),
+        (["export", str(tmp_path / "gap"), str(ours), "--format", "npz"], 64, "already exists"),
+        (["export", str(tmp_path / "gap"), f"{tmp_path}/run/pretrain", "--format", "npz"], 64, "is inside the run"),
         (["import", str(torn), str(tmp_path / "x")], 65, "cannot load"),
         (["import", str(empty), str(tmp_path / "x")], 65, f"cannot load {empty}"),
-        (["import", str(tmp_path / "nowhere"), str(tmp_path / "x")], 65, "there is no file or folder"),
-        (["export", str(ours), str(tmp_path / "x"), "--format", "npz"], 64, "does not end in .npz, nothing was"),
+        (["import", str(tmp_path / "nowhere"), str(tmp_path / "x")], 65, "no file or folder at"),
+        (["export", str(ours), str(tmp_path / "x"), "--format", "npz"], 64, "does not end in .npz, so readers"),
         (["export", str(ours), str(tmp_path / "x.npz"), "--format", "hf"], 64, "a name without .npz"),
-        (["export", str(tmp_path / "nowhere"), str(tmp_path / "x"), "--format", "hf"], 65, "there is no file or"),
+        (["export", str(tmp_path / "nowhere"), str(tmp_path / "x"), "--format", "hf"], 65, "no file or folder at"),
         (["import", str(ours), str(tmp_path / "x"), "heads=5"], 65, "heads"),
         (["import", str(ours), str(tmp_path / "x"), "heads"], 78, "expected key=value"),
         (["import", str(ours), str(tmp_path / "x"), "heds=2"], 65, "heds"),
@@ -111,18 +111,18 @@ def test_what_cannot_be_is_refused_and_nothing_written(ours, tmp_path, capsys):
         assert not (tmp_path / "x").exists()
 
 
-def test_transformers_make_the_pixels_of_an_exported_model_as_our_evaluation_does(ours, tmp_path, transformers):
+def test_transformers_preprocesses_for_an_exported_model_as_our_evaluation_does(ours, tmp_path, transformers):
     assert main(["export", str(ours), str(tmp_path / "out"), "--format", "hf"]) == 0
     photo = np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8)
     processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "out")
     black = np.zeros((40, 30, 3), np.uint8)
     of_photo, of_black = (processor(image, return_tensors="np")["pixel_values"] for image in (photo, black))
-    # From −1 to 1, channels first, resized to the model's size where they are not of it.
+    # Values from −1 to 1, channels first, resized to the model's image size.
     np.testing.assert_allclose(of_photo[0], photo.transpose(2, 0, 1) / 127.5 - 1, atol=1e-6)
     assert of_black.shape == (1, 3, 16, 16) and of_black.max() == -1
 
 
-def test_a_file_with_a_key_too_few_names_it(ours, tmp_path, capsys):
+def test_a_missing_tensor_is_named(ours, tmp_path, capsys):
     assert main(["export", str(ours), str(tmp_path / "out.npz"), "--format", "npz"]) == 0
     arrays = dict(np.load(tmp_path / "out.npz"))
     del arrays["Transformer/encoder_norm/bias"]
@@ -131,8 +131,8 @@ def test_a_file_with_a_key_too_few_names_it(ours, tmp_path, capsys):
     assert "missing Transformer/encoder_norm/bias" in capsys.readouterr().err
 
 
-def test_weights_of_a_run_in_a_store_are_named_as_those_of_a_folder(ours, tmp_path, capsys, monkeypatch):
-    """A stage in the store, by its name, its key and its run: what is exported has the bytes that were put there."""
+def test_weights_of_a_run_in_a_store_have_the_same_names_as_in_a_folder(ours, tmp_path, capsys, monkeypatch):
+    """A stage in a store is exported by name, key or run, with the bytes that were uploaded."""
     monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path / "cache"))
     for number, key in enumerate(("00000001", "00000002", "00000003")):
         stage = tmp_path / "x" / f"finetune-{key}"
@@ -167,8 +167,8 @@ def test_weights_of_a_run_in_a_store_are_named_as_those_of_a_folder(ours, tmp_pa
     urls.forget_credentials()
 
 
-def test_what_a_run_in_a_store_prints_as_next_works_as_it_is_typed(recipe, shards, tmp_path, capsys, monkeypatch):
-    """And `analyze` of its weights; from a folder where nothing of the run is."""
+def test_the_next_commands_printed_for_a_run_in_a_store_work(recipe, shards, tmp_path, capsys, monkeypatch):
+    """The commands, and `analyze` of its weights, work from an unrelated folder."""
     monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path / "cache"))
     recipe.write_text(recipe.read_text().partition("resize:")[0])
     (tmp_path / "elsewhere").mkdir()

@@ -1,4 +1,4 @@
-"""Names that `evaluate` gives to sets and weights, and what it refuses before anything is loaded."""
+"""Names of data sets and weights in `evaluate`, and errors before anything is loaded."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -26,16 +26,18 @@ CONTEXT: Any = SimpleNamespace(obj=COMMANDS)  # of typer
         ("/", "weights"),
     ],
 )
-def test_a_set_is_called_as_its_folder_or_file(path, name):
+def test_a_data_set_is_named_after_its_folder_or_file(path, name):
     assert name_of(path) == name
 
 
-def test_without_a_set_it_says_what_to_type():
-    with pytest.raises(UsageError, match=r"no set to evaluate on\n  give indexes.*evaluate runs/a runs/photos"):
+def test_evaluate_without_a_data_set_suggests_a_command():
+    with pytest.raises(
+        UsageError, match=r"no data set to evaluate on\n  type the path of an index.*evaluate runs/a runs/photos"
+    ):
         evaluate(CONTEXT, "runs/a", ["knn.k=[20]"])
 
 
-def test_an_unknown_protocol_gets_the_nearest_name(tmp_path):
+def test_an_unknown_protocol_gets_a_suggestion(tmp_path):
     (tmp_path / "model.json").write_text("{}")
-    with pytest.raises(UsageError, match="--protocol top-2: no such protocol; did you mean 'top-"):
+    with pytest.raises(UsageError, match="unknown --protocol top-2; did you mean 'top-"):
         evaluate(CONTEXT, str(tmp_path), ["shards/test"], protocol=["top-2"])

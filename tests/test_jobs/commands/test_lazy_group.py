@@ -1,4 +1,4 @@
-"""The table of commands: what is listed, what is imported, and what happens without an extra."""
+"""The table of commands: the list in --help, lazy imports, and missing extras."""
 
 import inspect
 import subprocess
@@ -25,25 +25,30 @@ print(*sorted(name for name in sys.modules if name.startswith(("jobs.commands.",
 
 
 @pytest.mark.parametrize("words", WORDS)
-def test_every_line_of_the_table_names_a_function_that_explains_itself(words: str) -> None:
+def test_every_command_has_a_function_with_a_docstring(words: str) -> None:
     assert inspect.getdoc(COMMANDS.load(words))
 
 
 @pytest.mark.parametrize("words", WORDS)
-def test_every_command_has_help(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_every_command_has_its_docstring_and_an_example(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*words.split(), "--help"]) == 0
     out = capsys.readouterr().out
     assert f"Usage: python -m jobs {words} " in out
     first_line = str(inspect.getdoc(COMMANDS.load(words))).splitlines()[0]
     assert " ".join(first_line.split()[:4]) in out
+    assert f"\n  Example: python -m jobs {words}" in out
 
 
-def test_the_list_of_commands_cuts_no_summary_and_no_word_is_listed_twice(
+def test_help_lists_each_command_once_with_a_complete_summary_in_80_columns(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
     assert "..." not in out.partition("COMMAND [ARGS]...")[2]
+    assert max(map(len, out.splitlines())) <= 80
+    for commands in COMMANDS.sections.values():
+        for words, (_function, summary, _example) in commands.items():
+            assert " " in words or summary in out
     listed = [line.split()[0] for line in out.splitlines() if line.startswith("  ") and line.split()]
     for name in {words.split()[0] for words in WORDS}:
         assert listed.count(name) == 1, name
@@ -68,31 +73,31 @@ def test_only_the_module_of_the_typed_command_is_imported(words: list[str], impo
     assert done.stdout.splitlines()[-1] == imported
 
 
-def test_a_deleted_extra_is_named_and_the_other_commands_work(
+def test_a_command_of_a_deleted_extra_reports_it_and_other_commands_work(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = {
-        "status": ("jobs.commands.status:status", "Show it."),
-        "mend": ("jobs.extras.gone.command:mend", "Mend."),
+        "status": ("jobs.commands.status:status", "Show it.", "x"),
+        "mend": ("jobs.extras.gone.command:mend", "Mend.", "x"),
     }
     monkeypatch.setattr(jobs.__main__, "COMMANDS", CommandTable({"Runs": runs}, {}))
     assert main(["--help"]) == 0
     assert "mend    Not installed.\n" in capsys.readouterr().out
     assert main(["mend", "x"]) == 64
-    assert "error: this installation has no jobs/extras/gone\n  the command needs it" in capsys.readouterr().err
+    assert "error: jobs/extras/gone is not installed, and this command needs it\n" in capsys.readouterr().err
     assert main(["status", "--help"]) == 0
 
 
 @pytest.mark.parametrize(
     ("line", "code", "message"),
     [
-        ("from data.extras import gone", 64, "error: this installation has no data/extras/gone\n"),
-        ("import data.extras.gone.inside", 64, "error: this installation has no data/extras/gone\n"),
+        ("from data.extras import gone", 64, "error: data/extras/gone is not installed, and this command needs it\n"),
+        ("import data.extras.gone.inside", 64, "error: data/extras/gone is not installed, and this command needs it\n"),
         ("from data.errors import gone", 70, "error: ImportError: cannot import name 'gone'"),
         ("from data.extras.survey import gone", 70, "error: ImportError: cannot import name 'gone'"),
     ],
 )
-def test_an_extra_that_another_extra_needs_is_named_and_a_wrong_name_is_a_bug(
+def test_an_import_from_a_missing_extra_is_a_usage_error_and_a_wrong_name_is_a_bug(
     line: str, code: int, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(run: Path) -> None:
@@ -103,10 +108,8 @@ def test_an_extra_that_another_extra_needs_is_named_and_a_wrong_name_is_a_bug(
     assert message in capsys.readouterr().err
 
 
-def test_a_missing_module_that_is_no_extra_stays_a_bug(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    runs = {"mend": ("jobs.commands.gone:mend", "Mend.")}
+def test_a_missing_core_module_is_a_bug(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = {"mend": ("jobs.commands.gone:mend", "Mend.", "x")}
     monkeypatch.setattr(jobs.__main__, "COMMANDS", CommandTable({"Runs": runs}, {}))
     assert main(["mend"]) == 70
     assert "ModuleNotFoundError" in capsys.readouterr().err

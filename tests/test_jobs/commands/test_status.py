@@ -1,4 +1,4 @@
-"""What `jobs status` says of a run, and of a stage's folder."""
+"""`jobs status` of a run and of a stage's folder."""
 
 import os
 import socket
@@ -17,7 +17,7 @@ from tests.test_pipeline.monitoring.test_telemetry import REPORT
 pytestmark = pytest.mark.quick
 
 
-def test_status_of_a_stages_folder_is_that_stages(tmp_path: Path, capsys):
+def test_status_of_a_stages_folder_shows_only_that_stage(tmp_path: Path, capsys):
     for name in ("pretrain-1", "finetune-2"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "stage.json").write_text("{}")
@@ -29,14 +29,14 @@ def test_status_of_a_stages_folder_is_that_stages(tmp_path: Path, capsys):
     ]
 
 
-def test_status_of_no_run_names_those_that_exist(tmp_path: Path):
+def test_status_without_a_run_lists_nearby_runs(tmp_path: Path):
     (tmp_path / "digits" / "pretrain-1").mkdir(parents=True)
     (tmp_path / "digits" / "pretrain-1" / "stage.json").write_text("{}")
-    with pytest.raises(UsageError, match=r"runs here: .*digits"):
+    with pytest.raises(UsageError, match=r"runs nearby: .*digits"):
         print_status(tmp_path / "digit")
 
 
-def test_status_tells_a_killed_run_from_a_running_one(tmp_path: Path, capsys):
+def test_status_distinguishes_killed_and_running_commands(tmp_path: Path, capsys):
     def shown() -> tuple[str, str]:
         print_status(tmp_path)
         _run, end, stage = capsys.readouterr().out.splitlines()
@@ -53,8 +53,10 @@ def test_status_tells_a_killed_run_from_a_running_one(tmp_path: Path, capsys):
     lease.record["pid"] = 2**22 + 1  # above Linux's largest pid
     lease.renew()
     end, stage = shown()
-    seen = f"was last seen {lease.record['renewed']} by that machine's clock; to go on type: python -m jobs run x.yaml"
-    assert end.startswith("end  stopped without a word: process 4194305 on ") and end.endswith(seen)
+    seen = (
+        f"last reported at {lease.record['renewed']} (that machine's clock); to resume, type python -m jobs run x.yaml"
+    )
+    assert end.startswith("end  ended unexpectedly: process 4194305 on ") and end.endswith(seen)
     assert "ended before its first report" in stage
     Telemetry(tmp_path / "pretrain-1", rank=0, attempt=1).report("train", REPORT)
     _end, stage = shown()
@@ -63,7 +65,7 @@ def test_status_tells_a_killed_run_from_a_running_one(tmp_path: Path, capsys):
     assert "not running, " in shown()[1]
 
 
-def test_a_run_is_its_folder_and_a_stage_is_the_newest_of_its_name(tmp_path):
+def test_a_stage_name_selects_its_newest_folder(tmp_path):
     for key in ("1" * 8, "2" * 8):
         folder = tmp_path / "run" / f"pretrain-{key}"
         folder.mkdir(parents=True)

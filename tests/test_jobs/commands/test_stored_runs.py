@@ -1,4 +1,4 @@
-"""Which run, stage or checkpoint a path names to the commands that read checkpoints."""
+"""Open a run, stage or checkpoint by path."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def test_stages_with_checkpoints_are_sorted_by_name(run: Path) -> None:
 
 
 def test_a_folder_without_checkpoints_is_refused(run: Path) -> None:
-    with pytest.raises(UsageError, match="holds no checkpoints\n  name a run directory"):
+    with pytest.raises(UsageError, match=r"no checkpoints in .*\n  expected a run directory"):
         stages_of(Folder(run / "shards-33333333"))
 
 
@@ -40,7 +40,7 @@ def test_a_folder_without_checkpoints_is_refused(run: Path) -> None:
         ("pretrain-11111111/checkpoints/step-0000000004", ["pretrain-11111111"], "step-0000000004"),
     ],
 )
-def test_a_path_names_a_run_a_stage_or_a_checkpoint(run: Path, path: str, stages: list[str], only: str) -> None:
+def test_a_run_a_stage_or_a_checkpoint_is_opened_by_path(run: Path, path: str, stages: list[str], only: str) -> None:
     with opened(str(run / path)) as named:
         assert [checkpoints.stage for checkpoints in named.stages] == stages
         assert named.only == only

@@ -1,4 +1,4 @@
-"""Which weights a path means, and what is refused before torch is imported."""
+"""Find weights by path, and refuse invalid paths before torch is imported."""
 
 import pytest
 
@@ -9,29 +9,33 @@ pytestmark = pytest.mark.quick
 
 
 @pytest.mark.parametrize("files", [["model.json"], ["model.safetensors"]])
-def test_a_folder_of_ours_or_theirs_is_taken(files, tmp_path):
+def test_folders_of_our_and_foreign_weights_are_accepted(files, tmp_path):
     for name in files:
         (tmp_path / name).touch()
     assert find_weights(str(tmp_path)) == str(tmp_path)
 
 
-def test_a_part_of_an_npz_is_named_after_a_colon(tmp_path):
+def test_a_part_of_an_npz_is_selected_after_a_colon(tmp_path):
     (tmp_path / "siglip.npz").touch()
     check_weights_exist(f"{tmp_path}/siglip.npz:img")
-    with pytest.raises(DataError, match="there is no file or folder"):
+    with pytest.raises(DataError, match="no file or folder at"):
         check_weights_exist(f"{tmp_path}/sigl.npz:img")
 
 
 @pytest.mark.parametrize(
     ("name", "files", "message"),
     [
-        ("model.pth", ["model.pth"], "it is no weights\n.*\n  pickled checkpoints"),
-        ("empty", ["empty/notes.txt"], "it is no folder with model.json or model.safetensors"),
-        ("set", ["set/t.index.json"], "is a set, expected weights first and sets behind them"),
-        ("run", ["run/checkpoints/x"], "has checkpoints, and no weights yet\n  type python -m jobs checkpoints export"),
+        ("model.pth", ["model.pth"], "it is not a weights file\n.*\n  pickled checkpoints"),
+        ("empty", ["empty/notes.txt"], "the folder contains neither model.json nor model.safetensors"),
+        ("set", ["set/t.index.json"], "is a data set, not weights\n  type the weights first, then the data sets"),
+        (
+            "run",
+            ["run/checkpoints/x"],
+            "has checkpoints but no exported weights yet\n  type python -m jobs checkpoints export",
+        ),
     ],
 )
-def test_what_is_no_weights_is_told_what_to_type(name, files, message, tmp_path):
+def test_a_path_without_weights_is_an_error_with_a_remedy(name, files, message, tmp_path):
     for file in files:
         (tmp_path / file).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / file).touch()

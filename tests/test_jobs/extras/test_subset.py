@@ -35,4 +35,4 @@ def test_subset_prints_a_summary_of_its_selection(tmp_path, parent, capsys):
 def test_subset_refuses_a_file_as_its_output_folder(tmp_path, parent, capsys):
     (tmp_path / "file").touch()
     assert main(["subset", str(parent.tables), "--part", ":3", "--output", str(tmp_path / "file")]) == 64
-    assert f"{tmp_path}/file is a file\n  expected a folder for the set" in capsys.readouterr().err
+    assert f"{tmp_path}/file is a file\n  expected a folder for the shards" in capsys.readouterr().err

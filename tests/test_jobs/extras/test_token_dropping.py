@@ -40,8 +40,8 @@ def test_plan_counts_dropped_tokens_and_lists_the_phases(recipe, capsys):
     [
         (("pretrain.thinning.patch_dropout=1.0",), "expected 0 .off. to less than 1"),
         (("pretrain.thinning.patch_dropout_until=0.0",), "expected a share of the steps"),
-        (("pretrain.thinning.image_sizes=[16]",), "one share of the steps for each size"),
-        ((*TOKEN_DROPPING, "pretrain.thinning.image_sizes_until=[1.0]"), "stay below 1"),
+        (("pretrain.thinning.image_sizes=[16]",), "one share of the steps per size"),
+        ((*TOKEN_DROPPING, "pretrain.thinning.image_sizes_until=[1.0]"), "increasing shares of the steps"),
         (
             (*TOKEN_DROPPING, "pretrain.thinning.image_sizes=[12]"),
             "multiples of 8 below model.image_size 24, for example 8",
@@ -51,9 +51,9 @@ def test_plan_counts_dropped_tokens_and_lists_the_phases(recipe, capsys):
         ((*TOKEN_DROPPING, "pretrain.model.positions_at=every"), "every layer adds positions"),
         (
             (*TOKEN_DROPPING, "pretrain.model.name=Axial-mu/8"),
-            "plain ViTs and hybrids with labels; this is the family axial",
+            "classification with plain ViTs and hybrids; found family axial",
         ),
-        ((*TOKEN_DROPPING, *MASKED), "this is the family masked, objective masked"),
+        ((*TOKEN_DROPPING, *MASKED), "found family masked, objective masked"),
     ],
 )
 def test_token_dropping_is_refused_if_the_stage_cannot_use_it(recipe, overrides, message):

@@ -1,4 +1,4 @@
-"""One command runs the chain, and the same command again goes on; nothing wrong starts at all."""
+"""One command runs all stages, the same command resumes them, and invalid recipes do not start."""
 
 import hashlib
 import json
@@ -35,7 +35,7 @@ MIXTURE = "pretrain.data={train: null, mixture: {a: {train: x, weight: 1}, b: {t
 
 
 def error_of(capsys) -> str:
-    """Return what a command has said on stderr, without the progress of `plan`."""
+    """Return the stderr of a command without the progress of `plan`."""
     lines = capsys.readouterr().err.splitlines(keepends=True)
     return "".join(line for line in lines if not line.startswith("plan: "))
 
@@ -45,7 +45,7 @@ def stage_folder(recipe: Path, name: str, *overrides: str) -> Path:
     return loaded.directory(loaded.stage(name))
 
 
-def test_one_command_runs_all_stages_and_the_next_skips_them_with_the_reason(recipe, shards, capsys):
+def test_a_second_run_skips_all_finished_stages_with_the_reason(recipe, shards, capsys):
     previous = os.umask(0o002)
     try:
         assert main(["run", str(recipe)]) == 0
@@ -70,7 +70,7 @@ def test_one_command_runs_all_stages_and_the_next_skips_them_with_the_reason(rec
     assert record["step"] == record["steps"] == 24 and record["samples_seen"] == 24 * 16
     assert read_metrics(pretrained, "evaluate")[-1]["judged"] == 355
     assert any((pretrained / "tensorboard").iterdir())
-    # The finetuning's one attempt is the run's second, in the log as in metrics.jsonl and in the names of folders.
+    # Attempts are numbered across the run: the only attempt of `finetune` has number 2 in logs, metrics and folders.
     assert "attempt 2: weights from" in (finetuned / "log.txt").read_text()
     assert {record["attempt"] for record in read_metrics(finetuned, None)} == {2}
     assert [path.name for path in (finetuned / "attempts").iterdir()] == ["attempt-000002"]
@@ -80,13 +80,13 @@ def test_one_command_runs_all_stages_and_the_next_skips_them_with_the_reason(rec
     folders = [recipe.parent / "run", *(path for path in (recipe.parent / "run").rglob("*") if path.is_dir())]
     assert {stat.S_IMODE(path.stat().st_mode) for path in folders} == {0o775}
 
-    # One log of the run has every line, between the start and the end of the command.
+    # log.txt has every line from the start to the end of the command.
     log = (recipe.parent / "run" / "log.txt").read_text().splitlines()
-    # The log has the keys of stages too.
+    # log.txt also has the keys of stages.
     without_keys = [re.sub(r"^\[(.+)-[0-9a-f]{8}\] ", r"[\1] ", line) for line in log]
     assert without_keys[1:-1] == out.splitlines() and log != without_keys
     assert " started: python " in log[0] and log[-1].endswith(" done")
-    # Whatever changes in a folder later, stages are listed as they were first started.
+    # Stages are listed in the order of their first start, even if a folder changes later.
     (pretrained / "note").touch()
 
     assert main(["run", str(recipe)]) == 0
@@ -97,7 +97,7 @@ def test_one_command_runs_all_stages_and_the_next_skips_them_with_the_reason(rec
     assert [line.partition("-")[0] for line in listed] == ["pretrain", "resize", "finetune", "fewshot"]
     assert all("done in" in line for line in listed)
 
-    # one edited key: only what depends on it runs again
+    # after editing one key, only the stages that depend on it run again
     assert main(["run", str(recipe), "finetune.steps=3"]) == 0
     out = capsys.readouterr().out
     assert out.count("skipped, finished") == 3 and "finetune: key" in out
@@ -108,7 +108,7 @@ def test_one_command_runs_all_stages_and_the_next_skips_them_with_the_reason(rec
     "override",
     ["fewshot.preprocess=resize_small(27)|central_crop(24)", "pretrain.data.augment.crop=random"],
 )
-def test_a_key_does_not_stand_for_the_pixels_from_before_a_correction(recipe, monkeypatch, override):
+def test_a_preprocessing_correction_changes_the_key(recipe, monkeypatch, override):
     stage = override.partition(".")[0]
     now = stage_folder(recipe, stage, override)
     plain = stage_folder(recipe, stage)
@@ -117,7 +117,7 @@ def test_a_key_does_not_stand_for_the_pixels_from_before_a_correction(recipe, mo
     assert stage_folder(recipe, stage) == plain, "a stage that does not use the op stays finished"
 
 
-def test_weights_that_tell_no_model_and_files_that_are_no_index_are_missing_inputs(recipe, tmp_path, capsys):
+def test_weights_without_a_model_and_invalid_indexes_are_missing_inputs(recipe, tmp_path, capsys):
     bare = tmp_path / "bare"
     models.save(models.build("mu/8", 16, 10), bare)
     (bare / "model.json").unlink()
@@ -134,7 +134,7 @@ def test_weights_that_tell_no_model_and_files_that_are_no_index_are_missing_inpu
         assert message in said[0] and said[0] == said[1]
 
 
-def test_a_home_is_found_where_the_shell_leaves_it_unexpanded(recipe, shards, tmp_path, monkeypatch, capsys):
+def test_a_tilde_that_the_shell_did_not_expand_is_expanded(recipe, shards, tmp_path, monkeypatch, capsys):
     home = tmp_path / "home"
     home.mkdir()
     (home / "shards").symlink_to(shards)
@@ -148,17 +148,17 @@ def test_a_home_is_found_where_the_shell_leaves_it_unexpanded(recipe, shards, tm
     assert main(["plan", str(recipe), *with_a_tilde, "--without-data"]) == 0
     assert f"run directory  {home}/runs/x\n" in capsys.readouterr().out
     assert main(["run", str(recipe), *with_a_tilde]) == 65, "there are no images to pack"
-    assert f"there is nothing at {home}/images" in capsys.readouterr().err
+    assert f"no file or folder at {home}/images" in capsys.readouterr().err
     assert (home / "runs" / "x" / "log.txt").exists() and not (tmp_path / "~").exists()
 
 
-def test_images_to_pack_are_needed_until_they_are_packed(tmp_path, capsys):
+def test_source_images_are_required_only_before_packing(tmp_path, capsys):
     images = tmp_path / "images"
     recipe = tmp_path / "pack.yaml"
     recipe.write_text(f"run: {tmp_path}/run\nshards: {{kind: pack, sets: {{train: {{path: {images}}}}}}}\n")
     for command in ("plan", "run"):
         assert main([command, str(recipe)]) == 65
-        assert f"shards.sets.train.path: source folder: there is nothing at {images}" in capsys.readouterr().err
+        assert f"shards.sets.train.path: source folder: no file or folder at {images}" in capsys.readouterr().err
     assert not list((tmp_path / "run").glob("shards-*"))
 
     for sample in islice(digits(train=True, image_size=16), 4):
@@ -173,7 +173,7 @@ def test_images_to_pack_are_needed_until_they_are_packed(tmp_path, capsys):
     assert "finished, would be skipped" in out and "MISSING" not in out
     assert main(["run", str(recipe)]) == 0
 
-    # `plan` promises to skip only what `run` would skip.
+    # `plan` announces as skipped only the stages that `run` would skip.
     (record,) = (tmp_path / "run").glob("shards-*/provenance.json")
     record.write_bytes(record.read_bytes().replace(b"shards", b"shard5", 1))
     said = []
@@ -184,7 +184,7 @@ def test_images_to_pack_are_needed_until_they_are_packed(tmp_path, capsys):
     assert "provenance.json has changed" in said[0] and said[0] == said[1]
 
 
-def test_a_packed_set_that_is_gone_or_short_is_found_before_its_stage_is_skipped_or_read(tmp_path, capsys):
+def test_missing_and_truncated_files_of_a_packed_data_set_are_detected_before_use(tmp_path, capsys):
     recipe = tmp_path / "pack.yaml"
     packs = (
         f"run: {tmp_path}/my run\ncluster: {{backend: processes}}\n"
@@ -221,16 +221,16 @@ def test_a_packed_set_that_is_gone_or_short_is_found_before_its_stage_is_skipped
     content = tar.read_bytes()
     tar.write_bytes(content[:-512])
     index.write_text(index.read_text().replace("train-000000.tar", "train-00000O.tar"))
-    said = refused(index, "torn or altered")
+    message = refused(index, "damaged")
     assert not list((tmp_path / "my run").glob("pretrain-*"))
 
-    # What is printed makes the same set again.
-    subprocess.run(said.partition(", or ")[2].splitlines()[0], shell=True, check=True)
+    # After the printed command, the recipe packs the same data set again.
+    subprocess.run(message.partition("again, type\n  ")[2].splitlines()[0], shell=True, check=True)
     assert main(["run", str(recipe)]) == 0
     assert load_index(index).digest == digest and tar.read_bytes() == content
 
 
-def test_a_stop_is_heard_while_images_are_packed_and_the_next_start_makes_the_same_set(tmp_path, monkeypatch, capsys):
+def test_an_interrupted_pack_stage_resumes_and_makes_the_same_data_set(tmp_path, monkeypatch, capsys):
     recipe = tmp_path / "pack.yaml"
     recipe.write_text(
         f"run: {tmp_path}/run\n"
@@ -247,7 +247,7 @@ def test_a_stop_is_heard_while_images_are_packed_and_the_next_start_makes_the_sa
         patch.setattr("jobs.stages.pack.samples_of", with_a_signal)
         assert main(["run", str(recipe)]) == 75
     said = capsys.readouterr()
-    assert "stopped by SIGTERM; what is finished is kept, run the same command again to go on" in said.err
+    assert "stopped by SIGTERM; " in said.err and "is kept, run the same command again" in said.err
     (folder,) = (tmp_path / "run").glob("shards-*")
     assert len(list(folder.glob("train/train-*.tar"))) <= 3, "the fourth was being filled"
     assert json.loads((tmp_path / "run" / "status.json").read_text())["exit_code"] == 75
@@ -276,8 +276,8 @@ def test_a_stop_is_heard_while_images_are_packed_and_the_next_start_makes_the_sa
         ([MIXTURE, "pretrain.data.mixture.a.train=/nowhere"], 65, "pretrain.data.mixture.a.train: /nowhere"),
         ([MIXTURE, "pretrain.data.mixture.a.train=@shards/a"], 78, "pretrain.data.mixture.a.train is @shards, no such"),
         ([MIXTURE, "pretrain.data.mixture.b.weight=0"], 78, "weight is 0.0, expected more than 0"),
-        (["finetune.data.train=@resize/train"], 78, "makes no data"),
-        (["finetune.init=@fewshot"], 78, "finetune.init is @fewshot: that is no weights"),
+        (["finetune.data.train=@resize/train"], 78, "makes no data set"),
+        (["finetune.init=@fewshot"], 78, "finetune.init is @fewshot, which has no weights"),
         (["pretrain.data.preprocess=foo"], 78, "preprocess: "),
         (["pretrain.data.lanes=0"], 78, "lanes is 0, expected 1 or more"),
         (["pretrain.data.drop=[x.tar]"], 65, "data.drop: 0 shards are called x.tar"),
@@ -285,7 +285,7 @@ def test_a_stop_is_heard_while_images_are_packed_and_the_next_start_makes_the_sa
         (["nonsense"], 78, "expected key=value"),
     ],
 )
-def test_what_cannot_run_is_refused_before_the_first_stage(recipe, capsys, overrides, code, message):
+def test_invalid_recipes_are_refused_before_the_first_stage(recipe, capsys, overrides, code, message):
     assert main(["run", str(recipe), *overrides]) == code
     assert message in capsys.readouterr().err
     assert not list((recipe.parent / "run").glob("*/checkpoints/step-*"))
@@ -332,7 +332,7 @@ def test_what_cannot_run_is_refused_before_the_first_stage(recipe, capsys, overr
         (
             [PACKED, "fewshot.init=@shards"],
             78,
-            "fewshot.init is @shards: that is no weights\n  expected @stage",
+            "fewshot.init is @shards, which has no weights\n  expected @stage",
         ),
         (["run=/"], 78, "run is /, expected a separate folder\n  type run=/NAME"),
         ([f"run={'x' * 300}"], 78, "run has a name of 300 bytes: xxx"),
@@ -365,19 +365,19 @@ def test_plan_refuses_what_run_would(recipe, capsys, overrides, code, message):
     assert not (recipe.parent / "run").exists()
 
 
-def test_a_stage_whose_name_leads_out_of_the_run_is_refused(recipe, capsys):
+def test_a_stage_name_must_not_be_a_path_out_of_the_run(recipe, capsys):
     recipe.write_text(recipe.read_text() + '"../../elsewhere": {kind: resize, init: "@pretrain"}\n')
     assert main(["run", str(recipe)]) == 78
     assert "a stage is called '../../elsewhere'" in capsys.readouterr().err
     assert [path.name for path in recipe.parent.parent.glob("elsewhere*")] == []
 
 
-def test_a_warm_up_as_long_as_the_run_is_its_users_choice(recipe):
+def test_a_warm_up_may_be_as_long_as_the_training(recipe):
     loaded = load(recipe, ["finetune.optim.schedule.warmup_steps=4"])
     assert loaded.stage("finetune").config.optim.schedule.warmup_steps == 4
 
 
-def test_what_a_stage_makes_is_compared_with_the_next_before_workers_start(tmp_path, capsys):
+def test_the_output_of_a_stage_is_checked_before_the_workers_of_the_next_start(tmp_path, capsys):
     members = {}
     for number in range(12):
         members |= {f"{number}.jpg": picture(20 * number), f"{number}.cls": str(number % 10).encode()}
@@ -424,7 +424,7 @@ def test_a_short_shard_of_a_later_stage_is_found_before_the_first_one_runs(recip
     assert not list((recipe.parent / "run").glob("pretrain-*")), "no step was trained in vain"
 
 
-def test_corrupt_images_past_the_limit_stop_with_65_and_name_the_first(recipe, shards, tmp_path, capsys):
+def test_too_many_corrupt_images_stop_training_with_65_and_name_the_first(recipe, shards, tmp_path, capsys):
     broken = (
         Sample(s.key, b"\xff\xd8 no jpeg" if n % 5 == 0 else s.image, s.labels)
         for n, s in enumerate(digits(train=True, image_size=16))
@@ -437,7 +437,7 @@ def test_corrupt_images_past_the_limit_stop_with_65_and_name_the_first(recipe, s
     assert "more than data.max_bad_fraction" in captured.err
 
 
-def test_a_forbidden_change_of_a_half_done_stage_stops_with_the_diff(recipe, capsys):
+def test_a_forbidden_change_of_a_half_done_stage_is_refused_with_the_difference(recipe, capsys):
     folder = stage_folder(recipe, "pretrain")
     assert main(["run", str(recipe), "finetune.data.max_bad_fraction=0.5"]) == 0
     (folder / "done.json").unlink()
@@ -446,13 +446,13 @@ def test_a_forbidden_change_of_a_half_done_stage_stops_with_the_diff(recipe, cap
     said = error_of(capsys)
     assert "another config:\n    optim.lr: 0.002 → 0.003\n" in said, "and nothing else"
 
-    # `plan` says the same, and what `--fresh` would do.
+    # `plan` reports the same, and the effect of `--fresh`.
     assert main(["plan", str(recipe), "pretrain.optim.lr=0.003"]) == 78
     assert error_of(capsys) == said
     assert main(["plan", str(recipe), "pretrain.optim.lr=0.003", "--fresh"]) == 0
     assert "half done with another config, would start over" in capsys.readouterr().out
 
-    # It is no conflict any more when another one of its name was begun later, with `--fresh`, and has finished.
+    # There is no conflict after a later stage of the same name, started with `--fresh`, has finished.
     later = folder.with_name("pretrain-0123abcd")
     (later / "attempts" / "attempt-0009").mkdir(parents=True)
     assert main(["plan", str(recipe), "pretrain.optim.lr=0.003"]) == 78
@@ -464,7 +464,7 @@ def test_a_forbidden_change_of_a_half_done_stage_stops_with_the_diff(recipe, cap
     assert "resumed from step 24" in capsys.readouterr().out, "free fields may change"
 
 
-def test_a_conflict_of_a_later_stage_is_found_before_the_first_one_runs(recipe, capsys):
+def test_a_changed_half_done_stage_is_reported_before_the_first_stage_runs(recipe, capsys):
     assert main(["run", str(recipe)]) == 0
     (stage_folder(recipe, "finetune") / "done.json").unlink()
     capsys.readouterr()
@@ -473,7 +473,7 @@ def test_a_conflict_of_a_later_stage_is_found_before_the_first_one_runs(recipe, 
     assert not stage_folder(recipe, "pretrain", "pretrain.seed=1").exists(), "no step was trained in vain"
 
 
-def test_other_training_data_at_the_same_path_is_no_reason_to_start_over_silently(recipe, shards, tmp_path, capsys):
+def test_changed_training_data_at_the_same_path_does_not_restart_a_stage_silently(recipe, shards, tmp_path, capsys):
     moved = tmp_path / "train"
     shutil.copytree(shards / "train", moved)
     change = f"pretrain.data.train={moved}"
@@ -486,15 +486,15 @@ def test_other_training_data_at_the_same_path_is_no_reason_to_start_over_silentl
     assert "content of data.train: " in capsys.readouterr().err
 
 
-def test_a_set_that_nothing_can_be_judged_by_is_refused(recipe, tmp_path, capsys):
+def test_an_empty_test_set_is_refused(recipe, tmp_path, capsys):
     with tarfile.open(tmp_path / "x.tar", "w") as tar:
         tar.addfile(tarfile.TarInfo("a.jpg"))
     assert main(["index", str(tmp_path / "x.tar"), "--name", "x"]) == 65
     assert main(["run", str(recipe), f"pretrain.data.evaluate={tmp_path}/x.index.json"]) == 65
-    assert "0 samples, 0 classes: nothing to learn or to judge" in capsys.readouterr().err
+    assert "has 0 samples and 0 classes" in capsys.readouterr().err
 
 
-def test_what_a_half_done_stage_is_judged_by_may_change(recipe, shards, capsys):
+def test_the_test_set_of_a_half_done_stage_may_change(recipe, shards, capsys):
     assert main(["run", str(recipe)]) == 0
     (stage_folder(recipe, "pretrain") / "done.json").unlink()
     sets = f"pretrain.probe={{train: {shards}/train, test: {shards}/test, shots: [1], seeds: [0]}}"
@@ -504,7 +504,7 @@ def test_what_a_half_done_stage_is_judged_by_may_change(recipe, shards, capsys):
     assert "resuming with a changed" in said and "resumed from step 24" in said and "1shot" in said
 
 
-def test_a_flipped_bit_is_found_named_and_the_checkpoint_before_it_used(recipe, capsys):
+def test_a_checkpoint_with_a_flipped_bit_is_reported_and_the_previous_one_used(recipe, capsys):
     assert main(["run", str(recipe)]) == 0
     folder = stage_folder(recipe, "pretrain")
     weights = (folder / "weights.safetensors").read_bytes()
@@ -522,8 +522,8 @@ def test_a_flipped_bit_is_found_named_and_the_checkpoint_before_it_used(recipe, 
 
 
 @pytest.mark.parametrize("name", campaigns.shipped())
-def test_a_recipes_every_default_is_on_record(name):
-    """Each text is there whole, and of the studies, which repeat the same defaults for up to 60 runs, the sha256."""
+def test_all_defaults_of_a_recipe_are_recorded(name):
+    """The full text is recorded for each recipe; for studies, which repeat defaults for up to 60 runs, its sha256."""
     text = recipe_text.resolved(load(ROOT / "jobs" / "recipes" / f"{name}.yaml", []))
     if name.startswith("studies/"):
         recorded = dict(line.split() for line in (ROOT / "tests" / "recipes" / "studies.txt").read_text().splitlines())

@@ -1,4 +1,4 @@
-"""Class names travel with sets and weights, and the same id means the same class wherever two of them meet."""
+"""Class names are saved with data sets and weights, and an id must mean the same class in all of them."""
 
 import json
 import tarfile
@@ -31,7 +31,7 @@ def picture(value: int) -> bytes:
 
 
 def class_folders(root: Path, names: str, images: int = 3) -> Path:
-    """A folder of class folders; every image has a colour of its own."""
+    """Write class folders; each image has a different colour."""
     for number_, name in enumerate(names.split()):
         (root / name).mkdir(parents=True)
         for image in range(images):
@@ -40,7 +40,7 @@ def class_folders(root: Path, names: str, images: int = 3) -> Path:
 
 
 def labels_by_class(folder: Path) -> dict[str, set[bytes]]:
-    """What the tars of a set say of every class, by the folder in the samples' keys."""
+    """Return the labels in the tars of a data set by the class folder in the samples' keys."""
     index = load_index(folder)
     reader = ShardReader(index)
     labels: dict[str, set[bytes]] = {}
@@ -60,20 +60,20 @@ def recipe_of(tmp_path: Path, sets: str, more: str = "") -> str:
 # ------------------------------------------------------------------------------------------- packing
 
 
-def test_two_splits_of_one_recipe_number_their_classes_alike(tmp_path, capsys):
-    """The measured case: *cat* was 2 in train and 1 in test, and accuracy was quietly wrong."""
+def test_two_splits_of_a_recipe_have_the_same_class_ids(tmp_path, capsys):
+    """A real bug: *cat* was 2 in train and 1 in test, and the accuracy was wrong without an error."""
     class_folders(tmp_path / "train", "airplane bird cat")
     class_folders(tmp_path / "test", "bird cat")
     sets = f"test: {{path: {tmp_path}/test}}, train: {{path: {tmp_path}/train}}"
     assert main(["run", recipe_of(tmp_path, sets)]) == 0
-    assert "test: classes are numbered as those of train" in capsys.readouterr().out
+    assert "test: classes are numbered as in train" in capsys.readouterr().out
     (packed,) = (tmp_path / "run").glob("shards-*")
     assert labels_by_class(packed / "train") == {"airplane": {b"0"}, "bird": {b"1"}, "cat": {b"2"}}
     assert labels_by_class(packed / "test") == {"bird": {b"1"}, "cat": {b"2"}}
     assert load_index(packed / "test").names == ("airplane", "bird", "cat")
 
 
-def test_a_set_follows_another_one_s_numbering_by_command_and_says_which_classes_that_one_lacks(tmp_path, capsys):
+def test_classes_of_numbers_classes_as_another_data_set_and_reports_missing_ones(tmp_path, capsys):
     class_folders(tmp_path / "train", "airplane bird cat")
     class_folders(tmp_path / "test", "bird kitty")
     assert main(["pack", "folder", f"{tmp_path}/train", f"{tmp_path}/a"]) == 0
@@ -101,7 +101,7 @@ def test_classes_are_kept_by_name_and_keep_their_ids(tmp_path, capsys):
     assert main(["run", recipe_of(tmp_path, sets.replace("cat", "-1"))]) == 78
 
 
-def test_a_set_of_another_pack_stage_gives_the_numbering(tmp_path):
+def test_classes_can_be_numbered_as_in_another_pack_stage(tmp_path):
     class_folders(tmp_path / "train", "airplane bird cat")
     class_folders(tmp_path / "test", "bird cat")
     more = f'later: {{kind: pack, sets: {{test: {{path: {tmp_path}/test, classes_of: "@shards/train"}}}}}}'
@@ -110,7 +110,7 @@ def test_a_set_of_another_pack_stage_gives_the_numbering(tmp_path):
     assert labels_by_class(packed / "test") == {"bird": {b"1"}, "cat": {b"2"}}
 
 
-def test_renaming_merges_classes_and_two_classes_of_one_name_stay_apart():
+def test_renaming_merges_classes_but_equal_names_of_the_source_stay_separate():
     merged = number(("cat", "kitty", "dog"), rename={"kitty": "cat"})
     assert merged.names == ("cat", "dog") and merged.ids == {0: 0, 1: 0, 2: 1}
     assert merged.labels((1, 2, 0), "a") == (0, 1)
@@ -122,7 +122,7 @@ def test_renaming_merges_classes_and_two_classes_of_one_name_stay_apart():
         number((), ("a", "b")).labels((3,), "a")
 
 
-# -------------------------------------------------------------------------------- who knows which names
+# -------------------------------------------------------------------------------- class lists
 
 
 def test_ids_and_names_in_one_column_are_refused(tmp_path, capsys):
@@ -147,7 +147,7 @@ def test_ids_and_names_in_one_column_are_refused(tmp_path, capsys):
         ("a.json", "tench", "expected one class name per line"),
     ],
 )
-def test_class_lists_are_read_in_every_form(tmp_path, name, text, names):
+def test_class_lists_are_read_in_all_formats(tmp_path, name, text, names):
     (tmp_path / name).write_text(text)
     if isinstance(names, tuple):
         assert read_class_list(tmp_path / name) == names
@@ -156,12 +156,12 @@ def test_class_lists_are_read_in_every_form(tmp_path, name, text, names):
             read_class_list(tmp_path / name)
 
 
-# ----------------------------------------------------------------------------- labels that are names
+# ----------------------------------------------------------------------------- text labels
 
 
 @pytest.fixture
 def texts(tmp_path: Path) -> Path:
-    """A tar whose labels are names, in a .cls and in a .json, with their list beside it."""
+    """Write a tar with text labels, in a .cls and in a .json, and a file with the class names."""
     labels = [
         ("0.cls", b"tench"),
         ("1.json", b'{"label": "great white shark"}'),
@@ -177,7 +177,7 @@ def texts(tmp_path: Path) -> Path:
     return tmp_path / "tars"
 
 
-def test_labels_that_are_names_are_read_through_a_class_list(texts, tmp_path, capsys):
+def test_text_labels_are_mapped_by_a_class_list(texts, tmp_path, capsys):
     assert main(["index", str(texts), "--names", f"{tmp_path}/classes.txt"]) == 0
     index = load_index(texts)
     assert index.class_counts == (0, 2, 2) and index.names == ("goldfish", "great white shark", "tench")
@@ -192,8 +192,8 @@ def test_labels_that_are_names_are_read_through_a_class_list(texts, tmp_path, ca
     assert "most: tench 2, great white shark 2" in capsys.readouterr().out
 
 
-def test_labels_that_are_all_names_are_collected_and_captions_are_not(tmp_path, capsys):
-    """Also where a name stands in one shard alone, is in several labels of a sample, or was read before a kill."""
+def test_class_names_are_collected_from_text_labels_but_not_from_captions(tmp_path, capsys):
+    """Also if a name is in only one shard, in several labels of a sample, or was read before a kill."""
     labels = [b"tench", b'["shark", "tench"]', b"great white", b"tench"]
     for shard, label in enumerate(labels):
         extension = "json" if label.startswith(b"[") else "cls"
@@ -208,7 +208,7 @@ def test_labels_that_are_all_names_are_collected_and_captions_are_not(tmp_path, 
     (tmp_path / "t.index.json").unlink()
     assert main(["index", str(tmp_path), "--name", "t", "--classes", "2"]) == 65
     assert "labels are 3 names, 'great white', 'shark', 'tench', and classes are 2" in capsys.readouterr().err
-    # Texts that hardly repeat are no classes.
+    # Texts that rarely repeat are not classes.
     members = []
     for dog in range(1100):
         members += [(f"{dog}.jpg", picture(dog % 256)), (f"{dog}.cls", f"a photo of dog {dog}".encode())]
@@ -218,7 +218,7 @@ def test_labels_that_are_all_names_are_collected_and_captions_are_not(tmp_path, 
     assert "refused: 1,100 × label is a text that no class list has, first 0 of c.tar" in capsys.readouterr().err
 
 
-def test_images_without_labels_are_indexed_packed_and_checked_where_that_is_asked_for(tmp_path, capsys):
+def test_unlabelled_images_are_indexed_packed_and_checked_on_request(tmp_path, capsys):
     members = [(f"{number}.jpg", picture(number)) for number in range(6)]
     (tmp_path / "tars").mkdir()
     write_tar(tmp_path / "tars" / "t.tar", members)
@@ -236,7 +236,7 @@ def test_images_without_labels_are_indexed_packed_and_checked_where_that_is_aske
         assert main(["data", "check", str(folder)]) == 0
         assert main(["data", "repair", str(folder), f"{folder}-mended"]) == 0
         assert load_index(f"{folder}-mended").samples == 6
-        # The same again is the same set: packed, it is found finished.
+        # The same command again finds the data set finished.
         assert main(command) == 0
         assert load_index(folder).digest == index.digest
     with tarfile.open(next((tmp_path / "packed").glob("*.tar"))) as tar:
@@ -244,7 +244,7 @@ def test_images_without_labels_are_indexed_packed_and_checked_where_that_is_aske
     assert main(["index", str(tmp_path / "tars"), "--unlabelled", "--classes", "2"]) == 64
 
 
-def test_a_name_that_no_list_has_and_a_list_that_cannot_be_meant_are_refused(texts, tmp_path, capsys):
+def test_unknown_names_and_ambiguous_class_lists_are_refused(texts, tmp_path, capsys):
     assert main(["index", str(texts)]) == 0, "one of the labels is an id"
     assert "refused: 3 × label is a text that no class list has, first 0 of t.tar" in capsys.readouterr().out
     (tmp_path / "few.txt").write_text("goldfish\ntench\n")
@@ -260,7 +260,7 @@ def test_a_name_that_no_list_has_and_a_list_that_cannot_be_meant_are_refused(tex
 # -------------------------------------------------------------------------------------------- the index
 
 
-def test_names_are_in_the_digest_and_sealed_and_a_set_without_has_none_in_it(tmp_path):
+def test_the_digest_of_an_index_covers_class_names(tmp_path):
     samples = [Sample(f"s{n}", picture(n), (n,)) for n in range(2)]
     named = pack(samples, tmp_path / "named", name="set", names=("cat", "dog", "cow"))
     nameless = pack(samples, tmp_path / "nameless", name="set")
@@ -277,7 +277,7 @@ def test_names_are_in_the_digest_and_sealed_and_a_set_without_has_none_in_it(tmp
         load_index(path)
 
 
-def test_names_are_taken_over_from_an_index_of_the_same_tars_alone(tmp_path, capsys):
+def test_class_names_are_kept_only_from_an_index_of_the_same_tars(tmp_path, capsys):
     samples = [Sample(f"s{n}", picture(n), (n,)) for n in range(2)]
     named = pack(samples, tmp_path / "set", name="set", names=("cat", "dog"))
     command = ["index", f"{tmp_path}/set"]
@@ -290,7 +290,7 @@ def test_names_are_taken_over_from_an_index_of_the_same_tars_alone(tmp_path, cap
     assert load_index(tmp_path / "set").names == () and "class names: none" in capsys.readouterr().out
 
 
-def test_sets_that_call_an_id_differently_are_not_joined(tmp_path):
+def test_data_sets_with_different_class_names_are_not_joined(tmp_path):
     samples = [Sample(f"s{n}", picture(n), (n,)) for n in range(2)]
     sets = [
         pack(samples, tmp_path / f"{n}", name="set", names=names)
@@ -332,7 +332,7 @@ fewshot: {{init: "@resize", probe: {{train: {a}/a, test: {c}, shots: [1]}}}}
 
 @pytest.fixture
 def three_sets(tmp_path: Path) -> Path:
-    """Sets of the same samples: `a` and `b` are named alike, `c` otherwise, `d` not at all; `e` holds others."""
+    """Pack data sets: `a` and `b` with the same class names, `c` with others, `d` without; `e` has other samples."""
     samples = [Sample(f"s{n}", picture(60 * n), (n % 3,)) for n in range(4)]
     named = {"a": ("airplane", "bird", "cat"), "b": ("airplane", "bird"), "c": ("bird", "cat", "cow"), "d": ()}
     for name, names in named.items():
@@ -350,7 +350,7 @@ def campaign(folder: Path, b: str = "b", c: str = "e", new_head: str = "false") 
     return str(path)
 
 
-def test_plan_refuses_sets_whose_names_do_not_agree_and_says_whose_labels_are_taken_on_trust(three_sets, capsys):
+def test_plan_refuses_conflicting_class_names_and_reports_missing_ones(three_sets, capsys):
     assert main(["plan", campaign(three_sets)]) == 0
     assert "names   'airplane', 'bird', 'cat'" in capsys.readouterr().out
     assert main(["plan", campaign(three_sets, b="c")]) == 65
@@ -367,9 +367,7 @@ def test_plan_refuses_sets_whose_names_do_not_agree_and_says_whose_labels_are_ta
 
 @pytest.mark.parametrize(("train", "new_head", "expected"), [("c", "true", "bird cat cow"), ("d", "true", ""),
                                                            ("d", "false", "airplane bird cat")])  # fmt: skip
-def test_a_new_head_has_the_names_of_its_set_and_a_head_that_is_kept_those_that_it_had(
-    three_sets, train, new_head, expected
-):
+def test_a_new_head_gets_class_names_from_its_data_and_a_kept_head_keeps_them(three_sets, train, new_head, expected):
     recipe = Path(campaign(three_sets, c=train, new_head=new_head))
     recipe.write_text(recipe.read_text().partition("fewshot:")[0])
     loaded = load(recipe, [])
@@ -377,7 +375,7 @@ def test_a_new_head_has_the_names_of_its_set_and_a_head_that_is_kept_those_that_
     assert class_names.of_stage(loaded.stage("resize"), Available(loaded)) == ("airplane", "bird", "cat")
 
 
-def test_names_travel_with_weights_through_stages_exports_and_imports(three_sets, tmp_path, capsys):
+def test_class_names_are_saved_with_weights_in_stages_exports_and_imports(three_sets, tmp_path, capsys):
     recipe = campaign(three_sets)
     Path(recipe).write_text(Path(recipe).read_text().partition("more:")[0])
     assert main(["run", recipe]) == 0
@@ -403,7 +401,7 @@ def test_names_travel_with_weights_through_stages_exports_and_imports(three_sets
     (pretrained,) = (tmp_path / "run").glob("pretrain-*")
     assert main(["checkpoints", "export", str(pretrained), "--to", f"{tmp_path}/half"]) == 0
     assert json.loads((tmp_path / "half" / "classes.json").read_text()) == expected
-    # So does the preprocessing, of the stage that evaluated them; another size was never evaluated.
+    # So is the preprocessing of the stage that evaluated them, but not at another image size.
     size = models.load_weights(pretrained)[1].image_size
     assert models.load_preprocessing(pretrained) == models.Preprocessing(f"resize({size})", size, size)
     assert (tmp_path / "half" / "preprocessing.json").read_bytes() == (pretrained / "preprocessing.json").read_bytes()

@@ -23,21 +23,21 @@ def changed(recipe: Path, *overrides: str) -> set[str]:
 
 
 @pytest.mark.parametrize("override", ["cluster.workers=1", "pretrain.log_every=1", "pretrain.micro_batch=2"])
-def test_how_a_stage_is_computed_changes_no_key(recipe, override):
+def test_execution_settings_do_not_change_keys(recipe, override):
     assert changed(recipe, override) == set()
 
 
-def test_what_a_stage_is_evaluated_on_changes_no_key(recipe, shards):
+def test_evaluation_settings_do_not_change_keys(recipe, shards):
     assert changed(recipe, f"pretrain.data.evaluate={shards}/train") == set()
 
 
-def test_a_change_reaches_all_later_stages(recipe):
+def test_a_change_changes_the_keys_of_all_later_stages(recipe):
     assert changed(recipe, "pretrain.optim.lr=1") == {"pretrain", "resize", "finetune", "fewshot"}
     assert changed(recipe, "resize.image_size=32") == {"resize", "finetune", "fewshot"}
     assert changed(recipe, "finetune.optim.lr=1") == {"finetune"}
 
 
-def test_the_same_set_at_another_path_is_the_same_input(recipe, shards, tmp_path):
+def test_moving_a_data_set_does_not_change_keys(recipe, shards, tmp_path):
     (tmp_path / "elsewhere").symlink_to(shards)
     assert changed(recipe, f"pretrain.data.train={tmp_path}/elsewhere/train") == set()
     assert "pretrain" in changed(recipe, f"pretrain.data.train={shards}/test")
@@ -50,7 +50,7 @@ def test_the_key_of_a_stage_without_defaults_is_the_digest_of_its_section_and_it
     assert loaded.stage("resize").key == digest(json.loads(json.dumps(identity)))
 
 
-def test_evaluations_that_choose_the_weights_are_in_the_key(recipe, shards):
+def test_evaluation_settings_are_in_the_key_if_they_select_the_weights(recipe, shards):
     best = "pretrain.keep_best=accuracy"
     before = keys(recipe, best, "pretrain.evaluate_every=8")
     after = keys(recipe, best, "pretrain.evaluate_every=8", f"pretrain.data.evaluate={shards}/train")
@@ -62,10 +62,13 @@ def test_evaluations_that_choose_the_weights_are_in_the_key(recipe, shards):
     [
         (
             "finetune.init=@fewshot",
-            "finetune.init is @fewshot: that is no weights\n  expected @stage, of one of the kinds",
+            "finetune.init is @fewshot, which has no weights\n  expected @stage with a stage of kind",
         ),
-        ("resize.init=@pretrain/part", "resize.init is @pretrain/part: that is no weights"),
-        ("finetune.data.train=@resize/train", "a resize stage makes no data\n  expected @stage/set of a pack stage"),
+        ("resize.init=@pretrain/part", "resize.init is @pretrain/part, which has no weights"),
+        (
+            "finetune.data.train=@resize/train",
+            "a resize stage makes no data set\n  expected @stage/set with a pack stage",
+        ),
     ],
 )
 def test_a_reference_to_the_wrong_kind_of_output_is_refused(recipe, override, message):
@@ -74,7 +77,7 @@ def test_a_reference_to_the_wrong_kind_of_output_is_refused(recipe, override, me
     assert message in str(error.value)
 
 
-def test_missing_inputs_are_named_and_have_no_model(recipe, tmp_path):
+def test_missing_inputs_are_reported_and_the_stage_has_no_model(recipe, tmp_path):
     loaded: Campaign = campaigns.load(recipe, [f"resize.init={tmp_path}/nowhere"])
     stage = loaded.stage("resize")
     assert stage.missing[0].startswith(f"resize.init: no weights.safetensors in {tmp_path}/nowhere")

@@ -1,4 +1,4 @@
-"""A recipe as it travels with a submitted job: without relative paths and secrets."""
+"""The recipe of a submitted job has no relative paths and no secrets."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from tests.support.campaigns import KINDS
 pytestmark = pytest.mark.quick
 
 
-def test_relative_paths_are_made_absolute_and_named():
+def test_relative_paths_become_absolute_and_are_listed():
     section = {
         "data": {"train": "sets/train", "evaluate": "s3://bucket/test"},
         "init": "@other",
@@ -33,7 +33,7 @@ def test_relative_paths_are_made_absolute_and_named():
     assert changed == ["pretrain.data.train", "pretrain.deepspeed"]
 
 
-def test_a_recipe_with_a_password_does_not_travel():
+def test_a_recipe_with_a_password_is_not_submitted():
     section = {"data": {"train": "https://me:hunter2@host/train"}}
-    with pytest.raises(ConfigError, match=r"mine\.yaml holds what looks like a secret"):
+    with pytest.raises(ConfigError, match=r"mine\.yaml seems to contain a secret"):
         portable(Recipe({"pretrain": section}, "mine.yaml", "runs/mine"), "/runs/x", Path("/home/me"), KINDS)

@@ -1,4 +1,4 @@
-"""The recipes of the paper's tables: what they train, what they say that it costs and reaches."""
+"""The recipes of the paper's tables: their settings, stated costs and published results."""
 
 import re
 import shlex
@@ -68,7 +68,7 @@ WIDTHS = {"B": 768, "L": 1024, "H": 1280}
 
 
 def lines_of(name: str) -> list[re.Match[str]]:
-    """The lines of table 3 that a recipe's head tells."""
+    """Return the lines of table 3 in the head of a recipe."""
     text = (RECIPES / "table3" / f"{name}.yaml").read_text()
     matches = [LINE.fullmatch(line) for line in text.splitlines()]
     return [match for match in matches if match is not None]
@@ -76,7 +76,7 @@ def lines_of(name: str) -> list[re.Match[str]]:
 
 @cache
 def flops_an_image(model: str, image_size: int) -> float:
-    """Of training; the number of classes matters less than a thousandth."""
+    """Return the exaFLOPs of a training; the number of classes affects them by less than 0.1 %."""
     return models.training_flops(models.config_of(model, image_size, 1000), 1)
 
 
@@ -85,7 +85,7 @@ def load(name: str, overrides: list[str]) -> Campaign:
 
 
 @pytest.mark.parametrize("name", TABLE_3)
-def test_every_line_of_table_3_is_a_recipe_with_the_overrides_that_stand_behind_it(name):
+def test_the_overrides_in_the_recipes_give_every_line_of_table_3(name):
     lines = lines_of(name)
     assert len(lines) == len(TABLE_3[name])
     for line, (model, passes, lr, decay, weight_decay, dropout) in zip(lines, TABLE_3[name], strict=True):
@@ -95,20 +95,20 @@ def test_every_line_of_table_3_is_a_recipe_with_the_overrides_that_stand_behind_
         assert (line[1], int(line[2])) == (model, passes) == (cfg.model["name"], cfg.passes)
         assert (cfg.optim.lr, cfg.optim.schedule.decay, cfg.optim.weight_decay) == (lr, decay, weight_decay)
         assert cfg.optim.name == "adam" and cfg.batch_size == 4096 and cfg.optim.schedule.warmup_steps == 10_000
-        # The same start for all; of table 3, ImageNet alone is clipped (SPEC 2.1).
+        # All heads start with the same bias; in table 3, gradients are clipped only for ImageNet (SPEC 2.1).
         assert stage.model.head_bias == -10 and cfg.loss == "sigmoid"
         assert cfg.optim.clip == (1 if name == "vit_i1k" else 0)
         if not model.startswith("BiT"):
             width = WIDTHS[model.removeprefix("R50+")[0]]
             assert stage.model.dropout == dropout and stage.model.representation == stage.model.width == width
-        # What the line says that it costs; the paper's ResNets and one hybrid differ from their own formula (SPEC 2.8).
+        # The stated cost; the paper's ResNets and one hybrid differ from the paper's formula (SPEC 2.8).
         images = round(cfg.passes * cfg.data.samples)
         assert flops_an_image(model, 224) * images / 1e18 == pytest.approx(float(line[4]), rel=0.055)
 
 
 @pytest.mark.skipif(not SPEC.exists(), reason="the paper's tables are not here")
-def test_what_the_recipes_expect_is_what_the_paper_has():
-    """Numbers in a recipe's head against tables 5, 6 and 9 as SPEC.md has them."""
+def test_expected_results_in_recipes_are_those_of_the_paper():
+    """Compare the numbers in the heads of recipes with tables 5, 6 and 9 in SPEC.md."""
     spec = SPEC.read_text()
     rows = re.findall(r"^\| (\S+) \| (\d+) \| ((?:[\d.]+ \| ){6})(\d+) \|", spec, re.M)
     table_6 = {}
@@ -143,7 +143,7 @@ def test_what_the_recipes_expect_is_what_the_paper_has():
         assert [row[column] for row in told] == accuracies and mean in text
 
 
-def test_every_campaign_of_the_paper_clips_where_the_paper_does():
+def test_recipes_clip_gradients_as_the_paper_does():
     """Pretraining by table 3, on ImageNet alone (SPEC 2.1, 2.6 of vit_s16); fine-tuning by table 4, always."""
     clips = {"vit_h14_jft300m": 0, "vit_l16_i21k": 0, "vit_b16_masked": 0, "vit_b16_i1k": 1, "vit_s16_i1k": 1}
     for name, clip in clips.items():
@@ -154,7 +154,7 @@ def test_every_campaign_of_the_paper_clips_where_the_paper_does():
 
 
 @pytest.mark.parametrize("name", TABLE_4)
-def test_table_4_is_a_grid_on_a_held_out_part_and_three_runs_on_all_of_it(name):
+def test_table_4_recipes_have_a_grid_on_held_out_data_and_three_runs(name):
     steps, rates, share, classes = TABLE_4[name]
     loaded = load(f"transfer/{name}", [])
     parts = loaded.stage("parts").config.sets
@@ -196,7 +196,7 @@ def test_vtab_is_19_tasks_in_three_groups_by_the_table_of_tasks():
 
 @cache
 def documented() -> frozenset[str]:
-    """The sets that the commands of the documents write; those of one task of VTAB stand for those of all."""
+    """Return the data sets written by documented commands; one VTAB task represents all of them."""
     places = set()
     for page in ("data-sets", "vtab", "subsets"):
         text = (DOCS / f"{page}.md").read_text()
@@ -212,13 +212,13 @@ def documented() -> frozenset[str]:
 
 
 @pytest.mark.parametrize("name", [*(f"transfer/{name}" for name in (*TABLE_4, "vtab")), "vit_l16_i21k"])
-def test_every_set_that_a_recipe_reads_is_written_by_a_command_of_the_documents(name):
+def test_every_data_set_of_a_recipe_has_a_documented_command(name):
     read = set(re.findall(r"\bshards/[\w/-]+", (RECIPES / f"{name}.yaml").read_text()))
     assert read and read <= documented(), sorted(read - documented())
 
 
 @pytest.mark.parametrize("name", [*TABLE_4, "vtab"])
-def test_a_run_costs_what_the_recipe_says(name):
+def test_the_cost_of_a_run_is_that_in_the_recipe(name):
     text = (RECIPES / "transfer" / f"{name}.yaml").read_text()
     line = re.search(r"^# exaFLOPs a run, .*: (B/32.*)\.$", text, re.M)
     steps = re.search(r"^  steps: (\d+)$", text, re.M)
@@ -230,23 +230,23 @@ def test_a_run_costs_what_the_recipe_says(name):
 
 
 @pytest.mark.parametrize("name", ["transfer/imagenet", "vit_b16_i1k", "vit_l16_i21k", "vit_h14_jft300m"])
-def test_what_is_fine_tuned_on_imagenet_is_judged_by_real_as_its_table_is(name):
+def test_imagenet_fine_tuning_is_evaluated_with_real_labels_as_in_its_table(name):
     loaded = load(name, [])
     finetuned = []
     for stage in loaded.stages:
-        # Without the pretraining, which may be on ImageNet too, and the grid on a part of it.
+        # Exclude pretraining, which may also be on ImageNet, and the grid on a part of it.
         if stage.kind.name == "finetune" and stage.config.data.evaluate == "shards/imagenet1k/validation":
             finetuned.append(stage)
     judged = [stage for stage in loaded.stages if stage.kind.name == "evaluate" and "real" in stage.config.sets]
     assert {stage.config.init for stage in judged} == {f"@{stage.name}" for stage in finetuned}
     for stage in judged:
         assert (stage.config.sets["real"].test, stage.config.protocols) == ("shards/imagenet1k/real", ("real",))
-        # Of the same pixels as its accuracy.
+        # With the same preprocessing as the accuracy.
         assert {stage.config.preprocess} == {parent.config.data.preprocess for parent in finetuned}
 
 
 def hyperrule(images: int, pixels: int) -> tuple[int, list[int], float, tuple[int, int]]:
-    """BiT-HyperRule by hand: warm-up, the steps of the staircase and its end, mixup, sides before and after a crop."""
+    """BiT-HyperRule computed by hand: warm-up, steps of the schedule, mixup, image sizes before and after the crop."""
     sides = (160, 128) if pixels < 96 * 96 else (512, 480)
     if images < 20_000:
         return 100, [200, 300, 400, 500], 0.0, sides
@@ -255,7 +255,7 @@ def hyperrule(images: int, pixels: int) -> tuple[int, list[int], float, tuple[in
     return 500, [6000, 12_000, 18_000, 20_000], 0.1, sides
 
 
-def test_bit_hyperrule_is_the_rule_for_every_set_of_its_head():
+def test_bit_hyperrule_has_the_published_settings_for_each_data_set():
     text = (RECIPES / "transfer" / "bit_hyperrule.yaml").read_text()
     lines = re.findall(r"^# (\w+) +([\d,]+)  ([\d.]+)(.*)$", text, re.M)
     assert [line[0] for line in lines] == ["imagenet", "cifar10", "cifar100", "pets", "flowers102"]

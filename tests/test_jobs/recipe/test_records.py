@@ -1,4 +1,4 @@
-"""What stage.json records, and which changes since then are found by it."""
+"""The content of stage.json, and the changes that are detected with it."""
 
 import shutil
 from pathlib import Path
@@ -10,7 +10,7 @@ from tests.support import campaigns
 
 
 def started(recipe: Path) -> tuple[Campaign, Path]:
-    """Leave the stage.json of a pretraining that was started."""
+    """Write the stage.json of a started pretraining."""
     loaded = campaigns.load(recipe, [])
     folder = loaded.directory(loaded.stage("pretrain"))
     folder.mkdir(parents=True)
@@ -18,7 +18,7 @@ def started(recipe: Path) -> tuple[Campaign, Path]:
     return loaded, folder
 
 
-def test_a_record_has_the_model_in_place_of_the_recipes_section(recipe):
+def test_a_record_has_the_resolved_model_instead_of_the_recipes_section(recipe):
     fields = forbidden_fields(campaigns.load(recipe, []).stage("pretrain"))
     assert fields["model.width"] == 32
     assert "model" not in fields
@@ -26,7 +26,7 @@ def test_a_record_has_the_model_in_place_of_the_recipes_section(recipe):
     assert isinstance(fields["content of data.train"], str)
 
 
-def test_only_fields_that_a_resume_may_change_are_reported(recipe):
+def test_only_changed_fields_tagged_warn_are_reported(recipe):
     _, folder = started(recipe)
     loaded = campaigns.load(recipe, ["pretrain.data.evaluate=null", "pretrain.log_every=1"])
     changes = changed_warnings(folder, loaded.stage("pretrain"))
@@ -34,7 +34,7 @@ def test_only_fields_that_a_resume_may_change_are_reported(recipe):
     assert changed_warnings(folder.parent / "other", loaded.stage("pretrain")) == {}
 
 
-def test_a_set_counts_by_its_content(recipe, shards, tmp_path):
+def test_data_sets_are_compared_by_content(recipe, shards, tmp_path):
     copied = tmp_path / "copied"
     shutil.copytree(shards / "test", copied)
     _, folder = started(recipe)
@@ -52,7 +52,7 @@ def test_a_folder_without_a_checkpoint_is_not_half_done(recipe):
     assert half_done_folder(loaded, loaded.stage("pretrain")) is None
 
 
-def test_the_environment_names_the_versions_of_what_numbers_depend_on():
+def test_the_environment_has_the_versions_of_packages():
     import torch
 
     assert environment()["torch"] == torch.__version__.split("+")[0] or environment()["torch"] == torch.__version__

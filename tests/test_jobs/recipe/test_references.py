@@ -29,7 +29,7 @@ class ChooserConfig:
 
 
 class Chooser(StageKind):
-    """Determines one value for others, and reads nothing."""
+    """A kind of stage that determines one value for other stages and has no inputs."""
 
     name = "chooser"
     config = ChooserConfig
@@ -83,7 +83,7 @@ def finish(loaded: Campaign, **chosen: float) -> None:
     artifacts.write_record(folder / "done.json", {"key": chooser.key})
 
 
-def test_a_placeholder_stands_in_the_config_until_the_value_is_known(loaded):
+def test_the_config_has_a_placeholder_until_the_value_is_known(loaded):
     user = loaded.stage("user")
     assert user.config.rate == 0.5
     assert user.pending == ("rate",)
@@ -96,7 +96,7 @@ def test_a_stage_comes_after_the_stage_that_determines_its_value(loaded):
     assert waiting_for(loaded, loaded.stage("chooser")) == [loaded.stage("user")]
 
 
-def test_the_value_replaces_the_placeholder_and_the_key_stays(loaded):
+def test_the_value_replaces_the_placeholder_and_the_key_does_not_change(loaded):
     finish(loaded, rate=0.25)
     after = with_values(loaded)
     user = after.stage("user")
@@ -108,7 +108,7 @@ def test_the_value_replaces_the_placeholder_and_the_key_stays(loaded):
     assert "chosen" not in stage_record(loaded.stage("user"))
 
 
-def test_a_recipe_that_is_loaded_later_has_the_value(loaded, tmp_path):
+def test_a_recipe_loaded_later_has_the_value(loaded, tmp_path):
     finish(loaded, rate=0.25)
     assert load(tmp_path).stage("user").config.rate == 0.25
 
@@ -118,13 +118,15 @@ def test_without_a_value_the_field_stays_pending(loaded):
     assert with_values(loaded).stage("user").pending == ("rate",)
 
 
-def test_a_stage_that_was_run_with_another_value_is_refused(loaded):
+def test_a_stage_that_ran_with_another_value_is_refused(loaded):
     finish(loaded, rate=0.25)
     user = with_values(loaded).stage("user")
     folder = loaded.directory(user)
     folder.mkdir()
     artifacts.write_record(folder / "stage.json", {**stage_record(user), "chosen": {"rate": 0.5}})
-    with pytest.raises(DataError, match=r"was run with other values than chooser has chosen: rate: 0\.5 → 0\.25"):
+    with pytest.raises(
+        DataError, match=r"ran with values that differ from the current choice of chooser: rate: 0\.5 → 0\.25"
+    ):
         with_values(loaded)
 
 
@@ -134,12 +136,12 @@ def test_the_key_depends_on_the_stage_that_determines_the_value(loaded, tmp_path
     assert other.stage("user").key != loaded.stage("user").key
 
 
-def test_a_value_that_the_stage_does_not_determine_is_refused(loaded, tmp_path):
+def test_a_reference_to_an_unknown_value_is_refused(loaded, tmp_path):
     with pytest.raises(ConfigError, match=r"user\.rate is @chooser/rat: chooser determines no 'rat'; did you mean"):
         load(tmp_path, "user.rate='@chooser/rat'")
 
 
-def test_other_texts_with_an_at_sign_stay_what_they_are(loaded, tmp_path):
+def test_other_strings_with_an_at_sign_are_unchanged(loaded, tmp_path):
     assert loaded.stage("user").config.title == "@home"
     user = load(tmp_path, "user.more.handle='@nobody/here'").stage("user")
     assert user.config.more == {"handle": "@nobody/here"}
@@ -163,7 +165,7 @@ class Config:
     sets: dict[str, Optim] = field(default_factory=dict)
 
 
-def test_a_field_of_a_config_is_read_and_changed_by_its_path():
+def test_fields_of_a_config_are_read_and_changed_by_path():
     config = Config(sets={"a.b": Optim(2.0)})
     assert value_at(config, ["optim", "lr"]) == 0.1
     assert value_at(config, ["sets", "a", "b", "lr"]) == 2.0, "the name of a set may have dots"
@@ -172,18 +174,18 @@ def test_a_field_of_a_config_is_read_and_changed_by_its_path():
     assert config.sets["a.b"].lr == 2.0
 
 
-def test_a_changed_config_is_checked_again():
+def test_a_changed_config_is_validated_again():
     with pytest.raises(ConfigError, match="not positive"):
         with_field(Config(), ["optim", "lr"], -1.0)
 
 
-def test_references_are_texts_that_name_a_part_of_a_stage_outside_of_inputs():
+def test_references_are_found_outside_of_input_fields():
     section = {"optim": {"lr": "@grid/optim.lr"}, "init": "@resize", "data": {"train": "@shards/train"}, "steps": 3}
     inputs = ("data.train", "data.mixture.*.train")
     assert list(references_in(section, inputs)) == [("optim.lr", "@grid/optim.lr")]
 
 
-def test_values_take_the_place_of_references_in_a_copy():
+def test_values_replace_references_in_a_copy():
     section = {"optim": {"lr": "@grid/optim.lr", "name": "sgd"}, "steps": 3}
     assert filled(section, {"optim.lr": 0.01}) == {"optim": {"lr": 0.01, "name": "sgd"}, "steps": 3}
     assert section["optim"] == {"lr": "@grid/optim.lr", "name": "sgd"}

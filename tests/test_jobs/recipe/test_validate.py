@@ -1,4 +1,4 @@
-"""Checks of stages: which come first, what stops at which, and how an error refuses a run."""
+"""Checks of stages: their order, the stop at the first error, and errors of missing inputs."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +11,7 @@ from jobs.resolved_recipe import INPUTS, Available, CheckResult, Stage
 from tests.support import campaigns
 
 
-def test_a_result_before_an_error_is_kept_and_those_after_it_are_not_made(recipe):
+def test_checks_stop_at_the_first_error_and_keep_earlier_results(recipe):
     loaded = campaigns.load(recipe, [])
 
     def checks(stage: Stage, available: Available) -> Iterator[CheckResult]:
@@ -44,7 +44,7 @@ def test_a_stage_is_checked_by_the_stages_that_read_it(recipe):
 
 
 @pytest.mark.quick
-def test_missing_inputs_are_refused_first_and_together():
+def test_missing_inputs_are_reported_first_in_one_error():
     results = [
         CheckResult("WARN", "x", "a warning"),
         CheckResult.of(ConfigError("a wrong config"), "x"),
@@ -58,7 +58,7 @@ def test_missing_inputs_are_refused_first_and_together():
     refuse(results[:1])
 
 
-def test_all_missing_inputs_of_a_recipe_are_found(recipe: Path):
+def test_all_missing_inputs_of_a_recipe_are_reported(recipe: Path):
     loaded = campaigns.load(recipe, ["pretrain.data.train=/nowhere", "fewshot.init=/neither"])
     failures = [result for result in validate_all(loaded, loaded.stages) if result.level == "FAIL"]
     assert [failure.text.partition(":")[0] for failure in failures] == ["pretrain.data.train", "fewshot.init"]

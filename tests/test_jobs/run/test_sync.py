@@ -282,8 +282,8 @@ def test_run_is_taken_over_from_a_driver_with_a_dead_link_which_then_ends_with_7
         began = time.monotonic()
         told = network["h1"].run(f"python -m jobs status {run}")
         print(f"load {os.getloadavg()[0]:.0f}: status took {time.monotonic() - began:.1f} s: {told}")
-        assert "end  stopped without a word: process " in told and " on h0, started 20" in told
-        assert "by that machine's clock; to go on type: python -m jobs run " in told
+        assert "end  ended unexpectedly: process " in told and " on h0, started 20" in told
+        assert "(that machine's clock); to resume, type python -m jobs run " in told
         second = drive("h1")
         wait_for(log_of("h1"), "taking the run over: no sign of life from process ")
         wait_for(log_of("h1"), "attempt 2: resumed from step ")

@@ -1,4 +1,4 @@
-"""The stage and the command `evaluate`: any weights on any sets, the same document on any number of workers."""
+"""The evaluate stage and command: own and foreign weights, and equal results for any number of workers."""
 
 import hashlib
 import json
@@ -44,7 +44,7 @@ LOCAL = ("cluster.backend=processes", "micro_batch=32")
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Named digits, two sets of them, and random weights whose head is called alike, in one folder; read-only."""
+    """Return a read-only folder with two data sets of named digits, and random weights with the same class names."""
     folder = tmp_path_factory.mktemp("evaluate")
     for name in ("train", "test"):
         pack(digits(name == "train", image_size=16), folder / name, name=name, shard_samples=100, names=DIGITS)
@@ -56,7 +56,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def judged(world: Path, output: Path, *words: str, weights: str = "weights") -> dict[str, Any]:
-    """The document of the command."""
+    """Run the command and return evaluation.json."""
     arguments = ["evaluate", str(world / weights), str(world / "test"), *LOCAL, "--output", str(output), *words]
     assert main(arguments) == 0
     return json.loads((output / "evaluation.json").read_text())
@@ -70,7 +70,7 @@ def all_protocols(world: Path) -> list[str]:
 
 
 def outputs(world: Path, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Features, logits and labels of a set, all of it in one batch."""
+    """Return the features, logits and labels of a data set, computed in one batch."""
     model = models.load(world / "weights")
     index = load_index(world / name)
     (batch,) = EvaluationSet(index, "resize(16)", batch_size=index.samples)
@@ -86,8 +86,10 @@ def values(document: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
-def test_two_workers_judge_every_sample_once(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The command on two gloo workers against all images at once; status shows what came out."""
+def test_two_workers_evaluate_every_sample_once(
+    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Compare two gloo workers with one batch of all images; `status` shows the results."""
     document = judged(world, tmp_path, "cluster.workers=2", *all_protocols(world))
     features, logits, labels = outputs(world, "test")
     found = values(document)
@@ -128,7 +130,7 @@ def test_two_workers_judge_every_sample_once(world: Path, tmp_path: Path, capsys
 
 
 @pytest.mark.slow
-def test_the_document_is_the_same_to_the_byte_at_1_2_and_4_workers(world: Path, tmp_path: Path) -> None:
+def test_evaluation_json_is_identical_for_1_2_and_4_workers(world: Path, tmp_path: Path) -> None:
     texts = set()
     for workers in (1, 2, 4):
         judged(world, tmp_path / str(workers), f"cluster.workers={workers}", *all_protocols(world))
@@ -138,7 +140,7 @@ def test_the_document_is_the_same_to_the_byte_at_1_2_and_4_workers(world: Path, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("format", ["npz", "timm", "hf"])
-def test_weights_of_others_are_judged_as_ours(format: str, world: Path, tmp_path: Path) -> None:
+def test_foreign_weights_get_the_same_results_as_ours(format: str, world: Path, tmp_path: Path) -> None:
     theirs = "theirs.npz" if format == "npz" else format
     assert main(["export", str(world / "weights"), str(tmp_path / theirs), "--format", format]) == 0
     ours = judged(world, tmp_path / "ours")
@@ -149,8 +151,8 @@ def test_weights_of_others_are_judged_as_ours(format: str, world: Path, tmp_path
 
 
 @pytest.mark.slow
-def test_a_set_that_cannot_be_read_is_named(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A byte of the last shard is wrong, which worker 1 reads."""
+def test_an_unreadable_data_set_is_named(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Worker 1 reads the last shard, which has a wrong byte."""
     shutil.copytree(world / "test", tmp_path / "test")
     shard = max((tmp_path / "test").glob("*.tar"))
     flipped = bytearray(shard.read_bytes())
@@ -165,7 +167,7 @@ def test_a_set_that_cannot_be_read_is_named(world: Path, tmp_path: Path, capsys:
 
 
 @pytest.mark.slow
-def test_all_workers_hear_of_what_becomes_of_rank_0s_work(tmp_path: Path) -> None:
+def test_all_workers_receive_rank_0s_result_or_error(tmp_path: Path) -> None:
     cluster = ClusterConfig(workers=2, backend="processes")
     task = {"folder": str(tmp_path)}
     rank_0, rank_1 = run_worker_group(ranks.hear_of_rank_0, task, cluster=cluster, name="alone", directory=tmp_path)
@@ -177,11 +179,11 @@ def test_all_workers_hear_of_what_becomes_of_rank_0s_work(tmp_path: Path) -> Non
     assert rank_1 == ["None", failed, stopped]
 
 
-# ------------------------------------------------------------------------------------------------ what is run
+# ------------------------------------------------------------------------------------------------ requests
 
 
 class Workers:
-    """Stands for the worker group: remembers what it is asked, and answers with the question's own name."""
+    """A fake worker group that records requests and returns their names as results."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str]] = []
@@ -212,7 +214,7 @@ class Workers:
         return {"results": results}
 
 
-def test_a_changed_set_or_protocol_runs_only_what_changed(
+def test_only_a_changed_data_set_or_protocol_is_evaluated_again(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     workers = Workers()
@@ -225,7 +227,7 @@ def test_a_changed_set_or_protocol_runs_only_what_changed(
     document = judged(world, tmp_path, "--protocol", "knn", "--protocol", "linear", "--protocol", "top-1", train)
     assert workers.asked[2:] == [("test", "linear")]
     assert [result["protocol"]["name"] for result in document["results"]] == ["knn", "linear", "top-1"]
-    assert "test knn carried over from evaluate-" in capsys.readouterr().out
+    assert "test knn reused from evaluate-" in capsys.readouterr().out
     judged(world, tmp_path, "--protocol", "knn", train, "knn.k=[5]")
     assert workers.asked[3:] == [("test", "knn")], "another k is another protocol"
     judged(world, tmp_path, str(world / "train"), "--protocol", "top-1")
@@ -241,7 +243,7 @@ def test_a_changed_set_or_protocol_runs_only_what_changed(
     assert workers.asked[6:] == [("test", "top-1")], "other weights"
 
 
-def test_an_answer_from_before_a_correction_is_not_carried_over(
+def test_results_from_before_a_correction_are_not_reused(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workers = Workers()
@@ -255,7 +257,7 @@ def test_an_answer_from_before_a_correction_is_not_carried_over(
     assert document["results"][0]["protocol"]["fields"]["corrected"] == {"resize_small": 1}
 
 
-def test_workers_are_told_the_leaked_samples_of_each_set(
+def test_workers_receive_the_leaked_samples_of_each_data_set(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workers = Workers()
@@ -278,7 +280,7 @@ def test_workers_are_told_the_leaked_samples_of_each_set(
 
 
 def trained(folder: Path, world: Path, inputs: dict[str, str]) -> Path:
-    """The weights of the world as a stage leaves them that was trained on these inputs."""
+    """Write the weights of `world` as the output of a stage with these training inputs."""
     shutil.copytree(world / "weights", folder)
     recorded: dict[str, dict[str, str | None]] = {}
     for field, path in inputs.items():
@@ -297,14 +299,14 @@ def trained(folder: Path, world: Path, inputs: dict[str, str]) -> Path:
 @pytest.mark.parametrize(
     "compared", [["train"], ["other"], ["train", "pretrain"], ["train", "pretrain", "extra", "other"]]
 )
-def test_a_leak_verdict_names_what_was_compared_and_what_was_not(
+def test_leaks_list_which_training_sets_were_compared(
     compared: list[str],
     world: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Weights whose chain holds three training sets, one of a mixture, and a protocol with a fourth."""
+    """The weights were trained on three data sets, one from a mixture; the protocol learns from a fourth."""
     sets = {"train": world / "train", "test": world / "test"}
     for number, name in enumerate(("pretrain", "extra", "finetune", "other")):
         sets[name] = tmp_path / name
@@ -335,14 +337,14 @@ def test_a_leak_verdict_names_what_was_compared_and_what_was_not(
         assert (f"{sets[name]} ({digest[name][:8]}) not checked" in said) == (name not in compared)
     for name in compared:
         assert digest[name][:8] in said
-    # What was compared with none of the sets that anything was learned from has no value "without leaks".
+    # If none of the training sets was compared, there is no value without leaks.
     assert ("50.00% without 3 shared with" in said) == (compared != ["other"])
 
 
-def test_what_was_trained_on_goes_by_digests_and_not_by_paths(
+def test_training_sets_are_identified_by_digest_not_path(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A set and weights that were replaced at their paths are not the old ones; a subset is known by its set."""
+    """Replaced data sets and weights are different inputs; a subset is identified by its parent."""
     monkeypatch.setattr(stage, "supervise", Workers())
     images = list(digits(True, image_size=16))
     for name, first in (("old", 0), ("new", 40)):
@@ -360,7 +362,7 @@ def test_what_was_trained_on_goes_by_digests_and_not_by_paths(
         "pairs": [],
     }
     (tmp_path / "leaks.json").write_text(seal(leaks))
-    # Another set at the same path, which is the one that was compared.
+    # Another data set at the same path: the one that was compared.
     shutil.rmtree(tmp_path / "set")
     shutil.copytree(tmp_path / "new", tmp_path / "set")
     shutil.rmtree(tmp_path / "part")
@@ -369,7 +371,7 @@ def test_what_was_trained_on_goes_by_digests_and_not_by_paths(
     assert [one["digest"] for one in verdict["not_checked"]] == [digest["old"]]
     assert [one["digest"] for one in verdict["checked"]] == [digest["part"]] == [part.digest]
 
-    # Other weights in the place of those that the second stage has started from: their sets are not its sets.
+    # Other weights at the path of the initial weights: their training sets are not those of the stage.
     with open(first / "weights.safetensors", "r+b") as file:
         file.seek(-1, 2)
         file.write(b"\x01")
@@ -379,7 +381,7 @@ def test_what_was_trained_on_goes_by_digests_and_not_by_paths(
     assert ([one["digest"] for one in sets], unknown) == ([digest["old"]], str(first))
 
 
-def test_weights_are_judged_on_the_pixels_that_are_recorded_with_them(
+def test_weights_are_evaluated_with_their_recorded_preprocessing(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(stage, "supervise", Workers())
@@ -390,23 +392,28 @@ def test_weights_are_judged_on_the_pixels_that_are_recorded_with_them(
     squash = "resize((16, 16))"
     other = "resize(16, antialias=True)"
     cases = [
-        (world, [], squash, f"images by {squash}, the squash: nothing is recorded with the weights"),
-        (tmp_path, [], ops, f"images by {ops}, as recorded with the weights"),
+        (
+            world,
+            [],
+            squash,
+            f"preprocessing {squash} (the default, because the weights have no recorded preprocessing)",
+        ),
+        (tmp_path, [], ops, f"preprocessing {ops} (recorded with the weights)"),
         (
             tmp_path,
             [f"preprocess={other}"],
             other,
-            f"images by {other}, as preprocess says; otherwise {ops}, as recorded with the weights",
+            f"preprocessing {other} (from the recipe, instead of {ops}, recorded with the weights)",
         ),
     ]
-    # One folder: without the record among what its key is of, the second would be taken for finished.
+    # Both runs use one folder: the recorded preprocessing must be in the key, or the second would be skipped.
     for home, words, expected, line in cases:
         document = judged(world, tmp_path / "out", *words, weights=str(home / "weights"))
         assert document["results"][0]["protocol"]["fields"]["preprocess"] == expected
         assert f"evaluate: {line}\n" in capsys.readouterr().out
 
 
-def test_weights_without_a_record_and_a_set_that_they_were_trained_on_are_named(
+def test_unknown_training_data_and_overlapping_test_sets_are_reported(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(stage, "supervise", Workers())
@@ -421,7 +428,7 @@ def test_weights_without_a_record_and_a_set_that_they_were_trained_on_are_named(
     assert "the weights were trained on this set; not checked" in capsys.readouterr().out
 
 
-def test_what_cannot_be_judged_is_refused_before_a_worker_starts(
+def test_invalid_evaluations_are_refused_before_workers_start(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(stage, "supervise", Workers())
@@ -436,7 +443,7 @@ def test_what_cannot_be_judged_is_refused_before_a_worker_starts(
     (tmp_path / "leaks.json").write_text(seal(leaks))
     weights, test, train = str(world / "weights"), str(world / "test"), str(world / "train")
     cases: list[tuple[list[str], int, str]] = [
-        ([weights, "micro_batch=3"], 64, "no set to evaluate on"),
+        ([weights, "micro_batch=3"], 64, "no data set to evaluate on"),
         ([weights, test, "--protocol", "top1"], 64, "no such protocol; did you mean 'top-1'?"),
         ([weights, test, "--protocol", "knn"], 78, "sets.test.train is missing: knn learn"),
         ([weights, str(tmp_path / "swapped")], 65, f"class 3 is '{DIGITS[3]}' and '{DIGITS[4]}'"),
@@ -444,7 +451,7 @@ def test_what_cannot_be_judged_is_refused_before_a_worker_starts(
         (
             [weights, test, f"train={copied}", "--protocol", "knn"],
             65,
-            f"test {test} and train {copied} are the same set",
+            f"test {test} and train {copied} are the same data set",
         ),
         ([str(tmp_path / "few"), test], 65, "has 10 classes, the weights 3: they know no 3, 4, 5, 6, 7"),
         ([str(tmp_path / "few"), test, "--protocol", "top-5"], 78, "top-5 needs 5 classes, the weights have 3"),
@@ -458,13 +465,13 @@ def test_what_cannot_be_judged_is_refused_before_a_worker_starts(
         assert main(["evaluate", *words, "--output", str(tmp_path / "out"), "cluster.backend=processes"]) == code
         said = capsys.readouterr().err
         assert message in said, f"{words}: {said}"
-    # What has no head, or other classes, may be judged by its features.
+    # Weights without a head, or with other classes, can be evaluated by their features.
     words = [str(tmp_path / "headless"), test, f"train={train}", "--protocol", "knn", "--output", str(tmp_path / "out")]
     assert main(["evaluate", *words]) == 0
 
 
-def test_the_command_reads_the_weights_once_for_their_key(world: Path, tmp_path: Path, monkeypatch) -> None:
-    """On a machine of two workers: what they are to be is known only when the weights have been read."""
+def test_the_command_reads_the_weights_once_for_the_key(world: Path, tmp_path: Path, monkeypatch) -> None:
+    """On a machine with two workers; the command must not read the weights again to start them."""
     read: list[str] = []
     digest_of = any_weights.digest_of
 
@@ -485,7 +492,7 @@ def test_the_command_reads_the_weights_once_for_their_key(world: Path, tmp_path:
     assert (cluster.workers, cluster.max_restarts, cluster.backend) == (2, 7, "processes")
 
 
-def test_weights_of_others_say_which_model_and_classes_they_are(world: Path, tmp_path: Path) -> None:
+def test_foreign_weights_have_their_model_and_class_names(world: Path, tmp_path: Path) -> None:
     if not GOLDEN.exists():
         pytest.skip("golden data is absent: ../shared/golden")
     keys = set()
@@ -502,7 +509,7 @@ def test_weights_of_others_say_which_model_and_classes_they_are(world: Path, tmp
 
 
 @pytest.mark.parametrize("format", ["timm", "hf"])
-def test_weights_that_take_other_pixels_are_refused(
+def test_weights_with_incompatible_pixel_values_are_refused(
     format: str, world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     theirs = tmp_path / format

@@ -1,4 +1,4 @@
-"""Every family of models goes through every kind of stage: planned, trained, resized, fine-tuned and evaluated."""
+"""Every model family works in every kind of stage: plan, pretrain, resize, fine-tune and evaluate."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from jobs.commands.campaigns import RECIPES
 from pipeline import artifacts
 from tests.support.campaigns import load
 
-# name, fields of its own, and the width of what enters its head
+# name, additional fields, and the input width of its head
 FAMILIES = {
     "vit": ("mu/8", "representation: 24", 32),
     "hybrid": ("R+mu/16", "stem_width: 32, representation: 24", 32),
@@ -55,7 +55,7 @@ fewshot: {{init: "@pretrain", probe: {{train: "@shards/test", test: "@parts/few"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_is_planned_and_trained_by_every_stage(family: str, tmp_path: Path) -> None:
+def test_every_stage_works_with_every_model_family(family: str, tmp_path: Path) -> None:
     name, fields, width = FAMILIES[family]
     objective = "masked" if family == "masked" else "classification"
     recipe = tmp_path / "family.yaml"
@@ -66,18 +66,18 @@ def test_every_family_is_planned_and_trained_by_every_stage(family: str, tmp_pat
     for stage in loaded.stages:
         assert loaded.done(stage) is not None, stage.name
 
-    # As many classes as before: the head is new all the same, one layer without another before it.
+    # The head is new although the number of classes is the same: a single layer.
     before = load_file(loaded.directory(loaded.stage("resize")) / "weights.safetensors")
     after = load_file(loaded.directory(loaded.stage("finetune")) / "weights.safetensors")
     assert {key for key in after if key.startswith(("head.", "pre_logits."))} == {"head.weight", "head.bias"}
     assert after["head.weight"].shape == (10, width)
-    # The first update has a learning rate of 0 and the second 0.03: what was pretrained has hardly moved.
+    # The learning rate is 0 in the first update and 0.03 in the second: pretrained weights hardly change.
     stem = {"vit": "", "masked": "vit."}.get(family, "")
     kept = [key for key in after if not key.startswith("head.") and f"{stem}{key}" in before]
     assert len(kept) == len(after) - 2
     for key in kept:
         assert torch.allclose(after[key], before[f"{stem}{key}"], atol=0.05), key
-    # Two steps of SGD from zeros: a head that was kept would be as far from zero as pretraining left it.
+    # After two SGD steps a new head is still close to zero; a kept head would not be.
     assert after["head.weight"].abs().max() < 0.2
     accuracy = artifacts.read_done(loaded.directory(loaded.stage("evaluate")))["metrics"]["top-1"]
     assert 0 <= accuracy <= 1 and accuracy == pytest.approx(round(accuracy * 50) / 50)
@@ -85,8 +85,8 @@ def test_every_family_is_planned_and_trained_by_every_stage(family: str, tmp_pat
 
 @pytest.mark.parametrize("name", ["cifar10", "imagenet", "vtab", "bit_hyperrule"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_transfer_recipes_take_weights_of_every_family(family: str, name: str, tmp_path: Path) -> None:
-    """A recipe says dropout: 0.0 for ViTs whose weights say 0.1; a ResNet, which has none, takes the same recipe."""
+def test_transfer_recipes_work_with_every_model_family(family: str, name: str, tmp_path: Path) -> None:
+    """`dropout: 0.0` in a recipe overrides the ViT's 0.1 and is accepted for ResNets, which have no dropout."""
     fields = {"units": (1, 1), "width": 32} if family == "bit" else {"depth": 1}
     model = models.build(FAMILIES[family][0], 384, 10, **fields)
     models.save_weights(model.state_dict(), tmp_path, model.config)

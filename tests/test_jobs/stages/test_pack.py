@@ -1,4 +1,4 @@
-"""The pack stage, after it has finished: what it says of a source that holds something else now."""
+"""Warnings of a finished pack stage whose source folder has changed."""
 
 import errno
 import os
@@ -31,7 +31,7 @@ pretrain:
 
 
 @pytest.mark.quick
-def test_images_that_came_or_went_after_packing_are_said(
+def test_images_added_after_packing_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     samples = list(digits(train=False, image_size=16))[:5]
@@ -45,27 +45,29 @@ def test_images_that_came_or_went_after_packing_are_said(
     assert main(["run", str(recipe)]) == 0
     assert main(["run", str(recipe)]) == 0
     later = time.time() + 10
-    os.utime(tmp_path / "images" / "class0", (later, later))  # a change that leaves the same number of images
+    os.utime(tmp_path / "images" / "class0", (later, later))  # a change without a new image
     assert main(["run", str(recipe)]) == 0
-    assert "when it was packed" not in capsys.readouterr().out
+    assert "was packed" not in capsys.readouterr().out
 
     (tmp_path / "images" / "class0" / "new.png").write_bytes(samples[4].image)
     for command in ("plan", "run"):
         assert main([command, str(recipe)]) == 0
-        said = capsys.readouterr().out
-        assert f"{tmp_path}/images holds 6 images, and held 5 when it was packed: train stays as it is" in said
+        out = capsys.readouterr().out
+        assert f"{tmp_path}/images has 6 images now, but had 5 when train was packed; train is not packed again" in out
 
-    # A source that cannot be read any more, as on a file server that has gone, stops nothing of what was packed.
+    # An unreadable source, for example on a lost file server, does not matter after packing.
     def stale(*args: object) -> None:
         raise OSError(errno.ESTALE, "Stale file handle")
 
     monkeypatch.setattr("jobs.stages.pack.images_below", stale)
     assert main(["run", str(recipe)]) == 0
-    assert "when it was packed" not in capsys.readouterr().out
+    assert "was packed" not in capsys.readouterr().out
 
 
 @pytest.mark.quick
-def test_a_set_packed_before_the_time_was_recorded_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_done_json_without_the_time_of_packing_is_readable(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     image = next(iter(digits(train=False, image_size=16))).image
     path = tmp_path / "images" / "class0" / "0.png"
     path.parent.mkdir(parents=True)
@@ -81,13 +83,11 @@ def test_a_set_packed_before_the_time_was_recorded_is_read(tmp_path: Path, capsy
     later = time.time() + 10
     os.utime(path.parent, (later, later))
     assert main(["run", str(recipe)]) == 0
-    assert "holds 2 images, and held 1 when it was packed" in capsys.readouterr().out
+    assert "has 2 images now, but had 1 when train was packed" in capsys.readouterr().out
 
 
 @pytest.mark.quick
-def test_classes_of_a_part_of_a_set_are_known_before_anything_is_packed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_classes_of_a_subset_are_known_before_packing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number, sample in enumerate(islice(digits(train=False, image_size=16), 9)):
         path = tmp_path / "images" / f"class{number % 3}" / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Resized weights: the position embeddings of the golden transfer, everything else as it was."""
+"""Resized weights have the golden position embeddings; all other tensors are unchanged."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def test_only_position_embeddings_change_with_the_image_size(tmp_path: Path) -> 
     assert outcome["resized"] == 1
     state = before.state_dict()
     (position,) = [name for name in state if state[name].shape != weights[name].shape]
-    # A token for the class, and 2 × 4 patches in place of 2 × 2.
+    # The class token, and 2 × 4 patches instead of 2 × 2.
     assert weights[position].shape[-2] == 1 + 2 * 4
     for name, tensor in weights.items():
         if name != position:

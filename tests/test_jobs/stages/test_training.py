@@ -1,4 +1,4 @@
-"""Extras of the stages that train: which are there, what they add, and what workers are told of them."""
+"""Extras of training stages: loading, recipe keys, hooks and companions."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,14 +37,14 @@ class Thin(TrainingExtra):
     hook = "pipeline.thin:Thin"
 
 
-def test_an_extra_whose_module_is_gone_is_left_out_and_a_broken_one_is_not() -> None:
+def test_a_deleted_extra_is_skipped_but_a_broken_one_is_an_error() -> None:
     loaded = load_extras("jobs.extras.gone:Extra", "jobs.extras.gone.too:Extra", "jobs.extras.best:Best")
     assert [type(extra).__name__ for extra in loaded] == ["Best"]
     with pytest.raises(AttributeError):
         load_extras("jobs.extras.best:Nothing")
 
 
-def test_kinds_have_the_keys_of_their_extras_and_defaults_of_their_own() -> None:
+def test_kinds_have_the_keys_of_their_extras_and_their_own_defaults() -> None:
     plain = Finetune()
     assert plain.config is TrainConfig
     kind = Finetune([Kept(), Thin()])
@@ -54,7 +54,7 @@ def test_kinds_have_the_keys_of_their_extras_and_defaults_of_their_own() -> None
     assert Pretrain([Kept()]).defaults.passes == 7  # type: ignore[union-attr]
 
 
-def test_workers_load_the_hooks_of_the_keys_in_use() -> None:
+def test_workers_load_the_hooks_of_used_keys() -> None:
     kind = Pretrain([Kept(), Thin()])
     unused = kind.config(steps=10)
     used: Any = kind.config(steps=10, evaluate_every=5, kept="accuracy")  # type: ignore[call-arg]
@@ -66,7 +66,7 @@ def test_workers_load_the_hooks_of_the_keys_in_use() -> None:
         assert hooks == expected
 
 
-def test_companions_work_during_an_attempt_and_end_with_it() -> None:
+def test_companions_run_during_an_attempt_and_end_with_it() -> None:
     events: list[str] = []
 
     class Companion:

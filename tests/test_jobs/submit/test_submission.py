@@ -296,9 +296,9 @@ class Head:
     [
         ("silent", 69, "the cluster's head at http://head:8265 has not answered for "),
         ("forgets", 69, "does not know job x-001: it was restarted"),
-        ("killed", 69, "job x-001 ended without a word: FAILED, exit code -9"),
-        ("shell", 69, "job x-001 ended without a word: FAILED, exit code 137"),
-        ("place", 69, "job x-001 ended without a word: FAILED, exit code None"),
+        ("killed", 69, "job x-001 ended without an exit code from Patchline: FAILED, exit code -9"),
+        ("shell", 69, "job x-001 ended without an exit code from Patchline: FAILED, exit code 137"),
+        ("place", 69, "job x-001 ended without an exit code from Patchline: FAILED, exit code None"),
         ("data", 65, ""),
     ],
 )
@@ -409,7 +409,7 @@ def test_submitted_recipe_from_any_folder_is_the_same_campaign(recipe, shards, t
     assert main(["submit", "mine.yaml", *words]) == 0
     here = load_campaign("mine.yaml", words, KINDS)
     changed = "pretrain.data.train, finetune.data.train, finetune.deepspeed, fewshot.probe.train, photos.sets.a.path"
-    assert capsys.readouterr().out == f"relative paths are taken from {home}: {changed}\n"
+    assert capsys.readouterr().out == f"relative paths in the recipe are resolved against {home}: {changed}\n"
 
     # On the cluster's head: another folder, another environment, and only the shipped files.
     run, command, environment = asked[0]
@@ -431,7 +431,7 @@ def test_submitted_recipe_from_any_folder_is_the_same_campaign(recipe, shards, t
             assert there.stage(stage.name).key == stage.key
     monkeypatch.setenv("WEB", "https://me:hunter2@host/train")
     secret = ["pretrain.optim.lr=1", "finetune.data.cache.directory=${oc.env:WEB}", "run=/runs/x"]
-    with pytest.raises(ConfigError, match=r"mine\.yaml holds what looks like a secret: "):
+    with pytest.raises(ConfigError, match=r"mine\.yaml seems to contain a secret: "):
         portable(read_recipe(home / "mine.yaml", secret), str(here.run), home, KINDS)
     assert main(["plan", "env:NOTHING"]) == 78
     assert "expected a recipe in the environment variable NOTHING, which is not set" in capsys.readouterr().err
@@ -473,4 +473,6 @@ def test_equivalent_command_submits_the_same_job(checkout, monkeypatch, capsys) 
 def test_logs_of_a_run_without_a_job_names_its_log_file(tmp_path, capsys):
     with Lease(Folder(tmp_path), print):
         assert main(["logs", str(tmp_path)]) == 64
-    assert f"{tmp_path} is no job of a cluster\n  what it prints is in its log: tail -f " in capsys.readouterr().err
+    assert (
+        f"{tmp_path} was not submitted to a cluster\n  to follow its output, type tail -f " in capsys.readouterr().err
+    )

@@ -154,7 +154,8 @@ def test_ops_that_a_library_has_not_are_refused_and_nothing_is_written(
     assert main([*arguments, "--preprocess", f"resize(({height}, {width}))"]) == 0
     assert main([*arguments[:2], str(tmp_path / "x"), "--format", format, "--preprocess", "resize(8)"]) == 64
     assert (
-        f"makes images of 8×8, nothing was written\n  expected the model's {height}×{width}" in capsys.readouterr().err
+        f"produces images of 8×8; nothing was written\n  expected the model's image size, {height}×{width}"
+        in capsys.readouterr().err
     )
 
 

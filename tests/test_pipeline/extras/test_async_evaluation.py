@@ -1,4 +1,4 @@
-"""The files and records of an asynchronous evaluation: which steps have an outcome, and what people see of it."""
+"""Files and records of asynchronous evaluations: recorded steps, and their log lines."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from pipeline.extras.async_evaluation import recorded, records, report_records
 pytestmark = pytest.mark.quick
 
 
-def test_a_step_has_an_outcome_until_an_attempt_takes_it_again(tmp_path: Path) -> None:
+def test_step_counts_as_recorded_until_an_attempt_repeats_it(tmp_path: Path) -> None:
     lines = [
         ("start", 0),
         ("step", 8),
@@ -34,7 +34,7 @@ def test_a_step_has_an_outcome_until_an_attempt_takes_it_again(tmp_path: Path) -
     assert recorded(tmp_path / "other") == set()
 
 
-def test_a_request_stays_until_it_is_answered_or_withdrawn(tmp_path: Path) -> None:
+def test_request_remains_until_it_is_answered_or_withdrawn(tmp_path: Path) -> None:
     for step in (20, 8, 12):
         async_evaluation.request(tmp_path, step)
     assert requested_steps(tmp_path) == [8, 12, 20]
@@ -44,7 +44,7 @@ def test_a_request_stays_until_it_is_answered_or_withdrawn(tmp_path: Path) -> No
     assert requested_steps(tmp_path) == [20]
 
 
-def test_records_go_in_the_order_of_their_steps_and_a_refused_one_stays(tmp_path: Path) -> None:
+def test_records_are_reported_in_step_order_and_kept_after_a_failure(tmp_path: Path) -> None:
     for step in (12, 8, 100):
         async_evaluation.skip(tmp_path, step, f"reason {step}")
     reported = []
@@ -61,7 +61,7 @@ def test_records_go_in_the_order_of_their_steps_and_a_refused_one_stays(tmp_path
     assert [path.name for path in records(tmp_path)] == ["step-0000000012.json"]
 
 
-def test_people_see_the_mean_over_the_draws_and_metrics_each_of_them() -> None:
+def test_log_shows_the_mean_over_draws_and_metrics_contain_each_draw() -> None:
     values = {"5shot-seed-3": 0.4, "5shot-seed-15": 0.6, "5shot": 0.5, "top-1": 0.81239, "samples": 300}
     record = evaluation_record(24, values, {"seconds": 1.5, "node": "n1"}, "  beside training")
     assert record == {

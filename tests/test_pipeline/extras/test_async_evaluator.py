@@ -181,7 +181,7 @@ def record(kind: str, step: int) -> str:
     ],
 )
 @pytest.mark.parametrize("where", ["training", "in a store", "spare"])
-def test_an_attempt_evaluates_the_commits_that_have_no_outcome(where, records, is_due, alone, tmp_path) -> None:
+def test_attempt_evaluates_commits_without_a_record(where, records, is_due, alone, tmp_path) -> None:
     if where == "in a store":
         alone.job.storage = Bucket("s3://bucket/run", tmp_path)
     evaluator = Evaluating(alone.job, "spare" if where == "spare" else "training")
@@ -196,7 +196,7 @@ def test_an_attempt_evaluates_the_commits_that_have_no_outcome(where, records, i
     assert requested_steps(tmp_path) == requested
 
 
-def test_an_evaluation_that_ends_its_attempts_is_given_up_with_words(alone, tmp_path) -> None:
+def test_evaluation_that_ends_several_attempts_is_skipped_and_logged(alone, tmp_path) -> None:
     """Of step 10: once by the attempt that committed it, twice by those that started from it."""
     evaluator = Evaluating(alone.job)
     for attempt in range(5):
@@ -212,13 +212,13 @@ def test_an_evaluation_that_ends_its_attempts_is_given_up_with_words(alone, tmp_
 
 
 @pytest.mark.parametrize(("changes", "step"), [({"evaluate": None}, 10), ({}, 0), ({}, 15), ({}, 100)])
-def test_at_the_start_nothing_else_is_evaluated(changes, step, alone) -> None:
+def test_no_other_evaluation_runs_at_the_start(changes, step, alone) -> None:
     vars(alone.job).update(changes)
     evaluator = Evaluating(alone.job, is_stopped=True)
     assert evaluator.resume(alone, cast(Any, SimpleNamespace(step=step)))
 
 
-def test_the_next_attempt_does_what_was_stopped_and_says_what_nobody_judges_any_more(alone, tmp_path) -> None:
+def test_next_attempt_repeats_stopped_evaluations_and_logs_skipped_ones(alone, tmp_path) -> None:
     """evaluate_on was spare, and is training now."""
     for step in (5, 8, 10, 20):
         async_evaluation.request(tmp_path, step)
@@ -226,14 +226,14 @@ def test_the_next_attempt_does_what_was_stopped_and_says_what_nobody_judges_any_
     (tmp_path / "metrics.jsonl").write_text(record("evaluate", 8))
     progress: Any = SimpleNamespace(step=10)
     assert not Evaluating(alone.job, is_stopped=True).resume(alone, progress)
-    skipped = "evaluate step 5 SKIPPED: nothing is evaluated beside training any more"
+    skipped = "evaluate step 5 SKIPPED: asynchronous evaluation has been turned off"
     assert alone.said == [skipped, "evaluate step 10: stopped; it will be evaluated later"], "20 is taken again"
     evaluator = Evaluating(alone.job)
     assert evaluator.resume(alone, progress)
     assert evaluator.evaluated == [10] and not requested_steps(tmp_path)
 
 
-def test_a_step_that_is_taken_again_is_judged_by_one_of_the_two(alone, tmp_path) -> None:
+def test_repeated_step_is_evaluated_only_once(alone, tmp_path) -> None:
     evaluator = Evaluating(alone.job, "spare")
     async_evaluation.request(tmp_path, 10)
     assert not evaluator.request(alone, 10) and requested_steps(tmp_path) == []

@@ -1,4 +1,4 @@
-"""The best of a stage's evaluations is told by its records alone; what it hands on: test_checkpoint_runs.py."""
+"""The best evaluation of a stage follows from its records; test_checkpoint_runs.py tests the export."""
 
 import json
 from typing import Any
@@ -39,7 +39,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("records", "expected", "since"), CASES)
-def test_the_best_is_the_first_of_the_highest_that_the_stage_has_kept(records, expected, since, tmp_path):
+def test_best_is_the_earliest_kept_step_with_the_highest_value(records, expected, since, tmp_path):
     best = best_of(evaluations_of(records))
     assert best == ({} if expected is None else {"accuracy": {"value": expected[0], "step": expected[1]}})
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records) + '{"kind": "ev')
@@ -48,7 +48,7 @@ def test_the_best_is_the_first_of_the_highest_that_the_stage_has_kept(records, e
     assert evaluations_since_best(tmp_path, "5shot") is None
 
 
-def test_each_metric_has_a_best_of_its_own_and_single_draws_have_none():
+def test_each_metric_has_its_own_best_but_single_draws_have_none():
     probe = {"5shot": 0.2, "5shot-seed-0": 0.9}
     records = [evaluate(4, 0.5, **probe), evaluate(8, 0.7, **{**probe, "5shot": 0.1})]
     best = best_of(evaluations_of(records))
@@ -58,14 +58,17 @@ def test_each_metric_has_a_best_of_its_own_and_single_draws_have_none():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"patience": 2, "evaluate_every": 4}, "patience is 2 and keep_best names no metric"),
+        ({"patience": 2, "evaluate_every": 4}, "patience is 2, but keep_best does not name a metric"),
         ({"patience": -1}, "patience is -1"),
-        ({"keep_best": "accuracy"}, "keep_best is accuracy and evaluate_every 0: there is one evaluation alone"),
-        ({"keep_best": "accuracy", "evaluate_every": 4, "evaluate_on": "spare"}, "and evaluate_on spare: the stage"),
-        ({"keep_best": "accuracy", "evaluate_every": 4, "polyak": 0.9}, "and polyak 0.9: evaluations amid the steps"),
+        ({"keep_best": "accuracy"}, "keep_best is accuracy, but evaluate_every is 0: the only evaluation"),
+        ({"keep_best": "accuracy", "evaluate_every": 4, "evaluate_on": "spare"}, "and evaluate_on is spare: the stage"),
+        (
+            {"keep_best": "accuracy", "evaluate_every": 4, "polyak": 0.9},
+            "and polyak is 0.9: evaluations during training",
+        ),
     ],
 )
-def test_what_keep_best_cannot_go_with_is_refused(values, message):
+def test_keep_best_rejects_incompatible_settings(values, message):
     with pytest.raises(ConfigError) as error:
         config.build(FullConfig, {"steps": 10, **values}, "pretrain")
     assert message in str(error.value)

@@ -1,4 +1,4 @@
-"""The keys of several extras in one config."""
+"""Several extras can add their keys to one config."""
 
 import dataclasses
 import json
@@ -10,7 +10,7 @@ from data.errors import ConfigError
 from pipeline import config
 from pipeline.extras.best import BestConfig
 from pipeline.extras.branches import BranchConfig
-from pipeline.extras.token_dropping import ThinnedConfig
+from pipeline.extras.token_dropping import TokenDroppingTrainConfig
 from pipeline.hooks import build_config, compose, is_used, own_keys, plain_values
 from pipeline.training_config import TrainConfig
 
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.quick
 
 
 @pytest.mark.quick
-def test_a_composed_config_has_the_keys_of_all_parts_flat_and_their_checks() -> None:
-    parts = (BranchConfig, ThinnedConfig, BestConfig)
+def test_composed_config_has_the_keys_and_checks_of_all_parts() -> None:
+    parts = (BranchConfig, TokenDroppingTrainConfig, BestConfig)
     composed = compose(*parts)
     keys = [field.name for field in dataclasses.fields(composed)]
     core = [field.name for field in dataclasses.fields(TrainConfig)]
@@ -32,8 +32,8 @@ def test_a_composed_config_has_the_keys_of_all_parts_flat_and_their_checks() -> 
     assert built.exempt_checkpoints == 1
     for wrong, message in (
         ({"steps": 0}, "steps is 0"),  # of the core
-        ({"begin": 5}, "give init"),
-        ({"patience": 2}, "keep_best names no metric"),
+        ({"begin": 5}, "init is not set"),
+        ({"patience": 2}, "keep_best does not name a metric"),
         ({"thinning": {"patch_dropout": 2.0}}, "patch_dropout is 2.0"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -41,19 +41,19 @@ def test_a_composed_config_has_the_keys_of_all_parts_flat_and_their_checks() -> 
 
 
 @pytest.mark.quick
-def test_a_part_is_used_if_one_of_its_keys_has_another_value_than_the_default() -> None:
-    composed = compose(BranchConfig, ThinnedConfig, BestConfig)
+def test_part_is_used_if_one_of_its_keys_differs_from_the_default() -> None:
+    composed = compose(BranchConfig, TokenDroppingTrainConfig, BestConfig)
     plain = composed(steps=10, log_every=1)
-    assert not any(is_used(plain, part) for part in (BranchConfig, ThinnedConfig, BestConfig))
+    assert not any(is_used(plain, part) for part in (BranchConfig, TokenDroppingTrainConfig, BestConfig))
     kept = composed(steps=10, evaluate_every=5, keep_best="accuracy")
     assert is_used(kept, BestConfig)
-    assert not is_used(kept, ThinnedConfig)
+    assert not is_used(kept, TokenDroppingTrainConfig)
     assert own_keys(BestConfig) == ["keep_best", "patience"]
 
 
 @pytest.mark.quick
-def test_a_task_holds_the_keys_of_its_hooks_alone_and_builds_the_same_config() -> None:
-    composed = compose(BranchConfig, ThinnedConfig, BestConfig)
+def test_task_has_only_the_keys_of_its_hooks_and_builds_the_same_config() -> None:
+    composed = compose(BranchConfig, TokenDroppingTrainConfig, BestConfig)
     cfg: Any = composed(steps=10, evaluate_every=5, keep_best="accuracy", patience=3)
     values = json.loads(json.dumps(plain_values(cfg, [BestConfig])))
     assert "thinning" not in values

@@ -1,4 +1,4 @@
-"""A planted law is found again: its parameters, what its intervals promise, and the point that was left out."""
+"""Known laws are recovered: their parameters, the coverage of intervals, and the held-out point."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ def study(seed: int, noise: float) -> tuple[np.ndarray, np.random.Generator]:
     return EXACT * (1 + noise * rng.standard_normal(len(EXACT))), rng
 
 
-def test_without_noise_the_planted_law_is_found_and_the_largest_point_is_foretold():
+def test_noise_free_law_is_recovered_and_predicts_the_largest_point():
     y, rng = study(0, 0.0)
     law = fit(X, y, rng, draws=10)
     for name, (value, _, _) in law.parameters().items():
@@ -27,7 +27,7 @@ def test_without_noise_the_planted_law_is_found_and_the_largest_point_is_foretol
     assert number == len(X) - 1 and value == pytest.approx(EXACT[-1], rel=1e-5) and low <= value <= high
 
 
-def test_a_noisy_law_of_one_axis_is_that_of_scipy_and_scales_with_its_axis():
+def test_noisy_law_in_one_variable_agrees_with_scipy_and_scales():
     rng = np.random.default_rng(3)
     x = np.geomspace(1e6, 1e9, 12)
     y = (0.1 + 0.4 * (x / 1e7) ** -0.5) * (1 + 0.02 * rng.standard_normal(12))
@@ -41,12 +41,12 @@ def test_a_noisy_law_of_one_axis_is_that_of_scipy_and_scales_with_its_axis():
 @pytest.mark.parametrize(
     ("x", "y", "message"),
     [
-        ([[1.0], [2.0], [3.0]], [3.0, 2.0, 1.0], "3 points, expected 4 or more for a law of 3 parameters"),
-        ([[1.0], [1.0], [2.0], [2.0]], [4.0, 3.0, 2.0, 1.0], "an axis of the law has 2 values, expected 3"),
+        ([[1.0], [2.0], [3.0]], [3.0, 2.0, 1.0], "3 points, expected at least 4 for a law with 3 parameters"),
+        ([[1.0], [1.0], [2.0], [2.0]], [4.0, 3.0, 2.0, 1.0], "a variable of the law has 2 values, expected at least 3"),
         ([[1.0], [2.0], [3.0], [4.0]], [3.0, 2.0, 1.0, 0.0], "a value is 0 or less"),
     ],
 )
-def test_what_no_law_can_be_fitted_to_is_refused(x, y, message):
+def test_unsuitable_points_are_rejected(x, y, message):
     with pytest.raises(ValueError, match=message):
         fit(np.array(x), np.array(y), np.random.default_rng(0))
 
@@ -54,7 +54,7 @@ def test_what_no_law_can_be_fitted_to_is_refused(x, y, message):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("noise", [0.01, 0.03])
-def test_intervals_hold_the_planted_parameters_nine_times_of_ten(noise):
+def test_intervals_cover_the_true_parameters_nine_times_out_of_ten(noise):
     """In 400 studies the binomial deviation is 6. Seeds below 1000 were used to choose the method."""
     held = dict.fromkeys([*PLANTED, "largest"], 0)
     for seed in range(1000, 1400):

@@ -1,4 +1,4 @@
-"""Records of this and of earlier versions: the keys that they hold decide which hooks bring them."""
+"""Configs of this and earlier versions are read with the hooks that their keys need."""
 
 import json
 
@@ -12,20 +12,20 @@ from tests.support.configs import FullConfig
 pytestmark = pytest.mark.quick
 
 
-def test_a_record_without_hooks_has_the_keys_of_all_extras_of_its_version() -> None:
+def test_record_without_hooks_has_the_keys_of_all_extras_of_its_version() -> None:
     cfg = FullConfig(steps=10, evaluate_every=5, keep_best="accuracy")
     values = json.loads(json.dumps(config.plain(cfg)))
     read = recorded_config({"config": {**values, "activation_gb": None}})
     assert config.plain(read) == config.plain(cfg)
 
 
-def test_a_key_that_is_gone_and_was_used_is_refused() -> None:
+def test_removed_key_with_a_value_is_rejected() -> None:
     values = json.loads(json.dumps(config.plain(FullConfig(steps=10))))
     with pytest.raises(ConfigError, match="activation_gb"):
         recorded_config({"config": {**values, "activation_gb": 4.0}})
 
 
-def test_a_record_with_hooks_has_their_keys_alone() -> None:
+def test_record_with_hooks_has_only_their_keys() -> None:
     read = recorded_config(
         {"config": {"steps": 10, "begin": 4, "init": "x"}, "hooks": {"pipeline.extras.branches:Branch": {}}}
     )

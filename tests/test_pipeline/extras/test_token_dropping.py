@@ -1,4 +1,4 @@
-"""Patches that are left out and small images at first: against loops over tokens, FLOPs by hand, and a plain loop."""
+"""Token dropping and small initial images agree with loops over tokens, FLOPs by hand, and a plain loop."""
 
 import json
 import math
@@ -24,7 +24,7 @@ from jobs.run.session import run_campaign
 from models import positions
 from pipeline import batches, config
 from pipeline.checkpoints.manifest import committed
-from pipeline.extras.token_dropping import ThinnedConfig, TokenDroppingConfig, kept_patches, phases
+from pipeline.extras.token_dropping import TokenDroppingConfig, TokenDroppingTrainConfig, kept_patches, phases
 from pipeline.monitoring.telemetry import read_metrics
 from pipeline.phases import flops_of, phase_at
 from pipeline.training_config import TrainConfig
@@ -48,7 +48,7 @@ def tent_weights(old: int, new: int) -> Tensor:
 @pytest.mark.parametrize(
     ("grid", "smaller"), [((8, 8), (4, 4)), ((14, 14), (8, 8)), ((6, 4), (3, 1)), ((5, 7), (5, 3))]
 )
-def test_a_table_shrinks_by_the_weights_of_enlarging_the_other_way_round(grid, smaller):
+def test_position_table_shrinks_with_the_weights_of_the_reverse_enlargement(grid, smaller):
     rows = tent_weights(grid[0], smaller[0])
     columns = tent_weights(grid[1], smaller[1])
     table = torch.randn(1, 2 + math.prod(grid), 5, generator=torch.Generator().manual_seed(0))
@@ -60,7 +60,7 @@ def test_a_table_shrinks_by_the_weights_of_enlarging_the_other_way_round(grid, s
 
 
 @pytest.mark.parametrize("kind", ["learned", "learned2d"])
-def test_every_entry_of_the_table_learns_from_small_images(kind):
+def test_every_position_gets_gradients_from_small_images(kind):
     """From 8 rows to 4 plain interpolation would read the rows 0, 2, 3, 4, 5 and 7 alone."""
     model = models.build("mu/4", 32, 0, positions=kind)  # features: a new head is zero, and passes no gradient on
     model.smaller_sizes = ((16, 16),)
@@ -69,7 +69,7 @@ def test_every_entry_of_the_table_learns_from_small_images(kind):
         assert (parameter.grad.abs().sum(-1) > 0).all()
 
 
-def test_a_table_of_sines_is_computed_for_the_smaller_grid():
+def test_sine_positions_are_computed_for_the_smaller_grid():
     model = models.build("mu/4", 32, 0, positions="sincos2d", pool="gap")
     small = models.build("mu/4", 16, 0, positions="sincos2d", pool="gap")
     small.load_state_dict(model.state_dict())
@@ -78,7 +78,7 @@ def test_a_table_of_sines_is_computed_for_the_smaller_grid():
     torch.testing.assert_close(model(images), small(images))
 
 
-def test_another_size_is_refused_unless_training_begins_with_it():
+def test_other_image_sizes_are_rejected_outside_of_training_phases():
     model = models.build("mu/4", 32, 5)
     images = torch.randn(1, 3, 16, 16)
     with pytest.raises(ValueError, match="this model takes"):
@@ -114,7 +114,7 @@ def logits_by_hand(model: models.ViT, images: Tensor, kept: list[list[int]], sma
     return torch.cat(logits)
 
 
-def test_patches_that_are_left_out_leave_no_trace_and_the_class_token_stays():
+def test_dropped_patches_have_no_effect_and_the_class_token_is_kept():
     torch.manual_seed(0)
     model = models.build("mu/8", 32, 0, depth=2)
     images = torch.randn(3, 3, 32, 32, requires_grad=True)
@@ -134,7 +134,7 @@ def test_patches_that_are_left_out_leave_no_trace_and_the_class_token_stays():
         assert bool(gradient.any()) == (entry in seen), entry
 
 
-def test_all_patches_kept_is_the_plain_model_and_gap_is_the_mean_of_the_kept():
+def test_keeping_all_patches_equals_the_plain_model_and_gap_averages_kept_patches():
     torch.manual_seed(0)
     images = torch.randn(2, 3, 32, 32)
     model = models.build("mu/8", 32, 0, registers=2)
@@ -144,7 +144,7 @@ def test_all_patches_kept_is_the_plain_model_and_gap_is_the_mean_of_the_kept():
     torch.testing.assert_close(pooled(images, torch.tensor([[1, 5], [0, 9]])), tokens.mean(1))
 
 
-def test_what_is_kept_depends_on_the_sample_and_the_step_alone():
+def test_kept_patches_depend_only_on_sample_and_step():
     ids = torch.tensor([[epoch, shard, sample] for epoch in (0, 1) for shard in (0, 3) for sample in range(50)])
     kept = kept_patches(7, 100, ids, patches=16, kept=6)
     assert kept.shape == (200, 6) and (kept.diff(dim=1) > 0).all() and kept.min() >= 0 and kept.max() < 16
@@ -156,7 +156,7 @@ def test_what_is_kept_depends_on_the_sample_and_the_step_alone():
     assert len({tuple(row) for row in kept.tolist()}) > 190, "of 8,008 that there are"
 
 
-def test_every_patch_is_kept_equally_often_and_so_is_every_pair():
+def test_every_patch_and_every_pair_is_kept_equally_often():
     ids = torch.stack([torch.zeros(4000), torch.zeros(4000), torch.arange(4000)], 1).long()
     kept = kept_patches(0, 3, ids, patches=9, kept=4)
     alone = Counter(kept.flatten().tolist())
@@ -173,7 +173,7 @@ BOTH = TokenDroppingConfig(
 )
 
 
-def test_the_phases_of_a_stage_follow_one_another_without_a_gap():
+def test_phases_of_a_stage_are_contiguous():
     model = models.config_of("B/16")
     found = [(p.steps.start, p.steps.stop, p.image_size, p.kept) for p in phases(BOTH, 1000, model)]
     assert found == [(0, 400, 128, 32), (400, 700, 160, 50), (700, 900, 224, 98), (900, 1000, 224, None)]
@@ -193,7 +193,7 @@ def macs_by_hand(model: models.ViTConfig, patches: int, kept: int) -> int:
     return patches * 3 * 16 * 16 * model.width + model.depth * block + model.width * model.classes
 
 
-def test_the_operations_of_a_stage_are_those_counted_by_hand():
+def test_stage_flops_equal_a_count_by_hand():
     model = models.config_of("B/16")
     by_hand = 0
     for steps, patches, kept in [(400, 64, 32), (300, 100, 50), (200, 196, 98), (100, 196, 196)]:
@@ -273,7 +273,7 @@ def losses_of_a_plain_loop(shards: Path, cfg: TrainConfig) -> list[float]:
     return losses
 
 
-def test_a_run_equals_a_plain_loop_and_its_batches_are_shown_in_their_sizes(recipe, shards, capsys):
+def test_run_equals_a_plain_loop_and_batches_are_shown_at_their_sizes(recipe, shards, capsys):
     folder = run_thinned(recipe, "cluster.workers=1")
     cfg = campaigns.load(recipe, list(THINNED)).stage("pretrain").config
     assert losses_of(folder) == pytest.approx(losses_of_a_plain_loop(shards, cfg), abs=2e-5)
@@ -285,7 +285,7 @@ def test_a_run_equals_a_plain_loop_and_its_batches_are_shown_in_their_sizes(reci
 
 
 @pytest.mark.slow
-def test_a_resume_across_the_sizes_repeats_the_bits_of_an_undisturbed_run(recipe):
+def test_resume_across_image_sizes_is_bitwise_equal_to_an_uninterrupted_run(recipe):
     folder = run_thinned(recipe)
     losses = losses_of(folder)
     weights = (folder / "weights.safetensors").read_bytes()
@@ -304,7 +304,7 @@ def test_a_resume_across_the_sizes_repeats_the_bits_of_an_undisturbed_run(recipe
 
 
 @pytest.mark.slow
-def test_in_exact_mode_the_bits_are_those_of_another_world(recipe, tmp_path):
+def test_exact_mode_is_bitwise_equal_for_different_worlds(recipe, tmp_path):
     weights = set()
     for world in (1, 2, 4):
         place = (f"cluster.workers={world}", f"run={tmp_path / str(world)}")
@@ -313,14 +313,14 @@ def test_in_exact_mode_the_bits_are_those_of_another_world(recipe, tmp_path):
     assert len(weights) == 1
 
 
-def test_a_recipe_without_it_keeps_its_key_and_one_with_it_does_not():
-    plain = ThinnedConfig(steps=10)
+def test_stage_key_changes_only_if_token_dropping_is_used():
+    plain = TokenDroppingTrainConfig(steps=10)
     assert not any("thinning" in name for name in config.tagged(plain, "forbid"))
-    thinned = ThinnedConfig(steps=10, thinning=TokenDroppingConfig(patch_dropout=0.5))
+    thinned = TokenDroppingTrainConfig(steps=10, thinning=TokenDroppingConfig(patch_dropout=0.5))
     assert config.tagged(thinned, "forbid")["thinning.patch_dropout"] == 0.5
 
 
-def test_a_stop_at_a_border_of_sizes_is_left_to_the_step_which_commits(monkeypatch, tmp_path):
+def test_stop_at_a_phase_boundary_is_handled_by_the_committing_step(monkeypatch, tmp_path):
     """Steps before the border may not be committed; where the loop starts, all are, and the wait ends at once."""
     late = threading.Event()  # what a first batch waits for that never comes
 
@@ -341,7 +341,7 @@ def test_a_stop_at_a_border_of_sizes_is_left_to_the_step_which_commits(monkeypat
     monkeypatch.setattr(batches, "training_loader", Loader)
     monkeypatch.setattr(batches, "prefetched_to_device", lambda iterated, device: iterated)
     thinned = TokenDroppingConfig(image_sizes=(16,), image_sizes_until=(0.5,))
-    cfg = ThinnedConfig(steps=4, thinning=thinned)
+    cfg = TokenDroppingTrainConfig(steps=4, thinning=thinned)
     data = SimpleNamespace(
         phases=cfg.phases(4, models.config_of("mu/8", 24, 10)),
         index=None,

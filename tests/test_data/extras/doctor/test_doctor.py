@@ -1,4 +1,4 @@
-"""The doctor finds every kind of fault with exact counts, and what it repairs trains."""
+"""The data check counts every kind of fault exactly, and a repaired set trains."""
 
 import struct
 import tarfile
@@ -73,14 +73,14 @@ def sick(tmp_path):
     return index
 
 
-def test_faults_of_every_kind_are_found_with_exact_counts(sick):
+def test_check_counts_every_kind_of_fault_exactly(sick):
     report = check(sick)
     assert report.bad.counts == Counter(
         {"not a JPEG, PNG or WebP": 2, "truncated": 1, "no image": 1, "no label": 3, "image too large": 1}
     ) + Counter({reason: n for reason, n in report.shards[4].bad.counts.items()})
     problems = {shard.name: shard.problem for shard in report.shards}
     assert problems.pop("s2.tar") == "No such file or directory"
-    assert "bytes, the index says" in problems.pop("s3.tar")
+    assert "bytes, but the index records" in problems.pop("s3.tar")
     assert "sha256" in problems.pop("s4.tar")
     assert set(problems.values()) == {""}
     refused = {"member type .pyd": 1, "repeated member": 1, "label too large": 1}
@@ -91,7 +91,7 @@ def test_faults_of_every_kind_are_found_with_exact_counts(sick):
     assert "bad: 2 × not a JPEG, PNG or WebP, first k0 of s0.tar" in text and "empty 2 (first: [10, 11])" in text
 
 
-def test_a_repaired_set_is_well_and_trains(sick, tmp_path):
+def test_repaired_set_passes_the_check_and_trains(sick, tmp_path):
     made = repair(sick, tmp_path / "well", unique=True, shard_samples=20)
     report = check(made, workers=2)
     assert report.ok and report.duplicates == 0 and made.samples == report.good == check(sick).good - 1
@@ -100,30 +100,30 @@ def test_a_repaired_set_is_well_and_trains(sick, tmp_path):
     assert not any(batch.bad for batch in batches)
 
 
-def test_a_healthy_set_has_nothing_to_report(tmp_path):
+def test_healthy_set_has_no_problems(tmp_path):
     index = pack(GOOD, tmp_path, shard_samples=2)
     report = check(index)
     assert len(report.shards) == 30 and sum(len(shard.grid) for shard in report.shards) == 24
     assert report.ok and report.good == 60 and report.classes == Counter(s.labels[0] for s in GOOD)
 
 
-def test_several_labels_and_slivers_of_images_are_told_and_shown(tmp_path):
+def test_report_shows_multiple_labels_and_very_narrow_images(tmp_path):
     sliver = cv2.imencode(".png", np.zeros((1, 10_000, 3), np.uint8))[1].tobytes()
     index = pack([Sample("a", sliver, (1, 2, 3), "png"), Sample("b", sliver, (0,), "png")], tmp_path)
     report = check(index)
     assert report.ok and report.classes.total() == 4 and report.duplicates == 1
-    assert "labels: up to 3 a sample; a run needs data.max_labels=3" in "\n".join(report.lines())
+    assert "labels: up to 3 per sample; train with data.max_labels=3" in "\n".join(report.lines())
     assert "data:image/jpeg" in write_page(report, tmp_path / "page.html").read_text()
 
 
-def test_the_page_needs_nothing_else(sick, tmp_path):
+def test_page_is_self_contained(sick, tmp_path):
     text = write_page(check(sick, decode=False), tmp_path / "report.html").read_text()
-    assert text.index("<td>s2.tar") < text.index("<td>s0.tar") < text.index("<td>s5.tar"), "the worst first"
+    assert text.index("<td>s2.tar") < text.index("<td>s0.tar") < text.index("<td>s5.tar"), "the worst shards come first"
     assert "k6: 6" in text and text.count("data:image/jpeg;base64,") >= 10 and "<script" not in text
     assert "http://" not in text and "https://" not in text
 
 
-def test_a_shards_images_are_measured_and_counted_as_numpy_does():
+def test_shard_statistics_agree_with_numpy():
     """Of unequal sides and sizes; two are equal, one has a label twice, none has the class 1."""
     images = [
         (3, 5, b"a" * 1049),
@@ -156,19 +156,19 @@ def test_a_shards_images_are_measured_and_counted_as_numpy_does():
 
 
 @pytest.mark.parametrize(
-    ("shards", "mebibytes", "said"),
-    [(17, 31, "31 MiB are small"), (17, 32, ""), (16, 1, ""), (1, 4096, ""), (1, 4097, "over 4 GiB")],
+    ("shards", "mebibytes", "advice"),
+    [(17, 31, "31 MiB are slow"), (17, 32, ""), (16, 1, ""), (1, 4096, ""), (1, 4097, "over 4 GiB")],
 )
-def test_many_small_shards_and_huge_ones_are_advised_against(shards, mebibytes, said, tmp_path):
+def test_report_advises_against_many_small_and_huge_shards(shards, mebibytes, advice, tmp_path):
     shard = Shard("x.tar", samples=1, bytes=mebibytes << 20, sha256="")
     report = Report(replace(pack(GOOD[:1], tmp_path), shards=(shard,) * shards), [])
     lines = [line for line in report.lines() if line.startswith("advice: ")]
-    assert said in "".join(lines) and len(lines) == bool(said)
-    lacking = f"advice: {shards} shards for {shards + 1} workers: several read one shard, fine on local disks"
+    assert advice in "".join(lines) and len(lines) == bool(advice)
+    lacking = f"advice: {shards} shards for {shards + 1} workers: some workers share a shard, fine on local disks"
     assert report.lines(world=shards) == report.lines() and lacking in report.lines(world=shards + 1)
 
 
-def test_a_key_that_comes_again_in_a_tar_of_others_names_one_sample_after_repair(tmp_path):
+def test_repair_makes_repeated_keys_unique(tmp_path):
     folder = tmp_path / "twice"
     folder.mkdir()
     write_tar(folder / "s.tar", [*sample(0), *sample(1), *((f"k0.{name[-3:]}", body) for name, body in sample(2))])

@@ -1,4 +1,4 @@
-"""The doctor's page charts the set's classes and measures."""
+"""The data report page has charts of the classes and of each measure."""
 
 from collections import Counter
 from itertools import islice
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.quick
 GOOD = list(islice(digits(True), 60))
 
 
-def test_the_charts_are_of_the_classes_and_of_each_measure(tmp_path, monkeypatch):
+def test_page_has_charts_of_classes_and_of_each_measure(tmp_path, monkeypatch):
     report = check(pack(GOOD[:20], tmp_path / "set", classes=10))
     figures = []
     monkeypatch.setattr(page.Figure, "savefig", lambda figure, file, **_: figures.append(figure))

@@ -1,4 +1,4 @@
-"""What the doctor counts, against counts by hand."""
+"""Statistics of the data check agree with counts by hand."""
 
 from types import SimpleNamespace
 
@@ -10,14 +10,14 @@ from data.extras.doctor.report import ShardReport, Spread
 pytestmark = pytest.mark.quick
 
 
-def test_a_quantile_of_a_spread_is_that_of_the_values_written_out():
+def test_quantile_of_a_histogram_equals_that_of_the_expanded_values():
     values = [3.0, 1.0, 1.0, 2.0, 9.0, 9.0, 9.0, 4.0]
     spread = Spread(values)
     for q in (0.01, 0.25, 0.5, 0.75, 0.99, 1.0):
         assert spread.quantile(q) == np.quantile(values, q, method="inverted_cdf")
 
 
-def test_a_repeated_label_counts_once_and_sizes_are_measured():
+def test_repeated_label_counts_once_and_sizes_are_measured():
     report = ShardReport("a.tar")
     report.add_good(SimpleNamespace(height=30, width=60), b"x" * 1500, (2, 2, 5))
     report.add_good(SimpleNamespace(height=40, width=20), b"y" * 500, (5,))

@@ -1,4 +1,4 @@
-"""A known data set that does not hold what is published is refused, before it has an index."""
+"""A public data set with an unexpected size is rejected before its index is written."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from tests.support.archives import contents
 pytestmark = pytest.mark.quick
 
 
-def test_a_set_that_is_not_what_is_published_is_refused_before_it_has_an_index(tmp_path, monkeypatch, capsys, caplog):
+def test_set_with_unpublished_size_is_rejected_before_its_index_is_written(tmp_path, monkeypatch, capsys, caplog):
     folder = archives.pets(tmp_path / "pets")
     command = ["pack", "pets", str(folder), str(tmp_path / "set"), "--split", "test"]
     published = known_archive("pets").published

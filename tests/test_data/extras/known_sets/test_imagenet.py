@@ -1,4 +1,4 @@
-"""ImageNet's archives, as downloaded and as unpacked; accuracy over ReaL's label lists, from files to the number."""
+"""ImageNet is read from its archives and from folders; ReaL accuracy equals the original evaluation."""
 
 import io
 import json
@@ -80,25 +80,25 @@ def judge(samples: Iterator[Sample], folder: Path, max_labels: int) -> tuple[flo
     return result["values"]["real"]["value"], result["set"]["judged"]
 
 
-def test_real_accuracy_from_the_distributed_files_is_the_originals(golden, files, tmp_path):
+def test_real_accuracy_equals_the_original_evaluation(golden, files, tmp_path):
     share_right, judged = judge(real(files / "real.json", files / "val.tar"), tmp_path, max_labels=9)
     assert judged == golden["n_evaluated"] < golden["n_total"]  # images with an empty list are skipped
     assert share_right == pytest.approx(golden["n_correct"] / judged) == pytest.approx(golden["real_accuracy"])
 
 
-def test_top_1_accuracy_on_the_original_labels_is_the_originals(golden, files, tmp_path):
+def test_top_1_accuracy_equals_the_original_evaluation(golden, files, tmp_path):
     labels = [(label,) for label in golden["original_labels"]]
     share_right, judged = judge(labelled_images(files / "val.tar", labels, "labels"), tmp_path, max_labels=1)
     assert judged == golden["n_total"] and share_right == pytest.approx(golden["top1_original"])
 
 
-def test_as_many_label_lists_as_images_are_asked_for(files, tmp_path):
+def test_different_numbers_of_images_and_labels_are_rejected(files, tmp_path):
     (tmp_path / "short.json").write_text("[[1], [2]]")
-    with pytest.raises(DataError, match=r"300 images, .*short\.json: 2 labels"):
+    with pytest.raises(DataError, match=r"300 images, but 2 labels in .*short\.json"):
         next(real(tmp_path / "short.json", files / "val.tar"))
 
 
-def test_imagenet_s_training_images_are_the_same_from_a_tar_of_tars_a_folder_of_tars_and_class_folders(tmp_path):
+def test_training_images_are_equal_from_nested_tar_class_tars_and_class_folders(tmp_path):
     tars = archives.class_tars()
     (tmp_path / "train.tar").write_bytes(tar_bytes(tars))
     write_folder(tmp_path / "tars", tars)
@@ -117,7 +117,7 @@ def test_imagenet_s_training_images_are_the_same_from_a_tar_of_tars_a_folder_of_
     assert load_index(tmp_path / "set1").names == archives.WNIDS
 
 
-def test_imagenet_s_validation_images_get_their_classes_from_the_devkit_a_list_or_their_folders(tmp_path, capsys):
+def test_validation_classes_come_from_devkit_list_or_folders(tmp_path, capsys):
     images = archives.validation_images()
     (tmp_path / "val.tar").write_bytes(tar_bytes(images))
     write_folder(tmp_path / "flat", images)
@@ -137,12 +137,12 @@ def test_imagenet_s_validation_images_get_their_classes_from_the_devkit_a_list_o
     command = ["pack", "imagenet-validation", str(tmp_path / "classes"), str(tmp_path / "OUT")]
     assert main([*command, "--wnids", str(tmp_path / "wnids.txt")]) == 65
     said = capsys.readouterr().err
-    assert "ILSVRC2012_val_00000002.JPEG lies in the folder n01440764" in said and "says n02096294" in said
+    assert "ILSVRC2012_val_00000002.JPEG is in folder n01440764" in said and "is n02096294" in said
     assert main(["pack", "imagenet-validation", str(tmp_path / "flat"), str(tmp_path / "OUT")]) == 65
-    assert "nothing says of which classes these images are" in capsys.readouterr().err
+    assert "the classes of these images are unknown" in capsys.readouterr().err
 
 
-def test_real_labels_are_all_of_an_image_s_and_images_without_any_are_left_out(tmp_path, capsys):
+def test_real_keeps_all_labels_and_excludes_unlabelled_images(tmp_path, capsys):
     (tmp_path / "val.tar").write_bytes(tar_bytes(archives.validation_images()))
     (tmp_path / "real.json").write_text(json.dumps([[1], [], [0, 2], [1]]))
     options = ["--real", str(tmp_path / "real.json")]
@@ -157,4 +157,4 @@ def test_real_labels_are_all_of_an_image_s_and_images_without_any_are_left_out(t
     assert "found 3 samples of 3 classes, expected 46,837 samples of 1,000 classes (Beyer et al. 2020" in said
     (tmp_path / "real.json").write_text(json.dumps([[1], [], [0, 2]]))
     assert main(command) == 65
-    assert "4 images" in (said := capsys.readouterr().err) and "3 labels; they must be as many" in said
+    assert "4 images" in (said := capsys.readouterr().err) and "but 3 labels in" in said

@@ -1,4 +1,4 @@
-"""ImageNet-21k is read from its archive, from tars of classes and from folders of images."""
+"""ImageNet-21k is read from its archive, from class tars, and from class folders."""
 
 import os
 
@@ -13,7 +13,7 @@ from tests.support.archives import contents, packed, picture, tar_bytes, write_f
 pytestmark = pytest.mark.quick
 
 
-def test_imagenet_21k_is_read_from_its_archive_and_from_folders_of_class_tars_and_of_images(tmp_path, capsys, caplog):
+def test_imagenet_21k_reads_archive_class_tars_and_class_folders(tmp_path, capsys, caplog):
     tars = archives.class_tars()
     winter = archives.write_tar_gz(
         tmp_path / "winter21_whole.tar.gz",
@@ -32,15 +32,17 @@ def test_imagenet_21k_is_read_from_its_archive_and_from_folders_of_class_tars_an
     assert packed(tmp_path, "imagenet-21k-fall11", tmp_path / "fall11_whole.tar") == by_hand
     assert load_index(tmp_path / "set0").names == archives.WNIDS
     assert next(iter(contents(tmp_path / "set0"))) == "n02096294_0", "in the order of the archive"
-    assert "1 × file that is of no class, first winter21_whole/README" in caplog.text
-    assert "read through once for the names of its classes" in caplog.text
+    assert "1 × file outside the class tars and class folders, first winter21_whole/README" in caplog.text
+    assert "reading the whole archive to list its classes" in caplog.text
     caplog.clear()
     (tmp_path / "wnids.txt").write_text("\n".join(archives.WNIDS))
     listed = ["--wnids", str(tmp_path / "wnids.txt")]
     os.utime(winter)  # as if it had not been looked at before
-    assert packed(tmp_path, "imagenet-21k", winter, *listed) == by_hand and "read through once" not in caplog.text
+    assert (
+        packed(tmp_path, "imagenet-21k", winter, *listed) == by_hand and "reading the whole archive" not in caplog.text
+    )
     (tmp_path / "wnids.txt").write_text("\n".join(archives.WNIDS[1:]))
     assert main(["pack", "imagenet-21k", str(winter), str(tmp_path / "OUT"), *listed, "--partial"]) == 65
-    assert "n01440764 is not among its 2 classes" in capsys.readouterr().err
+    assert "n01440764 is not one of the 2 classes" in capsys.readouterr().err
     assert main(["pack", "imagenet-21k", str(winter), str(tmp_path / "OUT")]) == 65
     assert "imagenet-21k, train: found 3 classes, expected 13,153,500 samples of 19,167" in capsys.readouterr().err

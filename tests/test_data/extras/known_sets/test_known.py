@@ -1,4 +1,4 @@
-"""Owners' archives are read as they were downloaded: every image with its label, the damaged and the odd said aloud."""
+"""Original archives are read as downloaded: every image keeps its label, and damaged files are reported."""
 
 import itertools
 import os
@@ -24,7 +24,7 @@ from tests.support.archives import packed, picture, write_folder
 # ------------------------------------------------------------------------------------------- what is checked
 
 
-def test_a_split_that_a_set_does_not_have_is_refused_at_once(capsys):
+def test_unknown_split_is_rejected_immediately(capsys):
     assert main(["pack", "pets", "/nowhere", "OUT", "--split", "validation"]) == 64
     assert "source pets has the splits train, test; split is validation" in capsys.readouterr().err
     assert main(["pack", "folder", "/nowhere", "OUT", "--partial"]) == 64
@@ -34,7 +34,7 @@ def test_a_split_that_a_set_does_not_have_is_refused_at_once(capsys):
 # ---------------------------------------------------------------------------------------- Pets and Flowers
 
 
-def test_pets_are_split_by_the_owners_lists_and_leftovers_and_gifs_are_said(tmp_path, caplog):
+def test_pets_follow_the_official_lists_and_log_leftovers_and_gifs(tmp_path, caplog):
     folder = archives.pets(tmp_path / "pets")
     test = packed(tmp_path, "pets", folder, "--split", "test")
     labels = {key: label for key, (_, label) in test.items()}
@@ -42,9 +42,9 @@ def test_pets_are_split_by_the_owners_lists_and_leftovers_and_gifs_are_said(tmp_
     assert test["american_bulldog_4"][0] == picture(44)
     assert np.array_equal(decode(test["Egyptian_Mau_2"][0]), np.full((8, 8, 3), 22, np.uint8)), "the GIF's pixels"
     for line in (
-        "1 × image that no list names, first american_bulldog_99.jpg",
+        "1 × image that is not in any list, first american_bulldog_99.jpg",
         "1 × member type .mat, first Abyssinian_100.mat",
-        "1 × GIF made a PNG, pixel by pixel, first Egyptian_Mau_2.jpg",
+        "1 × GIF converted to PNG without loss, first Egyptian_Mau_2.jpg",
     ):
         assert line in caplog.text
     train = packed(tmp_path, "pets", folder)
@@ -52,7 +52,7 @@ def test_pets_are_split_by_the_owners_lists_and_leftovers_and_gifs_are_said(tmp_
     assert load_index(tmp_path / "set0").names == load_index(tmp_path / "set1").names == archives.BREEDS
 
 
-def test_pets_may_lie_there_unpacked_and_a_lacking_image_is_named(tmp_path, capsys):
+def test_unpacked_pets_are_read_and_a_missing_image_is_named(tmp_path, capsys):
     folder = archives.pets(tmp_path / "pets")
     unpacked = tmp_path / "unpacked"
     for name in ("images.tar.gz", "annotations.tar.gz"):
@@ -60,13 +60,13 @@ def test_pets_may_lie_there_unpacked_and_a_lacking_image_is_named(tmp_path, caps
     assert packed(tmp_path, "pets", unpacked) == packed(tmp_path, "pets", folder)
     (unpacked / "images" / "Abyssinian_3.jpg").unlink()
     assert main(["pack", "pets", str(unpacked), str(tmp_path / "OUT"), "--partial"]) == 65
-    assert "lacks 1 images of train: 'Abyssinian_3'" in capsys.readouterr().err
+    assert "1 images of split train are missing: 'Abyssinian_3'" in capsys.readouterr().err
     os.remove(folder / "annotations.tar.gz")
     assert main(["pack", "pets", str(folder), str(tmp_path / "OUT")]) == 65
-    assert "has none of annotations.tar.gz" in capsys.readouterr().err
+    assert "expected one of annotations.tar.gz" in capsys.readouterr().err
 
 
-def test_flowers_are_split_and_labelled_by_the_owners_matlab_files(tmp_path):
+def test_flowers_follow_the_official_matlab_files(tmp_path):
     folder = archives.flowers(tmp_path / "flowers")
     for split, numbers in {"train": {5, 3}, "validation": {1}, "trainval": {1, 3, 5}, "test": {2, 4, 6, 7}}.items():
         expected = {}
@@ -84,7 +84,7 @@ def test_flowers_are_split_and_labelled_by_the_owners_matlab_files(tmp_path):
 # ------------------------------------------------------------------------------------------------ ImageNet
 
 
-def test_a_killed_packing_of_a_compressed_archive_goes_on_and_ends_with_the_same_bytes(tmp_path):
+def test_killed_packing_of_a_compressed_archive_resumes_to_the_same_bytes(tmp_path):
     path = archives.write_tar_gz(tmp_path / "winter21_whole.tar.gz", archives.class_tars(5))
 
     def samples():
@@ -120,7 +120,7 @@ def cifar_by_hand(images: archives.CifarImages, batches: list[str]) -> dict[str,
 
 
 @pytest.mark.parametrize("name", archives.CIFAR)
-def test_cifar_gives_the_same_shards_from_the_archive_and_from_its_folder(tmp_path, name):
+def test_cifar_shards_are_equal_from_archive_and_folder(tmp_path, name):
     source = name.replace("-", "")
     batches, names, _ = archives.CIFAR[name]
     images = archives.cifar_images(batches, len(names))
@@ -138,14 +138,14 @@ def test_cifar_gives_the_same_shards_from_the_archive_and_from_its_folder(tmp_pa
     assert {load_index(folder).names for folder in tmp_path.glob("set*")} == {names}
 
 
-def test_another_version_of_cifar_and_a_torn_batch_are_refused(tmp_path, capsys):
+def test_wrong_cifar_version_and_truncated_batch_are_rejected(tmp_path, capsys):
     python = archives.write_tar_gz(tmp_path / "cifar-100-python.tar.gz", {"cifar-100-python/train": b"pickle"})
     assert main(["pack", "cifar100", str(python), str(tmp_path / "OUT")]) == 65
-    assert "expected the binary version, cifar-100-binary.tar.gz, which holds the same" in capsys.readouterr().err
+    assert "expected the binary version, cifar-100-binary.tar.gz, which has the same" in capsys.readouterr().err
     torn = {"cifar-100-binary/train.bin": bytes(3000), "cifar-100-binary/fine_label_names.txt": b"a\nb\n"}
     binary = archives.write_tar_gz(tmp_path / "cifar-100-binary.tar.gz", torn)
     assert main(["pack", "cifar100", str(binary), str(tmp_path / "OUT"), "--partial"]) == 65
-    assert "train.bin: 3,000 bytes are no whole number of records" in capsys.readouterr().err
+    assert "train.bin: 3,000 bytes are not a multiple of the record size 3,074" in capsys.readouterr().err
 
 
 # ----------------------------------------------------------------------------------------------- ObjectNet
@@ -154,8 +154,8 @@ def test_another_version_of_cifar_and_a_torn_batch_are_refused(tmp_path, capsys)
 # ------------------------------------------------------------------------------------------- what is published
 
 
-def test_the_table_of_known_sets_says_what_their_papers_say():
-    """Written down here once more, by hand, from the papers and the owners' pages."""
+def test_published_sizes_agree_with_the_papers():
+    """The expected numbers are copied by hand from the papers and the web pages of the data sets."""
     expected = {
         ("imagenet-train", "train"): (1_281_167, 1000),
         ("imagenet-21k", "train"): (13_153_500, 19_167),
@@ -182,8 +182,8 @@ def test_the_table_of_known_sets_says_what_their_papers_say():
     assert real is not None and real.published["train"].samples == 46_837
 
 
-def test_cifar_as_pickles_or_with_odd_bytes_and_parquet_without_bytes_are_refused_by_name(tmp_path, capsys):
-    """Nothing is unpickled; each of these once ended as `a bug`, exit 70."""
+def test_pickled_or_damaged_cifar_and_parquet_without_bytes_are_rejected(tmp_path, capsys):
+    """Pickles are never loaded. Each of these files used to end with an internal error (exit code 70)."""
     batch = {b"data": bytes(3072), b"labels": [3], b"filenames": [b"a.png"]}
     for number in range(1, 6):
         write_folder(tmp_path / "python", {f"data_batch_{number}": pickle.dumps(batch)})
@@ -191,14 +191,14 @@ def test_cifar_as_pickles_or_with_odd_bytes_and_parquet_without_bytes_are_refuse
         write_folder(tmp_path / "beyond", {f"data_batch_{number}.bin": b"\xc8" + bytes(3072)})
     write_folder(tmp_path / "odd", {"batches.meta.txt": b"cat\xff dog"})
     write_folder(tmp_path / "beyond", {"batches.meta.txt": b"a b c d e f g h i j"})
-    for name, said in (
+    for name, message in (
         ("python", "expected the binary version, cifar-10-binary.tar.gz"),
         ("odd", "batches.meta.txt: not UTF-8 at byte 3"),
         ("beyond", "data_batch_1-00000 has label 200, and there are 10 class names"),
     ):
         assert main(["pack", "cifar10", str(tmp_path / name), str(tmp_path / "OUT"), "--partial"]) == 65
-        assert said in capsys.readouterr().err
-    for number, (cell, said) in enumerate(
+        assert message in capsys.readouterr().err
+    for number, (cell, message) in enumerate(
         [
             ({"data": b"x", "path": "a.png"}, "row 0 holds no key 'bytes' but data, path"),
             ({"bytes": None, "path": "a.png"}, "row 0 holds a path instead of bytes"),
@@ -210,4 +210,4 @@ def test_cifar_as_pickles_or_with_odd_bytes_and_parquet_without_bytes_are_refuse
         folder.mkdir()
         parquet.write_table(pyarrow.Table.from_pylist([{"image": cell, "label": 1}]), folder / "a.parquet")
         assert main(["pack", "parquet", str(folder), str(tmp_path / "OUT")]) == 65
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""ObjectNet's images have the ids of ImageNet's classes, and no red border."""
+"""ObjectNet images get ImageNet class ids and lose their red border."""
 
 import zipfile
 
@@ -15,7 +15,7 @@ from tests.support.archives import packed
 pytestmark = pytest.mark.quick
 
 
-def test_objectnet_s_images_have_all_ids_of_imagenet_and_lose_their_border(tmp_path, caplog):
+def test_objectnet_images_get_all_imagenet_ids_and_lose_their_border(tmp_path, caplog):
     folder = archives.objectnet(tmp_path / "objectnet-1.0")
     samples = packed(tmp_path, "objectnet", folder, "--split", "test")
     labels = {key: label for key, (_, label) in samples.items()}
@@ -23,8 +23,8 @@ def test_objectnet_s_images_have_all_ids_of_imagenet_and_lose_their_border(tmp_p
     assert labels == {"alarm_clock/aa": b"1 3", "alarm_clock/bb_v2": b"1 3", "banana/cc": b"4"}
     for key, value in (("alarm_clock/aa", 10), ("alarm_clock/bb_v2", 20), ("banana/cc", 30)):
         assert np.array_equal(decode(samples[key][0]), np.full((8, 12, 3), value, np.uint8))
-    assert "1 × image whose border is not red, cut all the same, first images/banana/cc.png" in caplog.text
-    assert "1 × image of an object that ImageNet-1k lacks, first images/wine_glass_2/dd.png" in caplog.text
+    assert "1 × image with a border that is not red, cropped anyway, first images/banana/cc.png" in caplog.text
+    assert "1 × image of an object that is not in ImageNet-1k, first images/wine_glass_2/dd.png" in caplog.text
     assert "found 2 classes, expected 18,574 samples of 113 classes" in caplog.text
     with zipfile.ZipFile(tmp_path / "objectnet-1.0.zip", "w") as archive:
         for member in members(folder):
@@ -32,8 +32,8 @@ def test_objectnet_s_images_have_all_ids_of_imagenet_and_lose_their_border(tmp_p
     assert packed(tmp_path, "objectnet", tmp_path / "objectnet-1.0.zip", "--split", "test") == samples
 
 
-def test_an_objectnet_name_that_means_two_classes_is_refused(tmp_path):
+def test_ambiguous_objectnet_name_is_rejected(tmp_path):
     folder = archives.objectnet(tmp_path / "objectnet-1.0")
     (folder / "mappings" / "objectnet_to_imagenet_1k.json").write_text('{"Banana": "crane"}')
-    with pytest.raises(DataError, match="'crane' is the name of no one class"):
+    with pytest.raises(DataError, match="'crane' does not name exactly one ImageNet class"):
         list(objectnet.samples(folder))

@@ -1,4 +1,4 @@
-"""Every task of VTAB is read from the folder that TensorFlow Datasets has prepared: its rows, with its labels."""
+"""Every VTAB task is read from a prepared TensorFlow Datasets folder, with the right rows and labels."""
 
 import io
 import json
@@ -159,7 +159,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("task", [task.name for task in vtab_tasks.TASKS])
-def test_each_of_the_19_tasks_is_its_rows_as_they_lie_with_its_own_labels(
+def test_each_of_the_19_tasks_has_the_expected_rows_and_labels(
     task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = miniature(tmp_path / "set", task, monkeypatch)
@@ -176,7 +176,7 @@ def test_each_of_the_19_tasks_is_its_rows_as_they_lie_with_its_own_labels(
             assert [(sample.key, grey_of(sample), sample.labels) for sample in samples] == list(by_hand(parts))
 
 
-def test_class_names_are_those_that_were_prepared_or_say_what_an_id_means(tmp_path: Path, monkeypatch) -> None:
+def test_class_names_come_from_the_prepared_set_or_from_our_table(tmp_path: Path, monkeypatch) -> None:
     folder = miniature(tmp_path / "dtd", "dtd", monkeypatch)
     assert VTAB["dtd"].classes(folder) == ()
     (folder / "label.labels.txt").write_text("banded\nblotchy\nbraided\n")
@@ -196,35 +196,37 @@ def refused(task: str, path: Path, message: str) -> None:
         list(VTAB[task].samples(path, "train800"))
 
 
-def test_a_folder_that_was_not_prepared_says_what_to_type(tmp_path: Path) -> None:
+def test_unprepared_folder_raises_an_error_with_the_command_to_type(tmp_path: Path) -> None:
     (tmp_path / "dtd-r1.0.1.tar.gz").write_bytes(b"\x1f\x8b")
-    refused("dtd", tmp_path, r"no dataset_info\.json here.*\n.*folder of dtd as.*\n.*builder\('dtd'\)")
+    refused(
+        "dtd", tmp_path, r"no dataset_info\.json in this folder.*\n.*folder of dtd prepared by.*\n.*builder\('dtd'\)"
+    )
     with pytest.raises(DataError, match=r"builder\('sun397/tfds'\)\.download_and_prepare"):
         VTAB["sun397"].classes(tmp_path)
 
 
-def test_another_prepared_set_and_a_torn_file_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_prepared_set_and_damaged_file_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     records = [example({"image": [picture(1, ".png")], "label": [0]})] * 5
     prepare(tmp_path / "sun", "sun397", {"train": [records]}, config="standard-part1-120k")
-    refused("sun397", tmp_path / "sun", r"is sun397/standard-part1-120k, and sun397 is made of sun397/tfds")
-    refused("dtd", tmp_path / "sun", r"is sun397/standard-part1-120k, and dtd is made of dtd$")
+    refused("sun397", tmp_path / "sun", r"found sun397/standard-part1-120k, but task sun397 needs sun397/tfds")
+    refused("dtd", tmp_path / "sun", r"found sun397/standard-part1-120k, but task dtd needs dtd$")
     prepare(tmp_path / "dtd", "dtd", {"train": [records]})
-    refused("dtd", tmp_path / "dtd", r"dtd, train: found 5 images, expected 1,880\n.*chosen by their place")
+    refused("dtd", tmp_path / "dtd", r"dtd, train: found 5 images, expected 1,880\n.*selects images by their position")
     monkeypatch.setitem(vtab_tasks.SIZES, "dtd", {"train": 5})
     file = tmp_path / "dtd" / "dtd-train.tfrecord-00000-of-00001"
     whole = file.read_bytes()
     for cut in (5, len(whole) // 2, len(whole) - 2 * len(whole) // 5 - 1):
         file.write_bytes(whole[:cut])
-        refused("dtd", tmp_path / "dtd", "cut short or damaged in record")
+        refused("dtd", tmp_path / "dtd", "truncated or damaged in record")
     file.write_bytes(whole[: 3 * len(whole) // 5])
     refused("dtd", tmp_path / "dtd", "ends before row 3, expected rows to 4")
 
 
-def test_an_example_that_lacks_its_label_or_its_image_is_refused(tmp_path: Path, monkeypatch) -> None:
+def test_example_without_label_or_image_is_rejected(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setitem(vtab_tasks.SIZES, "dtd", {"train": 5})
     for features, message in (
-        ({"image": [picture(1, ".png")]}, "an example without 'label'; prepare the set again"),
-        ({"label": [1]}, "row 0: has no image"),
+        ({"image": [picture(1, ".png")]}, r"row 0: no label \('label'\); prepare the set again"),
+        ({"label": [1]}, "row 0: no image"),
     ):
         folder = prepare(tmp_path / next(iter(features)), "dtd", {"train": [[example(features)] * 5]})
         refused("dtd", folder, message)
@@ -233,12 +235,12 @@ def test_an_example_that_lacks_its_label_or_its_image_is_refused(tmp_path: Path,
 # ----------------------------------------------------------------------------- the command
 
 
-def test_a_task_is_packed_with_its_names_and_an_unknown_one_is_refused(tmp_path, monkeypatch, capsys) -> None:
+def test_task_is_packed_with_class_names_and_unknown_task_is_rejected(tmp_path, monkeypatch, capsys) -> None:
     folder = miniature(tmp_path / "clevr", "clevr_count", monkeypatch)
     command = ["pack", "vtab", str(folder), str(tmp_path / "set"), "--split", "train800val200"]
     assert main([*command, "--task", "clevr_count"]) == 65
     assert "found 6 samples of" in capsys.readouterr().err
-    # Part of a set is no part of a task: what is chosen depends on all that there is.
+    # A task cannot be packed from part of a set, because its rows are selected by their positions in the full set.
     assert main([*command, "--task", "clevr_count", "--partial"]) == 64
     assert "partial with source vtab: the images of a task are chosen by their place" in capsys.readouterr().err
     as_large = VTAB["clevr_count"]._replace(published={"train800val200": Published(6, 8, "by hand")})

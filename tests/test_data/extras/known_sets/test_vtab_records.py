@@ -1,4 +1,4 @@
-"""Records of a TFRecord file as TensorFlow frames them, whole and cut anywhere."""
+"""TFRecord files are read as TensorFlow writes them, and truncated files are rejected."""
 
 import struct
 from io import BytesIO
@@ -18,24 +18,24 @@ def framed(content: bytes) -> bytes:
     return struct.pack("<QI", len(content), 1) + content + b"\x02\x00\x00\x00"
 
 
-def test_records_are_given_in_order() -> None:
+def test_records_are_yielded_in_order() -> None:
     assert list(records(BytesIO(b"".join(map(framed, CONTENTS))), "f")) == CONTENTS
     assert list(records(BytesIO(), "f")) == []
 
 
 @pytest.mark.parametrize("number", range(4))
-def test_a_file_that_ends_within_a_record_names_it(number: int) -> None:
+def test_truncated_file_raises_an_error_with_the_record(number: int) -> None:
     before = b"".join(map(framed, CONTENTS[:number]))
     last = framed(CONTENTS[number])
     for cut in range(1, len(last)):
         given = []
-        with pytest.raises(DataError, match=rf"^f: cut short or damaged in record {number}; prepare the set again$"):
+        with pytest.raises(DataError, match=rf"^f: truncated or damaged in record {number}; prepare the set again$"):
             for content in records(BytesIO(before + last[:cut]), "f"):
                 given.append(content)
         assert given == CONTENTS[:number]
 
 
 @pytest.mark.parametrize("size", [MOST_BYTES + 1, 2**63])
-def test_a_damaged_length_asks_for_no_memory(size: int) -> None:
+def test_damaged_length_does_not_allocate_memory(size: int) -> None:
     with pytest.raises(DataError, match="in record 1;"):
         list(records(BytesIO(framed(b"one") + struct.pack("<QI", size, 1) + b"x" * 100), "f"))

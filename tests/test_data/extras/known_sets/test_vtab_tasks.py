@@ -1,4 +1,4 @@
-"""VTAB-1k: its labels and preprocessing are the original's, and the table of its tasks is the papers'."""
+"""VTAB-1k labels and preprocessing equal the original code, and the task table agrees with the papers."""
 
 import itertools
 import json
@@ -58,7 +58,7 @@ def clevr(depths: list[float]) -> dict[str, list]:
 
 
 @needs_golden
-def test_labels_of_kitti_are_the_originals(golden: dict) -> None:
+def test_kitti_labels_equal_the_original(golden: dict) -> None:
     cases = golden["kitti_closest_vehicle_distance"]
     assert {case["label"] for case in cases} == {0, 1, 2, 3}
     for case in cases:
@@ -66,28 +66,28 @@ def test_labels_of_kitti_are_the_originals(golden: dict) -> None:
 
 
 @needs_golden
-def test_labels_of_clevr_are_the_originals(golden: dict) -> None:
+def test_clevr_labels_equal_the_original(golden: dict) -> None:
     for case in golden["clevr"]:
         assert label_of("clevr_count", {"objects/size": [0] * case["n_objects"]}) == case["count_label"]
         assert label_of("clevr_distance", clevr(case["depth"])) == case["distance_label"]
 
 
 @needs_golden
-def test_labels_of_dsprites_are_the_originals(golden: dict) -> None:
+def test_dsprites_labels_equal_the_original(golden: dict) -> None:
     for feature, values in (("x_position", 32), ("orientation", 40)):
         task = f"dsprites_{feature}"
         assert [label_of(task, {f"label_{feature}": [value]}) for value in range(values)] == golden[task]["map"]
 
 
 @needs_golden
-def test_preprocessing_is_the_originals() -> None:
+def test_preprocessing_equals_the_original() -> None:
     arrays = np.load(GOLDEN / "vtab_preprocess.npz")
     size = json.loads(str(arrays["meta_json"]))["size"]
     prepared = preprocess(arrays["image"], f"resize_tf1({size})|value_range(-1, 1)")
     np.testing.assert_allclose(prepared, arrays["out"], atol=1e-6, rtol=0)
 
 
-def test_a_value_on_a_threshold_belongs_to_the_nearer_class() -> None:
+def test_value_on_a_threshold_belongs_to_the_nearer_class() -> None:
     assert [label_of("kitti_distance", kitti([0], [z])) for z in (8.0, 8.001, 20.0, 20.001)] == [0, 1, 1, 2]
     assert [label_of("clevr_distance", clevr([depth])) for depth in (8.0, 8.5, 10.0, 10.001)] == [0, 1, 4, 5]
     assert label_of("kitti_distance", kitti([3, 7], [1.0, 2.0])) == 3
@@ -96,26 +96,26 @@ def test_a_value_on_a_threshold_belongs_to_the_nearer_class() -> None:
 # ----------------------------------------------------------------------------- the table
 
 
-def test_the_tasks_are_those_of_table_9() -> None:
+def test_tasks_are_those_of_table_9() -> None:
     groups = [task.group for task in vtab_tasks.TASKS]
     assert [groups.count(group) for group in ("natural", "specialized", "structured")] == [7, 4, 8]
 
 
-def test_tasks_have_as_many_classes_as_labels_can_be() -> None:
+def test_number_of_classes_equals_the_number_of_possible_labels() -> None:
     assert {task.name: task.classes for task in vtab_tasks.TASKS} == CLASSES
     for name, names in vtab_tasks.NAMES.items():
         assert len(set(names)) == CLASSES[name], name
     assert label_of("kitti_distance", kitti([0], [-99.0])) == 0
 
 
-def test_splits_have_the_sizes_that_the_original_expects() -> None:
+def test_split_sizes_equal_the_original() -> None:
     assert {task.name for task in vtab_tasks.TASKS} == SPLITS.keys()
     for task in vtab_tasks.TASKS:
         assert tuple(task.samples(split) for split in ("train", "validation", "test")) == SPLITS[task.name]
         assert task.samples("train800val200") == 1000
 
 
-def test_no_row_is_trained_on_and_judged() -> None:
+def test_training_and_test_rows_are_disjoint() -> None:
     for task in vtab_tasks.TASKS:
         pieces = [task.rows("train")[0], task.rows("validation")[0], task.rows("test")[0]]
         for (split, rows), (other_split, other_rows) in itertools.combinations(pieces, 2):
@@ -123,13 +123,13 @@ def test_no_row_is_trained_on_and_judged() -> None:
             assert not overlap, task
 
 
-def test_the_thousand_are_the_first_of_train_and_of_validation() -> None:
+def test_the_1000_samples_are_the_first_rows_of_train_and_validation() -> None:
     by_name = {task.name: task for task in vtab_tasks.TASKS}
     assert by_name["cifar100"].rows("train800val200") == (("train", range(800)), ("train", range(45_000, 45_200)))
     assert by_name["smallnorb_azimuth"].rows("val200") == (("test", range(200)),)
 
 
-def test_what_destroys_a_label_is_left_out() -> None:
+def test_augmentations_that_change_labels_are_disabled() -> None:
     no_flip = {task.name for task in vtab_tasks.TASKS if not task.flip}
     assert no_flip == {"svhn", "dsprites_x_position", "dsprites_orientation", "smallnorb_azimuth"}
     no_crop = {task.name for task in vtab_tasks.TASKS if not task.crop}

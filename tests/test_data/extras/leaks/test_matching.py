@@ -1,4 +1,4 @@
-"""Pairs that may show the same, against a plain loop over all of them."""
+"""Candidate pairs and their likeness agree with a plain loop."""
 
 import cv2
 import numpy as np
@@ -35,7 +35,7 @@ def tests(images):
     )
 
 
-def test_the_best_crop_of_each_pair_is_that_of_a_loop():
+def test_best_crop_of_each_pair_equals_a_plain_loop():
     alike = np.random.default_rng(0).uniform(0, 1, (3, 4, BOXES))
     alike[1, 2] = 0
     expected = []
@@ -47,7 +47,7 @@ def test_the_best_crop_of_each_pair_is_that_of_a_loop():
     assert list(best_of(alike)) == expected
 
 
-def test_candidates_are_those_whose_inner_products_are_large(images, tests):
+def test_candidates_have_large_inner_products(images, tests):
     train = np.stack([signature_of(images[2][:, ::-1]).crops, signature_of(painting(9)).crops]).astype(np.float32)
     expected = set()
     for number in range(2):
@@ -61,7 +61,7 @@ def test_candidates_are_those_whose_inner_products_are_large(images, tests):
     assert (0, 2, True, True) in found
 
 
-def test_a_copy_is_alike_and_another_image_is_not(images, tests):
+def test_copy_has_high_likeness_and_other_image_does_not(images, tests):
     copy = signature_of(cv2.resize(images[1], (130, 100), interpolation=cv2.INTER_AREA))
     pairs = list(candidates(copy.crops[None], tests))
     values = {pair.test: likeness(pair, copy, tests) for pair in pairs if pair.is_whole_train and not pair.is_synced}

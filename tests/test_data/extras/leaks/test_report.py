@@ -1,4 +1,4 @@
-"""The lines about leaked samples count each set's own, and name a few pairs."""
+"""The leak report counts the leaked samples of each set, and names a few pairs."""
 
 import pytest
 
@@ -25,11 +25,11 @@ def test_leaked_samples_are_counted_by_set_and_kind(tmp_path) -> None:
     )
     report = lines(leaks, {"a": train}, {"b": test})
     assert report[0] == "8 training and 2 test samples compared, 2 pairs"
-    assert "test  b: 1 of 2 samples are in a pair (50.000%)" in report
-    assert "train a: 2 of 8 samples are in a pair (25.000%)" in report
+    assert "test  b: 1 of 2 samples leak (50.000%)" in report
+    assert "train a: 2 of 8 samples leak (25.000%)" in report
     assert "exact 1  perceptual 1" in report
 
 
-def test_a_key_that_would_act_on_the_terminal_is_escaped() -> None:
+def test_key_with_terminal_escapes_is_escaped() -> None:
     pair = Pair(("a.tar", "\x1b[2J"), ("b.tar", "k"), "exact", 0.0)
     assert caption(pair) == r"a.tar \x1b[2J = b.tar k: exact, distance 0"

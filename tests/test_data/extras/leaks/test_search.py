@@ -1,4 +1,4 @@
-"""Leaks: training images that are in a test set, planted and found."""
+"""The leak search finds planted copies of test images in training sets."""
 
 import shlex
 import subprocess
@@ -121,7 +121,7 @@ def expected() -> dict[tuple[str, str], str]:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_copies_crops_and_mirror_images_are_found_and_nothing_else(tmp_path, sets, workers, monkeypatch):
+def test_search_finds_copies_crops_and_mirror_images_and_no_false_pairs(tmp_path, sets, workers, monkeypatch):
     train, test = sets
     leaks = find_leaks({"train": train}, {"test": test}, tmp_path / "leaks", workers=workers)
     assert found(leaks) == expected()
@@ -137,7 +137,7 @@ def test_copies_crops_and_mirror_images_are_found_and_nothing_else(tmp_path, set
     assert {(test_key, train_key): kind for (train_key, test_key), kind in found(back).items()} == expected()
 
 
-def test_a_killed_search_goes_on_with_the_shards_that_are_left(tmp_path, sets, monkeypatch):
+def test_killed_search_resumes_with_the_remaining_shards(tmp_path, sets, monkeypatch):
     train, test = sets
     looked_at = []
     search_shard = search.search_shard
@@ -180,7 +180,7 @@ def test_a_killed_search_goes_on_with_the_shards_that_are_left(tmp_path, sets, m
 
 
 @pytest.mark.skipif(not can_mount(), reason="needs Linux where a user may mount a tmpfs of his own")
-def test_a_full_disk_ends_the_command_with_its_reason(tmp_path, sets):
+def test_full_disk_ends_the_command_with_a_reason(tmp_path, sets):
     """Writing to a mapped file of which the disk has no room ends a process by SIGBUS, without a word."""
     train, test = sets
     command = [sys.executable, "-m", "jobs", "leaks", str(train.tables), "--test", str(test.tables), "--workers", "1"]
@@ -206,7 +206,7 @@ def sprite(number: int) -> np.ndarray:
     return image
 
 
-def test_of_images_that_are_all_alike_only_equal_pixels_are_believed(tmp_path, capsys):
+def test_similar_test_images_are_compared_only_by_pixels(tmp_path, capsys):
     """Of unrelated discs and squares 389 of 900 pairs were taken for copies, and subset --but would empty the set."""
     samples = [Sample(f"s{number}", cv2.imencode(".png", sprite(number))[1].tobytes(), (0,)) for number in range(40)]
     test = pack(samples[:30], tmp_path / "test")
@@ -216,9 +216,9 @@ def test_of_images_that_are_all_alike_only_equal_pixels_are_believed(tmp_path, c
     assert pixels != samples[7].image
     assert leaks_command(train, test, tmp_path) == ExitCode.DATA
     said = capsys.readouterr().err
-    assert "of 435 pairs of different test images are alike at first sight" in said and "--fits 1" in said
+    assert "of 435 pairs of different test images have similar low frequencies" in said and "--fits 1" in said
     assert not (tmp_path / "leaks" / "leaks.json").exists()
-    with pytest.raises(DataError, match="do not tell copies from others"):
+    with pytest.raises(DataError, match="copies cannot be recognised by their pictures"):
         find_leaks({"train": train}, {"test": test}, tmp_path / "leaks")
     # The way out that it names, against the arrays themselves.
     leaks = find_leaks({"train": train}, {"test": test}, tmp_path / "leaks", fits=1.0)
@@ -231,7 +231,7 @@ def test_of_images_that_are_all_alike_only_equal_pixels_are_believed(tmp_path, c
     assert found(leaks) == {("s3", "s3"): "exact", ("seven", "s7"): "exact"}
 
 
-def test_how_often_test_images_are_alike_does_not_depend_on_where_they_stand(monkeypatch):
+def test_share_of_similar_test_images_does_not_depend_on_their_order(monkeypatch):
     """Sixty paintings four times over: of 240 × 239 / 2 pairs 60 × 6 show the same, 1.26 %, counted by hand."""
     signatures = [signature(jpeg(painting(number))) for number in range(60)]
     fields = ("crops", "picture", "proportion")
@@ -247,7 +247,7 @@ def framed(image: np.ndarray, colour: int, top: int, bottom: int, left: int, rig
     return cv2.copyMakeBorder(image, top, bottom, left, right, cv2.BORDER_CONSTANT, value=(colour, colour, colour))
 
 
-def test_copies_that_are_padded_framed_or_letterboxed_are_found(tmp_path):
+def test_search_finds_padded_framed_and_letterboxed_copies(tmp_path):
     """Borders of one colour, and two one in the other, of up to a third of the sides."""
     test = pack([Sample(f"t{number}", jpeg(painting(number)), (0,)) for number in range(12)], tmp_path / "test")
     train = []
@@ -264,7 +264,7 @@ def test_copies_that_are_padded_framed_or_letterboxed_are_found(tmp_path):
     assert set(found(leaks)) == {(f"{way}{number}", f"t{number}") for number in range(12) for way in ways}
 
 
-def test_borders_are_cut_off_to_the_pixel_and_no_image_to_nothing():
+def test_borders_are_trimmed_exactly_and_images_never_vanish():
     inside = cv2.cvtColor(painting(5), cv2.COLOR_BGR2GRAY)
     assert np.array_equal(trimmed(inside), inside)
     rng = np.random.default_rng(3)
@@ -279,7 +279,7 @@ def test_borders_are_cut_off_to_the_pixel_and_no_image_to_nothing():
     assert trimmed(flat).shape == (50, 60) and trimmed(small).shape == (220, 220)
 
 
-def test_several_sets_keep_their_own_samples_apart(tmp_path, sets):
+def test_pairs_name_the_right_one_of_several_sets(tmp_path, sets):
     train, test = sets
     few = make_subset(train, tmp_path / "few", Rule(part="-12:"))
     other = pack([Sample("t0", jpeg(painting(3)), (0,))], tmp_path / "other", name="test")
@@ -291,12 +291,12 @@ def test_several_sets_keep_their_own_samples_apart(tmp_path, sets):
     assert int(in_pairs(leaks, test, "test").sum()) == 14
 
 
-def test_the_command_writes_a_document_a_report_and_a_page(tmp_path, sets, capsys):
+def test_command_writes_document_report_and_page(tmp_path, sets, capsys):
     train, test = sets
     assert leaks_command(train, test, tmp_path) == 0
     printed = capsys.readouterr().out
-    assert f"test  {test.tables}: 5 of 14 samples are in a pair (35.714%)" in printed
-    assert f"train {train.tables}: 29 of 61 samples are in a pair" in printed
+    assert f"test  {test.tables}: 5 of 14 samples leak (35.714%)" in printed
+    assert f"train {train.tables}: 29 of 61 samples leak" in printed
     assert "exact 9  perceptual 20" in printed
     page = (tmp_path / "leaks" / "leaks.html").read_text()
     assert page.count("<figure>") == 29 and "mirrored2" in page
@@ -309,7 +309,7 @@ def test_the_command_writes_a_document_a_report_and_a_page(tmp_path, sets, capsy
     assert clean.pairs == () and clean.looked_at["train"] == 32
 
 
-def test_planted_copies_of_photographs_are_found(tmp_path):
+def test_search_finds_planted_copies_of_photographs(tmp_path):
     """99 % and more of them, of which benchmarks/leaks.py has the table; and no photograph is another one."""
     paths = sorted(SHARED.glob("imagenet1k-*.tar"))
     if not paths:
@@ -330,7 +330,7 @@ def test_planted_copies_of_photographs_are_found(tmp_path):
     assert len(found(leaks)) >= 0.99 * len(names)
 
 
-def test_every_training_set_that_leaks_is_told_how_to_do_without(tmp_path, capsys):
+def test_command_prints_how_to_exclude_the_leaks_of_each_training_set(tmp_path, capsys):
     test = small_set(tmp_path / "test", 3)
     first = small_set(tmp_path / "first", 2)
     clean = pack([Sample("s", picture(200), (0,))], tmp_path / "none")
@@ -345,7 +345,7 @@ def test_every_training_set_that_leaks_is_told_how_to_do_without(tmp_path, capsy
     ]
 
 
-def test_a_leaked_sample_whose_key_is_no_text_is_marked_shown_and_left_out(tmp_path, capsys):
+def test_leaked_sample_with_a_key_that_is_not_utf8_is_reported_and_excluded(tmp_path, capsys):
     """A name in Latin-1, as archives of other people have; two neighbours whose keys are text."""
     members = [(f"{key}.jpg", picture(value)) for key, value in (("a", 10), ("caf\udce9", 20), ("z", 30))]
     labels = [(name.replace(".jpg", ".cls"), b"0") for name, _ in members]
@@ -354,7 +354,7 @@ def test_a_leaked_sample_whose_key_is_no_text_is_marked_shown_and_left_out(tmp_p
     assert b"caf\xe9" in train.table(0)["key"].tolist()
     test = pack([Sample("same", picture(20), (0,))], tmp_path / "test")
     assert leaks_command(train, test, tmp_path) == 0
-    assert "1 of 3 samples are in a pair" in capsys.readouterr().out
+    assert "1 of 3 samples leak" in capsys.readouterr().out
     assert (tmp_path / "leaks" / "leaks.html").read_text().count("<figure>") == 1
     clean = make_subset(train, tmp_path / "clean", Rule(but=str(tmp_path / "leaks" / "leaks.json")))
     assert clean.table(0)["key"].tolist() == [b"a", b"z"]
@@ -369,7 +369,7 @@ class Thumb(torch.nn.Module):
         return torch.nn.functional.adaptive_avg_pool2d(images, 4).flatten(1)
 
 
-def test_features_find_what_pixels_do_not_and_a_killed_search_of_them_goes_on(tmp_path, sets):
+def test_features_find_more_pairs_than_pixels_and_a_killed_search_resumes(tmp_path, sets):
     """Compared with scikit-learn's cosine similarity of features that are made here once more."""
     train, test = sets
     args = (Thumb(), ("w", "d" * 64), [train], [test], tmp_path / "leaks")
@@ -393,7 +393,7 @@ def test_features_find_what_pixels_do_not_and_a_killed_search_of_them_goes_on(tm
     assert by_features == alike - expected().keys() and by_features
 
 
-def test_what_a_killed_search_of_other_training_sets_left_is_ignored(tmp_path):
+def test_journal_of_a_killed_search_of_other_sets_is_ignored(tmp_path):
     other = small_set(tmp_path / "other", 4)
     train = pack([Sample("copy", picture(20), (0,)), Sample("x", picture(90), (0,))], tmp_path / "train")
     test = small_set(tmp_path / "test")

@@ -1,4 +1,4 @@
-"""Signatures of images: what they do not depend on, and the crops that they cover."""
+"""Invariances of image signatures, and the crops that they cover."""
 
 import cv2
 import numpy as np
@@ -34,7 +34,7 @@ def test_every_crop_has_a_row_of_length_1():
     np.testing.assert_allclose(np.linalg.norm(crops, axis=1), 1, atol=2e-3)
 
 
-def test_brightness_contrast_and_encoding_hardly_change_the_whole():
+def test_brightness_contrast_and_encoding_hardly_change_the_signature():
     image = painting(1)
     whole = signature(encoded(image)).crops[0].astype(np.float32)
     for other in (encoded((image * 0.6 + 30).astype(np.uint8)), encoded(image, ".jpg")):
@@ -42,7 +42,7 @@ def test_brightness_contrast_and_encoding_hardly_change_the_whole():
     assert abs(float(whole @ signature(encoded(painting(2))).crops[0].astype(np.float32))) < 0.7
 
 
-def test_a_mirror_image_has_the_odd_coefficients_with_the_other_sign():
+def test_mirroring_flips_the_sign_of_odd_coefficients():
     image = painting(3)
     whole = signature(encoded(image)).crops[0].astype(np.float32)
     mirrored = signature(encoded(image[:, ::-1])).crops[0].astype(np.float32)
@@ -59,7 +59,7 @@ def test_crops_of_a_scale_reach_both_edges_in_equal_steps(scale):
 
 
 @pytest.mark.parametrize("proportion", [0.5, 1.0, 2.0])
-def test_boxes_lie_inside_the_image_and_the_last_two_are_square(proportion):
+def test_crops_are_inside_the_image_and_the_last_two_are_square(proportion):
     boxes = boxes_of(proportion)
     assert len(boxes) == BOXES
     for box in boxes:
@@ -69,7 +69,7 @@ def test_boxes_lie_inside_the_image_and_the_last_two_are_square(proportion):
         assert box.width * proportion == pytest.approx(box.height)
 
 
-def test_a_border_is_cut_off_and_a_flat_image_stays_whole():
+def test_border_is_trimmed_and_flat_image_is_unchanged():
     inner = painting(4)[..., 0]
     framed = np.pad(inner, ((10, 20), (0, 30)), constant_values=255)
     np.testing.assert_array_equal(trimmed(framed), inner)
@@ -78,7 +78,7 @@ def test_a_border_is_cut_off_and_a_flat_image_stays_whole():
     assert signature(encoded(np.full((40, 40, 3), 9, np.uint8))).is_flat
 
 
-def test_the_digest_of_pixels_does_not_depend_on_a_lossless_encoding():
+def test_pixel_digest_does_not_depend_on_lossless_encoding():
     image = painting(5)
     uncompressed = cv2.imencode(".png", image, [cv2.IMWRITE_PNG_COMPRESSION, 0])[1].tobytes()
     assert pixel_digest(encoded(image)) == pixel_digest(uncompressed)

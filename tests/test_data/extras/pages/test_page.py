@@ -1,4 +1,4 @@
-"""Pages open offline and show names of others without obeying them."""
+"""Pages are self-contained and escape untrusted names."""
 
 from base64 import b64decode
 
@@ -12,7 +12,7 @@ from data.extras.pages.page import COLOURS, INK, THUMBNAIL, jpeg, jpeg_bytes, sh
 pytestmark = pytest.mark.quick
 
 
-def test_a_chart_is_markup_in_the_colours_of_the_page_and_the_same_every_time():
+def test_chart_uses_page_colours_and_is_deterministic():
     figure = Figure(figsize=(3, 2))
     figure.subplots().plot([1, 2, 3], color=INK)
     first = svg(figure, 'loss <of> "a"')
@@ -23,13 +23,13 @@ def test_a_chart_is_markup_in_the_colours_of_the_page_and_the_same_every_time():
 
 
 @pytest.mark.parametrize(("sides", "expected"), [((300, 150), (112, 56)), ((2, 2000), (1, 112)), ((50, 40), (112, 89))])
-def test_a_thumbnail_keeps_its_proportions_and_at_least_a_row(sides, expected):
+def test_thumbnail_keeps_its_aspect_ratio_and_at_least_one_row(sides, expected):
     pixels = cv2.imdecode(np.frombuffer(jpeg_bytes(np.full((*sides, 3), 90, np.uint8)), np.uint8), cv2.IMREAD_COLOR)
     assert pixels.shape[:2] == expected
     assert max(pixels.shape) <= THUMBNAIL
 
 
-def test_red_stays_red():
+def test_colour_channels_keep_their_order():
     red = np.zeros((32, 32, 3), np.uint8)
     red[..., 0] = 255
     decoded = cv2.imdecode(np.frombuffer(b64decode(jpeg(red)), np.uint8), cv2.IMREAD_COLOR)  # BGR
@@ -38,6 +38,6 @@ def test_red_stays_red():
     assert max(blue, green) < 20
 
 
-def test_a_value_is_written_as_text_that_acts_on_nothing():
+def test_values_are_escaped():
     assert shown("a\u202e\x1b") == "a\\u202e\\x1b"
     assert shown(3) == 3

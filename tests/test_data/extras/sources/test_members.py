@@ -1,4 +1,4 @@
-"""Archives are read without unpacking them, whatever they are called: the damaged, torn and encrypted are refused."""
+"""Archives are read without unpacking, under any name; damaged, truncated and encrypted ones are rejected."""
 
 import bz2
 import gzip
@@ -22,8 +22,8 @@ def read(path: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("compress", [bytes, gzip.compress, lzma.compress, bz2.compress])
-def test_a_tar_is_read_whatever_it_was_compressed_with_and_refused_wherever_it_is_cut(tmp_path, compress):
-    """Python's own tarfile takes a tar that ends between two members, or within a header, for whole."""
+def test_tar_is_read_with_any_compression_and_rejected_if_truncated(tmp_path, compress):
+    """Python's tarfile accepts a tar that ends between two members or within a header as complete."""
     path = tmp_path / "named-like-nothing"
     whole = compress(tar_bytes(FILES))
     path.write_bytes(whole)
@@ -32,17 +32,17 @@ def test_a_tar_is_read_whatever_it_was_compressed_with_and_refused_wherever_it_i
     cuts = [100, 512, 4 * 512, len(whole) // 2] if is_plain else [9, len(whole) // 2, len(whole) - 3]
     for cut in cuts:
         path.write_bytes(whole[:cut])
-        with pytest.raises(DataError, match=r"named-like-nothing.*(cut short|no valid tar header)"):
+        with pytest.raises(DataError, match=r"named-like-nothing.*(truncated or damaged|no valid tar header)"):
             read(path)
 
 
-def test_what_follows_a_tar_s_end_and_a_damaged_header_are_refused(tmp_path):
+def test_data_after_the_end_of_a_tar_and_a_damaged_header_are_rejected(tmp_path):
     plain = tar_bytes(FILES)
     damaged = bytearray(plain)
     damaged[plain.index(b"b.txt")] ^= 1
     page = b"<html>Please log in to download</html>" * 40
     for content, message in (
-        (plain + plain, "more follows behind the end"),
+        (plain + plain, "data follows after the end"),
         (damaged, "no valid tar header at byte"),
         (page, "no valid tar header at byte 0"),
     ):
@@ -51,7 +51,7 @@ def test_what_follows_a_tar_s_end_and_a_damaged_header_are_refused(tmp_path):
             read(tmp_path / "odd.tar")
 
 
-def test_a_zip_and_a_folder_are_read_like_a_tar_and_an_encrypted_zip_is_refused(tmp_path):
+def test_zip_and_folder_are_read_like_a_tar_and_an_encrypted_zip_is_rejected(tmp_path):
     with zipfile.ZipFile(tmp_path / "files.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         for name, body in FILES.items():
             archive.writestr(name, body)
@@ -64,15 +64,15 @@ def test_a_zip_and_a_folder_are_read_like_a_tar_and_an_encrypted_zip_is_refused(
     with pytest.raises(DataError, match=r"a/x\.jpg is encrypted"):
         read(tmp_path / "locked.zip")
     (tmp_path / "cut.zip").write_bytes(bytes(locked[:-30]))
-    with pytest.raises(DataError, match="cut short or damaged"):
+    with pytest.raises(DataError, match="truncated or damaged"):
         read(tmp_path / "cut.zip")
 
 
-def test_a_tar_inside_a_compressed_tar_is_read_without_unpacking_either(tmp_path):
+def test_tar_inside_a_compressed_tar_is_read_without_unpacking(tmp_path):
     inner = tar_bytes({"n1_1.JPEG": picture(1)})
     path = archives.write_tar_gz(tmp_path / "outer.tar.gz", {"w/n1.tar": inner, "w/n2.tar": inner[:700]})
     outer = members(path)
     assert [member.read() for member in tar_members(next(outer).opened(), "n1.tar")] == [picture(1)]
-    with pytest.raises(DataError, match=r"n2\.tar: .*cut short"):
+    with pytest.raises(DataError, match=r"n2\.tar: .*truncated"):
         for member in tar_members(next(outer).opened(), "n2.tar"):
             member.read()

@@ -1,4 +1,4 @@
-"""Tables of paths and parquet of images, written by hand."""
+"""Tables of paths and Parquet files with images, written by hand."""
 
 import cv2
 import numpy as np
@@ -31,7 +31,7 @@ def photos(tmp_path):
         ("dog/1.png,3\ncat/a.b.png,0 2\n", (), {"dog/1": (3,), "cat/a_b": (0, 2)}),
     ],
 )
-def test_a_table_has_ids_or_names(rows, names, labels, photos):
+def test_table_contains_ids_or_names(rows, names, labels, photos):
     table = photos / "table.csv"
     table.write_text(f"path,label\n{rows}", encoding="utf-8-sig")
     assert table_classes(table) == names
@@ -46,13 +46,13 @@ def test_a_table_has_ids_or_names(rows, names, labels, photos):
         ("path,label\ndog/9.png,1\n", "there is no file"),
     ],
 )
-def test_a_table_that_cannot_be_packed_is_refused(text, message, photos):
+def test_invalid_table_is_rejected(text, message, photos):
     (photos / "table.csv").write_text(text)
     with pytest.raises(DataError, match=message):
         list(path_table(photos / "table.csv"))
 
 
-def test_parquet_of_hugging_face_has_images_labels_and_names(tmp_path):
+def test_hugging_face_parquet_has_images_labels_and_names(tmp_path):
     rows = {"image": [{"bytes": IMAGE, "path": None}] * 3, "label": [1, 0, 1]}
     features = '{"info": {"features": {"label": {"names": ["cat", "dog"], "_type": "ClassLabel"}}}}'
     table = pyarrow.table(rows).replace_schema_metadata({"huggingface": features})

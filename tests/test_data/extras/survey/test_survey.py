@@ -1,4 +1,4 @@
-"""Somebody's images are recognised by what lies at the path, and counted by class."""
+"""Folders of images are recognised by their content, and counted by class."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def write_images(folder, counts: dict[str, int]) -> None:
             (folder / name / f"{number}.jpg").write_bytes(images.pop())
 
 
-def test_folders_called_train_and_val_are_two_sets(tmp_path) -> None:
+def test_folders_named_train_and_val_are_two_sets(tmp_path) -> None:
     write_images(tmp_path / "train", {"cat": 4, "dog": 3})
     write_images(tmp_path / "val", {"cat": 1, "dog": 2})
     sets = survey(str(tmp_path), report=lambda _: None)
@@ -30,13 +30,13 @@ def test_folders_called_train_and_val_are_two_sets(tmp_path) -> None:
     assert sets.held_out == 0
 
 
-def test_a_path_that_is_not_there_is_refused(tmp_path) -> None:
+def test_missing_path_is_rejected(tmp_path) -> None:
     with pytest.raises(DataError):
         survey(str(tmp_path / "nowhere"), report=lambda _: None)
 
 
 @pytest.mark.parametrize(("count", "percent"), [(4, 0), (499, 20), (500, 10), (250_000, 2), (10_000_000, 1)])
-def test_a_small_set_holds_out_more_of_itself_than_a_large_one(count, percent) -> None:
+def test_small_set_holds_out_a_larger_share_than_a_large_one(count, percent) -> None:
     found = FoundSet("folder", "photos", images=2 * count)
     found.class_counts.update({"cat": count, "dog": count})
     assert Sets(found).held_out == percent

@@ -320,11 +320,11 @@ def test_spikes_are_searched_in_order_and_the_samples_found_are_masked_once(tmp_
     health = Health(made.evaluations.cfg, tmp_path, checkpoints_in(tmp_path), telemetry, [hook])
     for step in range(1, 20):
         health.count_step(step, 1.0, 0.1 if step != 18 else 2.0, "", [])
-    assert "not searched, because no place beside training is free" in reported[-1][1]
+    assert "no search, because no spare worker is available" in reported[-1][1]
     (made.attempt / async_evaluation.SPARE_FILE).touch()
     for step in range(20, 28):
         health.count_step(step, 1.0, 0.1 if step % 2 else 2.0, "", [])
-    assert [line.count("it is searched beside training") for _, line in reported[1:]] == [1, 1, 1, 1]
+    assert [line.count("search requested on a spare worker") for _, line in reported[1:]] == [1, 1, 1, 1]
 
     leftover = tmp_path / "searches" / "step-0000000020" / tmp_path.name / "attempts" / "attempt-000001"
     leftover.mkdir(parents=True)  # of a command that was killed
@@ -346,7 +346,7 @@ def test_spikes_are_searched_in_order_and_the_samples_found_are_masked_once(tmp_
         progress.step = step
         hook.before_save(progress)
     assert progress.masked == [(30, 0, 7, 8)]
-    assert reported[5:] == [("masked", "step 30: 1 sample masked from here on, 1 in all: a.tar k7")]
+    assert reported[5:] == [("masked", "step 30: 1 sample masked from this step, 1 in total: a.tar k7")]
 
 
 def test_a_step_that_was_never_committed_is_skipped(tmp_path) -> None:

@@ -190,17 +190,22 @@ def test_odd_folders_are_read_or_refused_with_advice(tmp_path, capsys):
     with tarfile.open(fileobj=tar, mode="w:gz"):
         pass
     cases: list[tuple[str, dict[str, bytes], int, str]] = [
-        ("empty", {}, 65, "no images here or below"),
+        ("empty", {}, 65, "no images in this path or its sub-folders"),
         (
             "no-images",
             {"a/readme.txt": b"x", "b/x.heic": b"x"},
             65,
-            "no images here or below\n  1 × .txt, 1 × .heic: no jpg",
+            "no images in this path or its sub-folders\n  1 × .txt, 1 × .heic: excluded, because they are not jpg",
         ),
-        ("heic", {"a/1.heic": b"x", "b/2.heic": b"x"}, 65, "2 × .heic: no jpg"),
-        ("all-cut", {f"{name}/{n}.jpg": cut for name in "ab" for n in range(5)}, 65, "none of the 10 images that were"),
-        ("one class", {"cat/1.jpg": grey, "cat/2.jpg": grey}, 65, "--unlabelled trains without labels"),
-        ("an empty class", {**several, "c/readme.txt": b"x"}, 65, "no images in 'c'"),
+        ("heic", {"a/1.heic": b"x", "b/2.heic": b"x"}, 65, "2 × .heic: excluded, because they are not jpg"),
+        (
+            "all-cut",
+            {f"{name}/{n}.jpg": cut for name in "ab" for n in range(5)},
+            65,
+            "cannot read any of the 10 sampled images",
+        ),
+        ("one class", {"cat/1.jpg": grey, "cat/2.jpg": grey}, 65, "to train without labels, add --unlabelled"),
+        ("an empty class", {**several, "c/readme.txt": b"x"}, 65, "no images in the class folders 'c'"),
         (
             "names",
             {f"{name}/{number} ü.jpg": grey for name in ("Grüne Äpfel", "日本 犬") for number in range(8)},
@@ -210,15 +215,20 @@ def test_odd_folders_are_read_or_refused_with_advice(tmp_path, capsys):
         ("one-each", {f"{name}/1.jpg": grey for name in "abcdefghijkl"}, 0, "most classes have too few images"),
         ("corrupt", {**several, "a/9.jpg": cut}, 0, "1 of 17 opened images cannot be read: 1 × truncated, first "),
         ("wrapped/deep/photos", {f"train/{name}": content for name, content in several.items()}, 0, "16 images of 2"),
-        ("gifs", {**several, "a/x.gif": b"GIF"}, 0, "1 × .gif: no jpg, jpeg, png, webp"),
+        ("gifs", {**several, "a/x.gif": b"GIF"}, 0, "1 × .gif: excluded, because they are not jpg, jpeg, png, webp"),
         (
             "hidden",
             {**several, "a/.ipynb_checkpoints/1-checkpoint.jpg": grey, "b/._1.jpg": grey},
             0,
-            "(a 8, b 8), median size 16 × 16 px\n  2 files are hidden, and are left out",
+            "(a 8, b 8), median size 16 × 16 px\n  2 hidden files are excluded",
         ),
-        ("beside", {**several, "x.jpg": grey}, 0, "1 images lie in no class's folder"),
-        ("competition", {**{f"train/{name}": grey for name in several}, "test/1.jpg": grey}, 0, "is not evaluated on"),
+        ("beside", {**several, "x.jpg": grey}, 0, "1 images outside the class folders are excluded"),
+        (
+            "competition",
+            {**{f"train/{name}": grey for name in several}, "test/1.jpg": grey},
+            0,
+            "is not used for evaluation",
+        ),
         (
             "a new class",
             {**{f"train/{name}": grey for name in several}, "val/a/1.jpg": grey, "val/z/1.jpg": grey},
@@ -239,7 +249,7 @@ def test_odd_folders_are_read_or_refused_with_advice(tmp_path, capsys):
             "val: 1 images",
         ),
         ("compressed", {"x.tar.gz": tar.getvalue()}, 65, "gzip -d"),
-        ("half", {"train-0.tar": b"", "val-0.tar": b"", "more.tar": b""}, 65, "'more.tar' are of no part"),
+        ("half", {"train-0.tar": b"", "val-0.tar": b"", "more.tar": b""}, 65, "'more.tar' have neither train nor test"),
     ]
     for name, files, code, message in cases:
         make_folder(name, files)
@@ -280,7 +290,7 @@ def test_the_current_folder_similar_classes_and_repeated_rows_are_reported(tmp_p
     folder = class_folders(tmp_path / "input", three_digits())
     (folder / "eins").rename(folder / "NULL")
     new(folder)
-    assert "1 classes differ from another one by upper and lower case alone" in capsys.readouterr().out
+    assert "1 class names differ from another one only in upper and lower case" in capsys.readouterr().out
     Path("recipe.yaml").unlink()
     with monkeypatch.context() as patch:
         patch.chdir(folder)
@@ -289,7 +299,7 @@ def test_the_current_folder_similar_classes_and_repeated_rows_are_reported(tmp_p
     rows = table(tmp_path / "rows", three_digits())
     rows.write_text(rows.read_text() + rows.read_text().splitlines()[-1] + "\n")
     new(rows)
-    assert "1 rows name an image of another row" in capsys.readouterr().out
+    assert "1 rows repeat the image of another row" in capsys.readouterr().out
 
 
 def test_the_recipe_shows_commands_as_the_user_typed_them(tmp_path, monkeypatch):

@@ -50,7 +50,7 @@ def test_plan_states_its_assumption_for_an_untried_number_of_workers(recipe, tri
     assert main(["plan", str(recipe), "cluster.workers=4", "finetune.micro_batch=4"]) == 0
     out = capsys.readouterr().out
     assert "50 ms per step on 4 workers: compute 40 ms" in out
-    assert "320 images/s (assumes images/s per worker stay as on 2 workers; Abacus" in out
+    assert "320 images/s (assuming the same images/s per worker as on 2 workers; Abacus" in out
     # With another trial on 8 workers at 60 instead of 80 images/s each, interpolate to 70 on 4 workers.
     write_trial(tmp_path / "run", dataclasses.replace(tried, world=8, images_per_s=480.0))
     assert main(["plan", str(recipe), "cluster.workers=4", "finetune.micro_batch=4"]) == 0

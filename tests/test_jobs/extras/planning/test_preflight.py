@@ -5,18 +5,18 @@ import re
 
 import models
 from data.errors import ExitCode
-from data.extras.reach import read_some
+from data.extras.reach import measure_reads
 from jobs.__main__ import main
 
 # ------------------------------------------------------------------------ real parts
 
 
 def test_a_readable_set_is_measured_and_a_missing_set_is_an_error(shards) -> None:
-    reach = read_some(str(shards / "train"))
+    reach = measure_reads(str(shards / "train"))
     sizes = sorted((shards / "train").glob("*.tar"))
     chosen = [sizes[0], sizes[len(sizes) // 2], sizes[-1]]
     assert reach["error"] == "" and reach["bytes"] == sum(min(path.stat().st_size, 2**22) for path in chosen)
-    assert "this index does not exist" in read_some(str(shards / "nowhere"))["error"]
+    assert "this index does not exist" in measure_reads(str(shards / "nowhere"))["error"]
 
 
 def test_two_real_workers_are_checked_and_leave_nothing_behind(recipe, tmp_path, capsys) -> None:

@@ -157,7 +157,7 @@ def test_a_probe_must_not_be_evaluated_on_its_training_set(
     capsys.readouterr()
     for command in ("plan", "run"):
         assert main([command, str(recipe), f"{key}.train={copied}"]) == 65
-        assert f"{key}: test {sets}/test and train {copied} are the same set" in capsys.readouterr().err
+        assert f"{key}: test {sets}/test and train {copied} are the same data set" in capsys.readouterr().err
     assert not list((tmp_path / "run").glob("pretrain-*"))
 
 

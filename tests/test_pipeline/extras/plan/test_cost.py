@@ -1,4 +1,4 @@
-"""Days and money: against numbers worked out by hand, published runs, and failures drawn one by one."""
+"""Time and cost estimates agree with calculations by hand, published runs, and simulated failures."""
 
 import dataclasses
 import math
@@ -40,19 +40,22 @@ TRIAL = Trial(
 )
 
 
-def test_a_rate_is_measured_interpolated_or_assumed_to_stay_for_every_worker():
+def test_rate_is_measured_interpolated_or_assumed_constant_per_worker():
     """By hand: 100 images a worker on 2 workers and 60 on 32; 8 lie two of four doublings between, so 80."""
     large = dataclasses.replace(TRIAL, world=32, images_per_s=1920.0)
     assert rate_on(2, [TRIAL, large]).images_per_s == 200.0
     assert rate_on(2, [TRIAL, large]).source == "measured 2030-01-01"
     between = rate_on(8, [TRIAL, large])
-    assert between.images_per_s == pytest.approx(640.0) and between.source == "between trials on 2 and 32 workers"
+    assert (
+        between.images_per_s == pytest.approx(640.0)
+        and between.source == "interpolated between trials on 2 and 32 workers"
+    )
     beyond = rate_on(64, [TRIAL, large])
     assert beyond.images_per_s == pytest.approx(3840.0)
-    assert beyond.source == "assumes images/s per worker stay as on 32 workers" and beyond.trial is large
+    assert beyond.source == "assuming the same images/s per worker as on 32 workers" and beyond.trial is large
     assert rate_on(8, [TRIAL]).images_per_s == pytest.approx(800.0)
     one = dataclasses.replace(TRIAL, world=1, images_per_s=110.0)
-    assert rate_on(4, [one]).source == "assumes images/s per worker stay as on 1 worker"
+    assert rate_on(4, [one]).source == "assuming the same images/s per worker as on 1 worker"
 
 
 # NVIDIA's CLIP g/14 with 8 GPUs of a DGX node, images a second (docs.nvidia.com/nemo-framework, CLIP, performance).
@@ -60,7 +63,7 @@ PUBLISHED = {"a100": (559, 0.39), "h100": (935, 0.21)}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_runs_lie_in_the_range_of_an_estimate(name):
+def test_published_runs_are_within_the_estimated_range(name):
     """Its products, by hand: 40 blocks of 1408 and 6144 on 257 tokens, and 24 of 1024 and 4096 on 77."""
 
     def block(width: int, hidden: int, tokens: int) -> int:
@@ -80,7 +83,7 @@ def test_without_failures_only_saves_are_added():
     assert seconds_with_failures(1000.0, 100.0, TRIAL, None) == (pytest.approx(1040.0), 0.0)
 
 
-def test_saves_that_are_kept_at_once_give_dalys_equation_20():
+def test_immediate_saves_give_dalys_equation_20():
     """mtbf · exp(R / mtbf) · (exp((τ + δ) / mtbf) − 1) · work / τ, with δ = 4, R = 60, τ = 600 and mtbf = 3,600."""
     at_once = dataclasses.replace(TRIAL, save_s=4.0)
     restart_s = NOTICE_S + TRIAL.until_steady_s
@@ -132,7 +135,7 @@ def simulated(work_s: float, between_s: float, mtbf_s: float, draws: random.Rand
 
 
 @pytest.mark.parametrize(("between_s", "mtbf_s"), [(100.0, 2000.0), (300.0, 2000.0), (300.0, 600.0), (1000.0, 2000.0)])
-def test_failures_cost_what_a_simulation_of_them_takes(between_s, mtbf_s):
+def test_cost_of_failures_agrees_with_a_simulation(between_s, mtbf_s):
     draws = random.Random(0)
     work_s = 60_000.0
     mean = sum(simulated(work_s, between_s, mtbf_s, draws) for _ in range(400)) / 400
@@ -140,7 +143,7 @@ def test_failures_cost_what_a_simulation_of_them_takes(between_s, mtbf_s):
     assert seconds == pytest.approx(mean, rel=0.02)
 
 
-def test_saving_as_often_as_young_says_costs_least_or_nearly():
+def test_youngs_save_interval_is_nearly_optimal():
     mtbf_s = 5000.0
     best_s = best_save_seconds(TRIAL, mtbf_s)
     assert best_s == pytest.approx(200.0), "by hand: √(2 · 4 · 5,000)"
@@ -150,5 +153,5 @@ def test_saving_as_often_as_young_says_costs_least_or_nearly():
     assert best_save_seconds(slow, mtbf_s) == 900.0, "a save begins when the one before is kept"
 
 
-def test_a_stage_never_ends_where_failures_come_faster_than_saves():
+def test_stage_never_ends_if_failures_are_more_frequent_than_saves():
     assert seconds_with_failures(1e6, 1e6, TRIAL, 3600.0) == (math.inf, math.inf)

@@ -1,4 +1,4 @@
-"""What a step of training needs of memory: counted by the allocator while real steps are taken, and by hand."""
+"""Planned memory agrees with the allocator's counts in real steps, and with calculations by hand."""
 
 import dataclasses
 import itertools
@@ -43,7 +43,7 @@ def untraced(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_what_is_planned_is_what_the_allocator_gives_out(case):
+def test_planned_memory_equals_the_allocated_memory(case):
     assert planned(case).device_bytes == pytest.approx(measured(case), rel=0.05)
 
 
@@ -76,7 +76,7 @@ def count_collectives(rank: int, folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_gloo_allocates_beside_a_collective_what_the_trace_has_it_allocate(tmp_path):
+def test_traced_gloo_buffers_equal_the_allocated_ones(tmp_path):
     counting_allocator()
     context = multiprocessing.get_context("fork")
     workers = [context.Process(target=count_collectives, args=(rank, str(tmp_path))) for rank in range(2)]
@@ -111,7 +111,7 @@ def count_squared_error(folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_squared_error_takes_what_the_trace_has_it_take(tmp_path):
+def test_traced_memory_of_a_squared_error_equals_the_allocated_memory(tmp_path):
     counting_allocator()
     process = multiprocessing.get_context("fork").Process(target=count_squared_error, args=(str(tmp_path),))
     process.start()
@@ -130,7 +130,7 @@ def test_a_squared_error_takes_what_the_trace_has_it_take(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "gib"), [("B/16", 3.25), ("H/14", 19.6)])
-def test_activations_on_a_gpu_are_those_of_fused_attention(name, gib):
+def test_gpu_activations_are_those_of_fused_attention(name, gib):
     """64 images in bf16, against torch's own MemTracker over fake CUDA tensors."""
     cfg = TrainConfig(steps=1, micro_batch=64, batch_size=512)
     need = memory_need(cfg, models.config_of(name, 224, 1000), 8, is_gpu=True)
@@ -140,7 +140,7 @@ def test_activations_on_a_gpu_are_those_of_fused_attention(name, gib):
 # ---------------------------------------------------------------------------------------------------------- by hand
 
 
-def test_bytes_live_from_the_operation_that_made_them_until_their_last_tensor_is_gone():
+def test_memory_is_live_from_its_allocation_until_its_last_tensor_is_freed():
     with LiveBytes() as live:
         weight = torch.ones(256, 256, requires_grad=True)  # 256 KiB
         live.enter("forward")
@@ -159,7 +159,7 @@ def test_bytes_live_from_the_operation_that_made_them_until_their_last_tensor_is
     assert max(size for _, kind, size in live.events if kind is Kind.ACTIVATIONS) == 4096
 
 
-def test_a_loss_finds_in_a_traced_worker_what_it_asks_a_real_one():
+def test_traced_worker_has_all_fields_that_losses_use():
     cfg = TrainConfig(data=CASES[0].cfg.data, steps=1, batch_size=8, micro_batch=8)
     data = TracedData(cfg.phases(1, CASES[0].model_config))
     group = TracedGroup(torch.device("cpu"))
@@ -172,7 +172,7 @@ def test_a_loss_finds_in_a_traced_worker_what_it_asks_a_real_one():
 
 
 @pytest.mark.parametrize("limit", range(30, 130, 7))
-def test_the_fewest_blocks_that_fit_are_found_in_few_looks(limit):
+def test_fewest_blocks_that_fit_are_found_with_few_traces(limit):
     needed = [100, 104, *range(95, 0, -5)]  # to recompute one block alone saves nothing: it comes back whole
     looks = []
 
@@ -200,7 +200,7 @@ def untraceable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "trace_of", refuse)
 
 
-def test_a_step_that_cannot_be_traced_ends_neither_plan_nor_preflight(recipe, capsys, untraceable):
+def test_plan_and_preflight_continue_if_a_step_cannot_be_traced(recipe, capsys, untraceable):
     limited = ["cluster.gpus_per_worker=1", "cluster.gpu_memory_gb=5"]
     assert main(["plan", str(recipe), *limited]) == 0
     said = capsys.readouterr().out
@@ -224,26 +224,26 @@ def traced_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "trace_of", trace)
 
 
-def test_what_does_not_fit_is_refused_with_what_to_change_best_first(traced_by_hand):
+def test_stage_that_does_not_fit_is_rejected_with_the_best_remedy_first(traced_by_hand):
     model = models.config_of("B/16", 224, 10)
     cfg = TrainConfig(steps=1, micro_batch=16, batch_size=64, zero=1)
     check_fits(cfg, model, 2, 18 * GIB, is_gpu=True, name="pretrain")
     with pytest.raises(ConfigError) as refused:
         check_fits(cfg, model, 2, 17 * GIB, is_gpu=True, name="pretrain")
     assert str(refused.value).splitlines() == [
-        "pretrain: a worker needs 18.0 GiB of its device's memory, 17.0 GiB are there",
-        "  type one of these: pretrain.micro_batch=8 (needs 10.0 GiB); pretrain.checkpoint_blocks=2 (needs 16.7 GiB); "
+        "pretrain: a worker needs 18.0 GiB of device memory, but only 17.0 GiB available",
+        "  set one of these: pretrain.micro_batch=8 (needs 10.0 GiB); pretrain.checkpoint_blocks=2 (needs 16.7 GiB); "
         "pretrain.zero=2 (needs 17.0 GiB)",
     ]
     # What just fits is offered.
-    with pytest.raises(ConfigError, match=r"type one of these: pretrain\.micro_batch=8 \(needs 10\.0 GiB\); "):
+    with pytest.raises(ConfigError, match=r"set one of these: pretrain\.micro_batch=8 \(needs 10\.0 GiB\); "):
         check_fits(cfg, model, 2, 10 * GIB, is_gpu=True, name="pretrain")
     together = r"pretrain\.micro_batch=1 pretrain\.checkpoint_blocks=12 pretrain\.zero=3 together need 768\.0 MiB"
     with pytest.raises(ConfigError, match=together):
         check_fits(cfg, model, 2, GIB, is_gpu=True, name="pretrain")
 
 
-def test_of_the_host_pinned_memory_is_counted_in_powers_of_two(traced_by_hand):
+def test_pinned_host_memory_is_rounded_up_to_powers_of_two(traced_by_hand):
     """By hand: 16 images of 224 px, 2,408,448 bytes, and their labels, 128; the master and two moments of B/16."""
     cfg = TrainConfig(steps=1, micro_batch=16, batch_size=64)
     model = models.config_of("B/16", 224, 1000)

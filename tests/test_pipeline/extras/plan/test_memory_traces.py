@@ -1,4 +1,4 @@
-"""Traces of steps: what they depend on, and where they are kept."""
+"""Memory traces are cached by everything that affects them."""
 
 import dataclasses
 import errno
@@ -28,7 +28,7 @@ def untraced(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
     monkeypatch.setenv("PATCHLINE_CACHE", str(folder))
 
 
-def test_the_fullest_moment_depends_on_the_micro_batch():
+def test_peak_moment_depends_on_the_micro_batch():
     update = Moment("update", (100.0, 0, 50.0, 0, 0), (0.0, 0, 0, 0, 1.0))
     backward = Moment("backward", (100.0, 0, 0, 0, 0), (0.0, 10.0, 0, 0, 1.0))
     trace = MemoryTrace(0, (update, backward), (backward,))
@@ -54,7 +54,7 @@ def step_of(cfg: TrainConfig = SMALL, world: int = 2, accumulation: int = 2) -> 
     return step_to_trace(cfg, models.config_of("mu/8", 16, 10), world, accumulation, 0, is_gpu=False)
 
 
-def test_no_field_of_training_is_left_out_of_the_traced_step_by_mistake() -> None:
+def test_every_training_field_is_traced_or_excluded_on_purpose() -> None:
     """The step to trace lists its fields by hand: a forgotten one would be planned with its default, without a word."""
     in_the_step = {"objective", "loss", "label_smoothing", "mixup", "polyak", "exact_parts", "precision", "zero"}
     in_the_step |= {"data", "optim", "steps", "micro_batch", "batch_size", "deepspeed"}
@@ -81,7 +81,7 @@ def test_no_field_of_training_is_left_out_of_the_traced_step_by_mistake() -> Non
     assert set(step.config) == in_the_step - {"deepspeed"}
 
 
-def test_a_trace_is_kept_and_found_by_all_that_it_depends_on(tracer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_trace_is_cached_by_everything_that_affects_it(tracer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def traced(step: memory_traces.StepToTrace) -> int:
         """How many steps were traced for this one."""
         before = len(tracer)
@@ -115,7 +115,7 @@ def test_a_trace_is_kept_and_found_by_all_that_it_depends_on(tracer, tmp_path: P
 
 
 @pytest.mark.parametrize("obstacle", ["a file in its way", "no locks", "no room"])
-def test_a_home_that_keeps_no_trace_ends_nothing_and_is_said(
+def test_unusable_cache_folder_is_logged_and_does_not_stop_the_plan(
     obstacle: str, tracer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     def refuse_lock(*_: object) -> None:
@@ -132,10 +132,10 @@ def test_a_home_that_keeps_no_trace_ends_nothing_and_is_said(
         monkeypatch.setattr(memory_traces, "write_entry", refuse_write)
     assert memory_traces.trace_of(step_of()).start == 7 and tracer == [step_of()], "traced once, though not kept"
     if obstacle != "no locks":
-        assert "traced steps cannot be kept, each plan traces anew" in caplog.text
+        assert "cannot cache memory traces" in caplog.text
 
 
-def test_of_the_kept_traces_those_used_last_stay(tracer, monkeypatch: pytest.MonkeyPatch):
+def test_least_recently_used_traces_are_deleted(tracer, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(memory_traces, "MOST_KEPT", 3)
     steps = []
     for number in range(4):
@@ -144,7 +144,7 @@ def test_of_the_kept_traces_those_used_last_stay(tracer, monkeypatch: pytest.Mon
         memory_traces.trace_of(step)
         os.utime(memory_traces.path_of(step), (number, number))
     memory_traces.trace_of(step_of(world=16))
-    assert [memory_traces.kept(step) is not None for step in steps] == [False, False, True, True]
+    assert [memory_traces.cached_trace(step) is not None for step in steps] == [False, False, True, True]
     # Of the two, one is asked for again: the other is the first to go.
     for number, step in enumerate(steps[2:]):
         os.utime(memory_traces.path_of(step), (number, number))
@@ -153,7 +153,7 @@ def test_of_the_kept_traces_those_used_last_stay(tracer, monkeypatch: pytest.Mon
     assert memory_traces.path_of(steps[2]).exists() and not memory_traces.path_of(steps[3]).exists()
 
 
-def test_a_plan_of_a_sweep_traces_each_distinct_step_once(tracer, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_plan_of_a_sweep_traces_each_distinct_step_once(tracer, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """16 runs of four models: what a step keeps does not depend on seeds, rates, or how much decays and is dropped."""
     runs = {}
     for width, dropout, decay in itertools.product((48, 96), (0.0, 0.1), (0.03, 0.3)):

@@ -1,4 +1,4 @@
-"""What the tracer of a step counts, and what a trace depends on: against numbers that were worked out by hand."""
+"""The memory tracer agrees with calculations by hand."""
 
 import dataclasses
 import itertools
@@ -67,7 +67,7 @@ class Collective:
 # ------------------------------------------------------------------------------------------ what is not seen of a step
 
 
-def test_gloo_copies_what_was_counted_of_it():
+def test_traced_gloo_copies_are_complete():
     """8 MiB of each: test_gloo_allocates_beside_a_collective_… (slow) counts the same with torch's allocator."""
     whole = torch.zeros(2 * KIB * KIB, device="meta")
     half = torch.zeros(KIB * KIB, device="meta")
@@ -82,11 +82,11 @@ def test_gloo_copies_what_was_counted_of_it():
         assert copied(f"c10d::{name}", [whole]) == 0, name
     assert copied("aten::mul") == 0
     for name in ("_c10d_functional::all_reduce", "c10d::alltoall_"):
-        with pytest.raises(AssertionError, match=f"{name}: what gloo allocates for it has not been counted"):
+        with pytest.raises(AssertionError, match=f"{name}: unknown memory use of this collective in gloo"):
             copied(name, whole)
 
 
-def test_what_gloo_copies_lives_as_long_as_the_collective():
+def test_gloo_copies_are_live_during_the_collective():
     during = []
     with LiveBytes(over_gloo=True) as live:
         live.enter("backward")
@@ -99,7 +99,7 @@ def test_what_gloo_copies_lives_as_long_as_the_collective():
 
 
 @pytest.mark.parametrize(("reduction", "most", "kept"), [("sum", 2, 1), ("mean", 2, 1), ("none", 1, 1)])
-def test_a_squared_error_that_is_added_up_takes_two_tensors_and_keeps_one(reduction, most, kept):
+def test_reduced_squared_error_allocates_two_tensors_and_keeps_one(reduction, most, kept):
     """KiB, of predictions of 1 KiB: test_a_squared_error_takes_… (slow) counts the sum's with torch's allocator."""
     with FakeTensorMode(), LiveBytes() as live:
         predictions = numbers(1)
@@ -115,7 +115,7 @@ def test_a_squared_error_that_is_added_up_takes_two_tensors_and_keeps_one(reduct
 # -------------------------------------------------------------------------------------------------- what memory is for
 
 
-def test_memory_is_for_what_its_phase_says():
+def test_memory_has_the_kind_of_its_phase():
     kinds = {}
     with LiveBytes() as live:
         for phase in ("build", "batch", "forward", "backward", "update"):
@@ -138,7 +138,7 @@ def test_memory_is_for_what_its_phase_says():
     }
 
 
-def test_a_second_forward_pass_makes_activations_amid_the_backward_pass_and_may_end_by_an_exception():
+def test_recomputation_in_the_backward_pass_creates_activations_and_may_stop_early():
     class Block(nn.Module):
         def forward(self, is_last: bool) -> Tensor:
             made = numbers(1)
@@ -165,7 +165,7 @@ def test_a_second_forward_pass_makes_activations_amid_the_backward_pass_and_may_
         assert living(live) == {Kind.GRADIENTS: 8 * KIB}
 
 
-def test_what_is_gathered_is_neither_state_nor_activation():
+def test_gathered_weights_are_neither_states_nor_activations():
     gather: Any = Collective("c10d::_allgather_base_")
     with LiveBytes() as live:
         states = numbers(1)
@@ -184,7 +184,7 @@ def test_what_is_gathered_is_neither_state_nor_activation():
         assert Kind.GATHERED not in living(live), "it goes as what it was for at the end"
 
 
-def test_memory_that_grows_in_place_counts_as_what_it_has_become_and_sizes_without_memory_do_not():
+def test_resized_storage_counts_at_its_new_size_and_meta_tensors_do_not_count():
     with LiveBytes() as live:
         live.enter("backward")
         shape_alone = torch.zeros(KIB, device="meta")
@@ -196,7 +196,7 @@ def test_memory_that_grows_in_place_counts_as_what_it_has_become_and_sizes_witho
         assert shape_alone.numel() == KIB
 
 
-def test_a_step_without_numbers_goes_on_as_if_all_were_well():
+def test_step_with_fake_tensors_continues_as_if_all_values_were_finite():
     with FakeTensorMode(), LiveBytes():
         assert float(torch.zeros(())) == 1.0, "a norm or loss, finite"
         assert bool(torch.ones((), dtype=torch.bool)) is False
@@ -230,7 +230,7 @@ def events_of_step(images: int) -> Events:
     ]
 
 
-def test_of_a_step_the_fullest_moment_of_every_micro_batch_is_known():
+def test_trace_gives_the_peak_for_every_micro_batch():
     """By hand: 150 + 67 + 30 n bytes in the backward pass, 150 + 260 + 10 n in the update; equal at 9.65 images."""
     found = trace_in(json.dumps(fullest_moments(BUILT, events_of_step(2), events_of_step(3))))
     assert found is not None
@@ -242,14 +242,14 @@ def test_of_a_step_the_fullest_moment_of_every_micro_batch_is_known():
     assert found.most_activations(10) == 207
 
 
-def test_a_step_whose_order_depends_on_the_micro_batch_is_not_traced():
+def test_step_whose_order_depends_on_the_micro_batch_is_rejected():
     other = events_of_step(3)
     other[1], other[2] = other[2], other[1]
     with pytest.raises(AssertionError, match="a step's order depends on the micro-batch"):
         fullest_moments(BUILT, events_of_step(2), other)
 
 
-def test_the_highest_of_many_lines_is_known_everywhere():
+def test_upper_hull_is_the_maximum_of_all_lines():
     draws = np.random.default_rng(0)
     for _ in range(50):
         fixed = draws.integers(0, 1000, 12).astype(float)
@@ -268,7 +268,7 @@ def step_of(world: int = 2, accumulation: int = 4, **changes: Any) -> StepToTrac
     return step_to_trace(TrainConfig(**values), TINY, world, accumulation, 0, is_gpu=False)
 
 
-def test_a_trace_is_of_everything_that_has_a_say_in_memory_and_of_nothing_else(tmp_path: Path):
+def test_trace_depends_only_on_settings_that_affect_memory(tmp_path: Path):
     plain = step_of()
     with_a_say = {
         "objective": "masked",
@@ -308,34 +308,34 @@ def test_a_trace_is_of_everything_that_has_a_say_in_memory_and_of_nothing_else(t
         (1, 4, 4, 4),
     ],
 )
-def test_as_many_micro_batches_are_traced_as_make_a_difference(world, accumulation, parts, micro_batches):
+def test_only_as_many_micro_batches_are_traced_as_affect_memory(world, accumulation, parts, micro_batches):
     step = step_of(world, accumulation, exact_parts=parts)
     assert step.accumulation == micro_batches
     assert step.config["batch_size"] == world * micro_batches * step.config["micro_batch"]
 
 
 @pytest.mark.parametrize(
-    ("code", "answer", "said", "expected"),
+    ("code", "answer", "stderr", "expected"),
     [
         (1, "", "first\nRuntimeError: no such operator\n", "RuntimeError: no such operator"),
         (1, "{}\n", "RuntimeError: killed\n", "RuntimeError: killed"),  # at its end
-        (0, "", "", "nothing"),  # no answer
-        (0, "{}\n", "", "the tracer has said {}"),
-        (0, "no JSON\n", "", "the tracer has said no JSON"),
+        (0, "", "", "no error output"),  # no answer
+        (0, "{}\n", "", "unexpected output of the tracer: {}"),
+        (0, "no JSON\n", "", "unexpected output of the tracer: no JSON"),
     ],
 )
-def test_a_tracer_that_fails_is_said_and_nothing_is_kept(code, answer, said, expected, tmp_path, monkeypatch):
+def test_failed_tracer_raises_an_error_and_caches_nothing(code, answer, stderr, expected, tmp_path, monkeypatch):
     monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path))
     asked: list[dict[str, Any]] = []
 
     def run(command: Sequence[str], **options: Any) -> SimpleNamespace:
         asked.append(options)
-        return SimpleNamespace(returncode=code, stdout=answer, stderr=said)
+        return SimpleNamespace(returncode=code, stdout=answer, stderr=stderr)
 
     monkeypatch.setattr(subprocess, "run", run)
     with pytest.raises(TraceFailed, match=expected):
         memory_traces.trace_of(step_of())
-    assert memory_traces.kept(step_of()) is None
+    assert memory_traces.cached_trace(step_of()) is None
     environment = asked[0]["env"]
     assert environment["CUDA_VISIBLE_DEVICES"] == "" and environment["DS_ACCELERATOR"] == "cpu"
     assert "file" not in json.loads(asked[0]["input"])
@@ -359,24 +359,24 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[StepToTrace]:
     return steps_asked
 
 
-def test_where_the_start_needs_the_most_that_counts_and_is_said(asked):
+def test_peak_at_startup_counts_and_is_described(asked):
     model = models.config_of("B/16", 224, 10)
     cfg = TrainConfig(steps=1, micro_batch=4, batch_size=4)
     need = memory_need(cfg, model, 1, is_gpu=False)
     assert need.device_bytes == 8 * GIB
-    words = memory.in_words(need, is_gpu=False)
+    words = memory.describe_need(need, is_gpu=False)
     assert words.startswith(
-        "8.0 GiB a worker, most at the start; later 4.0 GiB activations + 1.0 GiB weights and optimizer; beside it "
+        "8.0 GiB per worker, peak at startup; later 4.0 GiB activations + 1.0 GiB weights and optimizer; in addition "
     )
     # Later the most, with 16 images.
     need = memory_need(dataclasses.replace(cfg, micro_batch=16, batch_size=16), model, 1, is_gpu=True)
     assert need.device_bytes == 17 * GIB
-    words = memory.in_words(need, is_gpu=True)
-    assert words.startswith("17.0 GiB a worker, most in backward: 16.0 GiB activations + 1.0 GiB weights")
-    assert ", with flash attention, without CUDA's own; of the host " in words
+    words = memory.describe_need(need, is_gpu=True)
+    assert words.startswith("17.0 GiB per worker, peak in backward: 16.0 GiB activations + 1.0 GiB weights")
+    assert " (with flash attention, without the CUDA context); host memory: " in words
 
 
-def test_every_decoding_process_is_two_batches_ahead(asked):
+def test_each_decoding_process_prefetches_two_batches(asked):
     """By hand: 4 images of 224 px and a label of 8 bytes each are 602,112 + 32 bytes."""
     model = models.config_of("B/16", 224, 10)
     data = DataConfig(train="x", processes=3)
@@ -387,7 +387,7 @@ def test_every_decoding_process_is_two_batches_ahead(asked):
     assert memory_need(alone, model, 1, is_gpu=False).loader == 602_112 + 32
 
 
-def test_no_more_blocks_are_recomputed_than_there_are(asked):
+def test_recomputed_blocks_are_limited_to_the_depth(asked):
     model = models.config_of("B/16", 224, 10)
     cfg = TrainConfig(steps=1, micro_batch=4, batch_size=64)
     assert recomputed_blocks(dataclasses.replace(cfg, checkpoint_blocks=40), model) == 12
@@ -395,10 +395,10 @@ def test_no_more_blocks_are_recomputed_than_there_are(asked):
     assert asked == []
 
 
-def test_at_a_start_nothing_is_traced_that_was_not_traced_before(asked, monkeypatch):
+def test_startup_check_uses_only_cached_traces(asked, monkeypatch):
     cfg = TrainConfig(steps=1, micro_batch=4, batch_size=4)
     assert need_if_traced(cfg, TINY, 1, is_gpu=True) is None
-    monkeypatch.setattr(memory, "kept", lambda step: "a trace")
+    monkeypatch.setattr(memory, "cached_trace", lambda step: "a trace")
     assert need_if_traced(dataclasses.replace(cfg, compile=True), TINY, 1, is_gpu=True) is None
     assert asked == []
     need = need_if_traced(cfg, TINY, 1, is_gpu=True)

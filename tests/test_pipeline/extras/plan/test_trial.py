@@ -1,4 +1,4 @@
-"""A trial's numbers from records made by hand, and its document."""
+"""Trial results from records made by hand, and their file."""
 
 import dataclasses
 from pathlib import Path
@@ -29,7 +29,7 @@ RECORDS = [
 ]
 
 
-def test_what_a_step_takes_is_the_mean_behind_the_first_five_without_saves():
+def test_step_time_is_the_mean_after_the_warm_up_without_saves():
     """By hand: steps 6 to 15 in 10 + 14 − 4 = 20 s; of the 24 s in all a tenth for storage, two to decode."""
     result = measured(RECORDS, "pretrain", 64)
     assert (result["world"], result["hardware"], result["steps"]) == (4, "Abacus", 10)
@@ -42,9 +42,9 @@ def test_what_a_step_takes_is_the_mean_behind_the_first_five_without_saves():
 
 
 @pytest.mark.parametrize("missing", ["start", "checkpoint", "train"])
-def test_a_trial_that_lacks_a_part_is_refused(missing):
+def test_trial_with_missing_records_is_rejected(missing):
     kept = [record for record in RECORDS if record["kind"] != missing]
-    with pytest.raises(DataError, match=r"pretrain: the trial left \d+ steps .* expected some of each"):
+    with pytest.raises(DataError, match=r"pretrain: the trial recorded \d+ steps .* expected at least one of each"):
         measured(kept, "pretrain", 64)
 
 
@@ -54,7 +54,7 @@ def made(world: int) -> Trial:
     return Trial(stage="pretrain", key=KEY, **about, **values)
 
 
-def test_a_document_comes_back_as_it_was_written_and_an_altered_one_is_refused(tmp_path: Path):
+def test_trial_is_read_as_written_and_rejected_if_modified(tmp_path: Path):
     trials = [made(2), made(16)]
     for trial in reversed(trials):
         path = write_trial(tmp_path, trial)

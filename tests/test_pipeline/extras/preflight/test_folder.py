@@ -1,4 +1,4 @@
-"""What a node finds out about the folder of a run."""
+"""A node's report on the folder of a run."""
 
 import threading
 import time
@@ -10,7 +10,7 @@ from pipeline.extras.preflight import folder as folders
 pytestmark = pytest.mark.quick
 
 
-def test_the_driver_answers_and_its_clock_is_told_from_the_answer(tmp_path, monkeypatch) -> None:
+def test_driver_answers_requests_and_its_clock_is_measured(tmp_path, monkeypatch) -> None:
     clock = time.time
     here = threading.current_thread()
     # The node's clock is an hour ahead of the driver's, which answers in a thread of its own.
@@ -23,7 +23,7 @@ def test_the_driver_answers_and_its_clock_is_told_from_the_answer(tmp_path, monk
     assert found_out["lacks"] == [] and found_out["written_bytes"] == 2**24
 
 
-def test_a_folder_without_the_driver_is_not_shared_and_a_name_created_twice_is_said(tmp_path, monkeypatch) -> None:
+def test_folder_without_driver_file_is_not_shared_and_replaced_links_are_reported(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("data.files.SEEN_WITHIN_S", 0.1)
     monkeypatch.setattr(folders, "ANSWERED_WITHIN_S", 0.1)
     assert folders.report_on(tmp_path, "0")["sees_driver"] is False
@@ -31,4 +31,4 @@ def test_a_folder_without_the_driver_is_not_shared_and_a_name_created_twice_is_s
     monkeypatch.setattr(folders, "create_exclusively", lambda *_: True)
     alone = folders.report_on(tmp_path, "0")
     assert (alone["sees_driver"], alone["is_answered"], alone["skew_s"]) == (True, False, None)
-    assert alone["lacks"] == ["a hard link does not fail where its name exists"]
+    assert alone["lacks"] == ["a hard link to an existing name does not fail"]

@@ -1,4 +1,4 @@
-"""Which pairs of workers are measured, and which of them at once."""
+"""Selection of worker pairs to measure, and their schedule."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from pipeline.extras.preflight.network import pairs_to_measure, rounds_of
 pytestmark = pytest.mark.quick
 
 
-def test_of_many_workers_neighbours_and_nodes_are_paired_and_nobody_twice_at_once() -> None:
+def test_many_workers_are_paired_with_neighbours_and_nodes_in_disjoint_rounds() -> None:
     assert pairs_to_measure(["a", "a", "b"]) == [(0, 1), (0, 2), (1, 2)]
     nodes = [f"n{rank // 8}" for rank in range(512)]
     pairs = pairs_to_measure(nodes)

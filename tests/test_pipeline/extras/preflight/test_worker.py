@@ -1,4 +1,4 @@
-"""What a node without a worker reports of itself."""
+"""Reports of workers, and of nodes without a worker."""
 
 import os
 import resource
@@ -12,7 +12,7 @@ from pipeline.extras.preflight.worker import examine_node, own_report
 pytestmark = pytest.mark.quick
 
 
-def test_a_node_without_a_worker_reports_its_disk_and_its_sets(tmp_path) -> None:
+def test_node_without_a_worker_reports_its_disk_and_sets(tmp_path) -> None:
     report = examine_node({"folder": str(tmp_path / "run"), "is_shared": False, "sets": [str(tmp_path / "gone")]})
     assert report["identity"]["node"] == socket.gethostname()
     assert report["folder"] is not None
@@ -20,7 +20,7 @@ def test_a_node_without_a_worker_reports_its_disk_and_its_sets(tmp_path) -> None
     assert "this index does not exist" in report["sets"][str(tmp_path / "gone")]["error"]
 
 
-def test_a_worker_reports_the_limits_of_its_process(monkeypatch) -> None:
+def test_worker_reports_its_process_limits(monkeypatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     report = own_report(torch.device("cpu"))
     assert report["interface"] == "eth7"

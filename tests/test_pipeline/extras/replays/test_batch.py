@@ -1,4 +1,4 @@
-"""What a stage has left of its steps: which attempt took one, and with which shards; records are made by hand."""
+"""Step records of a stage belong to the right attempt and shards; the records are made by hand."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,26 +30,26 @@ def stage_of(*attempts: tuple[int, Sequence[str], int | None]) -> TrainedStage:
     return stage
 
 
-def test_shards_dropped_and_brought_back_amid_a_stretch_are_noticed() -> None:
+def test_change_of_dropped_shards_within_a_range_is_rejected() -> None:
     stage = stage_of((0, A, 10), (10, B, 14), (14, A, 30))
     for first, last in ((5, 20), (10, 15), (14, 15), (1, 30), (10, 11)):
-        with pytest.raises(UsageError, match="has changed between"):
+        with pytest.raises(UsageError, match="changed between steps"):
             stage.config_at(first, last)
     assert stage.config_at(1, 10).data.drop == tuple(A)
     assert stage.config_at(11, 14).data.drop == tuple(B)
     assert stage.config_at(15, 30).data.drop == tuple(A)
 
 
-def test_of_steps_that_were_taken_twice_the_last_attempt_counts() -> None:
+def test_last_attempt_counts_for_repeated_steps() -> None:
     # The second attempt falls back to step 4, and its steps 5 to 8 go on; what the first made of them is lost.
     stage = stage_of((0, A, 10), (4, B, 8), (8, A, 12))
-    assert [stage.taken[step].attempt for step in range(1, 13)] == [1] * 4 + [2] * 4 + [3] * 4
+    assert [stage.step_records[step].attempt for step in range(1, 13)] == [1] * 4 + [2] * 4 + [3] * 4
     assert stage.config_at(5, 8).data.drop == tuple(B)
     with pytest.raises(UsageError):
         stage.config_at(1, 12)
 
 
-def test_a_step_on_no_record_is_of_the_last_attempt_that_may_have_taken_it() -> None:
+def test_step_without_a_record_belongs_to_the_last_possible_attempt() -> None:
     stage = stage_of((0, A, 5), (5, B, None), (9, A, 12))
     assert stage.start_of(7)["attempt"] == 2
     assert stage.config_at(6, 9).data.drop == tuple(B)

@@ -1,4 +1,4 @@
-"""Which samples are masked, and what the search makes of it; what a masked step gives is in test_reference_loop.py."""
+"""Masks select the right samples; test_reference_loop.py tests the effect on a step."""
 
 import random
 
@@ -12,7 +12,7 @@ from pipeline.extras.replays.masking import Mask, ranges_of
 pytestmark = pytest.mark.quick
 
 
-def test_a_mask_holds_the_samples_of_its_ranges_and_no_others() -> None:
+def test_mask_contains_exactly_the_samples_of_its_ranges() -> None:
     rng = random.Random(0)
     for _ in range(50):
         ranges = []

@@ -1,4 +1,4 @@
-"""The search for the samples that cause a spike."""
+"""The search identifies the samples that cause a spike."""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.quick
 
 
 @pytest.mark.parametrize("value", [math.inf, 40.0])
-def test_whatever_its_place_a_single_culprit_is_found_in_twelve_values(value: float) -> None:
+def test_single_culprit_is_found_in_twelve_evaluations_at_any_position(value: float) -> None:
     for place in range(0, 1024, 31):
         taken = []
 
@@ -24,7 +24,7 @@ def test_whatever_its_place_a_single_culprit_is_found_in_twelve_values(value: fl
         assert len(taken) <= 12
 
 
-def test_copies_are_found_together_and_where_all_are_to_blame_nobody_is_named() -> None:
+def test_copies_are_found_together_and_no_sample_is_named_if_all_cause_the_spike() -> None:
     copies = {17, 400, 1003}
 
     def without(rows: Sequence[int]) -> float:

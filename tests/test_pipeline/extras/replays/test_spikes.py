@@ -15,7 +15,7 @@ from pipeline.training_config import TrainConfig
 pytestmark = pytest.mark.quick
 
 
-def test_a_masked_sample_is_counted_neither_in_the_mean_nor_as_itself_in_the_ledger() -> None:
+def test_masked_sample_is_excluded_from_the_mean_and_marked_in_the_ledger() -> None:
     planned = Ids(np.zeros(4, np.int64), np.array([0, 1, 1, 2]), np.array([5, 0, 7, 7]))
     before, since = (planned_ids(masking(planned, [5, 1, 0, 8]), step) for step in (4, 5))
     assert since.sample.tolist() == [5, -1, -8, 7]
