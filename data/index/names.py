@@ -145,7 +145,7 @@ def parse_labels(raw: bytes, ids: Mapping[str, int] = NO_NAMES) -> tuple[int, ..
         # int() would accept `1_000`, `+3` and digits of other scripts; isinstance would accept true as a number.
         is_digits = isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= MOST_DIGITS
         if is_digits or (type(value) is int and value >= 0):
-            labels.append(int(value))
+            labels.append(int(value))  # type: ignore[call-overload]
         elif isinstance(value, str) and value in ids:
             labels.append(ids[value])
     if not labels or len(labels) < len(values):

@@ -172,14 +172,14 @@ def number(
 
 
 def check_unicode_forms(lacking: Sequence[str], target: Sequence[str], name: str, giver: str) -> None:
-    """Raise DataError if a class is called the same in both, but in another Unicode form (NFC, NFD) that looks equal."""
+    """Raise DataError if a class name looks equal in both sets, but is stored in another Unicode form (NFC, NFD)."""
     composed = {unicodedata.normalize("NFC", other): other for other in target}
     for class_name in lacking:
         other = composed.get(unicodedata.normalize("NFC", class_name))
         if other is not None:
             forms = [form for form in ("NFC", "NFD") if unicodedata.is_normalized(form, class_name)]
             raise DataError(
-                f"{name}: class {preview([class_name])} looks the same in {giver}, but its letters are stored in another "
+                f"{name}: class {preview([class_name])} looks the same in {giver}, but is stored in another "
                 f"Unicode form ({' or '.join(forms) or 'mixed'} here); macOS writes file names in NFD\n"
                 f"  rename it: --rename {shlex.quote(class_name + '=' + other)}, or rename the folder"
             )

@@ -579,4 +579,4 @@ def inspect_index(folder: Path, report: Report) -> FoundSet:
 
 
 # File extension → function that inspects a set of these files.
-INSPECTORS = {".tar": inspect_tars, ".parquet": inspect_parquet, ".csv": inspect_table}
+INSPECTORS = {".tar": inspect_tars, ".parquet": inspect_parquet, ".csv": inspect_table, ".jsonl": inspect_table}
