@@ -133,9 +133,9 @@ def augment(data: bytes, image_size: int, draws: Draws, cfg: AugmentConfig, out:
         # Crop a square from an image whose shorter side is 8/7 of the square's: 256 for 224. The offsets depend on the
         # resized image, so the whole image must be decoded.
         if cfg.squash is None:
-            resized = resize_small(decode_whole(data), image_size * 8 // 7)
+            resized = resize_small(decode_whole(data, header), image_size * 8 // 7)
         else:
-            resized = resize(decode_whole(data), (cfg.squash, cfg.squash))
+            resized = resize(decode_whole(data, header), (cfg.squash, cfg.squash))
         height, width = resized.shape[:2]
         y = draws.below(height - image_size + 1)
         x = draws.below(width - image_size + 1)
