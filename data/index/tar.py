@@ -48,6 +48,14 @@ LARGEST_RECORD = 2048  # blocks; larger --blocking-factor values of GNU tar are 
 REGULAR = (b"0", b"\0", b"7")
 EXTENSIONS = (b"L", b"K", b"x", b"X", b"g")  # GNU's long name and long link; PAX, Solaris' PAX, PAX for all members
 GNU_SPARSE = b"S"
+# First bytes of compressed files, and the program that decompresses them.
+COMPRESSORS = {
+    b"\x1f\x8b": "gzip",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"\xfd7zXZ\0": "xz",
+    b"BZh": "bzip2",
+    b"\x04\x22\x4d\x18": "lz4",
+}
 ABSENT = (0, 0)  # offset and size of a member that a sample does not have
 
 
@@ -218,6 +226,7 @@ def members(tar: memoryview | bytes, name: str, refused: Refusals) -> Iterator[t
         except ValueError:
             is_header = False
         if not is_header:
+            check_uncompressed(tar, name)
             raise DataError(f"{name}: no valid tar header at byte {position}; a shard must be an uncompressed tar")
         start = position + BLOCK
         kind = header[156:157]
@@ -256,6 +265,16 @@ def members(tar: memoryview | bytes, name: str, refused: Refusals) -> Iterator[t
             refused.add("link or device", records.name or member)
         # An extension header applies to one member only.
         records = PaxRecords()
+
+
+def check_uncompressed(tar: memoryview | bytes, name: str) -> None:
+    """Raise DataError if a file starts like a compressed one; its samples cannot be read one by one."""
+    for start, program in COMPRESSORS.items():
+        if bytes(tar[: len(start)]) == start:
+            raise DataError(
+                f"{name}: compressed with {program}\n"
+                f"  expected an uncompressed tar, whose samples can be read one by one: type {program} -d {name}"
+            )
 
 
 def after_sparse_map(tar: memoryview | bytes, header: bytes, start: int) -> int:

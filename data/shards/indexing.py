@@ -312,7 +312,7 @@ def local_tars(source: str | os.PathLike[str] | list[str]) -> TarList:
         check_nothing_excluded(source)
         paths = sorted(Path(source).glob("[!.]*.tar"))
     else:
-        paths = list(map(Path, source))
+        paths = [path for pattern in source for path in matching(pattern)]
     if not paths:
         if isinstance(source, list):
             reason = "no *.tar is given"
@@ -337,6 +337,20 @@ def local_tars(source: str | os.PathLike[str] | list[str]) -> TarList:
     for path in paths:
         tars.sizes[str(path.relative_to(tars.directory))] = path.stat().st_size
     return tars
+
+
+def matching(pattern: str) -> list[Path]:
+    """Return the files of a path with `{000..999}` or `*`, as the shell and remote URLs expand them.
+
+    A path of an existing file, and one that matches nothing, are returned as they are.
+    """
+    if Path(pattern).exists():
+        return [Path(pattern)]
+    paths: list[Path] = []
+    for name in braceexpand(pattern):
+        found = sorted(Path(name).parent.glob(Path(name).name)) if "*" in Path(name).name else []
+        paths += found or [Path(name)]
+    return paths
 
 
 def remote_tars(urls: Sequence[str], cache: Cache, workers: int, stopped: threading.Event) -> TarList:

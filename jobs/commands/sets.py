@@ -207,6 +207,7 @@ def index(
 ) -> int:
     """Index existing WebDataset tars in place; exit with 65 if no sample is usable."""
     from data.index.document import load_index
+    from data.index.names import gap_in_ids
     from data.shards.indexing import build_index, decoded_samples
     from data.sources.numbering import check_unambiguous, read_class_list
 
@@ -247,6 +248,9 @@ def index(
     lines = summary(index)
     if not index.names and not unlabelled:
         lines.append("class names: none, so labels cannot be checked; if you know the names, add --names FILE")
+        gap = gap_in_ids(sum(count > 0 for count in index.class_counts), index.classes)
+        if gap and classes is None:
+            lines.append(gap)
 
     # Refuse a data set without usable samples; the message includes the findings of indexing.
     tried, failed = decoded_samples(index)
