@@ -17,7 +17,9 @@ import errno
 import fcntl
 import os
 import re
+import resource
 import secrets
+import shlex
 import shutil
 import stat
 import time
@@ -26,7 +28,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import get_native_id
 
-from data.errors import StorageError
+from data.errors import ConfigError, StorageError
 
 ROOT = Path(__file__).parents[1]
 # The last file written of a set of files such as a checkpoint; its presence makes the set valid (data/storage.py).
@@ -34,7 +36,8 @@ MANIFEST = "MANIFEST.json"
 SET_NAME = re.compile(r"step-\d{10}(-\d{6})?")
 # Error codes of file systems that lack an operation; any other code is about the individual file.
 NOT_SUPPORTED = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
-NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+OUT_OF_HANDLES = {errno.EMFILE, errno.ENFILE}
 NOT_OURS_TO_WRITE = {errno.EROFS, errno.EACCES, errno.EPERM}
 # Files of this size or more bypass the page cache, because the kernel's copy costs CPU time and memory.
 LARGE = 8 << 20
@@ -44,7 +47,7 @@ AT_ONCE = 32 << 20  # bytes of one direct write
 # Error codes of write and fcntl if a file system, or a kind of memory, does not support direct writes.
 NOT_DIRECT = {errno.EINVAL, errno.EFAULT, errno.ENOTTY, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 # Error codes of write and fsync. Other errors, such as network errors, are not about the file being written.
-OF_THE_DISK = {errno.EIO, errno.EFBIG, errno.ESTALE, *NO_ROOM, *NOT_OURS_TO_WRITE}
+OF_THE_DISK = {errno.EIO, errno.ESTALE, *NO_ROOM, *NOT_OURS_TO_WRITE}
 SEEN_WITHIN_S = 30.0  # NFS may cache a folder's contents this long (mount option acdirmin)
 POLL_S = 0.1
 # Identifies this process and its forks: on shared storage, processes of two hosts or pods may have equal pids.
@@ -59,8 +62,36 @@ def import_path() -> str:
 
 def state_folder() -> Path:
     """Return the folder for cached data of this node: `PATCHLINE_CACHE`, or the user's cache folder."""
-    base = os.environ.get("PATCHLINE_CACHE") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "patchline"
+    base = os.environ.get("PATCHLINE_CACHE") or os.environ.get("XDG_CACHE_HOME")
+    if base:
+        return with_home(base) / "patchline"
+    return home() / ".cache" / "patchline"
+
+
+def home() -> Path:
+    """Return the user's home folder. Raises ConfigError if the user has none.
+
+    Containers often run as a user without HOME and without an entry in /etc/passwd. A folder with a predictable name in
+    the shared /tmp would be no substitute: code is loaded from the cache, and another user may have made the folder.
+    """
+    try:
+        return Path.home()
+    except RuntimeError:
+        raise ConfigError(
+            f"user {os.geteuid()} has no home folder: HOME is not set, and /etc/passwd has no entry for this user\n"
+            "  expected a folder of this user for caches and Ray's token\n"
+            "  type export HOME=/a/folder/of/this/user; then run the same command again"
+        ) from None
+
+
+def with_home(path: str) -> Path:
+    """Replace a leading ~ by the user's home folder. Raises ConfigError if ~NAME has no home folder."""
+    if path == "~" or path.startswith("~/"):
+        return home() / path[2:]
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ConfigError(f"{path}: this user has no home folder on this machine\n  type an absolute path") from None
 
 
 def write_durably(path: Path, content: bytes | memoryview) -> None:
@@ -158,6 +189,37 @@ def atomic_file(path: Path) -> Iterator[Path]:
     sync(path.parent)
 
 
+@contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Context manager that yields a temporary folder to fill; on success its files appear in the new folder `path`.
+
+    `path` must not exist yet, or be an empty folder. If the block raises, the temporary folder is removed and `path` is
+    unchanged, so that the same command can run again. The files must be flushed by their writer.
+    """
+    final = path.resolve()
+    # An existing folder may be a mount point, which cannot be replaced: its files are renamed one by one.
+    is_new = not final.exists()
+    temporary = temporary_name(final if is_new else final / "new")
+    try:
+        temporary.mkdir(parents=True)
+        try:
+            yield temporary
+        except OSError as error:
+            if isinstance(error.filename, str | Path):
+                error.filename = str(error.filename).replace(str(temporary), str(path))
+            raise
+        if is_new:
+            rename(temporary, final)
+        else:
+            for file in sorted(temporary.iterdir(), key=lambda file: file.stat().st_mtime_ns):
+                rename(file, final / file.name)
+            temporary.rmdir()
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    sync(final.parent if is_new else final)
+
+
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Replace the file at `path` by `content`; readers see the old or the new file, never a mixture."""
     encoded = content.encode() if isinstance(content, str) else content
@@ -211,13 +273,63 @@ def create_exclusively(path: Path, content: str | bytes) -> bool:
     return True
 
 
+def open_regular(path: str, flags: int) -> int:
+    """Open a regular file for `open(..., opener=open_regular)`; never follow a link, and never wait for a pipe.
+
+    For fixed names in folders that other users may write to: their link would redirect our writes to any file of ours,
+    and opening their pipe would block for ever. Use mode "a", because "w" truncates the file before it is checked.
+    Raises StorageError if the path is a link, a pipe or anything else.
+    """
+    problem = StorageError(
+        f"{path}: found a link, pipe or device, expected a regular file\n"
+        "  another user may have placed it there\n"
+        f"  inspect it with: ls -l {path}; then remove it, or use a folder that only you can write to"
+    )
+    try:
+        handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        # ELOOP: a link; ENXIO: a pipe without a reader, or a socket.
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise problem from None
+        raise
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise problem
+    return handle
+
+
+def is_own(path: Path) -> bool:
+    """Return whether a path itself, not the target of a link, is a file or folder of this user or of root."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    is_plain = stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)
+    return is_plain and status.st_uid in (os.geteuid(), 0)
+
+
+def refuse_planted(path: Path, remedy: str) -> None:
+    """Raise StorageError if another user, or a link, holds the name `path` in a folder that everybody may write to.
+
+    Its owner could read and replace whatever we write there; the message ends with `remedy`.
+    """
+    with suppress(OSError):
+        is_shared = path.parent.stat().st_mode & stat.S_IWOTH != 0
+        if is_shared and os.path.lexists(path) and not is_own(path):
+            raise StorageError(
+                f"{path}: found a link or another user's folder, in {path.parent}, to which every user may write\n"
+                "  expected a folder of this user, or none: its owner could replace the files of the run\n"
+                f"  {remedy}"
+            )
+
+
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Hold an exclusive lock on the file at `path`; the kernel releases it when the process ends for any reason.
 
-    Raises StorageError if the file system has no locks.
+    Raises StorageError if the file system has no locks, or if the path is a link or a pipe.
     """
-    with open(path, "a") as file:
+    with open(path, "a", opener=open_regular) as file:
         take_lock(file.fileno(), path, wait=True)
         yield
 
@@ -312,33 +424,84 @@ def path_in_errors(path: Path, content_bytes: int | None = None, *, instead_of: 
 
 
 def error_text(error: OSError) -> str:
-    """Describe an OSError in one line: the reason, the file, and the free space if the disk is full."""
+    """Describe an OSError in one line: the reason, the file, and the exhausted resource with its limit if there is one.
+
+    Disk full: the free bytes or inodes. Quota, file-size limit and open files: the limit and how to show it.
+    """
+    if error.errno in OUT_OF_HANDLES:
+        name = f": {error.filename}" if error.filename is not None else ""
+        return f"{error.strerror}{name} ({open_files_text(error)})"
     if error.errno is None or error.filename is None:
         return str(error)
     line = f"{error.strerror}: {error.filename}"
     if error.errno in NO_ROOM:
         parts = list(getattr(error, "__notes__", ()))
-        # The disk may be gone by now; then omit the free space.
+        # The disk may be gone by now; then omit its state.
         with suppress(OSError):
-            parts.append(f"{size_text(free_bytes(Path(error.filename)))} free")
+            parts.append(room_text(error, Path(error.filename)))
         line += f" ({', '.join(parts)})"
+    elif error.errno in (errno.EACCES, errno.EPERM):
+        line += f" (this user: {os.geteuid()})"
     return line
+
+
+def room_text(error: OSError, path: Path) -> str:
+    """Describe what ran out on the disk of a path: bytes, inodes, a quota, or the allowed size of a file."""
+    free = f"{size_text(free_bytes(path))} free"
+    if error.errno == errno.EDQUOT:
+        return f"{free} on the disk, but this user's quota of bytes or files is used up"
+    if error.errno == errno.EFBIG:
+        limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if limit == resource.RLIM_INFINITY:
+            return f"{free} on the disk, but this file system does not store such large files"
+        return f"{free} on the disk, but this process may only write files of up to {size_text(limit)}: ulimit -f"
+    if has_no_inodes(path):
+        return f"{free}, but no inodes: this disk has reached its maximum number of files"
+    return free
+
+
+def has_no_inodes(path: Path) -> bool:
+    """Return whether the disk of a path cannot hold more files. Raises OSError if the disk cannot be queried."""
+    state = os.statvfs(existing_folder(path))
+    return state.f_files > 0 and state.f_favail == 0  # btrfs, for example, has no limit and reports f_files 0
+
+
+def open_files_text(error: OSError) -> str:
+    """Describe the limit of open files that was reached: that of this process, or that of the machine."""
+    if error.errno == errno.ENFILE:
+        return "the limit of the whole machine: sysctl fs.file-max"
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return f"the limit of this process is {limit}: ulimit -n"
 
 
 def explain(error: OSError) -> str:
     """Describe an OSError like all our errors: what was found, what was expected, and what to type."""
     line = error_text(error)
-    if error.errno in NO_ROOM:
+    if error.errno in OUT_OF_HANDLES:
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        command = f"ulimit -n {'1048576' if hard == resource.RLIM_INFINITY else hard}"
+        if error.errno == errno.ENFILE:
+            command = "sudo sysctl fs.file-max=9223372036854775807"
         return (
             f"{line}\n"
-            "  expected: free space on that disk, and in the quota, for the files of a run\n"
-            "  free some space, or use another disk: run=/elsewhere; then run the same command again"
+            "  expected: a limit above the number of shards and connections in use\n"
+            f"  type {command}; then run the same command again"
+        )
+    if error.errno in NO_ROOM:
+        return f"{line}\n{room_remedy(error)}"
+    if error.errno == errno.EROFS and error.filename is not None:
+        return (
+            f"{line}\n"
+            "  expected: a disk mounted read-write; after a disk error, Linux mounts it read-only\n"
+            f"  type findmnt -T {shlex.quote(str(existing_folder(Path(error.filename))))} to see the mount, or use "
+            "another disk: run=/elsewhere"
         )
     if error.errno in NOT_OURS_TO_WRITE and error.filename is not None:
+        folder = shlex.quote(str(existing_folder(Path(error.filename))))
         return (
             f"{line}\n"
-            "  expected: a disk mounted read-write, and a folder that this user may write to\n"
-            "  check the mount and the folder's mode, or use another folder: run=/elsewhere"
+            "  expected: a folder that this user may write to\n"
+            f"  type ls -ld {folder} to see its owner and mode, or use another folder: run=/elsewhere"
         )
     if error.errno in (errno.ENOENT, errno.ENOTDIR) and error.filename is not None:
         return f"{line}\n  expected an existing file or folder, or a path that can be created; check the path"
@@ -347,15 +510,48 @@ def explain(error: OSError) -> str:
     return line
 
 
+def room_remedy(error: OSError) -> str:
+    """Return two lines for an error in NO_ROOM: what was expected, and what to type."""
+    folder = shlex.quote(str(existing_folder(Path(error.filename or "."))))
+    again = "or use another disk: run=/elsewhere; then run the same command again"
+    if error.errno == errno.EDQUOT:
+        return (
+            "  expected: a quota with room for the files of a run, in bytes and in number\n"
+            f"  type quota -s to see this user's quota; delete files or have it raised, {again}"
+        )
+    if error.errno == errno.EFBIG:
+        return (
+            "  expected: no limit on the size of a file below that of a checkpoint\n"
+            f"  type ulimit -f unlimited, {again}"
+        )
+    is_without_inodes = False
+    with suppress(OSError):
+        is_without_inodes = has_no_inodes(Path(error.filename or "."))
+    if is_without_inodes:
+        return (
+            "  expected: free inodes; deleting large files does not help, deleting many small ones does\n"
+            f"  type df -i {folder} to see them, {again}"
+        )
+    return (
+        "  expected: free space on that disk, and in the quota, for the files of a run\n"
+        "  free some space, or use another disk: run=/elsewhere; then run the same command again"
+    )
+
+
+def existing_folder(path: Path) -> Path:
+    """Return the nearest existing folder at or above a path."""
+    folder = path.absolute()
+    while not folder.is_dir() and folder != folder.parent:
+        folder = folder.parent
+    return folder
+
+
 def free_bytes(path: Path) -> int:
     """Return the free bytes for this user on the disk of a path, which need not exist yet.
 
     Raises OSError if the disk cannot be queried.
     """
-    folder = path
-    while not folder.is_dir() and folder != folder.parent:
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
+    return shutil.disk_usage(existing_folder(path)).free
 
 
 def size_text(size_bytes: float, base: int = 1000, units: Sequence[str] = ("kB", "MB", "GB")) -> str:

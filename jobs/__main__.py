@@ -12,14 +12,17 @@
 This is the only file that imports from both the core and the extras.
 """
 
+import atexit
 import os
 import re
 import shlex
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 # Before the imports below, which could otherwise import another package named `data` or `models` (step 1).
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -47,6 +50,7 @@ EXIT_CODES = (
 )
 
 STREAMS = {"logs", "run"}  # commands that stream the output of workers or jobs: they show their own progress
+UNWRITTEN_CODE = 120  # Python's exit code if it cannot write the rest of its output
 SIGPIPE_CODE = 128 + signal.SIGPIPE  # the exit code that shells report for a program killed by a closed pipe
 # Each command's usual names in other programs, for the hint after an unknown command.
 OTHER_COMMANDS = {
@@ -254,6 +258,29 @@ COMMANDS = CommandTable(
 )
 
 
+def run_process() -> NoReturn:
+    """Run the typed command, and end this process with its exit code."""
+    leave(main())
+
+
+def leave(code: int) -> NoReturn:
+    """End this process with an exit code, whatever its other threads are doing.
+
+    A daemon thread that we stopped waiting for may be inside C++ code, for example drawing the page. When the
+    interpreter ends normally, it unwinds such a thread, and the process aborts with code 134 (SIGABRT) instead.
+    """
+    others = [thread for thread in threading.enumerate() if thread is not threading.current_thread()]
+    if not others:
+        sys.exit(code)
+    atexit._run_exitfuncs()  # private, but the only way to call them, for example Ray's, before `os._exit`
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            code = code or UNWRITTEN_CODE
+    os._exit(code)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run a command and return its exit code; print errors to stderr."""
     words = sys.argv[1:] if arguments is None else arguments
@@ -362,4 +389,4 @@ def report(error: Exception, *, with_traceback: bool) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_process()

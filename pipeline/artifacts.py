@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import models
+from data.checks import check_file_name
 from data.errors import CheckpointError, DataError
 from data.files import path_in_errors, write_atomically
 from data.seal import Unsealed, seal, unseal
@@ -68,6 +69,10 @@ def read_record(path: Path) -> dict[str, Any]:
     except Unsealed as error:
         raise altered(path, str(error), None) from None
     values.pop("schema", None)
+    # Names of files become paths below the record's folder.
+    files = values.get("files")
+    for name in files if isinstance(files, dict) else ():
+        check_file_name(name, str(path))
     return values
 
 

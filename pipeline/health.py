@@ -152,9 +152,12 @@ class Health:
         # Without a commit since the last roll-back, another one would lead to the same step and fail again.
         if self.excluded and last_committed <= self.excluded[-1].stop:
             stretch = self.excluded[-1]
+            weights = "no checkpoint was committed before these steps: there are only the initial weights"
+            if last_committed:
+                weights = f"the last good weights are those of step {last_committed} in {self.checkpoints.address}"
             raise Diverged(
                 f"{happened}; excluding steps {stretch.start + 1} … {stretch.stop} did not help\n"
-                f"  the last good weights are in {self.checkpoints.address}\n"
+                f"  {weights}\n"
                 "  lower optim.lr, or increase optim.schedule.warmup_steps"
             )
         # Earlier ranges stay in the file: a run that falls back to a checkpoint before them must exclude them again.

@@ -409,7 +409,10 @@ def export_weights(worker: Worker, progress: Progress) -> StageResult:
     checkpoints = worker.saver.checkpoints
     # On a node other than the driver's, metrics.jsonl covers only a part of the stage, so its shares would be wrong.
     if checkpoints.sends_metrics:
-        spent = account(read_metrics(directory, None))
+        damage: list[str] = []
+        spent = account(read_metrics(directory, None, damage))
+        for message in damage:
+            worker.group.telemetry.log(f"the shares of time are incomplete: {message}")
         values = {"step": progress.step, "ratio": spent.ratio, **asdict(spent)}
         worker.group.telemetry.report("effective", values, spent.line())
     kind = "averaged weights" if worker.cfg.polyak else "weights"

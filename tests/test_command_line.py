@@ -275,7 +275,7 @@ def test_only_refuses_a_kind_with_several_stages(recipe, capsys):
 def test_the_installed_command_and_its_packages_are_declared():
     """`pip install -e .` finds every package by itself only if each is declared; recipes and C++ go along."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert project["project"]["scripts"] == {"patchline": "jobs.__main__:main"}
+    assert project["project"]["scripts"] == {"patchline": "jobs.__main__:run_process"}
     setuptools = project["tool"]["setuptools"]
     folders = {path.parent for name in ("models", "data", "pipeline", "jobs") for path in (ROOT / name).rglob("*.py")}
     packages = {".".join(folder.relative_to(ROOT).parts) for folder in folders}

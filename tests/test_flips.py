@@ -388,7 +388,10 @@ def test_a_log_or_status_that_has_changed_is_named_and_never_taken_for_a_bug(tmp
         for _ in range(60):
             with flipped(file, draw.randrange(8 * len(file.read_bytes().rstrip()))):
                 code = main(look)
-            said = capsys.readouterr().err
+            shown, said = capsys.readouterr()
             codes[code] += 1
             assert code == 0 or (code == 65 and f"{file} has changed" in said), (file, said)
-    assert codes[65] > 5
+            # Every record of metrics.jsonl has a digest; the newest training record may be the damaged one.
+            if file.name == "metrics.jsonl":
+                assert f"{file} is damaged: line " in shown
+    assert codes[0] > 60

@@ -31,7 +31,7 @@ from tempfile import TemporaryFile
 
 from data.checks import redacted
 from data.errors import DataError, StorageError
-from data.files import locked, state_folder, take_lock
+from data.files import error_text, locked, open_regular, state_folder, take_lock, with_home
 from data.index.index import Index
 from data.index.shard import Shard
 from data.order import Mixture, Order
@@ -59,7 +59,7 @@ class Cache:
         self.progress: Callable[[], object] = no_progress
         self.directory = state_folder() / "shards"
         if cfg.directory:
-            self.directory = Path(cfg.directory).expanduser()
+            self.directory = with_home(cfg.directory)
 
     def has(self, shard: Shard) -> bool:
         """Return whether a remote shard is in the cache."""
@@ -87,9 +87,11 @@ class Cache:
                         self.fetch(url, shard, path)
                     # An error of the local disk: errors of the storage arrive as StorageError.
                     except OSError as error:
+                        error.filename = error.filename or str(self.directory)
                         raise StorageError(
-                            f"{self.directory}: {error.strerror}; free some space, lower cache.limit_bytes "
-                            f"({self.cfg.limit_bytes}), set another cache.directory, or run again"
+                            f"{error_text(error)}\n  expected a shard cache with enough room, inodes and open files\n"
+                            f"  lower cache.limit_bytes ({self.cfg.limit_bytes}), set another cache.directory, or "
+                            "remove the cause; then run again"
                         ) from None
         # Record the last use for eviction; the mtime, because many mounts do not update the atime. If another process
         # has evicted the file by now, `opened` notices.
@@ -117,7 +119,7 @@ class Cache:
         # Poll the lock instead of blocking: a blocked call could neither be stopped nor report progress to the loader.
         part = path.with_suffix(".part")
         known_size = -1
-        with open(path.with_suffix(".lock"), "w") as file:
+        with open(path.with_suffix(".lock"), "a", opener=open_regular) as file:
             while not take_lock(file.fileno(), Path(file.name), wait=False):
                 if self.stopped():
                     raise StorageError(f"{path.name}: stopped while another process was downloading it")
@@ -136,7 +138,7 @@ class Cache:
         # The transfer may have corrupted the first copy: try once more from the start.
         for _ in range(2):
             self.make_room(shard.bytes)
-            with open(part, "a+b") as file:
+            with open(part, "a+b", opener=open_regular) as file:
                 # Hash the part that already exists; this also leaves the file position at its end.
                 file.seek(0)
                 digest = file_digest(file, "sha256")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from data.checks import at_least, more_than_0
 from data.errors import ConfigError
+from data.files import with_home
 from data.index.index import Index
 from data.order import Mixture, Order
 
@@ -30,7 +30,7 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         # Each worker runs in a different folder, where a relative path would mean different caches.
-        if self.directory and not Path(self.directory).expanduser().is_absolute():
+        if self.directory and not with_home(self.directory).is_absolute():
             raise ConfigError(f"cache.directory is {self.directory!r}, expected an absolute path")
         more_than_0(self, "limit_bytes attempts timeout_s fetchers", "cache.")
         at_least(self, 0, "backoff_s ahead", "cache.")

@@ -33,7 +33,7 @@ from pathlib import Path
 import psutil
 
 from data.errors import ClusterError
-from data.files import import_path
+from data.files import home, import_path
 from jobs.cluster.worker import LOOPBACK, outlive
 from jobs.cluster_config import ClusterConfig
 from pipeline.identity import workers_per_gpu
@@ -175,7 +175,7 @@ def short_directory() -> Path:
 
 def token_path() -> Path:
     """Return the path where Ray looks for the token, unless RAY_AUTH_TOKEN contains it."""
-    return Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    return Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or home() / ".ray" / "auth_token")
 
 
 def make_token() -> None:

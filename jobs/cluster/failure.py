@@ -4,7 +4,9 @@ When a worker dies, all its peers raise within 0.1 s because their collectives l
 therefore consequences; `first_failure` looks for the cause.
 """
 
+import errno
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ STACK_CHARACTERS = 10_000  # from the end of a dead worker's log; enough for the
 # The exceptions that torch raises when a collective loses a member, and parts of their texts: gloo, NCCL, the store.
 COLLECTIVE_ERRORS = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError")
 COLLECTIVE_WORDS = re.compile(r"gloo/transport|ncclRemoteError|ncclSystemError|TCPStore")
+OUT_OF_FILES = os.strerror(errno.EMFILE)  # also in the errors of gloo, NCCL and torch's store
 PEER_ADDRESS = re.compile(r"\[([0-9a-fA-F.:]+)\]:\d+")  # "Read error [10.0.0.2]:34530: Connection reset by peer."
 
 
@@ -143,7 +146,11 @@ class Evidence:
             return None if len(ends) == self.world else WorkerGroupError(None, "", cause)
 
         # False sorts before True, so requested exit codes come before crashes.
-        first = min(raised, key=lambda record: (record["exit_code"] is None, record["ended"]))
+        # A worker that has reached its limit of open files loses its peers, and they lose it.
+        first = min(
+            raised,
+            key=lambda record: (record["exit_code"] is None, OUT_OF_FILES not in record["error"], record["ended"]),
+        )
         if has_lost_a_peer(first):
             # The error contains at most the address of the peer's node, which may run several workers.
             peer = "the other workers"
@@ -160,10 +167,16 @@ class Evidence:
             cause = f"a collective failed: {peer} was lost or did not answer, but no worker was seen to die"
             # It may have been chance, as a death may: without a kind, a second time does not count as a repetition.
             return WorkerGroupError(first["rank"], first["node"], cause, first["traceback"])
+        cause = f"{first['kind']}: {first['error']}".rstrip(": ")
+        if OUT_OF_FILES in cause:
+            cause += (
+                "\n  this worker has reached its limit of open files; expected one above its shards and connections"
+                "\n  type ulimit -n 65536 on that node before the command (in a service: LimitNOFILE=65536)"
+            )
         return WorkerGroupError(
             first["rank"],
             first["node"],
-            f"{first['kind']}: {first['error']}".rstrip(": "),
+            cause,
             first["traceback"],
             exit_code=first["exit_code"],
             kind=first["kind"],
@@ -172,6 +185,6 @@ class Evidence:
 
 def has_lost_a_peer(record: WorkerRecord) -> bool:
     """Return whether a worker ended only because a collective lost another member."""
-    if "error" not in record or record["exit_code"] is not None:
+    if "error" not in record or record["exit_code"] is not None or OUT_OF_FILES in record["error"]:
         return False
     return record["kind"] in COLLECTIVE_ERRORS and COLLECTIVE_WORDS.search(record["error"]) is not None

@@ -156,6 +156,7 @@ def run_worker(spec: WorkerSpec, server: socket.socket | None, lifeline: int, ne
         "pid": os.getpid(),
         "started": time.time(),
     }
+    trace = ""
     try:
         _prepare(spec)
         _write_record(spec, record)
@@ -175,6 +176,7 @@ def run_worker(spec: WorkerSpec, server: socket.socket | None, lifeline: int, ne
         # A value that is not JSON raises here, so that it counts as this worker's error.
         json.dumps(end)
     except BaseException as error:
+        trace = traceback.format_exc()
         exit_code = getattr(error, "exit_code", None)
         if isinstance(error, SystemExit):
             exit_code = error.code
@@ -185,13 +187,16 @@ def run_worker(spec: WorkerSpec, server: socket.socket | None, lifeline: int, ne
             "exit_code": exit_code if isinstance(exit_code, int) else None,
             "kind": type(error).__name__,
             "error": error_text(error) if isinstance(error, OSError) else str(error),
-            "traceback": traceback.format_exc()[-LONGEST_TRACEBACK:],
+            "traceback": trace[-LONGEST_TRACEBACK:],
         }
-        traceback.print_exc()
+    # The record comes first: on a full disk, writing to the log raises.
     _write_record(spec, end)
-    sys.stdout.flush()
-    sys.stderr.flush()
     os.write(news, b".")
+    with suppress(OSError, ValueError):  # ValueError: the function has closed the stream
+        sys.stderr.write(trace)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
     # The agent kills this process; see step 4 of the module's docstring.
     while True:
         signal.pause()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from data.errors import ConfigError
+from data.files import state_folder
 from jobs.commands.arguments import Debug, Fresh, Overrides, Recipe
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def run(
 ) -> None:
     """Run all stages of a recipe, or resume them: type the same command again."""
     campaign = load_campaign(recipe, overrides, kinds_of(context))
+    state_folder()  # refuse a user without a home folder before the run folder is made
     # Imported here, as in every command, so that `--help` and errors in the recipe do not wait for Ray.
     from jobs.run.session import run_campaign
 

@@ -33,7 +33,10 @@ def list_all(path: SavedRun, _debug: Debug = False) -> None:
         for checkpoints in run.stages:
             echo(f"{checkpoints.stage}:")
             # Scores come from metrics.jsonl: a step is evaluated after its commit, so its manifest has no scores.
-            records = read_metrics(run.storage.local / checkpoints.stage, "evaluate")
+            damage: list[str] = []
+            records = read_metrics(run.storage.local / checkpoints.stage, "evaluate", damage)
+            for message in damage:
+                echo(f"  {run.in_words(message)}")
             evaluations = {record["step"]: record for record in records}
             for name in checkpoints.committed():
                 try:

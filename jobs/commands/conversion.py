@@ -18,7 +18,7 @@ import typer
 
 import models
 from data.errors import DataError, UsageError
-from data.files import atomic_file
+from data.files import atomic_file, atomic_folder
 from data.index.names import preview
 from data.sources.numbering import read_class_list
 from jobs.commands.arguments import Debug
@@ -101,12 +101,13 @@ def import_foreign(
             "classes\n  expected one name per class in the order of the outputs: --names FILE"
         )
     preprocessing = any_weights.recorded_preprocessing(path)
-    models.save(model, directory, writing=atomic_file, class_names=names, preprocessing=preprocessing)
-    record = {"imported": str(Path(path).resolve()), "overrides": changes, "code": code_version()}
-    loss = any_weights.recorded_loss(path)
-    if loss is not None:
-        record["loss"] = loss
-    artifacts.record_weights(Path(directory), record)
+    with atomic_folder(Path(directory)) as made:
+        models.save(model, made, writing=atomic_file, class_names=names, preprocessing=preprocessing)
+        record = {"imported": str(Path(path).resolve()), "overrides": changes, "code": code_version()}
+        loss = any_weights.recorded_loss(path)
+        if loss is not None:
+            record["loss"] = loss
+        artifacts.record_weights(made, record)
     report(model, path, names, preprocessing, verification)
     echo(f"written  {directory}")
 
@@ -149,28 +150,34 @@ def export(
                 f"nothing was written\n  expected the model's image size, {height}×{width}, for example "
                 f"'resize(({height}, {width}))'"
             )
-    with warnings.catch_warnings(record=True) as inexact:
-        warnings.simplefilter("always")
-        try:
-            activity.now(f"export: writing {path} …")
-            models.save(
-                model, path, format, writing=atomic_file, class_names=names, preprocessing=preprocessing, loss=loss
-            )
-        except ValueError as error:
-            raise UsageError(f"{directory} cannot be exported as {format}: {error}") from None
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(target) if format == "npz" else atomic_folder(target) as made:
+        with warnings.catch_warnings(record=True) as inexact:
+            warnings.simplefilter("always")
+            try:
+                activity.now(f"export: writing {path} …")
+                models.save(
+                    model, made, format, writing=atomic_file, class_names=names, preprocessing=preprocessing, loss=loss
+                )
+            except ValueError as error:
+                raise UsageError(f"{directory} cannot be exported as {format}: {error}") from None
 
-    # 3. Read the weights back as other programs would, and compare the models. An .npz has no config: the image size
-    # must be given.
-    changes: dict[str, object] = {}
-    if format == "npz":
-        changes["image_size"] = config.image_size
-    activity.now(f"export: reading {path} back to compare …")
-    exported = load(path, changes)
-    if format == "safetensors":
-        record = {"exported": str(Path(directory).resolve()), "code": code_version()}
-        if loss is not None:
-            record["loss"] = loss
-        artifacts.record_weights(Path(path), record)
+        # 3. Read the weights back as other programs would, and compare the models. An .npz has no config: the image
+        # size must be given.
+        changes: dict[str, object] = {}
+        if format == "npz":
+            changes["image_size"] = config.image_size
+        activity.now(f"export: reading {path} back to compare …")
+        try:
+            exported = load(str(made), changes)
+        except DataError as error:
+            raise DataError(str(error).replace(str(made), path)) from None
+        if format == "safetensors":
+            record = {"exported": str(Path(directory).resolve()), "code": code_version()}
+            if loss is not None:
+                record["loss"] = loss
+            artifacts.record_weights(made, record)
     report(model, directory, names, preprocessing, verification)
     # 4. Report differences between the configs, and between the outputs for one random image.
     for change in differences(models.to_dict(config), models.to_dict(exported.config)):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from data.errors import ConfigError, DataError, ExitCode, UsageError
+from data.files import with_home
 from jobs.commands.arguments import Debug, stoppable
 from jobs.named_stages import find_set, near_path, stages_in
 from jobs.terminal import ProgressMeter, echo
@@ -297,7 +298,7 @@ def cache_config(folder: str | None) -> "CacheConfig":
 
     if folder is None:
         return CacheConfig()
-    return CacheConfig(directory=str(Path(folder).expanduser().absolute()))
+    return CacheConfig(directory=str(with_home(folder).absolute()))
 
 
 def summary(index: "Index") -> list[str]:

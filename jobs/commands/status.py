@@ -133,9 +133,12 @@ def stage_line(folder: Path, *, has_ended: bool) -> str:
         return line
 
     # 2. An unfinished stage: its newest report has its progress.
+    damage: list[str] = []
+    spent = account(read_metrics(folder, None, damage))
+    problems = "".join(f"\n  {message}" for message in damage)
     last = last_metrics(folder)
     if last is None:
-        return "ended before its first report" if has_ended else "started, no step yet"
+        return ("ended before its first report" if has_ended else "started, no step yet") + problems
     # Steps that asynchronous evaluation (`evaluate_on: spare`) has not evaluated yet.
     steps = requested_steps(folder)
     to_evaluate = f"to be evaluated: steps {', '.join(map(str, steps))}  " if steps else ""
@@ -155,5 +158,5 @@ def stage_line(folder: Path, *, has_ended: bool) -> str:
     return (
         f"step {last['step']}/{last['steps']}  loss {last['loss']:.4f}  img/s {amount(last['images_per_s'])}  "
         f"{time_left}  {duration(age_s)} ago  {saved}  "
-        f"{to_evaluate}{account(read_metrics(folder, None)).line()}"
+        f"{to_evaluate}{spent.line()}{problems}"
     )

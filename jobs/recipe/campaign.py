@@ -23,7 +23,7 @@ from pathlib import Path
 from data.bucket import check_store_url, local_name
 from data.checks import check_name
 from data.errors import ConfigError
-from data.files import state_folder
+from data.files import state_folder, with_home
 from jobs.cluster_config import ClusterConfig
 from jobs.named_stages import TABLE, find_set, find_stage
 from jobs.ownership import check_run_path
@@ -137,7 +137,7 @@ def parse(recipe: Recipe, kinds: Kinds) -> Campaign:
         remote = check_store_url(run)
         scratch = state_folder() / "runs"
         if cluster.scratch:
-            scratch = Path(cluster.scratch).expanduser()
+            scratch = with_home(cluster.scratch)
         folder = (scratch / local_name(remote)).resolve()
     return Campaign(folder, cluster, ordered, trackers, remote, budget)
 

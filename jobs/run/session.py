@@ -17,8 +17,10 @@
 import os
 import signal
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -67,6 +69,7 @@ def run_campaign(
             watching.of_command(campaign, lease),  # 3 and 9
             status_file(campaign.run, typed_command(), log.keep, lease),
         ):
+            sweep(campaign.run)
             stopper = Stopper(log, lease)  # 4
             results = validate_all(campaign, stages, fresh=fresh)  # 5
             refuse(results)
@@ -85,6 +88,21 @@ def run_campaign(
     finally:
         watching.close()  # 10
         disconnect()
+
+
+def sweep(run: Path) -> None:
+    """Delete the temporary files of killed processes in a run that this command owns.
+
+    Only files of drivers and workers: the page and the leases of a run may be written by other commands at this moment.
+    """
+    leftovers = list(run.glob(".tmp-*-status.json"))
+    for record in run.glob("*/stage.json"):
+        for pattern in (".tmp-*", "attempts/*/.tmp-*", "evaluations/.tmp-*"):
+            leftovers += record.parent.glob(pattern)
+    for path in leftovers:
+        if path.is_file():
+            with suppress(OSError):
+                path.unlink()
 
 
 def start_workers(cluster: ClusterConfig, log: RunLog) -> None:

@@ -49,7 +49,10 @@ def run_stage(context: Context, *, fresh: bool) -> dict[str, Any]:
     record_start(context, began)
     inputs = inputs_of(context, available)
     # The time of earlier commands, which may have been killed, follows from the records of their attempts.
-    earlier_s = account(read_metrics(directory, None)).wall
+    damage: list[str] = []
+    earlier_s = account(read_metrics(directory, None, damage)).wall
+    for message in damage:
+        context.log(f"{stage.name}: {message}")
 
     # 4. The names of its model's outputs are known now that its sets exist.
     context = dataclasses.replace(context, class_names=class_names.of_stage(stage, available))

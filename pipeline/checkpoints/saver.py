@@ -257,9 +257,10 @@ class Saver:
             if self.failures_in_a_row >= self.saving.max_failed_saves:
                 raise CheckpointError(
                     f"{self.failures_in_a_row} saves in a row failed, the last: {self.failure}\n"
-                    "  expected: a writable disk with room for "
+                    "  expected: a writable disk with room, inodes and quota for "
                     f"keep={self.saving.keep} checkpoints and one more\n"
-                    f"  free space under {self.checkpoints.address}, or lower keep, then run the same command again"
+                    f"  remove that cause (if bytes are missing: free space under {self.checkpoints.address}, or lower "
+                    "keep), then run the same command again"
                 )
         else:
             self.failures_in_a_row = 0

@@ -272,7 +272,7 @@ class ExactEngine(Engine):
             computes_on = torch.cuda.get_device_name()
         now = {"threads": torch.get_num_threads(), "torch": torch.__version__, "processor": computes_on}
         # Read before this attempt writes its own record.
-        earlier = read_metrics(telemetry.directory, "exact")
+        earlier = read_metrics(telemetry.directory, "exact", [])
         telemetry.report("exact", {"step": step, "sum_s": tree_s, "all_reduce_s": plain_s, **now}, line)
         if not earlier:
             return

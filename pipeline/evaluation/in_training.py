@@ -134,7 +134,7 @@ class LoopEvaluator(StageEvaluator):
             # If the disk fails here, the step is not evaluated; training is more important.
             with suppress(OSError):
                 is_due = [self.was_due(worker, step) and step not in self.recorded(stage)]
-                starts = [record for record in read_metrics(stage, "start") if record["step"] == step]
+                starts = [record for record in read_metrics(stage, "start", []) if record["step"] == step]
                 # The evaluation itself may kill the attempts; without a limit training would never continue.
                 if is_due[0] and len(starts) >= TRIES:
                     is_due = [False]
@@ -153,7 +153,8 @@ class LoopEvaluator(StageEvaluator):
 
     def recorded(self, stage: Path) -> set[int]:
         """Return the steps whose evaluation has an outcome: values, an error, or a reason for skipping it."""
-        return document.recorded_steps(read_metrics(stage, None))
+        # The driver reports damaged lines; an evaluation whose record is damaged is repeated.
+        return document.recorded_steps(read_metrics(stage, None, []))
 
     def evaluate_during_training(self, worker: Setup, progress: Progress) -> bool:
         """Collective: evaluate between two steps; return False if the run was requested to stop meanwhile.

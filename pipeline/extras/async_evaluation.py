@@ -62,7 +62,8 @@ def withdraw(stage: Path, step: int) -> None:
 
 def recorded(stage: Path) -> set[int]:
     """Return the steps with a recorded evaluation: values, an error, or the reason why it was skipped."""
-    steps = recorded_steps(read_metrics(stage, None))
+    # The driver reports damaged lines; an evaluation whose record is damaged is repeated.
+    steps = recorded_steps(read_metrics(stage, None, []))
     for path in records(stage):
         steps.add(int(path.stem.removeprefix("step-")))
     return steps

@@ -95,8 +95,11 @@ class KeepBest(Hook):
     Config = BestConfig
 
     def begin(self, worker: "Setup", progress: "Progress") -> None:
-        """Protect the checkpoint of the best evaluation from being deleted."""
+        """Protect the checkpoint of the best evaluation from being deleted. Raises DataError if a record is damaged."""
         self.stage = Path(self.job.directory)
+        # Refuse damaged records now: at the end, the whole training would have been in vain.
+        if self.cfg.keep_best is not None:
+            read_metrics(self.stage, None)
         self.committed_steps = worker.saver.checkpoints.committed_steps
         worker.saver.needed.append(partial(steps_of_best, self.stage, self.cfg.keep_best, self.committed_steps))
 

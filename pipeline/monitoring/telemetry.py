@@ -4,11 +4,13 @@
 2. At each report rank 0 writes the window's values as a record and as a log line. A save writes only the record, so
    that the metrics of every committed step are in metrics.jsonl. Each step is in exactly one record of its attempt:
 
-       {"kind": "train", "time": 1764071.3, "attempt": 1, "step": 50, "loss": 2.841, "images_per_s": 41200.0, …}
+       {"kind": "train", "time": 1764071.3, "attempt": 1, "step": 50, "loss": 2.841, …, "crc": "9a3c01fe"}
        step 50/700000  loss 2.841  lr 4.0e-6  grad 0.42  img/s 41.2k  wait 1%  eta 3d04h
 
 3. The driver follows log.txt and prints it; `read_metrics` and `last_metrics` read the records. Reading 14,000 records
    of 50 steps each (38 MB) takes 0.6 s.
+   Each record ends with the CRC-32 of the line before it: `read_metrics` refuses a damaged line. Records of versions
+   without this field are read unverified.
 4. `account` computes from the records how the wall time of all attempts was spent:
 
        account(read_metrics(folder, None)).line()
@@ -25,6 +27,7 @@ import os
 import re
 import sys
 import time
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -50,6 +53,10 @@ PEAK = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 TENSORBOARD_GROUPS = {"train": "1 train", "evaluate": "2 evaluate"}
 # The newest record is searched for in the last bytes of metrics.jsonl; a record of 50 steps has about 3 KB.
 TAIL_BYTES = 1 << 20
+SEAL = re.compile(rb', "crc": "([0-9a-f]{8})"}')  # the end of each record: CRC-32 of the line's bytes before it
+SEAL_BYTES = 20
+ZEROS = bytes(8)  # storage that lost a block returns zeros; a record contains no zero byte
+CUT_OFF = "the line before this one is incomplete: its writer was killed"
 OF_ONE_SEED = re.compile(r"-seed-\d+$")  # matches a few-shot result of a single seed: "5shot-seed-0"
 NOT_SCORES = ("time", "seconds")  # numbers in an evaluation's record that are not metrics
 
@@ -195,6 +202,9 @@ class Telemetry:
         self.tensorboard: SummaryWriter | None = None
         self.lost_lines: dict[str, int] = {}  # by file: lines lost since the last successful write
         if rank == 0:
+            metrics = directory / "metrics.jsonl"
+            if ends_within_line(metrics):
+                append_whole(metrics, f"\n({CUT_OFF})\n".encode())
             from torch.utils.tensorboard import SummaryWriter
 
             # Flushed every 10 s, so that a killed run loses little of its curves.
@@ -215,7 +225,7 @@ class Telemetry:
         if self.tensorboard is None:
             return True
         record = {"kind": kind, "time": round(time.time(), 3), "attempt": self.attempt, **values}
-        is_written = self._append("metrics.jsonl", json.dumps(without_nan(record), allow_nan=False) + "\n")
+        is_written = self._append("metrics.jsonl", sealed(json.dumps(without_nan(record), allow_nan=False)) + "\n")
         # TensorBoard sorts groups and curves by name and opens only the first group, so its page starts with
         # "1 train/1 loss".
         group = TENSORBOARD_GROUPS.get(kind, kind)
@@ -268,6 +278,20 @@ def without_nan(value: object) -> object:
     return value
 
 
+def sealed(record: str) -> str:
+    """Append the CRC-32 of a record, a JSON object, as its last field."""
+    content = record.removesuffix("}")
+    return f'{content}, "crc": "{zlib.crc32(content.encode()):08x}"}}'
+
+
+def ends_within_line(path: Path) -> bool:
+    """Return whether the last line of a file is incomplete; False for an empty, missing or unreadable file."""
+    with suppress(OSError), open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
+    return False
+
+
 def append_whole(path: Path, content: bytes) -> bool:
     """Append with a single O_APPEND write, so that lines of several workers never mix; return False if it fails."""
     try:
@@ -313,23 +337,104 @@ def altered(record: Record, problem: str) -> DataError:
     return DataError(
         f"{path} has changed: {problem}: {str(dict(record))[:80]}\n"
         "  expected the lines as the run wrote them\n"
-        "  restore the file from a copy, or delete that line: no result depends on it"
+        "  restore the file from a copy, or delete that line: results are then computed without it"
     )
 
 
-def read_metrics(directory: Path, kind: str | None = "train") -> list[Record]:
+def read_metrics(directory: Path, kind: str | None = "train", damage: list[str] | None = None) -> list[Record]:
     """Return the records of one kind, or of all kinds if None, in the order written.
 
-    A torn last line, left by a killed writer, is skipped. Raises DataError if a record has no kind.
+    A torn line, left by a killed writer or a full disk, is skipped. Raises DataError, with the line numbers, if lines
+    are damaged; with `damage` these lines are skipped instead, and a message is appended to `damage`. Only displays may
+    skip them, because a missing evaluation changes the best step. Raises DataError if a record has no kind.
     """
     path = directory / "metrics.jsonl"
     if not path.exists():
         return []
+    content = path.read_bytes()
     records: list[Record] = []
-    for record in records_in(path.read_bytes().splitlines(), path):
+    problems = damaged_lines(content)
+    if problems:
+        message = damage_message(path, problems)
+        if damage is None:
+            raise DataError(message)
+        damage.append(message)
+    for record in records_in(content.splitlines(), path):
         if kind is None or record["kind"] == kind:
             records.append(record)
     return records
+
+
+def damaged_lines(content: bytes) -> dict[int, str]:
+    """Return the damaged lines of metrics.jsonl, counted from 1, and what is wrong with each.
+
+    Torn lines are not damage: the last one, if its line break is missing, and one before a note in parentheses, which
+    the next writer adds. Lines before the first digest may be from a version that wrote none.
+    """
+    lines = content.splitlines()
+    is_sealed = False  # a line above had a digest
+    problems: dict[int, str] = {}
+    for number, line in enumerate(lines):
+        if ZEROS in line:
+            problems[number + 1] = f"it contains {line.count(0)} zero bytes"
+            continue
+        seal = SEAL.fullmatch(line[-SEAL_BYTES:])
+        if seal is not None:
+            is_sealed = True
+            digest = f"{zlib.crc32(line[:-SEAL_BYTES]):08x}"
+            if digest != seal[1].decode():
+                problems[number + 1] = f"its digest is {digest}, expected {seal[1].decode()}"
+            continue
+        if SEAL.search(line):
+            problems[number + 1] = "a record continues after its digest"
+            continue
+        if has_altered_seal(line):
+            problems[number + 1] = "its digest is altered"
+            continue
+        if not is_sealed or not line or is_note(line):
+            continue
+        # A complete record ends with a brace; a torn line is the beginning of a record or of a note.
+        is_before_note = number + 1 < len(lines) and is_note(lines[number + 1])
+        is_cut_off = number + 1 == len(lines) and not content.endswith(b"\n")
+        if is_json_object(line) or not (is_before_note or is_cut_off):
+            problems[number + 1] = "its digest is missing"
+    return problems
+
+
+def damage_message(path: Path, problems: Mapping[int, str]) -> str:
+    """Return the message about damaged lines of metrics.jsonl: which lines, what is wrong, and what to type."""
+    numbers = list(problems)
+    shown = [f"line {number}: {problems[number]}" for number in numbers[:3]]
+    if len(numbers) > 3:
+        shown.append(f"and {len(numbers) - 3} more, up to line {numbers[-1]}")
+    delete = ";".join(f"{number}d" for number in numbers)
+    return (
+        f"{path} is damaged: {'; '.join(shown)}\n"
+        "  expected each record with the digest that the run wrote; the storage has changed the file\n"
+        f"  restore the file from a copy; to compute results without these records, type: sed -i '{delete}' {path}"
+    )
+
+
+def has_altered_seal(line: bytes) -> bool:
+    """Return whether a line ends almost like a record with a digest: at least 9 of the 12 fixed bytes are right."""
+    template = b', "crc": "\0\0\0\0\0\0\0\0"}'  # zeros for the digits
+    end = line[-SEAL_BYTES:]
+    if len(end) < SEAL_BYTES:
+        return False
+    return sum(byte == expected for byte, expected in zip(end, template, strict=True)) >= 9
+
+
+def is_note(line: bytes) -> bool:
+    """Return whether a line is a writer's note about lost or incomplete lines instead of a record."""
+    return line.startswith(b"(") and line.endswith(b")")
+
+
+def is_json_object(line: bytes) -> bool:
+    """Return whether a line is a complete JSON object."""
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
 
 
 def steps_in(report: Record) -> range:
@@ -366,14 +471,19 @@ def scores_of(record: Record) -> dict[str, float]:
 
 
 def records_in(lines: Iterable[bytes], path: Path) -> Iterator[MetricsRecord]:
-    """Iterate the records in lines of metrics.jsonl; torn lines are skipped."""
+    """Iterate the records in lines of metrics.jsonl without their digests; skip torn lines and those that fail it."""
     for line in lines:
+        seal = SEAL.fullmatch(line[-SEAL_BYTES:])
+        if seal is not None and zlib.crc32(line[:-SEAL_BYTES]) != int(seal[1], 16):
+            continue
         try:
             record = json.loads(line, object_hook=with_nan)
         except ValueError:
             continue
         # The end of a torn line may be valid JSON by chance, such as a number.
         if isinstance(record, dict):
+            if seal is not None:
+                del record["crc"]
             yield MetricsRecord(record, path)
 
 

@@ -9,6 +9,7 @@ from jobs.recipe.records import stage_record
 from jobs.run.log import write_status
 from pipeline import artifacts
 from pipeline.config import plain
+from pipeline.monitoring.telemetry import read_metrics, sealed
 from tests.support import campaigns
 from tests.support.recipes import TINY
 
@@ -48,7 +49,7 @@ def make_run(
         records.append(report(1, last, steps, losses[last - report_every : last], ledger))
     with open(folder / "metrics.jsonl", "w") as file:
         for record in records:
-            file.write(json.dumps(record) + "\n")
+            file.write(sealed(json.dumps(record)) + "\n")
     write_status(run, 0, "done", "python -m jobs run tiny.yaml")
     return folder
 
@@ -109,7 +110,7 @@ def add(folder: Path, *records: dict[str, Any]) -> None:
     """Append records to a stage's metrics.jsonl."""
     with open(folder / "metrics.jsonl", "a") as file:
         for record in records:
-            file.write(json.dumps({"time": EPOCH + 100, "attempt": 1, **record}) + "\n")
+            file.write(sealed(json.dumps({"time": EPOCH + 100, "attempt": 1, **record})) + "\n")
 
 
 def change(path: Path, *keys: str, value: Any) -> None:
@@ -124,8 +125,8 @@ def change(path: Path, *keys: str, value: Any) -> None:
 
 def change_metrics(folder: Path, kind: str, **values: Any) -> None:
     """Change values in all records of one kind in metrics.jsonl."""
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    lines = [json.dumps({**record, **(values if record["kind"] == kind else {})}) for record in records]
+    records = read_metrics(folder, None)
+    lines = [sealed(json.dumps({**record, **(values if record["kind"] == kind else {})})) for record in records]
     (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
 
 

@@ -7,7 +7,9 @@ import mmap
 import multiprocessing
 import os
 import re
+import resource
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -92,7 +94,7 @@ def test_a_full_disk_is_told_with_the_path_what_was_needed_and_what_is_free(tmp_
     lines = files.explain(refused.value).splitlines()
     assert lines[0].startswith(f"No space left on device: {tmp_path / 'file'} (2.5 kB needed, ")
     assert re.search(r", [\d.]+ [kMG]B free\)$", lines[0])
-    assert "free some space, or give the run another disk: run=/elsewhere" in lines[2]
+    assert "free some space, or use another disk: run=/elsewhere" in lines[2]
     with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/claim'"):
         files.create_exclusively(tmp_path / "claim", "mine")
     assert os.listdir(tmp_path) == []
@@ -331,3 +333,183 @@ def test_nobody_replaces_the_import_path_of_a_new_process() -> None:
     for folder in ("data", "models", "pipeline", "jobs", "tests"):
         for path in (root / folder).rglob("*.py"):
             assert replaced not in path.read_text(), path
+
+
+def make_link(path: Path, victim: Path) -> None:
+    path.symlink_to(victim)
+
+
+def make_dangling_link(path: Path, victim: Path) -> None:
+    path.symlink_to(victim.with_name("created-by-the-attack"))
+
+
+def make_pipe(path: Path, victim: Path) -> None:
+    os.mkfifo(path)
+
+
+def make_socket(path: Path, victim: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+
+
+@pytest.mark.parametrize("mode", ["a", "a+b", "rb"])
+@pytest.mark.parametrize("attack", [make_link, make_dangling_link, make_pipe, make_socket])
+def test_planted_link_pipe_or_socket_is_refused_without_following_or_waiting(attack, mode, tmp_path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    planted = tmp_path / "lock"
+    attack(planted, victim)
+    with pytest.raises(StorageError, match="expected a regular file"), open(planted, mode, opener=files.open_regular):
+        pass
+    assert victim.read_text() == "precious"
+    assert not (tmp_path / "created-by-the-attack").exists()
+
+
+@pytest.mark.parametrize("attack", [make_link, make_dangling_link, make_pipe])
+def test_lock_is_never_taken_through_a_planted_name(attack, tmp_path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    attack(tmp_path / "lock", victim)
+    with pytest.raises(StorageError, match="ls -l"), files.locked(tmp_path / "lock"):
+        pass
+    assert victim.read_text() == "precious"
+
+
+def test_lock_keeps_the_content_of_an_existing_file(tmp_path) -> None:
+    (tmp_path / "lock").write_text("kept")
+    with files.locked(tmp_path / "lock"):
+        pass
+    assert (tmp_path / "lock").read_text() == "kept"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_file_of_another_user_is_not_our_own(tmp_path) -> None:
+    path = tmp_path / "file"
+    path.write_text("")
+    assert files.is_own(path)
+    os.chown(path, 65534, 65534)
+    assert not files.is_own(path)
+
+
+def test_link_and_missing_file_are_not_our_own(tmp_path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    assert not files.is_own(tmp_path / "link")
+    assert not files.is_own(tmp_path / "missing")
+
+
+def test_planted_link_in_a_folder_of_all_users_is_refused(tmp_path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    (shared / "own").mkdir()
+    (shared / "planted").symlink_to(tmp_path)
+    for name in ("own", "missing"):
+        files.refuse_planted(shared / name, "choose another")
+    with pytest.raises(StorageError, match=r"planted: found a link(?s:.*)\n  choose another$"):
+        files.refuse_planted(shared / "planted", "choose another")
+    # The user's own link in a private folder is intended.
+    shared.chmod(0o755)
+    files.refuse_planted(shared / "planted", "choose another")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+def test_planted_folder_of_another_user_is_refused(tmp_path) -> None:
+    tmp_path.chmod(0o1777)
+    (tmp_path / "run").mkdir()
+    os.chown(tmp_path / "run", 65534, 65534)
+    with pytest.raises(StorageError, match="another user's folder"):
+        files.refuse_planted(tmp_path / "run", "choose another")
+
+
+# ------------------------------------------------------------------------ the cause of a disk error
+
+# A program that writes files into a folder until the system refuses one, and prints the explanation.
+FILL = """
+import sys
+from pathlib import Path
+from data import files
+try:
+    for number in range(1000):
+        files.write_atomically(Path(sys.argv[1]) / str(number), b"x" * 3000)
+except OSError as error:
+    print(files.explain(error))
+"""
+
+
+def explained_on(mount: str, after: str, folder: Path) -> str:
+    """Mount a file system on a folder in a separate mount namespace, run FILL there, and return its output."""
+    script = f"mount -t tmpfs -o {mount} none {folder} && {after} && exec {sys.executable} -c '{FILL}' {folder}"
+    done = subprocess.run(["unshare", "-m", "bash", "-c", script], capture_output=True, text=True)
+    if "unshare" in done.stderr or "mount:" in done.stderr:
+        pytest.skip(f"no mount namespaces here: {done.stderr}")
+    assert not done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("mount", "after", "found", "typed"),
+    [
+        ("nr_inodes=24", "true", "B free, but no inodes: this disk has reached its maximum number of files)", "df -i"),
+        ("size=40k", "true", "(3.0 kB needed, 0.0 kB free)", "free some space, or use another disk"),
+        ("size=1m", "mount -o remount,ro {}", "Read-only file system", "findmnt -T {} "),
+    ],
+)
+def test_full_or_read_only_disk_is_explained_by_its_cause(tmp_path, mount, after, found, typed):
+    text = explained_on(mount, after.format(tmp_path), tmp_path)
+    lines = text.splitlines()
+    assert len(lines) == 3 and f"{tmp_path}/" in lines[0]
+    assert found in lines[0] and lines[1].startswith("  expected") and typed.format(tmp_path) in lines[2]
+
+
+def test_file_size_limit_is_explained_by_its_cause(tmp_path):
+    script = f"ulimit -f 2; exec {sys.executable} -c '{FILL}' {tmp_path}"
+    text = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
+    assert f"File too large: {tmp_path}/0 (3.0 kB needed, " in text
+    assert "this process may only write files of up to 2.0 kB: ulimit -f)\n" in text
+    assert "type ulimit -f unlimited" in text and "free some space" not in text
+
+
+def test_limit_of_open_files_is_explained_by_its_cause(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 8, hard))
+    try:
+        with pytest.raises(OSError) as refused:
+            for number in range(hard):
+                opened.append(open(tmp_path / str(number), "w"))  # noqa: SIM115
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        text = files.explain(refused.value)
+        without_name = files.explain(OSError(errno.EMFILE, "Too many open files"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for file in opened:
+            file.close()
+    assert text.startswith(f"Too many open files: {tmp_path}/")
+    for message in (text, without_name):
+        assert f"(the limit of this process is {limit}: ulimit -n)\n" in message
+        assert f"type ulimit -n {hard};" in message
+
+
+def test_quota_and_missing_permission_are_explained_by_their_cause(tmp_path):
+    quota = files.explain(OSError(errno.EDQUOT, "Disk quota exceeded", str(tmp_path / "file")))
+    assert "free on the disk, but this user's quota of bytes or files is used up)" in quota and "quota -s" in quota
+    refused = files.explain(PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "run" / "file")))
+    assert f"(this user: {os.geteuid()})" in refused and f"type ls -ld {tmp_path} " in refused
+
+
+def test_user_without_a_home_folder_is_told_to_set_one(monkeypatch):
+    for name in ("HOME", "PATCHLINE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    program = "import os; from data import files; os.setuid(54321)\n{}"
+    for call in ("files.state_folder()", "files.with_home('~/x')", "files.home()"):
+        text = f"try: {call}\nexcept files.ConfigError as error: print(error)"
+        done = subprocess.run([sys.executable, "-c", program.format(text)], capture_output=True, text=True)
+        if "PermissionError" in done.stderr:
+            pytest.skip("only root can become another user")
+        assert "user 54321 has no home folder: HOME is not set" in done.stdout, done.stderr
+        assert "type export HOME=/a/folder/of/this/user" in done.stdout
+    monkeypatch.setenv("PATCHLINE_CACHE", "/caches")
+    done = subprocess.run(
+        [sys.executable, "-c", program.format("print(files.state_folder())")], capture_output=True, text=True
+    )
+    assert done.stdout == "/caches/patchline\n"

@@ -7,6 +7,7 @@ PATCHLINE_REPORT=off disables it, for example if hundreds of short runs are star
 from __future__ import annotations
 
 import os
+import shlex
 import threading
 import time
 from pathlib import Path
@@ -17,6 +18,7 @@ from jobs.ownership import Lease
 from jobs.resolved_recipe import Campaign
 from jobs.run.reading import StatusMessage
 from jobs.run.watchers import Log
+from jobs.terminal import program
 
 NAME = "report.html"
 SWITCH = "PATCHLINE_REPORT"
@@ -79,6 +81,9 @@ class PageWatcher(ThreadedWatcher):
         thread = threading.Thread(target=self.write_last, name="page", daemon=True)
         thread.start()
         thread.join(END_S)
+        if thread.is_alive():
+            command = f"{program()} report {shlex.quote(str(self.run))}"
+            self.log(f"page: not finished within {END_S:g} s, and abandoned; to write it, type {command}")
 
     def write_last(self) -> None:
         """Write the last page and log its path."""

@@ -479,7 +479,7 @@ def test_a_cache_without_room_is_named_with_the_way_out(tmp_path, monkeypatch):
 
     fake_storage(monkeypatch, b"x")
     monkeypatch.setattr("data.remote.cache.os.replace", full)
-    with pytest.raises(StorageError, match=r"No space left on device; free some space, lower cache\.limit_bytes"):
+    with pytest.raises(StorageError, match=r"No space left on device: .* free\)\n.*\n  lower cache\.limit_bytes"):
         Cache(CacheConfig(str(tmp_path))).path("s3://b/x", shard_of(b"x"))
 
 

@@ -68,6 +68,17 @@ def test_first_failure_is_blamed_unless_a_worker_died_or_requested_an_exit_code(
     assert (died.rank, died.node, died.cause, died.exit_code) == (2, "n2", "killed", None)
 
 
+@pytest.mark.parametrize("kind", ["OSError", "RuntimeError", "DistNetworkError"])
+def test_worker_out_of_open_files_is_blamed_before_the_peers_that_lost_it(tmp_path, kind) -> None:
+    group = group_of(tmp_path, 3)
+    left(group, 0, **PEER_LOST)
+    error = "[third_party/gloo/gloo/transport/tcp/device.cc:84] socket: Too many open files"
+    left(group, 2, **PEER_LOST | {"ended": 1.4, "kind": kind, "error": error})
+    failure = group.evidence().first_failure()
+    assert (failure.rank, failure.node) == (2, "n2")
+    assert "Too many open files\n" in failure.cause and "type ulimit -n 65536 on that node" in failure.cause
+
+
 def test_failed_collective_names_the_lost_peer_without_the_librarys_message(tmp_path) -> None:
     group = group_of(tmp_path, 2)
     left(group, 0, **PEER_LOST)

@@ -1,5 +1,10 @@
 """A worker's environment and folder (workers in a group: test_worker_group.py)."""
 
+import json
+import os
+import subprocess
+import sys
+
 import pytest
 
 from data.errors import ClusterError
@@ -35,3 +40,43 @@ def test_missing_attempt_folder_is_reported_with_exit_code_69(tmp_path, monkeypa
     with pytest.raises(ClusterError, match="created by the driver, did not appear on") as caught:
         worker._prepare(spec)
     assert caught.value.exit_code == 69 and "type run=/shared/NAME" in str(caught.value)
+
+
+# Forks no server: this process becomes the worker, until it has written its record.
+BECOME_WORKER = """
+import os, pickle, sys
+from pathlib import Path
+from jobs.cluster.worker import RankInfo, WorkerSpec, run_worker
+folder, node_folder, function, task = sys.argv[1:]
+payload = pickle.dumps((getattr(__import__("builtins"), function), task))
+info = RankInfo(1, 2, 1, 2, 0, "127.0.0.1", 1, 0)
+spec = WorkerSpec(info, payload, Path(folder), Path(node_folder), dict(os.environ), os.getcwd(), 0o22, False)
+lifeline, _ = os.pipe()
+run_worker(spec, None, lifeline, int(os.environ["NEWS"]))
+"""
+
+
+@pytest.mark.parametrize(("function", "kind"), [("print", None), ("int", "ValueError"), ("exec", "SystemExit")])
+def test_worker_whose_log_is_on_a_full_disk_records_how_it_ended(tmp_path, function, kind) -> None:
+    attempt = tmp_path / "attempt"
+    node = tmp_path / "node"
+    attempt.mkdir()
+    node.mkdir()
+    worker.worker_file(attempt, 1, ".log").symlink_to("/dev/full")  # each write fails: no space left on device
+    news, writing = os.pipe()
+    command = [sys.executable, "-c", BECOME_WORKER, str(attempt), str(node), function, "raise SystemExit(75)"]
+    process = subprocess.Popen(
+        command, env=os.environ | {"NEWS": str(writing), "PYTHONUNBUFFERED": ""}, pass_fds=[writing]
+    )
+    os.close(writing)
+    try:
+        assert os.read(news, 1) == b"."
+        assert os.read(news, 1) == b"."
+    finally:
+        process.kill()
+        process.wait()
+        os.close(news)
+    record = json.loads(worker.worker_file(node, 1, ".json").read_text())
+    assert "ended" in record and record.get("kind") == kind
+    assert record.get("exit_code") == (75 if kind == "SystemExit" else None)
+    assert ("Traceback" in record.get("traceback", "")) == (kind is not None)

@@ -1,6 +1,7 @@
 """`jobs import` and `jobs export`: whose weights, what became of them, and what cannot be."""
 
 import json
+import resource
 import shlex
 import shutil
 from pathlib import Path
@@ -66,6 +67,39 @@ def test_every_format_reads_back_to_the_same_outputs(ours, tmp_path, capsys, for
     out = capsys.readouterr().out
     assert "differ by at most 0.0e+00" in out
     assert ("becomes  dropout: 0.1 → 0.0" in out) == (format != "safetensors"), "what is lost is said"
+
+
+@pytest.mark.parametrize("format", ["safetensors", "npz", "timm", "hf"])
+@pytest.mark.parametrize("is_made", [False, True])
+def test_refused_export_leaves_nothing_and_the_same_command_then_succeeds(ours, tmp_path, capsys, format, is_made):
+    folder = tmp_path / "to"
+    path = folder / ("out.npz" if format == "npz" else "out")
+    if is_made and format != "npz":
+        path.mkdir(parents=True)
+    command = ["export", str(ours), str(path), "--format", format]
+    # Longer than the weights, so that the second file can fail after the first was written.
+    (ours / "classes.json").write_text(json.dumps([letter * 1_000_000 for letter in "abcde"]))
+    before = sorted(found for found in tmp_path.rglob("*") if found != folder)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    size = (ours / "weights.safetensors").stat().st_size
+    assert size < 4_000_000
+    for limit in (4_000_000, 100):
+        if limit > size and format == "npz":
+            continue
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        try:
+            code = main(command)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert code == 74, capsys.readouterr().err
+        assert str(path) in capsys.readouterr().err
+        assert sorted(found for found in tmp_path.rglob("*") if found != folder) == before
+    assert main(command) == 0
+    assert not list(tmp_path.rglob(".tmp-*"))
+    with torch.no_grad():
+        image = torch.ones(1, 3, 16, 16)
+        exported = models.load(path, **({"image_size": (16, 16)} if format == "npz" else {}))
+        assert torch.equal(exported.eval()(image), models.load(ours).eval()(image))
 
 
 @needs_golden

@@ -59,6 +59,38 @@ def test_stage_runs_once_and_is_skipped_by_the_next_command(packing, capsys) -> 
     assert line in capsys.readouterr().out
 
 
+def test_start_deletes_temporary_files_of_killed_processes_but_not_those_of_other_commands(packing) -> None:
+    run_campaign(packing, quiet=True)
+    stage = packing.directory(packing.stages[0])
+    attempt = stage / "attempts" / "attempt-000001"
+    (stage / "evaluations").mkdir()
+    attempt.mkdir(parents=True)
+    leftovers = []
+    for folder, name in (
+        (attempt, "rank-00003.json"),
+        (stage, "weights.safetensors"),
+        (stage, "stage.json"),
+        (stage / "evaluations", "step-0000000004.json"),
+        (packing.run, "status.json"),
+    ):
+        leftovers.append(folder / f".tmp-4711-4712abcd-{name}")
+    of_others = [
+        packing.run / ".tmp-4711-4712abcd-report.html",
+        packing.run / "leases" / ".tmp-4711-4712abcd-000009.json",
+        packing.run / "notes" / ".tmp-4711-4712abcd-mine",
+    ]
+    (packing.run / "notes").mkdir()
+    for path in (*leftovers, *of_others):
+        path.write_text("half")
+
+    with Lease(packing.storage, print), pytest.raises(RunOwned):
+        run_campaign(packing, quiet=True)
+    assert all(path.exists() for path in (*leftovers, *of_others))
+    run_campaign(packing, quiet=True)
+    assert [path.name for path in leftovers if path.exists()] == []
+    assert all(path.exists() for path in of_others)
+
+
 def test_watchers_see_the_stage_and_the_end_that_status_json_has(packing) -> None:
     states = States(packing.run)
     run_campaign(packing, watchers=[states], quiet=True)

@@ -1,14 +1,16 @@
 """The best evaluation of a stage follows from its records; test_checkpoint_runs.py tests the export."""
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from data.errors import ConfigError
+from data.errors import ConfigError, DataError
 from pipeline import config
-from pipeline.checkpoints.needed import best_of, evaluations_of
-from pipeline.extras.best import evaluations_since_best
+from pipeline.checkpoints.needed import best_commit, best_of, evaluations_of, steps_of_best
+from pipeline.extras.best import KeepBest, evaluations_since_best
+from pipeline.monitoring.telemetry import Telemetry
 from tests.support.configs import FullConfig
 
 
@@ -46,6 +48,35 @@ def test_best_is_the_earliest_kept_step_with_the_highest_value(records, expected
     found = evaluations_since_best(tmp_path, "accuracy")
     assert found == (None if expected is None else (since, best["accuracy"]))
     assert evaluations_since_best(tmp_path, "5shot") is None
+
+
+@pytest.mark.parametrize("damage", ["flipped bit", "zeroed end"])
+def test_best_and_patience_refuse_damaged_records(tmp_path, damage):
+    telemetry = Telemetry(tmp_path, rank=0, attempt=1)
+    for step, accuracy in ((4, 0.566), (8, 0.7), (12, 0.6)):
+        telemetry.report("evaluate", {"step": step, "accuracy": accuracy})
+    telemetry.close()
+    hook = KeepBest(SimpleNamespace(keep_best="accuracy"), SimpleNamespace(directory=tmp_path))  # type: ignore[arg-type]
+    decisions = (
+        lambda: best_commit(tmp_path, "accuracy", [4, 8, 12]),
+        lambda: steps_of_best(tmp_path, "accuracy", lambda: [4, 8, 12]),
+        lambda: evaluations_since_best(tmp_path, "accuracy"),
+        lambda: hook.begin(None, None),  # type: ignore[arg-type]
+    )
+    assert decisions[0]() == {"value": 0.7, "step": 8}
+    path = tmp_path / "metrics.jsonl"
+    content = path.read_bytes()
+    line = 1
+    altered = content.replace(b"0.566", b"0.766")  # one bit
+    if damage == "zeroed end":
+        line = 2
+        altered = content[:150] + bytes(len(content) - 150)
+    path.write_bytes(altered)
+    for decide in decisions:
+        with pytest.raises(
+            DataError, match=rf"metrics\.jsonl is damaged: line {line}: .*\n.*\n.*type: sed -i '{line}d'"
+        ):
+            decide()
 
 
 def test_each_metric_has_its_own_best_but_single_draws_have_none():

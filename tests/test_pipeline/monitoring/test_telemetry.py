@@ -1,13 +1,23 @@
 """Log lines and metrics: writing and reading."""
 
 import math
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from pipeline.monitoring.telemetry import Telemetry, Window, last_metrics, log_line, memory_gb, read_metrics
+from data.errors import DataError
+from pipeline.monitoring.telemetry import (
+    Telemetry,
+    Window,
+    damaged_lines,
+    last_metrics,
+    log_line,
+    memory_gb,
+    read_metrics,
+)
 
 pytestmark = pytest.mark.quick
 
@@ -71,21 +81,19 @@ def test_torn_last_line_is_skipped_and_the_newest_record_found_at_the_end(tmp_pa
 
 
 def test_non_finite_numbers_are_null_in_the_file_and_nan_when_read(tmp_path: Path):
+    # The format of earlier versions.
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 8, "loss": NaN, "losses": [Infinity]}\n')
     telemetry = Telemetry(tmp_path, rank=0, attempt=1)
     recent = [{"step": 6, "loss": math.inf, "grad_norm": math.nan}]
     telemetry.report("train", REPORT | {"loss": math.nan, "losses": [1.5, math.inf], "mfu": None})
     telemetry.report("spike", {"step": 7, "grad_norm": -math.inf, "recent": recent})
     telemetry.close()
-    with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write(
-            '{"kind": "train", "step": 8, "loss": NaN, "losses": [Infinity]}\n'
-        )  # the format of earlier versions
 
-    first, second, _ = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    _, first, second = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert '"loss": null' in first and '"losses": [1.5, null]' in first
     assert '"grad_norm": null, "recent": [{"step": 6, "loss": null, "grad_norm": null}]' in second
 
-    train, older = read_metrics(tmp_path)
+    older, train = read_metrics(tmp_path)
     assert math.isnan(train["loss"]) and train["losses"][0] == 1.5 and math.isnan(train["losses"][1])
     assert train["mfu"] is None and "loss nan" in log_line(train)
     assert math.isnan(older["loss"]) and older["losses"] == [math.inf]
@@ -138,3 +146,105 @@ def test_tensorboard_opens_on_the_loss(tmp_path: Path):
 def test_log_line_contains_no_terminal_control_sequences(tmp_path):
     Telemetry(tmp_path, 0, 1).log("bad sample a\x1b]0;title\x07: × 3\nthe second line\u202e")
     assert (tmp_path / "log.txt").read_text() == "bad sample a\\x1b]0;title\\x07: × 3\nthe second line\\u202e\n"
+
+
+# ------------------------------------------------------------------------------------------------ damaged lines
+
+
+def write_records(folder: Path) -> list[bytes]:
+    """Write 6 records of two attempts; return the lines of metrics.jsonl without line breaks."""
+    for attempt in (1, 2):
+        telemetry = Telemetry(folder, rank=0, attempt=attempt)
+        telemetry.report("start", {"step": 4 * (attempt - 1)})
+        telemetry.report("train", REPORT | {"step": 4 * attempt, "losses": [0.566]})
+        telemetry.report("evaluate", {"step": 4 * attempt, "accuracy": 0.566, "note": "J*Z"})
+        telemetry.close()
+    return (folder / "metrics.jsonl").read_bytes().splitlines()
+
+
+def test_each_flipped_bit_is_reported_with_its_line(tmp_path: Path):
+    lines = write_records(tmp_path)
+    path = tmp_path / "metrics.jsonl"
+    content = path.read_bytes()
+    assert len(lines) == 6
+    undetected = []
+    for bit in range(8 * len(content)):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        expected = content[: bit // 8].count(b"\n") + 1
+        damaged = damaged_lines(bytes(flipped))
+        if expected not in damaged:
+            undetected.append((bit, damaged))
+    # A flipped line break at the end leaves every record intact.
+    assert all(bit // 8 == len(content) - 1 for bit, _ in undetected), undetected[:3]
+
+
+@pytest.mark.parametrize("zeroed_bytes", [1, 40, 400, 4096])
+def test_zeroed_end_is_refused(tmp_path: Path, zeroed_bytes: int):
+    write_records(tmp_path)
+    path = tmp_path / "metrics.jsonl"
+    content = path.read_bytes()
+    zeroed = min(zeroed_bytes, len(content) - 1)
+    path.write_bytes(content[:-zeroed] + bytes(zeroed))
+    if zeroed_bytes == 1:  # only the line break: all records are intact, and the digest still ends the line
+        with pytest.raises(DataError, match="line 6: a record continues after its digest"):
+            read_metrics(tmp_path)
+        return
+    with pytest.raises(DataError, match=f"line .*contains {zeroed} zero bytes"):
+        read_metrics(tmp_path)
+
+
+def test_damage_is_refused_or_collected_and_the_printed_command_removes_it(tmp_path: Path):
+    lines = write_records(tmp_path)
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"accuracy": 0.566', b'"accuracy": 0.766', 1))
+    with pytest.raises(
+        DataError, match=r"metrics\.jsonl is damaged: line 3: its digest is .{8}, expected .{8}"
+    ) as error:
+        read_metrics(tmp_path)
+    damage: list[str] = []
+    records = read_metrics(tmp_path, None, damage)
+    assert damage == [str(error.value)]
+    assert [record["step"] for record in records] == [0, 4, 4, 8, 8]
+    assert not any("crc" in record for record in records)
+
+    command = str(error.value).rpartition("type: ")[2]
+    subprocess.run(command, shell=True, check=True)
+    assert path.read_bytes().splitlines() == lines[:2] + lines[3:]
+    assert len(read_metrics(tmp_path, None)) == 5
+
+
+@pytest.mark.parametrize("cut", [1, 2, 10, 11, 20, 30, 200])
+def test_line_cut_off_by_a_killed_writer_is_skipped_before_and_after_the_next_attempt(tmp_path: Path, cut: int):
+    lines = write_records(tmp_path)
+    path = tmp_path / "metrics.jsonl"
+    complete = b"\n".join(lines[:5]) + b"\n"
+    path.write_bytes(complete + lines[4][: min(cut, len(lines[4]) - 1)])
+    assert len(read_metrics(tmp_path, None)) == 5
+    telemetry = Telemetry(tmp_path, rank=0, attempt=3)
+    telemetry.report("start", {"step": 4})
+    telemetry.close()
+    assert [record["attempt"] for record in read_metrics(tmp_path, None)] == [1, 1, 1, 2, 2, 3]
+
+
+def test_lines_lost_on_a_full_disk_are_not_damage(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    lines = write_records(tmp_path)
+    telemetry = Telemetry(tmp_path, rank=0, attempt=3)
+    path.write_bytes(path.read_bytes() + lines[0][:37])  # the disk accepted the first bytes of two records
+    telemetry.lost_lines["metrics.jsonl"] = 2
+    telemetry.report("start", {"step": 8})
+    telemetry.close()
+    assert len(read_metrics(tmp_path, None)) == 7
+
+
+def test_records_without_digests_are_read_only_before_the_first_digest(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"kind": "train", "step": 1}\n{"kind": "tr\n')
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1]
+    write_records(tmp_path)
+    assert len(read_metrics(tmp_path, None)) == 7
+    with open(path, "a") as file:
+        file.write('{"kind": "train", "step": 9}\n')
+    with pytest.raises(DataError, match="line 9: its digest is missing"):
+        read_metrics(tmp_path)
