@@ -200,16 +200,16 @@ def export(
         remarks.insert(0, f"an .npz cannot store the preprocessing; its users need to know {preprocessing.ops}")
     if names and format == "npz":
         remarks.insert(0, "an .npz cannot store class names")
-    if format == "hf" and config.classes > 1 and loss is None:
-        remarks.append(
-            "no record of whether sigmoid or softmax trained the head: transformers uses softmax; for sigmoid, set "
-            '"problem_type": "multi_label_classification" in config.json'
-        )
     for remark in remarks:
         echo(f"{label}  {remark}")
     echo(f"checked  read back; outputs for one random image differ by at most {largest:.1e}{verdict}")
     if format in ("timm", "hf"):
         echo("open     load the folder, not only the tensors: its config.json selects the activation")
+    if format == "hf" and config.classes > 1 and loss is None:
+        echo(
+            "loss     no record of whether sigmoid or softmax trained the head: transformers uses softmax; "
+            'for sigmoid, set "problem_type": "multi_label_classification" in config.json'
+        )
     echo(f"written  {path}")
 
 
