@@ -83,6 +83,7 @@ fewshot: {{init: "@resize", probe: {{train: "@shards/train", test: "@shards/test
 # Classes of files in which a flip may have no effect, and why: everything else must be found.
 HARMLESS = {
     "log": "a log: shown to people, no result is made of it",
+    "metrics": "the stage has finished; what decides from a record refuses a damaged one (test_best.py)",
     "attempt": "what a worker of an attempt that has ended left behind: read while the attempt runs",
     "lease and status": "how the last command ended, in words: shown to people, a start writes it anew",
     "shard": "a header or padding of a tar: the index knows where the samples lie",
@@ -199,7 +200,9 @@ def class_of(file: Path, made: Made) -> str:
         return "attempt"
     if file.name == "status.json" or "leases" in place:
         return "lease and status"
-    if file.name in ("log.txt", "metrics.jsonl", "incidents.txt") or "tensorboard" in place:
+    if file.name == "metrics.jsonl":
+        return "metrics"
+    if file.name in ("log.txt", "incidents.txt") or "tensorboard" in place:
         return "log"
     return "record or weights of a stage"
 
