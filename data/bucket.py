@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
-from data.checks import redacted
+from data.checks import check_file_name, redacted
 from data.errors import CheckpointError, ConfigError, StorageError
 from data.files import MANIFEST, SET_NAME, atomic_file, locked, path_in_errors, temporary_name
 from data.remote.urls import CLIENTS, Retry, client, forget_credentials, read_range
@@ -137,7 +137,8 @@ class Bucket:
         for path, entry in sorted(entries.items()):
             # The consoles of some stores create an empty object as a folder.
             if entry.get("type") != "directory" and not path.endswith("/"):
-                sizes[path.removeprefix(f"{self.path}/")] = entry["size"]
+                name = check_file_name(path.removeprefix(f"{self.path}/"), self.address())
+                sizes[name] = entry["size"]
         return sizes
 
     def delete(self, names: Iterable[str]) -> None:
@@ -173,7 +174,7 @@ class Bucket:
             self.put_file(name, self.local / name)
 
     def ensure_local(self, name: str, size: int, sha256: str) -> None:
-        path = self.local / name
+        path = self.local / check_file_name(name, self.address())
         if has_bytes(path, size, sha256):
             return
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,8 @@
 """Checks that configs and commands share, and safe printing of names from outside.
 
 Names from recipes become folders and files, so `check_name` allows only letters, digits, `.`, `_` and `-`. Names inside
-tars and folders may contain anything: they are used unchanged, and `printable` escapes them for the terminal.
+tars and folders may contain anything: they are used unchanged, and `printable` escapes them for the terminal. Names
+from a bucket, record, manifest, claim or node become paths on this machine only after `check_file_name`.
 `at_least` and `more_than_0` check the numbers of a config; they reject NaN, infinity, true and false.
 """
 
@@ -10,9 +11,19 @@ import re
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
-from data.errors import ConfigError
+from data.errors import ConfigError, DataError
 
+SHA256 = re.compile(r"[0-9a-f]{64}")
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+# KEY and TOKEN must be whole words: TOKENIZERS_PARALLELISM is not a secret.
+SECRET_NAME = re.compile(r"SECRET|PASSWORD|PASSWD|CREDENTIAL|(^|_)(API|ACCESS|AUTH)?(KEY|TOKEN)S?(_|$)", re.IGNORECASE)
+SECRET_VALUE = re.compile(
+    r"-----BEGIN [A-Z ]*PRIVATE KEY"
+    r"|\b(AKIA|ASIA)[0-9A-Z]{16}\b"  # AWS access key
+    r"|\b(ghp|gho|ghs|github_pat|glpat|hf|sk|xox[abp])[-_][A-Za-z0-9_-]{16,}"  # GitHub, GitLab, Hugging Face, …
+    r"|\beyJ[A-Za-z0-9_-]{8,}\.eyJ"  # JSON web token
+    r"|://[^/\s:@]*:[^/\s@]+@"  # password in a URL
+)
 
 
 def check_name(name: object, what: str, remedy: str) -> None:
@@ -24,6 +35,37 @@ def check_name(name: object, what: str, remedy: str) -> None:
             "  expected 1 to 64 of the characters A-Z a-z 0-9 . _ - and neither . nor .. alone\n"
             f"  {remedy}"
         )
+
+
+def check_file_name(name: object, source: str, *, folders: bool = True) -> str:
+    """Return a file name from outside, after checking that it stays inside the folder it will be joined to.
+
+    Every name from a bucket, record, manifest, claim or another machine passes this check before it becomes a path.
+    Raises DataError, which begins with `source`, for absolute names, `..`, `.`, `//` and NUL; without `folders` also
+    for names with a slash.
+    """
+    is_inside = isinstance(name, str) and "\0" not in name
+    if is_inside and isinstance(name, str):
+        parts = name.split("/")
+        is_inside = all(part not in ("", ".", "..") for part in parts) and (folders or len(parts) == 1)
+    if not is_inside or not isinstance(name, str):
+        expected = "a path below the folder" if folders else "the name of a file or folder, without slashes"
+        raise DataError(
+            f"{source}: unsafe name {printable(repr(name)[:200])}\n"
+            f"  expected {expected}, without empty parts, '.', '..' and NUL, so that nothing outside is overwritten\n"
+            "  rename or delete this entry, or find out who wrote it; then run the same command again"
+        )
+    return name
+
+
+def check_sha256(digest: object, source: str) -> str:
+    """Return a sha256 from outside that becomes part of a file name. Raises DataError unless it is 64 hex digits."""
+    if isinstance(digest, str) and SHA256.fullmatch(digest):
+        return digest
+    raise DataError(
+        f"{source}: {printable(repr(digest)[:200])} is not a sha256\n"
+        "  expected 64 of the characters 0-9 a-f; make this file again, or restore it from a copy"
+    )
 
 
 def printable(text: str) -> str:

@@ -273,13 +273,63 @@ def create_exclusively(path: Path, content: str | bytes) -> bool:
     return True
 
 
+def open_regular(path: str, flags: int) -> int:
+    """Open a regular file for `open(..., opener=open_regular)`; never follow a link, and never wait for a pipe.
+
+    For fixed names in folders that other users may write to: their link would redirect our writes to any file of ours,
+    and opening their pipe would block for ever. Use mode "a", because "w" truncates the file before it is checked.
+    Raises StorageError if the path is a link, a pipe or anything else.
+    """
+    problem = StorageError(
+        f"{path}: found a link, pipe or device, expected a regular file\n"
+        "  another user may have placed it there\n"
+        f"  inspect it with: ls -l {path}; then remove it, or use a folder that only you can write to"
+    )
+    try:
+        handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        # ELOOP: a link; ENXIO: a pipe without a reader, or a socket.
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise problem from None
+        raise
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise problem
+    return handle
+
+
+def is_own(path: Path) -> bool:
+    """Return whether a path itself, not the target of a link, is a file or folder of this user or of root."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    is_plain = stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)
+    return is_plain and status.st_uid in (os.geteuid(), 0)
+
+
+def refuse_planted(path: Path, remedy: str) -> None:
+    """Raise StorageError if another user, or a link, holds the name `path` in a folder that everybody may write to.
+
+    Its owner could read and replace whatever we write there; the message ends with `remedy`.
+    """
+    with suppress(OSError):
+        is_shared = path.parent.stat().st_mode & stat.S_IWOTH != 0
+        if is_shared and os.path.lexists(path) and not is_own(path):
+            raise StorageError(
+                f"{path}: found a link or another user's folder, in {path.parent}, to which every user may write\n"
+                "  expected a folder of this user, or none: its owner could replace the files of the run\n"
+                f"  {remedy}"
+            )
+
+
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Hold an exclusive lock on the file at `path`; the kernel releases it when the process ends for any reason.
 
-    Raises StorageError if the file system has no locks.
+    Raises StorageError if the file system has no locks, or if the path is a link or a pipe.
     """
-    with open(path, "a") as file:
+    with open(path, "a", opener=open_regular) as file:
         take_lock(file.fileno(), path, wait=True)
         yield
 

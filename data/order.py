@@ -102,7 +102,9 @@ class Order:
         if self.samples == 0:
             raise ValueError("the shards contain no samples; pack a data set first")
         if tail == "drop" and self.samples < batch_size:
-            raise ValueError(f'{self.samples} samples do not fill one batch of {batch_size}; use tail="carry"')
+            raise ValueError(
+                f"{self.samples:,} samples do not fill one batch of {batch_size:,}, and tail=drop excludes them"
+            )
 
         self.samples_per_epoch = self.samples
         if tail == "drop":

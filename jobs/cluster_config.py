@@ -14,19 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from data.checks import at_least, more_than_0
+from data.checks import SECRET_NAME, SECRET_VALUE, at_least, more_than_0
 from data.errors import ConfigError
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-# KEY and TOKEN must be whole words: TOKENIZERS_PARALLELISM is not a secret.
-SECRET_NAME = re.compile(r"SECRET|PASSWORD|PASSWD|CREDENTIAL|(^|_)(API|ACCESS|AUTH)?(KEY|TOKEN)S?(_|$)", re.IGNORECASE)
-SECRET_VALUE = re.compile(
-    r"-----BEGIN [A-Z ]*PRIVATE KEY"
-    r"|\b(AKIA|ASIA)[0-9A-Z]{16}\b"  # AWS access key
-    r"|\b(ghp|gho|ghs|github_pat|glpat|hf|sk|xox[abp])[-_][A-Za-z0-9_-]{16,}"  # GitHub, GitLab, Hugging Face, …
-    r"|\beyJ[A-Za-z0-9_-]{8,}\.eyJ"  # JSON web token
-    r"|://[^/\s:@]*:[^/\s@]+@"  # password in a URL
-)
 # Each worker gets its own values (worker.RankInfo): one value for all of them would break the group.
 OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 MALLOC_VARIABLE = "GLIBC_TUNABLES"  # read by glibc's malloc when a process starts (jobs/cluster/fork_server.py)

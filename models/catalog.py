@@ -39,6 +39,7 @@ MODULES = {  # family: module and class; a module is imported only when a model 
 
 Shape = tuple[int, ...]
 
+MOST_NAMED = 5  # tensors that an error about values names
 FLOPS_PER_MAC_TRAINED = 6  # a multiplication and an addition; one forward and two backward: the rule of table 6
 
 
@@ -174,3 +175,20 @@ def check_shapes(shapes: dict[str, Shape], expected: dict[str, Shape], family: s
             wrong.append(f"{name} is {shape_text(shape)}, expected {shape_text(expected[name])}")
     if wrong:
         raise ValueError(f"weights do not fit this {family}, {len(wrong)} keys: " + "; ".join(wrong))
+
+
+def check_finite(weights: dict[str, Tensor]) -> None:
+    """Raise ValueError naming the tensors with values that are not finite, with their numbers of such values."""
+    wrong = []
+    for name, tensor in weights.items():
+        if not tensor.isfinite().all():
+            wrong.append(f"{name} ({int((~tensor.isfinite()).sum()):,} of {tensor.numel():,} values)")
+    if not wrong:
+        return
+    named = ", ".join(wrong[:MOST_NAMED])
+    if len(wrong) > MOST_NAMED:
+        named += f" and {len(wrong) - MOST_NAMED:,} more"
+    raise ValueError(
+        f"{len(wrong):,} of {len(weights):,} tensors contain NaN or infinity: {named}\n"
+        "  expected finite values only; copy or download the file again, or use the weights of an earlier step"
+    )

@@ -62,7 +62,8 @@ def transfer(
     """Return the complete state dict of the target, made from the source's weights, and a report.
 
     The head (with its tanh layer) is replaced by a zero-initialised one if `new_head` is set or one of the family's
-    `head_fields` differs (SPEC 1.5). Raises ValueError listing every key that does not fit.
+    `head_fields` differs (SPEC 1.5); its bias is the target's `head_bias`. Raises ValueError listing every key that
+    does not fit.
     """
     check_weights(weights, source)
     if isinstance(source, MaskedConfig) and not isinstance(target, MaskedConfig):

@@ -6,7 +6,7 @@ Out: a ModelConfig of the models package; ConfigError or DataError with what to 
 
 import math
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import models
@@ -57,6 +57,8 @@ def model_config(values: Mapping[str, Any], source: ModelConfig | None = None) -
 def trained_model(cfg: TrainConfig, source: ModelConfig | None = None) -> ModelConfig:
     """Return the model config that a stage trains; a classifier that starts from a masked model gets the ViT inside.
 
+    A new head starts with zero bias (SPEC 1.5), unless the stage's own `model` has a `head_bias`.
+
     Raises ConfigError if this model cannot be trained with the stage's objective.
     """
     is_masked = cfg.objective == "masked"
@@ -78,6 +80,9 @@ def trained_model(cfg: TrainConfig, source: ModelConfig | None = None) -> ModelC
             raise ConfigError(
                 f"model: {error}\n  leave these keys, and the name, out of `model`: the weights of init have their own"
             ) from None
+        # The source's bias, for example −10, belongs to its own classes and loss.
+        if "head_bias" not in cfg.model and not models.keeps_head(source, model, cfg.new_head):
+            model = replace(model, head_bias=0.0)
     return model
 
 

@@ -16,14 +16,19 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import models
+from data.checks import check_file_name
 from data.errors import CheckpointError, DataError
 from data.files import path_in_errors, write_atomically
 from data.seal import Unsealed, seal, unseal
 from data.storage import Storage
 from models.weights.folder import CLASSES, CONFIG, PREPROCESSING, WEIGHTS
 from pipeline.checkpoints.manifest import FileRecord
+
+if TYPE_CHECKING:  # torch takes a second to import; records do not need it
+    from torch import Tensor
 
 SCHEMA = 1  # version of the record format
 DONE = "done.json"
@@ -64,6 +69,10 @@ def read_record(path: Path) -> dict[str, Any]:
     except Unsealed as error:
         raise altered(path, str(error), None) from None
     values.pop("schema", None)
+    # Names of files become paths below the record's folder.
+    files = values.get("files")
+    for name in files if isinstance(files, dict) else ():
+        check_file_name(name, str(path))
     return values
 
 
@@ -223,6 +232,17 @@ def check_weights(folder: Path, log: Callable[[str], None]) -> CheckedWeights:
         log(f"unverified: {folder} has no digests, so a change of its weights would go unnoticed")
     log_if_slow(began, weights["bytes"], folder, log)
     return CheckedWeights(weights["sha256"], is_verified)
+
+
+def load_weights(folder: Path) -> tuple[dict[str, "Tensor"], models.ModelConfig]:
+    """Return the state dict and the config of weights in our format.
+
+    Raises DataError if they cannot be read, do not fit each other, or contain NaN or infinity; OSError.
+    """
+    try:
+        return models.load_weights(folder)
+    except ValueError as error:
+        raise DataError(f"cannot load {folder}: {error}") from None
 
 
 def fetch_weights(storage: Storage, stage: str) -> None:

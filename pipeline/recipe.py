@@ -9,7 +9,8 @@ Out: Recipe({"pretrain": {"optim": {"lr": 0.001}, "steps": 100}}, "recipe.yaml",
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,11 +19,13 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 import models
+from data.checks import SECRET_NAME, SECRET_VALUE
 from data.errors import ConfigError
 from pipeline.config import MODEL
 from pipeline.values import LONGEST
 
 IN_ENVIRONMENT = "env:"  # prefix of the name of an environment variable that holds a recipe
+ENVIRONMENT_VARIABLE = re.compile(r"\$\{\s*oc\.env\s*:\s*['\"]?([A-Za-z_][A-Za-z0-9_]*)")
 SIZES = ("width", "depth", "mlp", "heads")  # keys of a model whose values its name implies
 # Parts of PyYAML's messages, and what is expected instead.
 YAML_REMEDIES = {
@@ -108,8 +111,8 @@ def not_yaml(path: Path, text: str, error: YAMLError) -> ConfigError:
 def with_overrides(values: DictConfig | Mapping[str, object], overrides: Sequence[str]) -> dict[str, object]:
     """Apply `key=value` overrides to nested plain values, and resolve interpolations.
 
-    Environment variables are replaced by their values. Raises ConfigError if an override cannot be read or an
-    interpolation refers to nothing.
+    Environment variables are replaced by their values. Raises ConfigError if an override cannot be read, an
+    interpolation refers to nothing, or an environment variable looks like a secret.
     """
     if not isinstance(values, DictConfig):
         values = OmegaConf.create(dict(values))
@@ -157,8 +160,12 @@ def with_overrides(values: DictConfig | Mapping[str, object], overrides: Sequenc
         merged = OmegaConf.merge(base, *changes)
     except Exception as error:  # whatever OmegaConf raises here, the cause is the user's text
         raise ConfigError(f"cannot apply {' '.join(overrides)} to the recipe: {str(error).splitlines()[0]}") from None
+    unresolved = OmegaConf.to_container(merged)
+    refuse_secret_variables(unresolved)
     try:
-        return OmegaConf.to_container(merged, resolve=True)  # type: ignore[return-value]
+        resolved = OmegaConf.to_container(merged, resolve=True)
+        refuse_secret_values(unresolved, resolved)
+        return resolved  # type: ignore[return-value]
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0].rpartition("raised while resolving interpolation: ")[2].strip('"')
         way_out = ""
@@ -167,6 +174,51 @@ def with_overrides(values: DictConfig | Mapping[str, object], overrides: Sequenc
         if "Environment variable" in reason:
             way_out += "\n  set it, or give a default value in the recipe: ${oc.env:NAME,VALUE}"
         raise ConfigError(f"{reason}{way_out}") from None
+
+
+def refuse_secret_variables(values: object, key: str = "") -> None:
+    """Raise ConfigError if nested plain values refer to an environment variable whose name looks like a secret's.
+
+    Its value would be part of the typed config, which is saved with a run's records, checkpoints and weights, shown by
+    commands and pages, and sent to trackers.
+    """
+    for name, part in entries(values):
+        refuse_secret_variables(part, f"{key}.{name}".lstrip("."))
+    if isinstance(values, str):
+        for variable in ENVIRONMENT_VARIABLE.findall(values):
+            # A secret's file name is not secret.
+            if SECRET_NAME.search(variable) and not variable.upper().endswith(("_FILE", "_PATH", "_DIR", "_FOLDER")):
+                raise secret_in_recipe(key, f"refers to {variable}, whose name looks like a secret's")
+
+
+def refuse_secret_values(unresolved: object, resolved: object, key: str = "") -> None:
+    """Raise ConfigError if an interpolation was replaced by a value that looks like a secret."""
+    parts = dict(entries(resolved))
+    for name, part in entries(unresolved):
+        # An interpolation may be replaced by a whole section, which is checked at its own key.
+        if name in parts:
+            refuse_secret_values(part, parts[name], f"{key}.{name}".lstrip("."))
+    is_interpolation = isinstance(unresolved, str) and "${" in unresolved
+    # A path may contain a part such as hf-vit-base-patch16-224, which resembles a token.
+    is_path = isinstance(resolved, str) and resolved.startswith(("/", ".", "~"))
+    if is_interpolation and not is_path and isinstance(resolved, str) and SECRET_VALUE.search(resolved):
+        raise secret_in_recipe(key, f"is {unresolved}, whose value looks like a secret")
+
+
+def entries(values: object) -> Iterable[tuple[object, object]]:
+    """Return the (key, value) pairs of a mapping or list; an empty list for a single value."""
+    if isinstance(values, dict):
+        return values.items()
+    return enumerate(values) if isinstance(values, list) else []
+
+
+def secret_in_recipe(key: str, problem: str) -> ConfigError:
+    """Return the error for a secret in a recipe; its value is not repeated, because messages are stored."""
+    return ConfigError(
+        f"{key} {problem}\n"
+        "  expected no secrets in a recipe: its values are saved in clear text with the run's records and checkpoints\n"
+        "  remove it; clients of stores and trackers read secrets from the environment of the nodes themselves"
+    )
 
 
 def other_model(section: object, value: object) -> object:

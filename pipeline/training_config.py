@@ -110,6 +110,7 @@ class ProbeConfig:
         require(fewest > 0, f"probe.shots are {self.shots}, expected 1 or more")
         require(len(self.seeds) > 0, "probe.seeds are empty, expected at least one")
         require(min(self.seeds) >= 0, f"probe.seeds are {self.seeds}, expected 0 or more")
+        require(len(set(self.seeds)) == len(self.seeds), f"probe.seeds are {self.seeds}, expected different seeds")
         at_least(self, 0, "l2", "probe.")
 
 
@@ -146,7 +147,7 @@ class TrainConfig(SavingConfig):
     objective: Literal["classification", "masked"] = "classification"  # masked: predict masked patches (paper, B.1.2)
     loss: Loss = "sigmoid"  # cross-entropy of the objective classification
     label_smoothing: float = 0.0  # s: targets become t·(1 − s) + s/classes; 0 is off
-    mixup: float = 0.0  # p: two images are blended with a share drawn from Beta(p, p); 0 is off
+    mixup: float = 0.0  # p: two images of a micro-batch are blended, with a share drawn from Beta(p, p); 0 is off
     polyak: float = 0.0  # decay of the averaged weights, which the stage exports (paper, B.1.1: 0.9999); 0 is off
     steps: int | None = None  # optimizer steps; or use `passes`
     passes: float | None = None  # passes over the data, rounded to steps as in big_vision; or use `steps`
@@ -205,6 +206,11 @@ class TrainConfig(SavingConfig):
         require((self.steps is None) != (self.passes is None), "give either steps or passes")
         more_than_0(self, "steps passes")
         at_least(self, 1, "batch_size micro_batch log_every max_skipped")
+        require(
+            not self.mixup or self.micro_batch > 1,
+            f"mixup is {self.mixup} with micro_batch 1: it blends images of the same micro-batch, so nothing would be "
+            "mixed\n  expected a micro_batch of 2 or more\n  type micro_batch=2, or mixup=0",
+        )
         parts = self.exact_parts
         is_power_of_two = parts & (parts - 1) == 0  # 0 too
         require(parts >= 0 and is_power_of_two, f"exact_parts is {parts}, expected 0 (off), 1, 2, 4, 8, …")

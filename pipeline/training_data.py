@@ -87,6 +87,14 @@ def batch_arithmetic(cfg: TrainConfig, world: int) -> Arithmetic:
     # All workers take the same number of micro-batches, because their collectives must match: the largest share counts.
     largest_share = math.ceil(cfg.batch_size / world)
     accumulation = math.ceil(largest_share / cfg.micro_batch)
+    smallest_share = cfg.batch_size // world
+    require(
+        not cfg.mixup or smallest_share >= 2 * accumulation,
+        f"mixup blends images of the same micro-batch, but a share of {smallest_share} images in {accumulation} "
+        f"micro-batches leaves some with a single image\n"
+        f"  expected micro-batches of 2 images or more on each of {world} workers\n"
+        f"  type micro_batch={max(largest_share, 2)} or fewer workers, or mixup=0",
+    )
     return Arithmetic(cfg.batch_size, cfg.micro_batch, world, accumulation)
 
 
@@ -114,6 +122,12 @@ def check_schedule(cfg: TrainConfig, steps: int, key: str) -> None:
     )
     schedule = cfg.optim.schedule
     rising_and_cooling = schedule.warmup_steps + schedule.cooldown_steps
+    require(
+        (steps, schedule.warmup_steps) != (1, 1),
+        f"{key}: the only step is a warm-up step, whose learning rate is 0\n"
+        "  expected a step after the warm-up\n"
+        f"  type {key}.optim.schedule.warmup_steps=0, or increase the number of steps",
+    )
     if rising_and_cooling <= steps:
         return
     message = f"{key}: {schedule.warmup_steps:,} warm-up steps"
@@ -126,6 +140,17 @@ def check_schedule(cfg: TrainConfig, steps: int, key: str) -> None:
         f"{message} are more than the stage has steps: {steps:,}\n"
         f"  expected: at most {steps:,} together, so that the learning rate reaches optim.lr\n"
         f"  type {overrides}, or increase the number of steps"
+    )
+
+
+def check_end_of_decay(cfg: TrainConfig, key: str) -> None:
+    """Raise ConfigError if a linear decay ends above the peak: the rate would rise. `key` is the stage's name."""
+    schedule = cfg.optim.schedule
+    require(
+        schedule.decay != "linear" or schedule.end <= cfg.optim.lr,
+        f"{key}.optim.lr {cfg.optim.lr:g} is below {key}.optim.schedule.end {schedule.end:g}, so the learning rate "
+        "would rise instead of decay\n  expected a peak of at least the last rate\n"
+        f"  type {key}.optim.schedule.end=0, or a larger {key}.optim.lr",
     )
 
 

@@ -206,7 +206,7 @@ def test_systemd_finds_nothing_wrong_with_the_units_and_little_exposed(tmp_path)
         told = subprocess.run(["systemd-analyze", "verify", file], capture_output=True, text=True)
         assert (told.returncode, told.stderr) == (0, ""), path.name
         told = subprocess.run(
-            ["systemd-analyze", "security", "--offline=true", "--threshold=40", file], capture_output=True, text=True
+            ["systemd-analyze", "security", "--offline=true", "--threshold=25", file], capture_output=True, text=True
         )
         assert told.returncode == 0, told.stdout
 

@@ -55,7 +55,9 @@ class AugmentConfig:
         more_than_0(self, "min_area min_aspect max_aspect", "augment.")
         at_least(self, 0, "randaug_layers randaug_magnitude", "augment.")
         if self.squash is not None and self.crop != "random":
-            raise ConfigError(f"augment.squash is {self.squash}, which needs crop: random; crop is {self.crop}")
+            raise ConfigError(
+                f"augment.squash is {self.squash}, expected null with crop: {self.crop}; it needs crop: random"
+            )
         if self.min_area > 1:
             raise ConfigError(f"augment.min_area is {self.min_area}, expected 1 (the whole image) or less")
         if self.min_aspect > self.max_aspect:
@@ -131,9 +133,9 @@ def augment(data: bytes, image_size: int, draws: Draws, cfg: AugmentConfig, out:
         # Crop a square from an image whose shorter side is 8/7 of the square's: 256 for 224. The offsets depend on the
         # resized image, so the whole image must be decoded.
         if cfg.squash is None:
-            resized = resize_small(decode_whole(data), image_size * 8 // 7)
+            resized = resize_small(decode_whole(data, header), image_size * 8 // 7)
         else:
-            resized = resize(decode_whole(data), (cfg.squash, cfg.squash))
+            resized = resize(decode_whole(data, header), (cfg.squash, cfg.squash))
         height, width = resized.shape[:2]
         y = draws.below(height - image_size + 1)
         x = draws.below(width - image_size + 1)

@@ -14,12 +14,13 @@ becomes three equal channels, and CMYK is converted.
 from __future__ import annotations
 
 import ctypes
+import io
 import logging
 import os
 import struct
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, files
@@ -29,7 +30,7 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 
-from data.files import state_folder
+from data.files import is_own, state_folder
 from data.seal import read_entry, write_entry
 
 MAX_BYTES = 100_000_000  # of one encoded image
@@ -43,7 +44,14 @@ MAX_SCANS = 32
 START_OF_SCAN = 0xDA
 SEQUENTIAL = {0xC0, 0xC1, 0xC9}  # frames whose scans contain whole blocks: baseline, extended, arithmetic
 FRAMES = set(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # markers of frame headers, which contain the image size
+JPEG_START = b"\xff\xd8"
 END_OF_IMAGE = b"\xff\xd9"
+WITHOUT_LENGTH = {0x00, 0x01, *range(0xD0, 0xD8)}  # not a marker after 0xFF; TEM; restart markers
+APP14 = 0xEE
+ADOBE_BYTES = 2 + 12  # length field of the Adobe marker; libjpeg ignores shorter ones
+
+PNG_START = b"\x89PNG\r\n\x1a\n"
+ANIMATION = b"acTL"  # the chunk that makes a PNG an animation (APNG)
 
 SOURCE = Path(__file__).with_name("jpeg.cpp")
 COMPILE_TIMEOUT_S = 120  # it takes 0.3 to 1.5 s
@@ -78,6 +86,7 @@ class Header:
     height: int
     width: int
     channels: int = 3
+    has_adobe_marker: bool = False  # of a JPEG: decides how four channels become RGB
 
 
 # ----------------------------------------------------------------------------- headers
@@ -90,9 +99,9 @@ def read_header(data: bytes) -> Header:
     if len(data) > MAX_BYTES:
         raise BadImage("image file too large")
     try:
-        if data[:3] == b"\xff\xd8\xff":
+        if data[:2] == JPEG_START:
             header = read_jpeg(data)
-        elif data[:8] == b"\x89PNG\r\n\x1a\n":
+        elif data[:8] == PNG_START:
             # The first chunk contains the size.
             width, height = struct.unpack_from(">II", data, 16)
             if data.rfind(b"IEND") < 0:
@@ -116,29 +125,43 @@ def read_header(data: bytes) -> Header:
 
 
 def read_jpeg(data: bytes) -> Header:
-    """Read the size from the last frame header before the first scan; raises BadImage, struct.error and IndexError."""
+    """Read the size from the last frame header before the first scan; raises BadImage, struct.error and IndexError.
+
+    Markers are found as libjpeg finds them (jdmarker.c), so that this header and the decoder never disagree: bytes
+    between segments that are not a marker are skipped, any number of 0xFF may precede a marker, and restart markers
+    have no length.
+    """
     header = None
     frame = 0
+    has_adobe_marker = False
     at = 2  # after the marker that starts every JPEG
-    while data[at + 1] != START_OF_SCAN:
-        marker = data[at + 1]
-        if data[at] != 0xFF:
+    while True:
+        at = data.find(b"\xff", at)
+        if at < 0:
             raise BadImage("broken JPEG header")
-        if marker == 0xFF:  # fill bytes, allowed before a marker
+        marker = data[at + 1]
+        if marker == 0xFF:  # fill byte, allowed before a marker
             at += 1
             continue
-        # Markers without a length are invalid here: decoders that treat them differently could see different sizes.
-        if marker < 0xC0 or 0xD0 <= marker <= 0xD9:
+        if marker == START_OF_SCAN:
+            break
+        if marker in WITHOUT_LENGTH:
+            at += 2
+            continue
+        # libjpeg refuses a second start, an end without a scan, and reserved markers.
+        if marker < 0xC0 or marker in (0xD8, 0xD9) or 0xF0 <= marker <= 0xFD:
             raise BadImage("broken JPEG header")
+        (length,) = struct.unpack_from(">H", data, at + 2)
         if marker in FRAMES:
             height, width, channels = struct.unpack_from(">HHB", data, at + 5)
             header = Header("jpeg", height, width, channels)
             frame = marker
-        (length,) = struct.unpack_from(">H", data, at + 2)
-        at += 2 + length
-    # libjpeg would skip a byte other than 0xFF, and find its scan later in the file.
-    if header is None or header.channels not in (1, 3, 4) or data[at] != 0xFF:
+        elif marker == APP14 and length >= ADOBE_BYTES and data[at + 4 : at + 9] == b"Adobe":
+            has_adobe_marker = True
+        at += 2 + max(length, 2)
+    if header is None or header.channels not in (1, 3, 4):
         raise BadImage("broken JPEG header")
+    header = replace(header, has_adobe_marker=has_adobe_marker)
     # libjpeg decodes a truncated file with only a warning, and fills the missing part with grey.
     if data.rfind(END_OF_IMAGE) < at:
         raise BadImage("truncated")
@@ -181,17 +204,59 @@ def read_webp(data: bytes) -> Header:
 
 def decode(data: bytes) -> np.ndarray:
     """Return the whole image as RGB (H, W, 3) uint8; raises BadImage."""
-    read_header(data)
-    return decode_whole(data)
+    return decode_whole(data, read_header(data))
 
 
-def decode_whole(data: bytes) -> np.ndarray:
+def decode_whole(data: bytes, header: Header) -> np.ndarray:
     """Decode a whole image whose header is already checked; as `decode` otherwise."""
+    if header.channels == 4:
+        return decode_cmyk(data, header)
     return opencv_decode(data, cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION)
+
+
+def decode_cmyk(data: bytes, header: Header) -> np.ndarray:
+    """Decode a JPEG of four channels to RGB, as TensorFlow's decode_jpeg does; raises BadImage.
+
+    With an Adobe marker the stored values are inverted: r = k · c / 255. Without one r = (255 - k)(255 - c) / 255
+    (tensorflow/core/lib/jpeg/jpeg_mem.cc).
+    """
+    from PIL import Image  # rarely needed, and 50 ms to import
+
+    try:
+        with Image.open(io.BytesIO(data), formats=["JPEG"]) as image:
+            # Pillow always inverts: these are 255 minus the stored values.
+            inverted = np.asarray(image, np.uint16)
+    except (OSError, SyntaxError, ValueError, struct.error, Image.DecompressionBombError):
+        raise BadImage("not decodable") from None
+    if inverted.shape != (header.height, header.width, 4):
+        raise BadImage("sides other than in its header")
+    values = 255 - inverted if header.has_adobe_marker else inverted
+    return (values[..., :3] * values[..., 3:] // 255).astype(np.uint8)
+
+
+def without_animation(png: bytes) -> bytes:
+    """Return a PNG without the chunks of its animation (APNG), so that its still image is decoded.
+
+    OpenCV would decode the first frame of the animation, and return uninitialized memory if that frame is damaged.
+    """
+    kept = [png[:8]]
+    at = 8
+    while at + 8 <= len(png):
+        (length,) = struct.unpack_from(">I", png, at)
+        end = at + 12 + length  # length, type, content and CRC
+        if png[at + 4 : at + 8] not in (ANIMATION, b"fcTL", b"fdAT"):
+            kept.append(png[at:end])
+        at = end
+    return b"".join(kept)
 
 
 def opencv_decode(data: bytes, flags: int) -> np.ndarray:
     """Decode an image by OpenCV with these flags; raises BadImage."""
+    if ANIMATION in data and data.startswith(PNG_START):
+        data = without_animation(data)
+    # libjpeg skips stray bytes after the first marker; OpenCV would not recognize the file.
+    elif data.startswith(JPEG_START) and data[2:3] != b"\xff":
+        data = JPEG_START + data[data.find(b"\xff", 2) :]
     try:
         image = cv2.imdecode(np.frombuffer(data, np.uint8), flags)
     except cv2.error:
@@ -210,7 +275,7 @@ def decode_crop(data: bytes, header: Header, box: Box, covering: int) -> np.ndar
     y, x, h, w = box
     # The binding supports JPEGs of one or three channels; other images are decoded completely and cropped.
     if header.kind != "jpeg" or header.channels == 4:
-        image = decode_whole(data)
+        image = decode_whole(data, header)
         # The box was drawn for the size in the header; it does not apply to an image of another size.
         if image.shape[:2] != (header.height, header.width):
             raise BadImage("sides other than in its header")
@@ -282,8 +347,9 @@ def compile_binding() -> Path:
         raise FileNotFoundError("this Pillow contains no libjpeg; install its wheel")
     digest = sha256(SOURCE.read_bytes() + str(libjpeg).encode() + os.uname().machine.encode()).hexdigest()
     path = state_folder() / f"jpeg-{digest[:16]}.so"
-    # The sha256 at the end of the file does not affect loading the library.
-    if read_entry(path) is not None:
+    # Never load a library that another user has put into a shared cache folder. The sha256 at the end of the file does
+    # not affect loading it.
+    if is_own(path) and read_entry(path) is not None:
         return path
 
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -29,6 +29,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
+from data.checks import check_file_name, check_sha256
 from data.errors import DataError, StorageError
 from data.files import error_text, locked, state_folder, write_atomically
 from data.index.index import Index, Origin, Refusals, digest_of
@@ -147,7 +148,7 @@ def read_json(path: Path, text: bytes) -> tuple[dict[str, Any], Sequence[Shard]]
         class_counts = tuple(content["class_counts"])
         digest = content["digest"]
         directory = content["directory"]
-        if not isinstance(directory, str):
+        if not isinstance(directory, str) or "\0" in directory:
             raise TypeError(f"directory {directory!r}")
         names = tuple(content["names"])
         seal = content["seal"]
@@ -162,6 +163,11 @@ def read_json(path: Path, text: bytes) -> tuple[dict[str, Any], Sequence[Shard]]
     if seal != seal_of(content) or digest != digest_of(shards, class_counts, names, origin):
         maker = "index" if origin is None else "subset"
         raise DataError(f"{path}: its digest does not match its contents; run `python -m jobs {maker}` again")
+    # Digests become file names in the cache, and names become paths; a seal does not tell who wrote it.
+    for shard in shards:
+        check_sha256(shard.sha256, str(path))
+        place = shard.name.partition("://")[2] if isinstance(shard.name, str) and "://" in shard.name else shard.name
+        check_file_name(place.lstrip("/") if isinstance(place, str) else place, str(path))
     del content["shards"]
     return content, shards
 

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from data.checks import printable
@@ -21,6 +22,9 @@ NO_NAMES: Mapping[str, int] = {}
 MOST_SHOWN = 5  # names that a message lists before it abbreviates
 MOST_DIGITS = 4300  # of a number that int() accepts
 NO_NAME = "label is a text that no class list has"  # the reason for which such samples are skipped
+NO_TEXT = "label is not text"
+ONE_HOT = "label is a one-hot vector, not class ids"
+INTEGRAL = re.compile(r"[0-9]+\.0+")  # a float that is an integer: 3.0
 MAX_CLASSES = 1_000_000  # larger ids count as mistakes (JFT-300M has 18,291 classes)
 
 
@@ -39,6 +43,16 @@ def ids_of(names: Iterable[str]) -> dict[str, int]:
         if name in repeated or name.isdigit():
             del ids[name]
     return ids
+
+
+def gap_in_ids(used: int, classes: int) -> str:
+    """Return a note if fewer than half of the ids below the largest occur in labels; "" otherwise."""
+    if used == 0 or classes <= 2 * used:
+        return ""
+    return (
+        f"only {used:,} of the class ids 0 to {classes - 1:,} occur in labels: a model needs {classes:,} outputs; "
+        "if the largest id is a mistake, correct it"
+    )
 
 
 # ------------------------------------------------------------------------------------------- comparison
@@ -87,29 +101,37 @@ class NoLabel(ValueError):
     `are_names` tells that the label consists only of such texts: with a class list of these names it would be valid.
     """
 
-    def __init__(self, message: str, texts: list[str], are_names: bool = False):
+    def __init__(self, message: str, texts: Sequence[str] = (), are_names: bool = False, reason: str = "no label"):
         super().__init__(message)
-        self.texts = texts
+        self.texts = list(texts)
         self.are_names = are_names
-        self.reason = NO_NAME if texts else "no label"
+        self.reason = NO_NAME if texts else reason
 
 
 def parse_labels(raw: bytes, ids: Mapping[str, int] = NO_NAMES) -> tuple[int, ...]:
     """Return the class ids of a `.cls` (`7`, `3 17`, `3,17`, `[3, 17]`) or `.json` (`{"labels": [3]}`, `{"label": 3}`).
 
-    `ids` maps class names to ids: with it, a `.cls` may also contain one name (`tench`), a `.json` several (`["cat"]`).
-    Raises NoLabel if there is no label, or if a value is neither an integer ≥ 0 nor a known name.
+    `ids` maps class names to ids: with it, a `.cls` may also contain one name (`tench`), a `.json` several (`["cat"]`)
+    or one (`"cat"`). An integer may be written as a float (`3.0`), as pandas does for a column with gaps.
+
+    Raises NoLabel if there is no label, if it is not UTF-8 text (an array, a pickle, UTF-16), if a value is neither an
+    integer ≥ 0 nor a known name, or if the values are a vector of zeros and ones instead of ids.
     """
-    text = raw.decode("utf-8", "replace").strip()
-    is_json = text[:1] in ("[", "{")
+    try:
+        text = raw.decode("utf-8-sig").strip()
+    except UnicodeDecodeError as error:
+        raise NoLabel(f"not UTF-8 text at byte {error.start}", reason=NO_TEXT) from None
+    if "\0" in text:
+        raise NoLabel("binary, not text", reason=NO_TEXT)
+    is_json = text[:1] in ("[", "{") or (text[:1] == '"' and text[-1:] == '"' and len(text) > 1)
     if is_json:
         try:
             values = json.loads(text)
         except ValueError as error:
-            raise NoLabel(str(error), []) from None
+            raise NoLabel(str(error)) from None
         # A few thousand nested brackets raise RecursionError, which is not a ValueError.
         except RecursionError:
-            raise NoLabel("nested too deeply", []) from None
+            raise NoLabel("nested too deeply") from None
         if isinstance(values, dict):
             values = values.get("labels", values.get("label", values.get("cls", [])))
         if not isinstance(values, list):
@@ -119,19 +141,39 @@ def parse_labels(raw: bytes, ids: Mapping[str, int] = NO_NAMES) -> tuple[int, ..
         values = [text] if text in ids else text.replace(",", " ").split()
 
     labels = []
-    for value in values:
+    for value in map(as_integer, values):
         # int() would accept `1_000`, `+3` and digits of other scripts; isinstance would accept true as a number.
         is_digits = isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= MOST_DIGITS
         if is_digits or (type(value) is int and value >= 0):
-            labels.append(int(value))
+            labels.append(int(value))  # type: ignore[call-overload]
         elif isinstance(value, str) and value in ids:
             labels.append(ids[value])
     if not labels or len(labels) < len(values):
-        texts = []
         parts = values if is_json else [text]
-        for value in parts:
-            if isinstance(value, str) and any(map(str.isalpha, value)):
-                texts.append(value)
+        texts = [value for value in parts if is_name(value)]
         are_names = 0 < len(texts) == len(parts)
-        raise NoLabel(f"{text[:40]!r} holds no class ids", texts, are_names)
+        raise NoLabel(f"{text[:40]!r} contains no class ids", texts, are_names)
+    # Three ids or more out of 0 and 1 repeat one: no list of classes does, but a one-hot or multi-hot vector.
+    if len(labels) > 2 and set(labels) <= {0, 1}:
+        raise NoLabel(
+            f"{text[:40]!r} is a vector of zeros and ones; expected the ids of its classes: "
+            f"{[label for label, value in enumerate(labels) if value]}",
+            reason=ONE_HOT,
+        )
     return tuple(labels)
+
+
+def as_integer(value: object) -> object:
+    """Return 3 for 3.0, and the text 3 for the text 3.0; any other value unchanged."""
+    if isinstance(value, float) and value.is_integer() and value >= 0:
+        return int(value)
+    if isinstance(value, str) and INTEGRAL.fullmatch(value):
+        return value.partition(".")[0]
+    return value
+
+
+def is_name(value: object) -> bool:
+    """Return whether a label that is not an id can be a class name: it has a letter, or it has no digit (🐱, !, +)."""
+    if not isinstance(value, str) or not value.strip():
+        return False
+    return any(map(str.isalpha, value)) or not any(map(str.isdigit, value))

@@ -23,7 +23,7 @@ import mmap
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TypeVar
 
@@ -44,6 +44,10 @@ MAX_LABEL = 1 << 20  # bytes; JFT images have a few labels, not a million
 MAX_IMAGE = 1 << 32  # bytes; a table stores sizes in 32 bits
 USUAL_PADDING = (2 + 20) * BLOCK  # bytes of zeros after the last member: two blocks, and up to a record of 20 (POSIX)
 LARGEST_RECORD = 2048  # blocks; larger --blocking-factor values of GNU tar are only for tapes
+# Types of members (POSIX ustar, GNU tar): 7 was for contiguous files, which are regular files on every system today.
+REGULAR = (b"0", b"\0", b"7")
+EXTENSIONS = (b"L", b"K", b"x", b"X", b"g")  # GNU's long name and long link; PAX, Solaris' PAX, PAX for all members
+GNU_SPARSE = b"S"
 ABSENT = (0, 0)  # offset and size of a member that a sample does not have
 
 
@@ -113,7 +117,11 @@ def walk(tar: memoryview | bytes, name: str, *, lenient: bool = False) -> Walk:
     key = b""
     parts: dict[str, tuple[int, int]] = {}  # {extension: (offset, size)} of the current sample
     try:
-        for member, offset, size in members(tar, name, result.refused):
+        for stored_name, offset, size in members(tar, name, result.refused):
+            member = normal_name(stored_name)
+            if member is None:
+                result.refused.add("name with a folder ..", stored_name)
+                continue
             member_key, extension = split_name(member)
             if len(member_key) > MAX_KEY:
                 result.refused.add("name too long", member)
@@ -165,6 +173,17 @@ def first_part(extensions: Iterable[str], parts: Mapping[str, Part], absent: Par
     return absent
 
 
+def normal_name(name: bytes) -> bytes | None:
+    """Return a member's name in the form that becomes a key: `./a//b.jpg` and `/a/b.jpg` → `a/b.jpg`.
+
+    The same file gets the same key however its tar was written. A name with `..` has no such form: None.
+    """
+    if b"./" not in name and b"//" not in name and not name.startswith(b"/"):
+        return name
+    parts = [part for part in name.split(b"/") if part not in (b"", b".")]
+    return None if b".." in parts else b"/".join(parts)
+
+
 def split_name(member: bytes) -> tuple[bytes, str]:
     """Split a member name like webdataset: `a/b.seg.PNG` → (`a/b`, `seg.png`)."""
     folder, slash, base = member.rpartition(b"/")
@@ -178,12 +197,11 @@ def split_name(member: bytes) -> tuple[bytes, str]:
 def members(tar: memoryview | bytes, name: str, refused: Refusals) -> Iterator[tuple[bytes, int, int]]:
     """Yield (name, offset, size) of every regular file; supports ustar, GNU long names, PAX paths and sizes.
 
-    Raises DataError if the tar is truncated, a header is invalid, or data may follow its end. `name` is the tar's, for
-    messages.
+    Sparse files are not stored as they are: they are counted under their real names. Raises DataError if the tar is
+    truncated, a header is invalid, or data may follow its end. `name` is the tar's, for messages.
     """
     position = 0
-    long_name: bytes | None = None  # from an extension header, for the following member
-    long_size: int | None = None
+    records = PaxRecords()  # from extension headers, about the following member
     while True:
         header = bytes(tar[position : position + BLOCK])
         if len(header) < BLOCK:
@@ -193,7 +211,7 @@ def members(tar: memoryview | bytes, name: str, refused: Refusals) -> Iterator[t
             check_end(tar, name, position)
             return
         try:
-            size = read_number(header[124:136]) if long_size is None else long_size
+            size = read_number(header[124:136]) if records.size is None else records.size
             # The checksum counts its own 8 bytes as spaces.
             checksum = sum(header) - sum(header[148:156]) + 8 * ord(" ")
             is_header = checksum == read_number(header[148:156])
@@ -202,6 +220,9 @@ def members(tar: memoryview | bytes, name: str, refused: Refusals) -> Iterator[t
         if not is_header:
             raise DataError(f"{name}: no valid tar header at byte {position}; a shard must be an uncompressed tar")
         start = position + BLOCK
+        kind = header[156:157]
+        if kind == GNU_SPARSE:
+            start = after_sparse_map(tar, header, start)
         # Slicing past the end would silently return a truncated image.
         if start + size > len(tar):
             raise DataError(
@@ -217,24 +238,37 @@ def members(tar: memoryview | bytes, name: str, refused: Refusals) -> Iterator[t
             member = prefix + b"/" + member
 
         # An extension header describes the next member: its full name, or a size above 8 GiB.
-        kind = header[156:157]
-        if kind in (b"L", b"x", b"g"):
+        if kind in EXTENSIONS:
             if size > MAX_EXTENSION:
                 refused.add("oversize extension header", member)
             elif kind == b"L":
-                long_name = bytes(tar[start : start + size]).rstrip(b"\0")
-            elif kind == b"x":
-                long_name, long_size = read_pax(bytes(tar[start : start + size]), long_name)
+                records = replace(records, name=bytes(tar[start : start + size]).rstrip(b"\0"))
+            elif kind in (b"x", b"X"):
+                records = read_pax(bytes(tar[start : start + size]), records)
             continue
 
-        if kind in (b"0", b"\0"):
-            yield long_name or member, start, size
+        if records.is_sparse or kind == GNU_SPARSE:
+            refused.add("sparse member", records.name or member)
+        elif kind in REGULAR:
+            yield records.name or member, start, size
         # Folders need no report.
         elif kind != b"5":
-            refused.add("link, device or sparse member", long_name or member)
+            refused.add("link or device", records.name or member)
         # An extension header applies to one member only.
-        long_name = None
-        long_size = None
+        records = PaxRecords()
+
+
+def after_sparse_map(tar: memoryview | bytes, header: bytes, start: int) -> int:
+    """Return where the content of a GNU sparse member starts: after the blocks that continue its map of holes.
+
+    The header has room for four holes; a flag says whether a block with 21 more follows, and so on (GNU tar manual,
+    "Storing Sparse Files").
+    """
+    is_continued = header[482] != 0
+    while is_continued and start + BLOCK <= len(tar):
+        is_continued = tar[start + 504] != 0
+        start += BLOCK
+    return start
 
 
 def check_end(tar: memoryview | bytes, name: str, position: int) -> None:
@@ -275,12 +309,25 @@ def read_number(digits: bytes) -> int:
     return int(stripped, 8)
 
 
-def read_pax(body: bytes, long_name: bytes | None) -> tuple[bytes | None, int | None]:
-    """Return the `path` and `size` records of a PAX header; without a `path`, return `long_name` unchanged.
+@dataclass(frozen=True)
+class PaxRecords:
+    """What extension headers say about the member that follows them."""
 
-    A record is `<length of the whole record> <name>=<value>\\n`; other records are ignored.
+    name: bytes | None = None
+    size: int | None = None  # bytes stored, for sizes beyond 8 GiB
+    is_sparse: bool = False  # the content is a map of holes and the parts between them (formats 0.0, 0.1 and 1.0)
+
+
+def read_pax(body: bytes, before: PaxRecords = PaxRecords()) -> PaxRecords:
+    """Add the records of a PAX header to those of an earlier extension header; unknown records are ignored.
+
+    A record is `<length of the whole record> <name>=<value>\\n`. The `path` of a sparse member is a placeholder
+    (`GNUSparseFile.0/cat.jpg`): its real name is in `GNU.sparse.name`.
     """
-    size = None
+    name = before.name
+    size = before.size
+    sparse_name = None
+    is_sparse = before.is_sparse
     while body:
         digits, _, _ = body.partition(b" ")
         # Without a valid length, the remaining records cannot be separated; real lengths have fewer than nine digits.
@@ -291,11 +338,14 @@ def read_pax(body: bytes, long_name: bytes | None) -> tuple[bytes | None, int | 
             break
         record, _, value = body[len(digits) + 1 : length - 1].partition(b"=")
         if record == b"path":
-            long_name = value
+            name = value
         elif record == b"size" and value.isdigit() and len(value) < 20:
             size = int(value)
+        elif record == b"GNU.sparse.name":
+            sparse_name = value
+        is_sparse |= record.startswith(b"GNU.sparse.")
         body = body[length:]
-    return long_name, size
+    return PaxRecords(sparse_name or name, size, is_sparse)
 
 
 # --------------------------------------------------------------------------------------------- folders of tars

@@ -31,7 +31,7 @@ from tempfile import TemporaryFile
 
 from data.checks import redacted
 from data.errors import DataError, StorageError
-from data.files import error_text, locked, state_folder, take_lock, with_home
+from data.files import error_text, locked, open_regular, state_folder, take_lock, with_home
 from data.index.index import Index
 from data.index.shard import Shard
 from data.order import Mixture, Order
@@ -119,7 +119,7 @@ class Cache:
         # Poll the lock instead of blocking: a blocked call could neither be stopped nor report progress to the loader.
         part = path.with_suffix(".part")
         known_size = -1
-        with open(path.with_suffix(".lock"), "w") as file:
+        with open(path.with_suffix(".lock"), "a", opener=open_regular) as file:
             while not take_lock(file.fileno(), Path(file.name), wait=False):
                 if self.stopped():
                     raise StorageError(f"{path.name}: stopped while another process was downloading it")
@@ -138,7 +138,7 @@ class Cache:
         # The transfer may have corrupted the first copy: try once more from the start.
         for _ in range(2):
             self.make_room(shard.bytes)
-            with open(part, "a+b") as file:
+            with open(part, "a+b", opener=open_regular) as file:
                 # Hash the part that already exists; this also leaves the file position at its end.
                 file.seek(0)
                 digest = file_digest(file, "sha256")

@@ -32,7 +32,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
-from data.checks import redacted
+from data.checks import check_file_name, redacted
 from data.errors import DataError, StorageError
 from data.index.names import preview
 from data.index.shard import COMPRESSED
@@ -112,7 +112,7 @@ def size_of(url: str, timeout_s: float) -> int:
 def list_tars(url: str, timeout_s: float) -> dict[str, int]:
     """Return {URL: bytes} of the *.tar files in a folder, or matching a pattern; raises as `read_range`.
 
-    Raises Refused if a folder also contains compressed tars, which would be ignored.
+    Raises Refused if a folder also contains compressed tars, which would be ignored, DataError for unsafe names.
     """
     scheme = urlsplit(url).scheme
     if scheme == "https":
@@ -127,7 +127,7 @@ def list_tars(url: str, timeout_s: float) -> dict[str, int]:
             # Without the folder, as in `data.index.tar`: messages abbreviate long names.
             compressed.append(path.rpartition("/")[2])
         elif path.endswith(".tar"):
-            tars[f"{scheme}://{path}"] = entry["size"]
+            tars[f"{scheme}://{check_file_name(path, redacted(url))}"] = entry["size"]
     if compressed:
         raise Refused(
             f"{redacted(url)}: {preview(compressed)} would be left out: compressed tars; "

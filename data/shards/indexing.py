@@ -33,9 +33,9 @@ from urllib.parse import urlsplit
 
 from braceexpand import braceexpand
 
-from data.checks import check_name, printable, redacted
+from data.checks import check_file_name, check_name, printable, redacted
 from data.errors import DataError
-from data.images.decode import MAX_BYTES, BadImage, decode_whole, read_header
+from data.images.decode import MAX_BYTES, BadImage, decode, read_header
 from data.index.document import SUFFIX, image_folders, load_index
 from data.index.index import Index, Refusals
 from data.index.names import MAX_CLASSES, Names, NoLabel, ids_of, parse_labels, preview
@@ -193,8 +193,7 @@ def index_shard(job: IndexJob) -> Record | str:
                 row = result.rows[(2 * part + 1) * len(table) // (2 * decoded)]
                 encoded = bytes(row.image_in(tar)[: MAX_BYTES + 1])
                 try:
-                    read_header(encoded)
-                    decode_whole(encoded)
+                    decode(encoded)
                 except BadImage as error:
                     result.refused.add(f"{NOT_DECODED}{error}", row.key)
             file.seek(0)  # a downloaded file is positioned at its end
@@ -375,5 +374,6 @@ def remote_tars(urls: Sequence[str], cache: Cache, workers: int, stopped: thread
 
     tars = TarList("/".join(shared), {})
     for url, tar_bytes in sizes.items():
-        tars.sizes[url.removeprefix(tars.directory + "/")] = tar_bytes
+        name = check_file_name(url.removeprefix(tars.directory + "/"), redacted(tars.directory))
+        tars.sizes[name] = tar_bytes
     return tars

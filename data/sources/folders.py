@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
@@ -19,9 +19,9 @@ from data.errors import DataError
 from data.index.names import Names
 from data.index.shard import IMAGES, is_image
 from data.sources.samples import Sample
+from data.sources.walk import class_folders_in, files_below
 
 MOST_KINDS = 10  # kinds of skipped files that a warning lists
-HIDDEN = "hidden file"  # kind of skipped files; includes files in hidden folders such as .ipynb_checkpoints
 
 
 class ListedFile(NamedTuple):
@@ -41,11 +41,17 @@ def class_folders(root: str | os.PathLike[str]) -> Iterator[Sample]:
     """
     entries: list[ListedFile] = []
     skipped: Counter[str] = Counter()
-    for label, class_name in enumerate(folder_classes(root)):
+    for label, class_name in enumerate(folder_classes(root, skipped)):
         folder = Path(root, class_name)
-        paths = images_below(folder, skipped)
+        others: Counter[str] = Counter()
+        paths = images_below(folder, others)
         if not paths:
-            raise DataError(f"{folder}: class {label} has no images; remove the folder or fill it")
+            contents = f"; it contains {in_words(others)}" if others else ""
+            raise DataError(
+                f"{folder}: class {label} has no images{contents}\n"
+                f"  expected {', '.join(IMAGES)}: convert the files, or remove the folder"
+            )
+        skipped += others
         for path in paths:
             entries.append(ListedFile(str(path.relative_to(root)), (label,)))
     warn_of_others(root, skipped)
@@ -63,17 +69,10 @@ def unlabelled_folder(root: str | os.PathLike[str]) -> Iterator[Sample]:
 
 
 def images_below(folder: Path, skipped: Counter[str]) -> list[Path]:
-    """Return all images below a folder, sorted; count hidden files and other files in `skipped`, by kind."""
+    """Return all images below a folder, links followed; count other files in `skipped`, by kind (`files_below`)."""
     paths = []
-    for path in sorted(folder.rglob("*")):
-        if path.is_dir():
-            continue
-        # macOS creates files such as `._1.jpg`, which are not images; notebooks copy images to .ipynb_checkpoints.
-        if "/." in f"/{path.relative_to(folder)}":
-            skipped[HIDDEN] += 1
-        elif not path.is_file():
-            skipped["link that leads nowhere, or device"] += 1
-        elif is_image(path):
+    for path in files_below(folder, skipped):
+        if is_image(path):
             paths.append(path)
         else:
             skipped[path.suffix or path.name] += 1
@@ -83,16 +82,22 @@ def images_below(folder: Path, skipped: Counter[str]) -> list[Path]:
 def warn_of_others(root: str | os.PathLike[str], skipped: Counter[str]) -> None:
     """Log a warning about files that `images_below` has skipped, if any."""
     if skipped:
-        kinds = ", ".join(f"{count} × {printable(kind)}" for kind, count in skipped.most_common(MOST_KINDS))
+        kinds = in_words(skipped)
         message = "%s: not packed, because hidden or not %s: %s"
         logging.getLogger(__name__).warning(message, root, ", ".join(IMAGES), kinds)
 
 
-def folder_classes(root: str | os.PathLike[str]) -> Names:
-    """Return the class names of a folder of class folders, in the order of ids; raises DataError if it has none."""
-    names = []
-    if Path(root).is_dir():
-        names = sorted(path.name for path in Path(root).glob("[!.]*") if path.is_dir())
+def in_words(kinds: Counter[str]) -> str:
+    """Return counts of files by kind as text: "3 × .tif, 1 × hidden file"."""
+    return ", ".join(f"{count} × {printable(kind)}" for kind, count in kinds.most_common(MOST_KINDS))
+
+
+def folder_classes(root: str | os.PathLike[str], skipped: Counter[str] | None = None) -> Names:
+    """Return the class names of a folder of class folders, in the order of ids; raises DataError if it has none.
+
+    Files in folders that systems create, such as @eaDir, are counted in `skipped`.
+    """
+    names = class_folders_in(Path(root), skipped) if Path(root).is_dir() else []
     for name in names:
         refuse_loop(Path(root, name))
     if not names:
@@ -116,11 +121,15 @@ def refuse_loop(folder: Path) -> None:
 
 
 def read_files(root: str | os.PathLike[str], entries: Iterable[ListedFile]) -> Iterator[Sample]:
-    """Yield samples of listed files, ordered by the hash of their names; raises DataError for an invalid file."""
-    for name, labels in sorted(entries, key=lambda entry: sha256(os.fsencode(entry.name)).digest()):
-        path = Path(root, name)
+    """Yield samples of listed files, ordered by the hash of their names; raises DataError for an invalid file.
+
+    Each gets a key of its own (`keys_of`).
+    """
+    listed = sorted(entries, key=lambda entry: sha256(os.fsencode(entry.name)).digest())
+    for entry, key in zip(listed, keys_of([entry.name for entry in listed]), strict=True):
+        path = Path(root, entry.name)
         # On Linux, file names are bytes; keys must be text.
-        is_utf8 = os.fsencode(name).decode("utf-8", "replace") == name
+        is_utf8 = os.fsencode(entry.name).decode("utf-8", "replace") == entry.name
         if not is_utf8:
             raise DataError(f"{os.fsencode(path)!r}: its name must be UTF-8, because it becomes the key; rename it")
         extension = path.suffix[1:].lower()
@@ -128,9 +137,44 @@ def read_files(root: str | os.PathLike[str], entries: Iterable[ListedFile]) -> I
             raise DataError(f"the file {path} does not exist\n  expected paths relative to {root}, or absolute ones")
         if extension not in IMAGES or not path.is_file():
             raise DataError(f"{path}: expected an image file, one of {', '.join(IMAGES)}")
-        # In the last component of a key, a dot would start the extension.
-        folder, slash, base = name.removesuffix(path.suffix).lstrip("/").rpartition("/")
-        yield Sample(folder + slash + base.replace(".", "_"), path, labels, extension)
+        yield Sample(key, path, entry.labels, extension)
+
+
+def keys_of(names: Sequence[str]) -> list[str]:
+    """Return a different key for each file name; raises DataError if a file is listed twice.
+
+        cat/1.jpg  cat/v1.2.jpg  ../im/3.jpg  /im/4.jpg     →    cat/1  cat/v1_2  im/3  im/4
+        cat/5.jpg  cat/5.png                                →    cat/5_jpg  cat/5_png
+
+    A key has no folders `.` and `..`: other programs refuse to extract a tar with such names. In its last component, a
+    dot would start the extension.
+    """
+    keys = [key_of(name) for name in names]
+    times = Counter(keys)
+    if len(times) == len(keys):
+        return keys
+    for number, name in enumerate(names):
+        if times[keys[number]] > 1:
+            keys[number] += "_" + Path(name).suffix[1:].lower()
+    first: dict[str, str] = {}
+    for key, name in zip(keys, names, strict=True):
+        if key in first:
+            same = "are the same file" if os.path.normpath(first[key]) == os.path.normpath(name) else "get the same key"
+            raise DataError(
+                f"{printable(first[key])} and {printable(name)} {same}, {printable(key)}\n"
+                "  expected every image once, under a name of its own: remove or rename one of the two"
+            )
+        first[key] = name
+    return keys
+
+
+def key_of(name: str) -> str:
+    """Return the key of one file name, without its extension; two files may have the same one."""
+    path = os.path.normpath(name.removesuffix(Path(name).suffix)).lstrip("/")
+    while path.startswith("../"):
+        path = path[3:]
+    folder, slash, base = path.rpartition("/")
+    return folder + slash + base.replace(".", "_")
 
 
 def files_of(source: str | os.PathLike[str], pattern: str) -> list[Path]:

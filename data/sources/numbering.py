@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ def read_class_list(path: str | os.PathLike[str]) -> Names:
                 if isinstance(content, dict) and key in content:
                     content = content[key]
             if isinstance(content, dict):
-                content = [content.get(str(label)) for label in range(len(content))]
+                content = names_by_id(content)
         else:
             content = []
             for line in text.rstrip().splitlines():
@@ -62,6 +63,19 @@ def read_class_list(path: str | os.PathLike[str]) -> Names:
     except ValueError as error:
         raise DataError(f"{path}: {error}; expected one class name per line, in the order of their ids") from None
     return tuple(names)
+
+
+def names_by_id(content: Mapping[str, object]) -> list[object]:
+    """Return the names of a mapping in the order of ids: {"0": name, …}, or {name: 0, …} as torchvision's class_to_idx.
+
+    Raises ValueError if the ids of the second form are not 0, 1, 2, ….
+    """
+    ids = list(content.values())
+    if not all(type(label) is int for label in ids):
+        return [content.get(str(label)) for label in range(len(content))]
+    if sorted(ids) != list(range(len(ids))):  # type: ignore[type-var]
+        raise ValueError(f"its ids are not 0 to {len(ids) - 1}")
+    return sorted(content, key=content.__getitem__)  # type: ignore[arg-type]
 
 
 def check_unambiguous(names: Sequence[str], path: str) -> None:
@@ -146,6 +160,7 @@ def number(
         else:
             lacking.append(name_in_target)
     if lacking:
+        check_unicode_forms(lacking, target, name, giver)
         raise DataError(
             f"{name}: {giver} lacks {len(lacking)} of the {len(own)} classes here: {preview(lacking)}\n"
             f"  expected classes of {giver}: {preview(target)}\n"
@@ -154,6 +169,20 @@ def number(
         )
     is_as_it_was = ids == dict(enumerate(range(len(own))))
     return Numbering(target, None if is_as_it_was else ids, len(own))
+
+
+def check_unicode_forms(lacking: Sequence[str], target: Sequence[str], name: str, giver: str) -> None:
+    """Raise DataError if a class name looks equal in both sets, but is stored in another Unicode form (NFC, NFD)."""
+    composed = {unicodedata.normalize("NFC", other): other for other in target}
+    for class_name in lacking:
+        other = composed.get(unicodedata.normalize("NFC", class_name))
+        if other is not None:
+            forms = [form for form in ("NFC", "NFD") if unicodedata.is_normalized(form, class_name)]
+            raise DataError(
+                f"{name}: class {preview([class_name])} looks the same in {giver}, but is stored in another "
+                f"Unicode form ({' or '.join(forms) or 'mixed'} here); macOS writes file names in NFD\n"
+                f"  rename it: --rename {shlex.quote(class_name + '=' + other)}, or rename the folder"
+            )
 
 
 def kept_ids(

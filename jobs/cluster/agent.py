@@ -35,6 +35,8 @@ from typing import Any
 
 import psutil
 
+from data.errors import StorageError
+from data.files import is_own, open_regular
 from jobs.cluster.fork_server import Forked, ForkServer, Listen, Listening, WorkerEnded, kill_group
 from jobs.cluster.node_files import Change, Mark, NodeFiles
 from jobs.cluster.worker import LOOPBACK, RankInfo, WorkerRecord, WorkerSpec, worker_file
@@ -129,12 +131,7 @@ class Agent:
         self.node_folder = self.base  # of the attempt
         self.lock = os.open(self.base / LOCK, os.O_WRONLY | os.O_CREAT)
         fcntl.flock(self.lock, fcntl.LOCK_EX)
-        # Remove the folders of killed agents, whose locks are free.
-        for other in parent.glob(f"{FOLDER_PREFIX}*/{LOCK}"):
-            # The folder may belong to another user, or disappear meanwhile.
-            with suppress(OSError), other.open("w") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(other.parent, ignore_errors=True)
+        remove_folders_of_killed_agents(parent)
 
     def warm_up(self) -> None:
         """Start the fork server if there is none, without waiting for it.
@@ -318,6 +315,18 @@ class Agent:
             if worker.pid and not worker.has_ended:
                 with suppress(OSError, ValueError):
                     worker.record = json.loads(worker_file(self.node_folder, worker.rank, ".json").read_text())
+
+
+def remove_folders_of_killed_agents(parent: Path) -> None:
+    """Remove this user's agent folders with a free lock; every user of the machine may write to `parent`."""
+    for other in parent.glob(f"{FOLDER_PREFIX}*"):
+        # Another user may have made the folder, or a link or pipe of this name: do not open anything in it.
+        if not (is_own(other) and is_own(other / LOCK)):
+            continue
+        # The folder may disappear meanwhile, or its lock may be held.
+        with suppress(OSError, StorageError), open(other / LOCK, "a", opener=open_regular) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(other, ignore_errors=True)
 
 
 class OomKills:

@@ -28,6 +28,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from data.checks import check_file_name
 from data.files import temporary_name
 from pipeline.monitoring.telemetry import append_whole
 
@@ -82,8 +83,8 @@ class NodeFiles:
         is_new = not self.attempt.exists()
         self.attempt.mkdir(parents=True, exist_ok=True)
         for name in earlier:
-            (self.attempt.parent / name).mkdir(exist_ok=True)
-        self.carried = list(carried)
+            (self.attempt.parent / check_file_name(name, "the driver", folders=False)).mkdir(exist_ok=True)
+        self.carried = [check_file_name(name, "the driver") for name in carried]
         for name, content in carried.items():
             if not is_new:
                 continue
@@ -176,10 +177,13 @@ def mark_driver_folder(attempt: Path, token: str) -> None:
 
 
 def apply_changes(stage: Path, changes: Iterable[Change]) -> dict[str, Mark]:
-    """Write a node's changes into the driver's folder of the stage; return the marks of the written changes."""
+    """Write a node's changes into the driver's folder of the stage; return the marks of the written changes.
+
+    Raises DataError if the name of a change leads outside the stage's folder.
+    """
     acknowledged = {}
     for change in changes:
-        path = stage / change.name
+        path = stage / check_file_name(change.name, "a node's agent")
         # On a full disk the change is not written; the node sends it again.
         with suppress(OSError):
             if not path.parent.exists():

@@ -33,9 +33,9 @@ from data.errors import ClusterError
 from jobs.cluster import embedded
 from jobs.cluster_config import ClusterConfig
 from jobs.ownership import UNIT, this_job
+from jobs.terminal import echo
 
 ROOT = Path(__file__).parents[2]
-EXCLUDES = [".git", ".venv", "__pycache__", "/runs", "/shards"]  # never shipped, nor is anything in .gitignore
 NAMESPACE = "patchline"
 WAITING = "waiting for the cluster: "  # prefix of the driver's line about missing places; `jobs list` recognizes it
 CONNECT_TIMEOUT_S = 5.0
@@ -64,7 +64,8 @@ _dashboards: list[str] = []  # of the joined cluster; at most one
 def connect(cluster: ClusterConfig) -> ClusterInfo:
     """Join the cluster at RAY_ADDRESS, or an embedded one that ends with this process.
 
-    Raises ClusterError if the cluster does not exist or refuses the connection.
+    Raises ClusterError if the cluster does not exist or refuses the connection, UsageError if the checkout contains a
+    link that must not be shipped.
     """
     if embedded.is_too_small(cluster):
         disconnect()
@@ -100,6 +101,11 @@ def connect(cluster: ClusterConfig) -> ClusterInfo:
         # Workers on other nodes need this checkout. A submitted job has shipped it already.
         is_submitted_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
         if not is_submitted_job:
+            from jobs.cluster.shipping import EXCLUDES, inspect_checkout, secrets_line
+
+            line = secrets_line(inspect_checkout(ROOT))
+            if line:
+                echo(line)
             runtime_env = {"working_dir": str(ROOT), "excludes": EXCLUDES}
         try:
             _init_ray(address=address, runtime_env=runtime_env)

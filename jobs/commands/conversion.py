@@ -104,6 +104,9 @@ def import_foreign(
     with atomic_folder(Path(directory)) as made:
         models.save(model, made, writing=atomic_file, class_names=names, preprocessing=preprocessing)
         record = {"imported": str(Path(path).resolve()), "overrides": changes, "code": code_version()}
+        loss = any_weights.recorded_loss(path)
+        if loss is not None:
+            record["loss"] = loss
         artifacts.record_weights(made, record)
     report(model, path, names, preprocessing, verification)
     echo(f"written  {directory}")
@@ -137,6 +140,7 @@ def export(
     names = class_names(directory)
     config = model.config
     preprocessing = any_weights.recorded_preprocessing(directory)
+    loss = any_weights.recorded_loss(directory)
     if preprocess is not None:
         preprocessing = preprocessing_of(preprocess, config)
         height, width = config.image_size
@@ -153,7 +157,9 @@ def export(
             warnings.simplefilter("always")
             try:
                 activity.now(f"export: writing {path} …")
-                models.save(model, made, format, writing=atomic_file, class_names=names, preprocessing=preprocessing)
+                models.save(
+                    model, made, format, writing=atomic_file, class_names=names, preprocessing=preprocessing, loss=loss
+                )
             except ValueError as error:
                 raise UsageError(f"{directory} cannot be exported as {format}: {error}") from None
 
@@ -169,6 +175,8 @@ def export(
             raise DataError(str(error).replace(str(made), path)) from None
         if format == "safetensors":
             record = {"exported": str(Path(directory).resolve()), "code": code_version()}
+            if loss is not None:
+                record["loss"] = loss
             artifacts.record_weights(made, record)
     report(model, directory, names, preprocessing, verification)
     # 4. Report differences between the configs, and between the outputs for one random image.
@@ -192,6 +200,11 @@ def export(
         remarks.insert(0, f"an .npz cannot store the preprocessing; its users need to know {preprocessing.ops}")
     if names and format == "npz":
         remarks.insert(0, "an .npz cannot store class names")
+    if format == "hf" and config.classes > 1 and loss is None:
+        remarks.append(
+            "no record of whether sigmoid or softmax trained the head: transformers uses softmax; for sigmoid, set "
+            '"problem_type": "multi_label_classification" in config.json'
+        )
     for remark in remarks:
         echo(f"{label}  {remark}")
     echo(f"checked  read back; outputs for one random image differ by at most {largest:.1e}{verdict}")

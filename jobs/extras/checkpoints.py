@@ -227,11 +227,13 @@ def export_weights(path: SavedRun, target: Target, step: Step = None, _debug: De
         model = models.from_dict(artifacts.read_record(stage_folder / "stage.json")["model"])
         # A stage also exports its class names and preprocessing with the weights.
         exported_with: dict[str, Any] = {}
+        loss: dict[str, str] = {}
         if (stage_folder / artifacts.TASK).exists():
             task = artifacts.read_record(stage_folder / artifacts.TASK)
             exported_with["class_names"] = task["job"].get("class_names", [])
             preprocess = task["config"].get("data", {}).get("preprocess")
             exported_with["preprocessing"] = preprocessing_of(preprocess, model)
+            loss["loss"] = task["config"]["loss"]
         from pipeline.checkpoints.reader import export
 
         target = target.resolve()
@@ -240,5 +242,5 @@ def export_weights(path: SavedRun, target: Target, step: Step = None, _debug: De
         # If the target is a stage's folder, keep its done.json: the digest there then detects the replaced weights.
         if not (target / artifacts.DONE).exists():
             exported = run.in_words(str(folder))
-            artifacts.record_weights(target, {"exported": exported, "code": code_version()})
+            artifacts.record_weights(target, {"exported": exported, "code": code_version(), **loss})
         echo(f"wrote the weights of step {step_of(folder)}: weights.safetensors and model.json in {target}")

@@ -14,8 +14,8 @@ import copy
 import os
 from pathlib import Path
 
+from data.checks import SECRET_VALUE
 from data.errors import ConfigError
-from jobs.cluster_config import SECRET_VALUE
 from jobs.recipe.campaign import NOT_STAGES
 from jobs.resolved_recipe import Kinds, MakeAbsolute
 from pipeline.recipe import Recipe, to_yaml

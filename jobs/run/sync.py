@@ -12,6 +12,7 @@ One command on such a run, in order (`synced`), once it has the lease:
 """
 
 import json
+import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -19,14 +20,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from data.bucket import Bucket, each
-from data.errors import PatchlineError, RunOwned
-from data.files import write_atomically
+from data.checks import check_file_name
+from data.errors import DataError, PatchlineError, RunOwned
+from data.files import refuse_planted, write_atomically
 from data.storage import Storage
 from jobs.ownership import LEASES, Lease
 from pipeline.artifacts import DONE
 from pipeline.checkpoints.manifest import ATTEMPTS, attempt_folder
 
 SYNC_FILE = "sync.json"
+ATTEMPT_CLAIM = re.compile(rf"{ATTEMPTS}/\d+\.json")
 PUT_EVERY_S = 60.0  # between two rounds of the thread that stores changed files
 NOT_SYNCED = ("checkpoints", ATTEMPTS, LEASES)  # folders: they have rules of their own
 
@@ -43,6 +46,9 @@ def synced(storage: Storage, lease: Lease, log: Log) -> Iterator[Callable[[], No
     if storage.is_shared:
         yield lease.check
         return
+    refuse_planted(
+        storage.local, "remove it, or choose a folder that only you can write to: cluster.scratch=/elsewhere"
+    )
     # 1. The folder has the files of the last owner already if that command worked in it.
     sync = Sync(storage, lease, log)
     has_files = lease.previous_token == sync.previous_token
@@ -135,12 +141,13 @@ class Sync:
 def fetch_small_files(store: Bucket, is_wanted: Callable[[str], bool]) -> dict[str, int]:
     """Fetch the wanted files of a run that are not in its local folder yet; return their sizes in bytes by name.
 
-    The folders of attempts are made too, because their number is the number of attempts. Raises StorageError.
+    The folders of attempts are made too, because their number is the number of attempts. Raises StorageError, and
+    DataError for a claim that is not JSON or names a folder outside the run.
     """
     missing: dict[str, int] = {}
     claims: list[str] = []  # of attempts
     for name, size in store.list().items():
-        if name.startswith(f"{ATTEMPTS}/"):
+        if ATTEMPT_CLAIM.fullmatch(name):
             claims.append(name)
         if is_wanted(name) and not (store.local / name).exists():
             missing[name] = size
@@ -151,9 +158,15 @@ def fetch_small_files(store: Bucket, is_wanted: Callable[[str], bool]) -> dict[s
         store.fetch(name, path, missing[name])
 
     def make_attempt_folder(name: str) -> None:
-        claim = json.loads(store.read(name) or b"{}")
-        if claim.get("stage"):
-            attempt_folder(store.local / claim["stage"], int(Path(name).stem)).mkdir(parents=True, exist_ok=True)
+        try:
+            stage = json.loads(store.read(name) or b"{}").get("stage")
+        except (ValueError, AttributeError):
+            raise DataError(
+                f"{store.address(name)}: not JSON with the stage of an attempt\n  delete it, or restore it from a copy"
+            ) from None
+        if stage:
+            stage = check_file_name(stage, store.address(name), folders=False)
+            attempt_folder(store.local / stage, int(Path(name).stem)).mkdir(parents=True, exist_ok=True)
 
     each(list(missing), fetch)
     each(claims, make_attempt_folder)

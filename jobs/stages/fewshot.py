@@ -92,6 +92,8 @@ class FewShot(StageKind):
         for name, value in without_single_seeds(metrics).items():
             means.append(f"{name} {value:.4f}")
         context.log("  ".join(means))
+        for note in document.notes_of(result):
+            context.log(note)
         return results
 
     def checks(self, stage: Stage, available: Available) -> Iterable[CheckResult]:

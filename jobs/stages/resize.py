@@ -35,7 +35,7 @@ class Resize(StageKind):
         """Write the weights for the new size, and report.txt with the kept, resized, new and dropped tensors."""
         folder = context.campaign.path_of(cfg.init)
         artifacts.check_weights(Path(folder), context.log)
-        weights, source = models.load_weights(folder)
+        weights, source = artifacts.load_weights(Path(folder))
         weights, report = models.transfer(weights, source, context.model)
         names = context.class_names
         models.save_weights(weights, context.directory, context.model, writing=atomic_file, class_names=names)

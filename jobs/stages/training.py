@@ -43,7 +43,8 @@ from pipeline.hooks import HookOptions, compose, is_used, load_classes, plain_va
 from pipeline.identity import code_version
 from pipeline.optimization import OptimConfig, ScheduleConfig
 from pipeline.training_config import ProbeConfig, TrainConfig
-from pipeline.training_data import batch_arithmetic, check_schedule, steps_of
+from pipeline.training_data import batch_arithmetic, check_end_of_decay, check_schedule, steps_of, training_order
+from pipeline.values import counted
 
 
 class Companion(Protocol):
@@ -261,9 +262,18 @@ class Training(StageKind):
         if stage.model is not None and is_evaluated:
             check_shape(cfg.data.preprocess, stage.model, f"{name}.data.preprocess")
 
+        check_end_of_decay(cfg, name)
         steps = planned_steps(cfg, available)
         if steps is not None:
             check_schedule(cfg, steps, name)
+            if steps == cfg.optim.schedule.warmup_steps:
+                yield CheckResult(
+                    "WARN",
+                    name,
+                    f"{name}: the warm-up is as long as the stage, {counted(steps, 'step')}, so the learning rate ends "
+                    f"at {(steps - 1) / steps:.0%} of optim.lr\n"
+                    f"  type {name}.optim.schedule.warmup_steps={steps // 10}, or increase the number of steps",
+                )
 
         if not available.checks_files:
             return
@@ -272,6 +282,13 @@ class Training(StageKind):
         if len(sets) == len(paths):
             needs_labels = cfg.objective != "masked"
             check_usable(exclude(sets, cfg.data.drop), cfg.data.drop, f"{name}.data.drop", needs_labels=needs_labels)
+            try:
+                training_order(cfg, sets)
+            except ValueError as error:
+                remedy = f"type {name}.data.tail=carry, or a smaller {name}.batch_size"
+                raise ConfigError(
+                    f"{name}: {error}\n  expected one batch or more from each data set\n  {remedy}"
+                ) from None
         evaluated = {f"{name}.data": (cfg.data.evaluate, None), f"{name}.probe": (cfg.probe.test, cfg.probe.train)}
         check_evaluated(evaluated, available)
 

@@ -1,8 +1,10 @@
 """Campaigns as Ray jobs: submit, list, show the logs and stop, by the name of the run.
 
 How a run is submitted:
-1. refuse secrets in the environment, a checkout too large to ship, and a run that already has a live job;
-2. ship the checkout, without the files that EXCLUDES and .gitignore name, and start `command` in it on the head node;
+1. refuse secrets in the environment, a checkout that is too large or links to files outside, and a run that already has
+   a live job;
+2. ship the checkout, without secrets and ignored files (jobs/cluster/shipping.py), and start `command` in it on the
+   head node;
 3. name the job after the run and the number of the try: `/data/runs/digits` → `digits-002-4f1a`.
 
 >>> submit("/data/runs/digits", ["python", "-m", "jobs", "run", "jobs/recipes/digits.yaml"])
@@ -32,11 +34,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
-from pathspec import PathSpec
-
 from data.errors import ClusterError, ConfigError, RunOwned, UsageError
 from jobs.cluster.embedded import use_token_if_any
-from jobs.cluster.ray import EXCLUDES, ROOT, WAITING, explain, require_reachable
+from jobs.cluster.ray import ROOT, WAITING, explain, require_reachable
+from jobs.cluster.shipping import EXCLUDES, Checkout, inspect_checkout, secrets_line
 from jobs.cluster_config import check_environment
 from jobs.terminal import echo
 
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 MIB = 2**20
 UPLOAD_LIMIT_BYTES = 100 * MIB  # limit of the Jobs API, which answers 413 above it
-IGNORE_FILES = (".gitignore", ".rayignore")  # Ray reads both in every folder, for the contents of that folder
 STOP_GRACE_S = 120  # to finish the step and commit; Ray's default is 3 s
 STOP_WAIT_S = STOP_GRACE_S + 30  # 30 s more for the status to change
 LISTED_FIRST = {"RUNNING": 0, "PENDING": 1}
@@ -103,8 +103,8 @@ def submit(
 ) -> RayJob:
     """Ship the checkout to the cluster and run `command` in it, as the next try of `run`.
 
-    Raises RunOwned if the run has a live job, UsageError for secrets in `environment` or an oversized checkout,
-    ClusterError if there is no cluster.
+    Raises RunOwned if the run has a live job, UsageError for secrets in `environment`, an oversized checkout or a link
+    out of it, ClusterError if there is no cluster.
     """
     # Check these before connecting: Ray shows a job's environment to everybody, and answers more than 100 MiB with HTTP
     # status 413.
@@ -112,7 +112,8 @@ def submit(
         check_environment(environment)
     except ConfigError as error:
         raise UsageError(str(error)) from None
-    size = sum(measure(root).values())
+    checkout = inspect_checkout(root)
+    size = check_upload_size(checkout, root)
     client = _connect()
     tries = _jobs_of_run(client, run)
     # Two drivers would compete for the run. Its lease protects it too, but only the second job's log would show that.
@@ -133,6 +134,9 @@ def submit(
     metadata = {"job_name": Path(run).name, "run": run}
     environment_of_job = {"excludes": EXCLUDES, "env_vars": variables}
     echo(f"shipping {root}: {size / MIB:.1f} MiB before compression")
+    line = secrets_line(checkout)
+    if line:
+        echo(line)
     # The equivalent `ray job submit`, except that Ray's own quoting breaks braces in the command.
     words = ["ray", "job", "submit", "--address", client.get_address(), "--submission-id", job_id, "--working-dir", "."]
     words += ["--metadata-json", json.dumps(metadata)]
@@ -324,29 +328,12 @@ def stop(run: str) -> RayJob:
 # ------------------------------------------------------------------------ the size of a shipped checkout
 
 
-def measure(root: Path) -> dict[str, int]:
-    """Return the uncompressed bytes that Ray would ship from `root`, by entry of its first two levels.
+def check_upload_size(checkout: Checkout, root: Path) -> int:
+    """Return the uncompressed bytes that Ray would ship.
 
-    Raises UsageError with the largest entries if the total exceeds the limit of the Jobs API.
+    Raises UsageError with the largest entries if they exceed the limit of the Jobs API.
     """
-    sizes: Counter[str] = Counter()
-
-    def walk(folder: Path, excludes: list[tuple[Path, PathSpec]]) -> None:
-        for name in IGNORE_FILES:
-            if (folder / name).is_file():
-                patterns = PathSpec.from_lines("gitignore", (folder / name).read_text().splitlines())
-                excludes = [*excludes, (folder, patterns)]
-        for path in folder.iterdir():
-            # Like Ray: a pattern with a trailing slash matches the contents of a folder, but not the folder itself.
-            if any(patterns.match_file(path.relative_to(base)) for base, patterns in excludes):
-                continue
-            if path.is_dir():
-                walk(path, excludes)
-            elif path.is_file():
-                entry = "/".join(path.relative_to(root).parts[:2])
-                sizes[entry] += path.stat().st_size
-
-    walk(root, [(root, PathSpec.from_lines("gitignore", EXCLUDES))])
+    sizes = Counter(checkout.sizes)
     if sizes.total() > UPLOAD_LIMIT_BYTES:
         largest = ", ".join(f"{name} {size / MIB:.0f} MiB" for name, size in sizes.most_common(5))
         raise UsageError(
@@ -354,7 +341,7 @@ def measure(root: Path) -> dict[str, int]:
             f"largest: {largest}\n"
             f"move them out of {root}, or list them in .rayignore"
         )
-    return dict(sizes)
+    return sizes.total()
 
 
 # ------------------------------------------------------------------------ the Jobs API

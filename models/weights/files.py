@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from models import catalog
-from models.catalog import Model, check_weights
+from models.catalog import Model, check_finite, check_weights
 from models.configs import ModelConfig, from_dict, to_dict
 from models.weights.folder import (
     CLASSES,
@@ -103,7 +103,10 @@ def write_tensors(path: Path, state: dict[str, Tensor], writing: Writing) -> Non
 
 
 def load_weights(directory: str | Path) -> tuple[dict[str, Tensor], ModelConfig]:
-    """Return state dict and config of a directory in our format; ValueError if they do not fit each other."""
+    """Return state dict and config of a directory in our format.
+
+    Raises ValueError if they do not fit each other, or if a value is NaN or infinite.
+    """
     from safetensors.torch import load_file
 
     directory = Path(directory)
@@ -113,6 +116,7 @@ def load_weights(directory: str | Path) -> tuple[dict[str, Tensor], ModelConfig]
     config = from_dict(json.loads((directory / CONFIG).read_text()))
     state = load_file(directory / WEIGHTS)
     check_weights(state, config)
+    check_finite(state)
     return state, config
 
 
@@ -132,7 +136,8 @@ def load(path: str | Path, **config: object) -> Model:
     """Load a model in eval mode and float32 from any supported file or directory.
 
     The architecture is inferred from keys, shapes and a config file next to them; `config` sets fields that these do
-    not tell. Raises ValueError listing every key that is missing, unknown or of the wrong shape.
+    not tell. Raises ValueError listing every key that is missing, unknown or of the wrong shape,
+    or every tensor that contains NaN or infinity.
     """
     file = Path(path)
     directory = file if file.is_dir() else file.parent
@@ -158,6 +163,8 @@ def load(path: str | Path, **config: object) -> Model:
     from models.weights import hf, timm
 
     stored = {key: tensor.float() for key, tensor in load_file(file).items()}
+    # Before the conversion, so that the error has the file's names.
+    check_finite(stored)
     config_file = file.parent / THEIR_CONFIG
     # A file without config.json is supported too: shapes and the library's defaults replace it.
     described = {}
@@ -176,12 +183,13 @@ def save(
     writing: Writing = nullcontext,
     class_names: Sequence[str] = (),
     preprocessing: Preprocessing | None = None,
+    loss: str | None = None,
 ) -> None:
     """Write the model so that readers of the format compute the same logits; ValueError if that is impossible.
 
     format: safetensors (our directory), npz (an official file, without class names and preprocessing), timm or hf
     (directories for these libraries). Without `preprocessing`, timm and hf get evaluation's default: squash the image
-    to the model's size.
+    to the model's size. `loss`, sigmoid or softmax, trained the head: hf stores it as `problem_type`.
     """
     path = Path(path)
     if format == "safetensors":
@@ -203,7 +211,7 @@ def save(
         tensors, described = timm.save(model.state_dict(), model.config, class_names, preprocessing)
         texts = {THEIR_CONFIG: described}
     else:
-        tensors, described = hf.save(model.state_dict(), model.config, class_names)
+        tensors, described = hf.save(model.state_dict(), model.config, class_names, loss)
         texts = {THEIR_PREPROCESSOR: json.dumps(preprocessing.for_hf(), indent=2) + "\n", THEIR_CONFIG: described}
     path.mkdir(parents=True, exist_ok=True)
     write_tensors(path / THEIR_WEIGHTS, tensors, writing)

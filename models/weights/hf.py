@@ -49,6 +49,8 @@ ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "ge
 THEIR_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}  # the inverse: ours: theirs
 TOLD = (("heads", "num_attention_heads"), ("image_size", "image_size"))  # ours, their field
 UNNAMED = "LABEL_{}"  # how transformers names a class without a name
+# problem_type selects sigmoid or softmax in transformers' pipeline, and the loss if labels are passed.
+PROBLEM_TYPES = {"sigmoid": "multi_label_classification", "softmax": "single_label_classification"}  # by our loss
 DEFAULT_NORM_EPS = 1e-12  # of transformers.ViTConfig
 
 
@@ -94,10 +96,21 @@ def class_names(described: ForeignConfig) -> list[str]:
     return names
 
 
+def loss_of(described: ForeignConfig) -> str | None:
+    """Return the loss, sigmoid or softmax, that a config.json names as its problem_type; None if it names neither."""
+    for loss, problem_type in PROBLEM_TYPES.items():
+        if described.get("problem_type") == problem_type:
+            return loss
+    return None
+
+
 def save(
-    state: dict[str, Tensor], config: ModelConfig, class_names: Sequence[str] = ()
+    state: dict[str, Tensor], config: ModelConfig, class_names: Sequence[str] = (), loss: str | None = None
 ) -> tuple[dict[str, Tensor], str]:
-    """Return tensors and config.json for transformers: a classifier, or a ViTModel if there are no classes."""
+    """Return tensors and config.json for transformers: a classifier, or a ViTModel if there are no classes.
+
+    `loss` is the one that trained the head, sigmoid or softmax; None if it is unknown.
+    """
     # Collect the reasons why transformers' ViT cannot compute this model.
     reasons = []
     if not isinstance(config, ViTConfig) or config.family != "vit":
@@ -111,6 +124,8 @@ def save(
             reasons.append("registers")
         if config.representation and config.classes:
             reasons.append("representation layer before a classifier (it has one with classes=0)")
+        if config.classes == 1 and loss == "softmax":
+            reasons.append("softmax over a single class, which is always 1 (train a single class with sigmoid)")
         if config.positions_at != "stem" or config.positions not in ("learned", "learned2d", "sincos2d"):
             reasons.append(f"{config.positions} positions at {config.positions_at}")
     if reasons:
@@ -123,7 +138,7 @@ def save(
         # ImageNet has two classes called crane: the name maps to the first.
         numbers.setdefault(names[number], number)
     # Fields that make transformers' ViT compute this model.
-    described = {
+    described: ForeignConfig = {
         "architectures": ["ViTForImageClassification" if config.classes else "ViTModel"],
         "model_type": "vit",
         "hidden_size": config.width,
@@ -145,6 +160,9 @@ def save(
         "label2id": numbers,
         "dtype": "float32",
     }
+    # Without a problem_type, transformers treats several classes as softmax, and a single class as a regression.
+    if config.classes and (loss is not None or config.classes == 1):
+        described["problem_type"] = PROBLEM_TYPES[loss or "sigmoid"]
     # transformers always has a learned table with an entry for the class token: slots=1.
     state, config = with_learned_positions(state, config, slots=1)
     tensors = write(state, config, CLASSIFIER if config.classes else BARE)

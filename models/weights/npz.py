@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.catalog import Shape
+from models.catalog import Shape, check_finite
 from models.configs import BiTConfig, ConfigFields, ModelConfig, ViTConfig, checked
 from models.weights.layout import Layout, read, units_of, vit_config, write
 
@@ -148,6 +148,7 @@ def load(path: str | Path, overrides: ConfigFields) -> tuple[dict[str, Tensor], 
                 stored[name] = torch.from_numpy(array.astype(np.float32))
             else:
                 raise ValueError(f"expected floating-point weights, found {key} of {array.dtype}")
+    check_finite(stored)
     stored = canonical(stored)
     config = infer(stored, overrides)
     return read(stored, config, layout_of(config)), config

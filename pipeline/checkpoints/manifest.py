@@ -18,7 +18,8 @@ from typing import Any, TypedDict
 
 from xxhash import xxh3_64_hexdigest
 
-from data.errors import CheckpointError
+from data.checks import check_file_name
+from data.errors import CheckpointError, DataError
 from data.files import MANIFEST
 from data.seal import Unsealed, seal, unseal
 from data.storage import Folder, Storage
@@ -156,6 +157,10 @@ def manifest_in(storage: Storage, checkpoint: str) -> Manifest:
                 "  update Patchline to load it"
             )
         manifest = Manifest(**values)
+        for name in manifest.files:
+            check_file_name(name, path)
+    except DataError as error:
+        raise CheckpointError(str(error)) from None
     except Unsealed as error:
         raise CheckpointError(f"{path}: {error}") from None
     except (KeyError, TypeError):

@@ -10,6 +10,7 @@ import hashlib
 import json
 import zipfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import safetensors
@@ -103,6 +104,34 @@ def recorded_preprocessing(path: str) -> models.Preprocessing | None:
         return models.load_preprocessing(path)
     except UNREADABLE as error:
         raise DataError(f"cannot read the preprocessing of {path}: {error}") from None
+
+
+def recorded_loss(path: str) -> str | None:
+    """Return the loss that trained the head of weights, sigmoid or softmax; None if no record says it.
+
+    The records are those of the stage that trained them, also after a resize, an import or an export, and the
+    `problem_type` of a transformers folder. Raises DataError for an altered record.
+    """
+    sha256: str | None = None  # of the weights that the previous stage started from
+    while True:
+        folder = Path(path)
+        if not folder.is_dir():
+            folder = folder.parent
+        if ".npz" in Path(path).name or not (folder / CONFIG).is_file():
+            from models.weights import hf  # imports torch
+
+            with suppress(OSError, ValueError, AttributeError):  # missing, or not a JSON object
+                return hf.loss_of(json.loads((folder / THEIR_CONFIG).read_text()))
+            return None
+        is_other = sha256 is not None and sha256 != artifacts.recorded_sha256(folder)
+        if is_other or not (folder / artifacts.PROVENANCE).is_file():
+            return None
+        record = artifacts.read_record(folder / artifacts.PROVENANCE)
+        loss = record.get("loss", record.get("config", {}).get("loss"))
+        if loss is not None or "init" not in record.get("inputs", {}):
+            return loss
+        path = record["inputs"]["init"]["path"]
+        sha256 = record["inputs"]["init"]["digest"]
 
 
 def refuse_other_pixels(path: str) -> None:

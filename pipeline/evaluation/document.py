@@ -11,6 +11,7 @@
    "protocol": {"name": "fewshot", "fields": {…}, "digest": "…"},
    "values": {"5shot": {"value": 0.91, "low": 0.88, "high": 0.94, "samples": 360, "interval": "95 %, over 3 draws …",
                         "seeds": {"0": 0.90, …}, "sd": 0.012, "right": "…"}, …},        bits (S, N) in base64
+                                                    "note": "…" if something limits the value, as too few shots do
    "classes": [{"id": 0, "name": "zero", "value": …, "low": …, "high": …, "samples": 36}, …],       only of per-class
    "shots": {"5shot": {"0": [[shard, sample], …]}, …},       only of fewshot; numbers in the training set's index
    "chosen": {"l2": 0.01, …},                                                                      only of logistic
@@ -69,6 +70,8 @@ def result_of(
     }
     if train is not None:
         result["train"] = {"digest": train.index.digest, "samples": train.index.samples, "used": len(train.rows)}
+    for name, note in outcome.notes.items():
+        values[name]["note"] = note
     if classes:
         result["classes"] = classes
     if outcome.shots and train is not None:
@@ -139,7 +142,8 @@ def value_entries(
             "interval": "95 %, over test samples",
         }
         if interval == "seeds":
-            seeds = map(str, protocol.settings.seeds)
+            # Seeds that picked the same shots are one draw, with the first of them in `shots`.
+            seeds = list(outcome.shots.get(name, map(str, protocol.settings.seeds)))
             values[name]["seeds"] = dict(zip(seeds, shares, strict=True))
             values[name]["interval"] = "95 %, over test samples; a single draw tells nothing of the variance over draws"
         if len(shares) > 1:
@@ -161,6 +165,11 @@ def share_entry(right: int, samples: int) -> Entry:
     share = right / max(samples, 1)
     low, high = intervals.wilson(share, samples)
     return {"value": share, "low": low, "high": high, "samples": samples}
+
+
+def notes_of(result: Entry) -> list[str]:
+    """Return what limits the values of a result, for the log: "5shot: 2 of 10 classes have fewer than 5 …"."""
+    return [f"{name}: {entry['note']}" for name, entry in result["values"].items() if "note" in entry]
 
 
 def metrics_with_seeds(result: Entry) -> dict[str, float]:
@@ -258,6 +267,9 @@ def log_table(document: Entry, log: Callable[[str], None]) -> None:
         for cell, width in zip(row, widths, strict=True):
             line += cell.ljust(width) + "  "
         log(line.rstrip())
+    for result in document["results"]:
+        for note in notes_of(result):
+            log(f"{result['set']['name']} {note}")
 
 
 def entries_of(document: Entry) -> dict[str, Entry]:

@@ -323,13 +323,23 @@ class Evaluator:
 def result_of(request: Request, stores: Mapping[str, FeatureStore], device: torch.device, beat: Beat) -> document.Entry:
     """Compute a request's protocol from the stores of its sets, and return the result.
 
-    Raises DataError if no sample of a set could be read, ConfigError if the protocol does not fit the sets.
+    Raises DataError if no sample of a set could be read or an output of the model is not finite, ConfigError if the
+    protocol does not fit the sets.
     """
     test = stores[request.test]
     train = None
     for path in (request.train, request.test):
-        if path is not None and len(stores[path].rows) == 0:
+        if path is None:
+            continue
+        readable = len(stores[path].rows)
+        if readable == 0:
             raise DataError(f"{path}: none of {stores[path].index.samples} samples could be read")
+        if stores[path].not_finite:
+            raise DataError(
+                f"{path}: the model's outputs contain NaN or infinity for {stores[path].not_finite:,} of {readable:,} "
+                "samples, so no value was computed\n"
+                "  expected finite outputs: evaluate the weights of an earlier step, or with precision=fp32"
+            )
     if request.train is not None:
         train = stores[request.train]
     labels = test.labels

@@ -50,6 +50,7 @@ class FeatureStore:
         self.file: IO[bytes] | None = None
         self.width = 0  # D
         self.row_bytes = 0  # bytes of a sample's features
+        self.not_finite = 0  # samples whose logits or features contain NaN or infinity
         self.failure: OSError | None = None  # error after which nothing more is stored
 
     # -------------------------------------------------------------------------------------------- writing
@@ -85,8 +86,13 @@ class FeatureStore:
             if self.all_predictions is None:
                 self.all_predictions = np.full((self.index.samples, predictions.shape[1]), -1, np.int32)
             self.all_predictions[rows] = predictions.cpu().numpy()[is_good]
+        is_finite = np.ones(len(rows), bool)
         if confidences is not None:
             self.all_confidences[rows] = confidences.cpu().numpy()[is_good]
+            is_finite &= np.isfinite(self.all_confidences[rows])
+        if features is not None:
+            is_finite &= features.isfinite().all(dim=1).cpu().numpy()[is_good]
+        self.not_finite += int((~is_finite).sum())
         if features is None:
             return
         try:
@@ -198,7 +204,9 @@ def collect(
                     logits = model.head(rows).float()  # type: ignore[operator]
                     order = logits.sort(dim=1, descending=True, stable=True)
                     computed["predictions"] = order.indices[:, :best].contiguous()
-                    computed["confidences"] = logits.softmax(dim=1).amax(dim=1)
+                    # An order of logits with NaN or infinity means nothing; `keep` counts samples without a confidence.
+                    confidences = logits.softmax(dim=1).amax(dim=1)
+                    computed["confidences"] = confidences.where(logits.isfinite().all(dim=1), torch.nan)
                 if with_features:
                     computed["features"] = rows.float().contiguous()
                 if on_computed is not None:

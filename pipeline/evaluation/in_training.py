@@ -80,6 +80,9 @@ def evaluate_weights(
     for request, result in zip(requests, results, strict=bool(results)):
         if request.protocol.name != "top-1":
             values |= document.metrics_with_seeds(result)
+            notes = document.notes_of(result)
+            if notes:
+                warnings.append(f"probe: {'; '.join(notes)}")
             continue
         # For the run's report; if the disk rejects them, the report only lacks a few pictures.
         with suppress(OSError):
@@ -213,11 +216,15 @@ class LoopEvaluator(StageEvaluator):
             ) from None
         except EvaluationFailed as error:
             report_failure(worker, progress, error, "the stage ends; its last step is committed")
+            # If a protocol failed rather than a set, its message already says what to do.
+            remedy = "correct the cause"
+            if error.path is not None:
+                remedy = "repair the set"
             raise EvaluationFailed(
                 f"the evaluation of step {progress.step} failed: {error}\n"
                 f"  all {progress.step} steps are committed in {worker.saver.checkpoints.address}; no training is "
                 "lost\n"
-                "  repair the set, then run the same command again to repeat the evaluation",
+                f"  {remedy}, then run the same command again to repeat the evaluation",
                 error.exit_code,
             ) from error
 

@@ -63,6 +63,7 @@ class Outcome:
     right: dict[str, list[np.ndarray]]  # by value: (N,) bool for each seed, or once: whether a sample was right
     shots: dict[str, dict[str, list[int]]] = field(default_factory=dict)  # by value and seed: numbers of the samples
     chosen: dict[str, float] = field(default_factory=dict)  # settings selected on held-out training samples
+    notes: dict[str, str] = field(default_factory=dict)  # by value: a limitation to report with it
 
 
 # ------------------------------------------------------------------------------------------------ linear maps
@@ -132,11 +133,15 @@ def moments(store: FeatureStore, rows: np.ndarray, beat: Beat) -> tuple[Tensor, 
 
 
 def few_shot(inputs: Inputs, settings: FewShotConfig) -> Outcome:
-    """Fit the closed form to the shots of every seed; the values are 1shot, 5shot, …"""
+    """Fit the closed form to the shots of every seed; the values are 1shot, 5shot, …
+
+    Seeds that pick the same images are one draw: only the first of them has a result.
+    """
     train = inputs.training_set()
     test = inputs.test
     rows = train.rows
     labels = train.labels[:, 0]
+    images_of_class = np.bincount(labels[labels >= 0], minlength=train.index.classes)
     outcome = Outcome({})
     for count in settings.shots:
         value = f"{count}shot"
@@ -144,10 +149,25 @@ def few_shot(inputs: Inputs, settings: FewShotConfig) -> Outcome:
         outcome.shots[value] = {}
         for seed in settings.seeds:
             picked = few_shot_rows(labels, count, seed)
+            shots = rows[picked].tolist()
+            if any(sorted(shots) == sorted(earlier) for earlier in outcome.shots[value].values()):
+                continue
             fitted = fit(train.features(rows[picked]), torch.from_numpy(labels[picked]), settings.l2)
             inputs.beat()
             outcome.right[value].append(inputs.is_right(predict(fitted, test, test.rows, inputs.beat)))
-            outcome.shots[value][str(seed)] = rows[picked].tolist()
+            outcome.shots[value][str(seed)] = shots
+        small_classes = int((images_of_class < count).sum())
+        if small_classes:
+            note = (
+                f"{small_classes:,} of {len(images_of_class):,} classes have fewer than {count} training images "
+                f"(the smallest {images_of_class.min()})"
+            )
+            draws = len(outcome.shots[value])
+            if draws == 1 < len(settings.seeds):
+                note += f"; all {len(settings.seeds)} seeds picked the same images: one draw"
+            elif draws < len(settings.seeds):
+                note += f"; {len(settings.seeds)} seeds picked only {draws} different draws"
+            outcome.notes[value] = note
     return outcome
 
 

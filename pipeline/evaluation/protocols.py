@@ -38,6 +38,7 @@ class FewShotConfig:
     def __post_init__(self) -> None:
         require(min(self.shots, default=0) > 0, f"fewshot.shots are {self.shots}, expected 1 or more")
         require(min(self.seeds, default=-1) >= 0, f"fewshot.seeds are {self.seeds}, expected one or more, from 0 on")
+        require(len(set(self.seeds)) == len(self.seeds), f"fewshot.seeds are {self.seeds}, expected different seeds")
         at_least(self, 0, "l2", "fewshot.")
 
 

@@ -2,6 +2,7 @@
 
 import os
 import random
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -9,8 +10,11 @@ import pytest
 
 from data import bucket as bucket_module
 from data.bucket import Bucket, check_store_url
-from data.errors import ConfigError, StorageError
+from data.errors import ConfigError, DataError, StorageError
 from data.remote import urls
+from data.remote.cache import Cache
+from data.remote.config import CacheConfig
+from data.shards.indexing import remote_tars
 from tests.support.stores import objects, store
 
 BUCKET = "images"
@@ -132,7 +136,7 @@ def test_the_other_stores_clients_do_what_a_run_asks_of_them(scheme, proxy, tmp_
         folder.delete(["a/file", "nothing"])
         assert folder.list("a") == {} and folder.read("a/file") is None
         if scheme == "gs":
-            with pytest.raises(StorageError, match="replaced an existing object of one"):
+            with pytest.raises(StorageError, match="replaced an existing object although the request forbade it"):
                 folder.check_exclusive_create("attempts/000000.json")
         else:
             folder.check_exclusive_create("attempts/000000.json")
@@ -154,3 +158,17 @@ def test_a_url_has_one_spelling_and_other_schemes_are_refused() -> None:
     assert check_store_url("s3://bucket/a/b/") == check_store_url("s3://bucket/a/b") == "s3://bucket/a/b"
     with pytest.raises(ConfigError, match="expected a folder, or one of s3://, gs://, az://"):
         check_store_url("https://host/a")
+
+
+@pytest.mark.parametrize("key", ["../outside", "a/../../outside", "./a", "/abs", "//abs", "a//b", "a/./b"])
+def test_listing_with_a_name_that_leads_outside_is_refused(key, run, bucket) -> None:
+    bucket.put_object(Key=f"{run.removeprefix(f's3://{BUCKET}/')}/{key}", Body=b"attack")
+    with pytest.raises(DataError, match="unsafe name"):
+        Bucket(run, SCRATCH).list()
+
+
+@pytest.mark.parametrize("key", ["../a.tar", "x/../../a.tar", "./a.tar"])
+def test_tars_with_hostile_names_in_a_bucket_are_not_indexed(key, run, bucket) -> None:
+    bucket.put_object(Key=f"{run.removeprefix(f's3://{BUCKET}/')}/{key}", Body=b"attack")
+    with pytest.raises(DataError, match="unsafe name"):
+        remote_tars([f"{run}/**"], Cache(CacheConfig()), 1, threading.Event())

@@ -5,8 +5,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from data.checks import at_least, check_name, few, more_than_0, printable, printable_lines
-from data.errors import ConfigError
+from data.checks import (
+    at_least,
+    check_file_name,
+    check_name,
+    check_sha256,
+    few,
+    more_than_0,
+    printable,
+    printable_lines,
+)
+from data.errors import ConfigError, DataError
+from tests.support.hostile_names import HOSTILE_NAMES
 
 pytestmark = pytest.mark.quick
 
@@ -20,6 +30,30 @@ def test_a_name_of_letters_digits_dots_and_dashes_passes(name):
 def test_a_name_that_could_be_a_path_is_refused(name):
     with pytest.raises(ConfigError, match=r"a stage is called .*\n  expected 1 to 64 .*\n  type another"):
         check_name(name, "a stage", "type another")
+
+
+@pytest.mark.parametrize("name", HOSTILE_NAMES)
+def test_file_name_that_leads_outside_is_refused_with_its_source(name):
+    with pytest.raises(DataError, match=r"^s3://bucket/run: unsafe name (?s:.*)\n  expected a path below the folder"):
+        check_file_name(name, "s3://bucket/run")
+
+
+@pytest.mark.parametrize("name", ["a", "a/b.json", "..a", "a..", "a/.../b", ".tmp-1", "größe/ñ", "a b"])
+def test_file_name_below_the_folder_is_returned_unchanged(name):
+    assert check_file_name(name, "a bucket") == name
+
+
+def test_single_name_must_not_contain_a_slash():
+    assert check_file_name("pretrain-1a2b", "a claim", folders=False) == "pretrain-1a2b"
+    with pytest.raises(DataError, match="without slashes"):
+        check_file_name("a/b", "a claim", folders=False)
+
+
+@pytest.mark.parametrize("digest", ["../" + "a" * 61, "A" * 64, "a" * 63, "a" * 64 + "\n", None, 7])
+def test_digest_that_could_be_a_path_is_refused(digest):
+    assert check_sha256("0123456789abcdef" * 4, "an index") == "0123456789abcdef" * 4
+    with pytest.raises(DataError, match="is not a sha256"):
+        check_sha256(digest, "an index")
 
 
 @pytest.mark.parametrize(

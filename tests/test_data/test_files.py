@@ -9,6 +9,7 @@ import os
 import re
 import resource
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -332,6 +333,92 @@ def test_nobody_replaces_the_import_path_of_a_new_process() -> None:
     for folder in ("data", "models", "pipeline", "jobs", "tests"):
         for path in (root / folder).rglob("*.py"):
             assert replaced not in path.read_text(), path
+
+
+def make_link(path: Path, victim: Path) -> None:
+    path.symlink_to(victim)
+
+
+def make_dangling_link(path: Path, victim: Path) -> None:
+    path.symlink_to(victim.with_name("created-by-the-attack"))
+
+
+def make_pipe(path: Path, victim: Path) -> None:
+    os.mkfifo(path)
+
+
+def make_socket(path: Path, victim: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+
+
+@pytest.mark.parametrize("mode", ["a", "a+b", "rb"])
+@pytest.mark.parametrize("attack", [make_link, make_dangling_link, make_pipe, make_socket])
+def test_planted_link_pipe_or_socket_is_refused_without_following_or_waiting(attack, mode, tmp_path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    planted = tmp_path / "lock"
+    attack(planted, victim)
+    with pytest.raises(StorageError, match="expected a regular file"), open(planted, mode, opener=files.open_regular):
+        pass
+    assert victim.read_text() == "precious"
+    assert not (tmp_path / "created-by-the-attack").exists()
+
+
+@pytest.mark.parametrize("attack", [make_link, make_dangling_link, make_pipe])
+def test_lock_is_never_taken_through_a_planted_name(attack, tmp_path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    attack(tmp_path / "lock", victim)
+    with pytest.raises(StorageError, match="ls -l"), files.locked(tmp_path / "lock"):
+        pass
+    assert victim.read_text() == "precious"
+
+
+def test_lock_keeps_the_content_of_an_existing_file(tmp_path) -> None:
+    (tmp_path / "lock").write_text("kept")
+    with files.locked(tmp_path / "lock"):
+        pass
+    assert (tmp_path / "lock").read_text() == "kept"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_file_of_another_user_is_not_our_own(tmp_path) -> None:
+    path = tmp_path / "file"
+    path.write_text("")
+    assert files.is_own(path)
+    os.chown(path, 65534, 65534)
+    assert not files.is_own(path)
+
+
+def test_link_and_missing_file_are_not_our_own(tmp_path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    assert not files.is_own(tmp_path / "link")
+    assert not files.is_own(tmp_path / "missing")
+
+
+def test_planted_link_in_a_folder_of_all_users_is_refused(tmp_path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    (shared / "own").mkdir()
+    (shared / "planted").symlink_to(tmp_path)
+    for name in ("own", "missing"):
+        files.refuse_planted(shared / name, "choose another")
+    with pytest.raises(StorageError, match=r"planted: found a link(?s:.*)\n  choose another$"):
+        files.refuse_planted(shared / "planted", "choose another")
+    # The user's own link in a private folder is intended.
+    shared.chmod(0o755)
+    files.refuse_planted(shared / "planted", "choose another")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+def test_planted_folder_of_another_user_is_refused(tmp_path) -> None:
+    tmp_path.chmod(0o1777)
+    (tmp_path / "run").mkdir()
+    os.chown(tmp_path / "run", 65534, 65534)
+    with pytest.raises(StorageError, match="another user's folder"):
+        files.refuse_planted(tmp_path / "run", "choose another")
 
 
 # ------------------------------------------------------------------------ the cause of a disk error

@@ -115,7 +115,7 @@ def test_a_lost_shard_ends_the_run_unless_the_config_drops_it_and_then_the_count
     assert main(["run", str(mixed)]) == 65
     assert "train without them: 'pretrain.data.drop=[low-000003.tar]'" in capsys.readouterr().err
     assert main(["run", str(mixed), "pretrain.data.drop=[low-3.tar]"]) == 65
-    assert "data.drop: 0 shards are called low-3.tar, expected one: as /" in capsys.readouterr().err
+    assert "data.drop: 0 shards are called low-3.tar, expected one: a name such as /" in capsys.readouterr().err
     assert main(["run", str(mixed), "pretrain.data.drop=[low-000003.tar]"]) == 0
     said = capsys.readouterr().out
     assert "data.drop: excluding 1 shards with 50 of 1,442 samples" in said
@@ -157,7 +157,7 @@ def test_plan_and_run_alike_refuse_a_set_without_samples(recipe, shards, tmp_pat
     for command in ("plan", "run"):
         overrides = ["pretrain.data.train=null", f"pretrain.data.mixture={{{sets}}}"]
         assert main([command, str(recipe), *overrides]) == 65
-        assert f"pretrain: {tmp_path}/none holds no samples" in capsys.readouterr().err
+        assert f"pretrain: {tmp_path}/none has no samples" in capsys.readouterr().err
 
 
 def test_the_key_is_of_every_set_s_content_and_weight_but_not_of_where_it_is(recipe, shards, tmp_path):

@@ -585,7 +585,9 @@ def test_status_and_checkpoints_read_a_run_in_a_store(group, run, bucket, tmp_pa
     assert main(["checkpoints", "list", run]) == 0
     said = capsys.readouterr().out
     assert "step-0000000020-000001" in said and "world 2  ZeRO 2  attempt 1  ledger 000000000000" in said
-    assert ".tmp-0000000030-000001  a save in flight" in said and "step-0000000030" not in said
+    assert (
+        ".tmp-0000000030-000001  uncommitted save, in progress or interrupted" in said and "step-0000000030" not in said
+    )
 
     bucket.put_object(Key=f"{prefix}/{key(20, 'rank-00001.safetensors')}", Body=b"half")
     assert main(["checkpoints", "verify", f"{run}/{STAGE}"]) == 74
@@ -612,4 +614,4 @@ def test_commands_that_read_folders_name_what_to_type(run, capsys) -> None:
 def test_a_run_in_a_store_packs_nothing(run, tmp_path, capsys) -> None:
     assert main(["plan", "digits", f"run={run}", f"cluster.scratch={tmp_path}"]) == 78
     said = capsys.readouterr().err
-    assert f"shards is a pack stage, and run is {run}" in said and "python -m jobs index s3://BUCKET/SET" in said
+    assert f"shards is a pack stage, but run is {run}" in said and "python -m jobs index s3://BUCKET/SET" in said

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import models
 from data.errors import ConfigError, DataError
@@ -77,6 +78,32 @@ def test_classification_starts_from_the_vit_inside_a_masked_model() -> None:
     assert trained.family == "vit"
     with pytest.raises(ConfigError, match="objective masked cannot train a model of family vit"):
         trained_model(TrainConfig(steps=1, objective="masked", model={"name": "mu/8", "image_size": 32, "classes": 1}))
+
+
+@pytest.mark.parametrize("name", ["mu/8", "Axial-mu/8", "R26+mu/32", "Masked-mu/8", "BiT-R50x1"])
+@pytest.mark.parametrize(
+    ("options", "section", "bias"),
+    [
+        ({"new_head": True}, {"classes": 10}, 0.0),
+        ({"new_head": True}, {}, 0.0),
+        ({"new_head": True}, {"classes": 10, "head_bias": -2.0}, -2.0),
+        ({}, {"classes": 10}, 0.0),
+        ({}, {}, -10.0),  # the head is kept
+    ],
+)
+def test_new_head_starts_with_zero_weights_and_the_bias_of_its_own_section(name, options, section, bias) -> None:
+    sizes = {"units": (1,), "width": 32} if "BiT" in name else {"depth": 1}
+    source = models.build(name, 64, 0 if "Masked" in name else 5, head_bias=-10.0, **sizes)
+    if "Masked" in name and "classes" not in section:
+        return  # a masked model has no head to keep
+    weights = source.state_dict()
+    if "head.weight" in weights:
+        torch.nn.init.ones_(weights["head.weight"])
+    cfg = TrainConfig(steps=1, model=section, **options)
+    target = trained_model(cfg, source.config)
+    started, _ = models.transfer(weights, source.config, target, new_head=cfg.new_head)
+    assert started["head.bias"].eq(bias).all()
+    assert started["head.weight"].eq(1.0 if bias == -10.0 else 0.0).all()
 
 
 def test_set_with_more_classes_than_the_head_is_refused_with_the_number_to_set() -> None:

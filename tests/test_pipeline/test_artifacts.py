@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 
 import models
-from data.errors import CheckpointError
+from data.errors import CheckpointError, DataError
 from jobs.__main__ import main
 from models.weights import files
 from pipeline import artifacts, train
 from pipeline.checkpoints import manifest
 from pipeline.checkpoints.stage_checkpoints import Chosen
 from tests.support import campaigns
+from tests.support.hostile_names import HOSTILE_NAMES
 from tests.support.recipes import TINY
 
 STAGES = ("pretrain", "resize", "finetune", "fewshot")
@@ -239,3 +240,10 @@ def test_slow_check_is_logged(made, capsys, monkeypatch):
     monkeypatch.setattr(artifacts, "SAY_AFTER_S", 0.0)
     assert main(["run", str(made)]) == 0
     assert f"checked 0.0 GB in {stage_folder(made, 'pretrain')} in 0 s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", [name for name in HOSTILE_NAMES if isinstance(name, str)])
+def test_record_with_a_name_outside_its_folder_is_refused(name, tmp_path):
+    artifacts.write_record(tmp_path / "done.json", {"files": {name: {"bytes": 1, "sha256": "0" * 64}}})
+    with pytest.raises(DataError, match=r"done\.json: unsafe name"):
+        artifacts.read_done(tmp_path)

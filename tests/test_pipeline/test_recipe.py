@@ -38,6 +38,53 @@ def test_environment_values_stay_unresolved_in_saved_yaml(monkeypatch: pytest.Mo
     assert "hunter2" not in to_yaml({"a": "${oc.env:PATCHLINE_SECRET}"})
 
 
+SECRET_VALUES = [
+    "-----BEGIN RSA PRIVATE KEY-----",
+    "AKIAABCDEFGHIJKLMNOP",
+    "ghp_0123456789abcdefABCDEF",
+    "hf_0123456789abcdefABCDEF",
+    "https://ada:hunter2@host/data",
+    "eyJhbGciOiJI.eyJzdWIiOiIx",
+]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "${oc.env:WANDB_API_KEY}",
+        "x/${oc.env:DB_PASSWORD}/y",
+        "${oc.env:API_TOKEN,none}",
+        "${oc.decode:${oc.env:SECRET}}",
+    ],
+)
+@pytest.mark.parametrize("place", ["section", "list", "override"])
+def test_variable_with_the_name_of_a_secret_is_refused(text, place, monkeypatch) -> None:
+    for name in ("WANDB_API_KEY", "DB_PASSWORD", "API_TOKEN", "SECRET"):
+        monkeypatch.setenv(name, "hunter2")
+    values = {"section": {"a": {"b": text}}, "list": {"a": {"b": [1, text]}}, "override": {}}[place]
+    overrides = [f"a.b={text}"] if place == "override" else []
+    with pytest.raises(ConfigError, match=r"^a\.b.* refers to \w+, whose name looks like a secret's") as refusal:
+        with_overrides(values, overrides)
+    assert "hunter2" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("value", SECRET_VALUES)
+def test_variable_with_the_value_of_a_secret_is_refused_without_repeating_it(value, monkeypatch) -> None:
+    monkeypatch.setenv("DATA", value)
+    # `copy` has no variable itself, but refers to one.
+    for values in ({"a": "${oc.env:DATA}"}, {"a": ["${oc.env:DATA}"]}, {"copy": "${a}", "a": "${oc.env:DATA}"}):
+        with pytest.raises(ConfigError, match="whose value looks like a secret") as refusal:
+            with_overrides(values, [])
+        assert value not in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ["DATA", "TOKENIZERS_PARALLELISM", "TOKEN_FILE", "KEY_PATH", "MONKEY"])
+@pytest.mark.parametrize("value", ["/data/hf-vit-base-patch16-224", "s3://bucket/train", "3"])
+def test_ordinary_variable_is_replaced_by_its_value(name, value, monkeypatch) -> None:
+    monkeypatch.setenv(name, value)
+    assert str(with_overrides({"a": f"${{oc.env:{name}}}"}, [])["a"]) == value
+
+
 def test_interpolations_are_resolved_and_missing_ones_reported():
     assert with_overrides({"a": 1, "b": "${a}"}, []) == {"a": 1, "b": 1}
     with pytest.raises(ConfigError, match=r"^Interpolation key 'missing' not found\n  in b$"):

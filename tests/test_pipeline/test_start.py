@@ -10,7 +10,7 @@ import torch
 
 import models
 from benchmarks.gpu.kernels import deterministic_kernels
-from data.errors import CheckpointError
+from data.errors import CheckpointError, DataError
 from pipeline import config, start
 from pipeline.engine.determinism import CUBLAS_VARIABLE
 from pipeline.start import check_stage, read_task
@@ -94,3 +94,16 @@ def test_checkpoint_with_the_same_config_but_other_inputs_is_refused() -> None:
     manifest = dataclasses.replace(savers.manifest(5, 1, 2), config=config.tagged(cfg, "forbid"))
     with pytest.raises(CheckpointError, match="expected 11111111; changed: its inputs\n"):
         check_stage(cfg, Job(**{**JOB, "key": "1" * 64}), manifest, "/runs/x/checkpoints")
+
+
+def test_init_with_nan_is_refused_before_training(tmp_path) -> None:
+    model = models.build("mu/8", 16, 10)
+    with torch.no_grad():
+        model.get_parameter("blocks.0.mlp.up.bias")[2] = float("nan")
+    models.save(model, tmp_path)
+    cfg = TrainConfig(steps=1, precision="fp32")
+    telemetry: Any = None
+    with pytest.raises(
+        DataError, match=r"cannot load .*: 1 of \d+ tensors .*: blocks.0.mlp.up.bias \(1 of 128 values\)"
+    ):
+        start.build_model(cfg, str(tmp_path), model.config, [], telemetry)

@@ -34,7 +34,7 @@ import numpy as np
 from data.checks import one_line
 from data.errors import DataError, StorageError
 from data.extras.doctor.report import Report, ShardReport
-from data.images.decode import BadImage, decode_whole, is_damaged, read_header
+from data.images.decode import BadImage, decode, decode_whole, is_damaged, read_header
 from data.index.index import Index, Refusals
 from data.index.shard import sample_digest
 from data.index.tar import mapped, walk
@@ -131,7 +131,7 @@ def check_shard(index: Index, grid: int, decode: bool, cache: CacheConfig) -> Sh
                     if index.classes > 0:
                         labels = read_labels(sample.label, index, index.classes)
                     if decode:
-                        decode_whole(sample.image)
+                        decode_whole(sample.image, header)
                         # libjpeg decodes some damaged files with only a warning. Training uses them, so they do not
                         # count as bad.
                         if header.kind == "jpeg" and is_damaged(sample.image):
@@ -249,8 +249,7 @@ def good_samples(index: Index, unique: bool, cache: CacheConfig) -> Iterator[Sam
                 if not is_intact:
                     continue
                 try:
-                    read_header(image)
-                    decode_whole(image)
+                    decode(image)
                     labels = None
                     if index.classes > 0:
                         labels = read_labels(raw_labels, index, index.classes)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import io
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from operator import attrgetter
@@ -33,6 +34,7 @@ from data.index.shard import IMAGES, is_image
 from data.index.tar import mapped, members
 from data.sources.folders import folder_classes
 from data.sources.samples import Published, Sample
+from data.sources.walk import files_below
 
 PAGE = "https://image-net.org/download.php"
 SOURCE = "Russakovsky et al. 2015, table 2"
@@ -201,8 +203,8 @@ def validation_images(path: Path) -> list[Stored]:
     if not path.is_dir():
         return stored_in(path)
     images = []
-    for file in path.rglob("[!.]*"):
-        if is_image(file) and file.is_file():
+    for file in files_below(path, Counter()):
+        if is_image(file):
             images.append(Stored(file.name, file.parent))
     return sorted(images, key=attrgetter("name"))
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 
-from data.images.decode import decode_whole, opencv_decode, read_header, reduction
+from data.images.decode import decode, opencv_decode, read_header, reduction
 
 # K crops of an image, D coefficients of a crop, F frequencies a side
 
@@ -130,8 +130,7 @@ def squashed(grey: np.ndarray, side: int) -> np.ndarray:
 
 def pixel_digest(data: bytes) -> bytes:
     """Return the sha256 of an image's sides and pixels, as training decodes them; raises BadImage."""
-    read_header(data)
-    pixels = decode_whole(data)
+    pixels = decode(data)
     return sha256(repr(pixels.shape).encode() + pixels.tobytes()).digest()
 
 

@@ -25,6 +25,7 @@ import os
 import tarfile
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ from data.checks import printable
 from data.errors import DataError
 from data.images.decode import MAX_BYTES
 from data.index.tar import MAX_EXTENSION
+from data.sources.folders import in_words
+from data.sources.walk import files_below
 
 GZIP_START = b"\x1f\x8b"
 # First bytes of compressed files → function that opens them as a stream.
@@ -98,13 +101,11 @@ def members(path: str | os.PathLike[str]) -> Iterator[Member]:
     """
     path = Path(path)
     if path.is_dir():
-        for directory, folders, names in os.walk(path):
-            # os.walk visits the sub-folders in the order of this list.
-            folders[:] = sorted(name for name in folders if not name.startswith("."))
-            for name in sorted(names):
-                file_path = Path(directory, name)
-                if not name.startswith("."):
-                    yield Member(file_path.relative_to(path).as_posix(), partial(open, file_path, "rb"), str(path))
+        skipped: Counter[str] = Counter()
+        for file_path in files_below(path, skipped):
+            yield Member(file_path.relative_to(path).as_posix(), partial(open, file_path, "rb"), str(path))
+        if skipped:
+            logging.getLogger(__name__).warning("%s: skipped %s", path, in_words(skipped))
         return
     if not path.is_file():
         raise DataError(f"{path}: file not found")

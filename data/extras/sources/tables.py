@@ -75,6 +75,8 @@ def table_columns(path: Path, *, unlabelled: bool = False) -> tuple[list[str], l
 
         with naming_parquet(path):
             rows = parquet.read_table(path).to_pylist()
+    elif path.suffix == ".jsonl":  # such as metadata.jsonl of Hugging Face's image folders
+        rows = json_lines(path)
     else:
         try:
             # utf-8-sig because Excel writes a byte order mark, which would become part of the first column's name.
@@ -100,6 +102,26 @@ def table_columns(path: Path, *, unlabelled: bool = False) -> tuple[list[str], l
         names.append(str(row[path_column]))
         labels.append(row[label_column] if label_column is not None and not unlabelled else None)
     return names, labels
+
+
+def json_lines(path: Path) -> list[dict[str, object]]:
+    """Return the objects of a .jsonl file; raises DataError for a line that is not a JSON object."""
+    rows = []
+    try:
+        for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), 1):
+            if not line.strip():
+                continue
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise DataError(
+                    f'{path}: line {number} is not a JSON object, such as {{"file_name": "1.jpg", "label": 0}}'
+                )
+            rows.append(row)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
+    except ValueError as error:
+        raise DataError(f"{path}: line {number} is not JSON ({error})") from None
+    return rows
 
 
 def classes_in(path: Path, labels: Iterable[object]) -> Names:
@@ -133,6 +155,8 @@ def classes_in(path: Path, labels: Iterable[object]) -> Names:
 def label_text(label: object) -> bytes:
     """Convert a cell of a label column to the content of a label file."""
     # Numbers and lists in Parquet become the same text as in a CSV: `7` and `[3, 17]`.
+    if isinstance(label, bool):  # class names, as in a CSV
+        return str(label).encode()
     if isinstance(label, list):
         return json.dumps(label, ensure_ascii=False, default=str).encode()
     return str(label).encode() if label is not None else b""

@@ -17,6 +17,7 @@ over the set, are read.
 from __future__ import annotations
 
 import csv
+import json
 import os
 import re
 from collections import Counter
@@ -42,10 +43,11 @@ from data.extras.sources.tables import (
 )
 from data.images.decode import BadImage, read_header
 from data.index.document import SUFFIX, load_index
-from data.index.names import NoLabel, parse_labels, preview
+from data.index.names import NoLabel, gap_in_ids, parse_labels, preview
 from data.index.shard import COMPRESSED, IMAGES, is_image
 from data.index.tar import first_part, mapped, walk
-from data.sources.folders import HIDDEN, files_of, images_below, refuse_loop
+from data.sources.folders import files_of, images_below, refuse_loop
+from data.sources.walk import HIDDEN, SYSTEM_FOLDERS, class_folders_in
 
 TRAIN = ("train", "training")
 # Names of the part to evaluate on, in order of preference: a test set is used only if there is no validation set.
@@ -86,6 +88,7 @@ class FoundSet:
     bad: Counter[str] = field(default_factory=Counter)  # reason → number of opened images that cannot be read
     first_bad: str = ""  # file of the first unreadable image
     opened: int = 0
+    first_unreadable: str = ""  # why the first label that is neither ids nor a name cannot be used
     notes: list[str] = field(default_factory=list)  # remarks on excluded files and anomalies, for the user
 
     @property
@@ -94,6 +97,10 @@ class FoundSet:
         if self.are_ids:
             return max(map(int, self.class_counts), default=-1) + 1
         return len(self.class_counts)
+
+    def gap_in_ids(self) -> str:
+        """Return a note if most class ids below the largest have no images: that id may be a mistake."""
+        return gap_in_ids(len(self.class_counts), self.classes) if self.are_ids else ""
 
     @property
     def shorter_side(self) -> int:
@@ -114,6 +121,8 @@ class FoundSet:
         except NoLabel as error:
             if error.are_names and not self.are_ids:
                 labels = error.texts
+            elif raw.strip() and not error.are_names and not self.first_unreadable:
+                self.first_unreadable = str(error)
         self.labelled += bool(labels)
         self.most_labels = max(self.most_labels, len(labels))
         self.class_counts.update(map(str, dict.fromkeys(labels)))
@@ -201,8 +210,17 @@ def survey(place: str, *, unlabelled: bool = False, report: Report) -> Sets:
             "  expected two or more classes, each in a sub-folder; to train without labels, add --unlabelled"
         )
     without_label = train.images - train.labelled
+    if train.classes == 0 and train.first_unreadable and not unlabelled:
+        raise DataError(
+            f"{train_place}: no label can be used, the first because: {train.first_unreadable}\n"
+            "  expected class ids (7, or 3 17) or class names; to train without labels, add --unlabelled"
+        )
     if train.classes and without_label:
-        train.notes.append(f"{without_label:,} images have no usable label and are excluded from training")
+        first = f" (the first: {train.first_unreadable})" if train.first_unreadable else ""
+        train.notes.append(f"{without_label:,} images have no usable label and are excluded from training{first}")
+    gap = train.gap_in_ids()
+    if gap:
+        train.notes.append(gap)
     if test_place is None or train.classes == 0:
         return Sets(train)
     test = inspect(test_place, unlabelled, report)
@@ -251,7 +269,7 @@ def parts_of(place: str) -> tuple[str, str | None]:
     path = Path(place)
     # Descend through folders that contain nothing except another folder.
     while path.is_dir():
-        entries = sorted(path.glob("[!.]*"))
+        entries = sorted(entry for entry in path.glob("[!.]*") if entry.name not in SYSTEM_FOLDERS)
         is_wrapper = len(entries) == 1 and entries[0].is_dir() and has_folders(entries[0])
         if not is_wrapper:
             break
@@ -260,8 +278,8 @@ def parts_of(place: str) -> tuple[str, str | None]:
     #    that match a pattern.
     if path.is_dir():
         folders = {}
-        for entry in sorted(path.glob("[!.]*/")):
-            folders[entry.name.lower()] = str(entry)
+        for name in class_folders_in(path):
+            folders[name.lower()] = str(path / name)
         kinds = [folders]
         for suffix in (".tar", ".parquet", ".csv"):
             kinds.append(parts_of_files(sorted(path.glob(f"[!.]*{suffix}"))))
@@ -329,7 +347,7 @@ def pattern_of(files: Sequence[Path]) -> str | None:
 
 def has_folders(folder: Path) -> bool:
     """Return whether a folder has sub-folders."""
-    return any(folder.glob("[!.]*/"))
+    return folder.is_dir() and bool(class_folders_in(folder))
 
 
 def parts_of_files(files: Sequence[Path]) -> dict[str, str]:
@@ -370,7 +388,7 @@ def inspect(place: str, unlabelled: bool, report: Report) -> FoundSet:
         for suffix in (".tar", ".parquet"):
             if any(path.glob(f"[!.]*{suffix}")):
                 return INSPECTORS[suffix](place, unlabelled, report)
-        tables = list(filter(is_table, sorted(path.glob("[!.]*.csv"))))
+        tables = list(filter(is_table, sorted([*path.glob("[!.]*.csv"), *path.glob("[!.]*.jsonl")])))
         if len(tables) == 1:
             return inspect_table(str(tables[0]), unlabelled, report)
         for suffix in COMPRESSED:
@@ -394,7 +412,8 @@ def inspect_folder(root: Path, unlabelled: bool, report: Report) -> FoundSet:
     skipped: Counter[str] = Counter()
     paths: list[Path] = []
     empty = []
-    for folder in sorted(root.glob("[!.]*/")):
+    for name in class_folders_in(root, skipped):
+        folder = root / name
         refuse_loop(folder)
         below = images_below(folder, skipped)
         if not below:
@@ -437,8 +456,10 @@ def inspect_folder(root: Path, unlabelled: bool, report: Report) -> FoundSet:
 
 
 def is_table(path: Path) -> bool:
-    """Return whether the header of a CSV names a column of paths."""
+    """Return whether the header of a CSV, or the first line of a .jsonl, names a column of paths."""
     with suppress(OSError, ValueError), open(path, newline="", encoding="utf-8-sig") as file:
+        if path.suffix == ".jsonl":
+            return first_of(TABLE_PATH_COLUMNS, list(json.loads(file.readline()))) is not None
         return first_of(TABLE_PATH_COLUMNS, next(csv.reader(file), [])) is not None
     return False
 
@@ -558,4 +579,4 @@ def inspect_index(folder: Path, report: Report) -> FoundSet:
 
 
 # File extension → function that inspects a set of these files.
-INSPECTORS = {".tar": inspect_tars, ".parquet": inspect_parquet, ".csv": inspect_table}
+INSPECTORS = {".tar": inspect_tars, ".parquet": inspect_parquet, ".csv": inspect_table, ".jsonl": inspect_table}

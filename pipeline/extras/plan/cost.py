@@ -65,8 +65,8 @@ class Assumptions:
                 f"GPU, run a trial: {TRY}"
             )
         for option, value in (("--price", self.price), ("--mtbf", self.mtbf_hours)):
-            if value is not None and not value > 0:
-                raise ConfigError(f"{option} is {value:g}, expected more than 0")
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"{option} is {value:g}, expected more than 0 and finite, for example {option} 2.5")
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,12 @@ import shutil
 import pytest
 
 from data.errors import DataError
-from data.index.document import load_index
+from data.index.document import load_index, seal_of
+from data.index.index import digest_of
+from data.index.shard import Shard
 from data.shards.packing import pack
 from data.sources.samples import digits
+from tests.support.hostile_names import HOSTILE_NAMES
 
 pytestmark = pytest.mark.quick
 
@@ -68,3 +71,36 @@ def test_a_missing_index_and_a_url_are_refused(tmp_path):
         load_index(tmp_path / "none")
     with pytest.raises(DataError, match="an index must be local"):
         load_index("s3://bucket/train")
+
+
+def forge(path, column, value):
+    """Replace one column of the first shard, with a correct seal and digest, as an attacker would."""
+    content = json.loads(path.read_text())
+    content["shards"][0][column] = value
+    shards = [Shard(*row) for row in content["shards"]]
+    content["digest"] = digest_of(shards, content["class_counts"], content["names"])
+    content["seal"] = seal_of(content)
+    path.write_text(json.dumps(content))
+
+
+# An absolute shard name is allowed, because an index may be in another folder than its tars.
+@pytest.mark.parametrize("name", [name for name in HOSTILE_NAMES if name not in ("/abs", "//abs")])
+def test_sealed_index_with_an_unsafe_shard_name_is_refused(name, folder):
+    forge(folder / "t.index.json", 0, name)
+    with pytest.raises(DataError, match="unsafe name"):
+        load_index(folder)
+
+
+@pytest.mark.parametrize("name", ["s3://bucket/../a.tar", "https://host//../a.tar", "/data/../../a.tar"])
+def test_sealed_index_with_dots_in_a_url_or_absolute_path_is_refused(name, folder):
+    forge(folder / "t.index.json", 0, name)
+    with pytest.raises(DataError, match="unsafe name"):
+        load_index(folder)
+
+
+@pytest.mark.parametrize("digest", ["../../outside", "/abs", "", None, "0" * 63 + "\0"])
+def test_sealed_index_whose_sha256_is_a_path_is_refused(digest, folder):
+    """A remote shard is stored under its sha256 in the cache."""
+    forge(folder / "t.index.json", 3, digest)
+    with pytest.raises(DataError, match="is not a sha256"):
+        load_index(folder)

@@ -147,7 +147,9 @@ def test_a_sample_that_is_not_what_was_indexed_is_fetched_with_its_shard(faulty,
     taken = take(faulty.index, CacheConfig(str(tmp_path), **PATIENT))
     assert_same(taken, take(local, None))
     said = [record.getMessage() for record in caplog.records if "by range" in record.getMessage()]
-    pattern = r"s3://images/set/train-00000\d.tar: a sample could not be read by range \(sample '\S+' differs from the index"
+    pattern = (
+        r"s3://images/set/train-00000\d.tar: a sample could not be read by range \(sample '\S+' differs from the index"
+    )
     assert len(said) == 1 and re.match(pattern, said[0]) and said[0].endswith("waiting for whole shards")
     # No range is asked for once that is known: only those that were on their way.
     assert len(wrong) <= BATCH
@@ -323,12 +325,12 @@ def test_what_the_first_batch_waits_for_is_said(faulty, local, tmp_path):
     shards = np.unique(loader.decoder.order.batch(0).shard).tolist()
     lines: list[str] = []
     loader.log_wait(lines.append)
-    needed = f"waiting for the first batch: {BATCH} samples of {len(shards)} shards"
-    assert lines[0].startswith(f"{needed}; 0 of them are here, {len(shards)} (")
-    assert lines[0].endswith("GiB) are not: s3://images/set/train-000000.tar …")
+    needed = f"waiting for the first batch: {BATCH} samples from {len(shards)} shards"
+    assert lines[0].startswith(f"{needed}; 0 of them local, {len(shards)} (")
+    assert lines[0].endswith("GiB) remote: s3://images/set/train-000000.tar …")
     Cache(cfg).path(faulty.index.location(shards[0]), faulty.index.shards[shards[0]])
     loader.log_wait(lines.append)
-    assert f"; 1 of them are here, {len(shards) - 1} (" in lines[1]
+    assert f"; 1 of them local, {len(shards) - 1} (" in lines[1]
     loader_of(local, cfg).log_wait(lines.append)
     assert lines[2] == f"{needed}, all of them local"
 

@@ -71,7 +71,7 @@ def test_a_stop_is_heard_within_a_tenth_of_a_second(monkeypatch) -> None:
     def ask() -> None:
         raise ConnectionError("gone")
 
-    with pytest.raises(StorageError, match=r"^s3://set: stopped before the sample arrived$"):
+    with pytest.raises(StorageError, match=r"^s3://set: stopped before an answer arrived$"):
         Retry(8, 20.0, lambda: clock.seconds >= 507.25).patiently("s3://set", ask)
     assert 507.25 <= clock.seconds < 507.36
 

@@ -127,8 +127,8 @@ def test_tars_that_would_be_left_out_are_named(tmp_path, capsys, beside):
 def test_a_set_of_which_nothing_can_be_used_ends_with_an_error(tmp_path, capsys):
     cases = {
         "text": ([("a.txt", b"x")], "0 samples"),
-        "pages": ([("a.jpg", b"<html>"), ("a.cls", b"1")], "no image among the samples that were decoded"),
-        "labels": ([("a.jpg", picture(1))], "no sample has a label that a run could use"),
+        "pages": ([("a.jpg", b"<html>"), ("a.cls", b"1")], "none of the decoded samples is an image"),
+        "labels": ([("a.jpg", picture(1))], "no sample has a usable label"),
     }
     for name, (members, reason) in cases.items():
         write_tar(tmp_path / f"{name}.tar", members)
@@ -143,7 +143,7 @@ def test_indexing_decodes_a_few_samples_of_each_shard_and_says_how_many_are_no_i
     (tmp_path / "c.tar").write_bytes((tmp_path / "b.tar").read_bytes().replace(picture(1), picture(1)[::-1]))
     assert main(["index", str(tmp_path), "--name", "t"]) == 0
     said = capsys.readouterr().out
-    assert "looked at 12 samples, evenly spread: 16.7% of them are no image" in said
+    assert "16.7% of them are not images" in said
     assert "refused: 2 × looked at, and not a JPEG, PNG or WebP, first" in said
     first = json.loads((tmp_path / "t.index.json").read_text())["first_refused"]
     # The headers of all are read, and some samples are decoded.

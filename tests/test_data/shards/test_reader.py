@@ -130,7 +130,7 @@ def test_such_a_sample_is_not_replaced_but_ends_the_run_with_what_to_type(made, 
     with pytest.raises(DataError, match=message) as caught:
         next(iter(loader))
     assert caught.value.exit_code == 65
-    with pytest.raises(DataError, match="sha256 is not the one"):  # the node no longer trusts its mark
+    with pytest.raises(DataError, match="sha256 differs from the index"):  # the node no longer trusts its mark
         list(EvaluationSet(made, "resize(16)", batch_size=50))
 
 
@@ -233,7 +233,7 @@ def test_the_doctor_names_a_sample_that_rotted_and_repair_leaves_it_out(made, tm
     path = Path(made.location(0))
     flip(path, image_start(path, 4) + 200)
     report = check(made)
-    assert report.bad.counts == {"not the bytes that were indexed": 1} and report.good == 49
+    assert report.bad.counts == {"bytes changed since indexing": 1} and report.good == 49
     repaired = repair(made, tmp_path / "repaired")
     original = contents_by_tarfile(made)
     assert [image for _, image, _ in read_all(repaired)] == [image for _, image, _ in original[:4] + original[5:]]
@@ -271,7 +271,9 @@ def test_a_cached_copy_that_rots_is_fetched_again_once(made, tmp_path, monkeypat
         return fetched
 
     monkeypatch.setattr(Cache, "path", rotting)
-    with pytest.raises(DataError, match=r"s3://b/set/train-000000.tar: sample .*\n.*\n  fetch it into the store again"):
+    with pytest.raises(
+        DataError, match=r"s3://b/set/train-000000.tar: sample .*\n.*\n  upload a correct copy to the store"
+    ):
         ShardReader(remote, cache=cfg).read(0, 5)
 
 
@@ -309,11 +311,12 @@ def test_a_table_of_another_set_is_refused_at_reading_and_by_data_check(made, tm
     for path in (tmp_path / "other").glob("*.npy"):
         path.rename(tmp_path / "set" / path.name)
     with pytest.raises(
-        DataError, match=r"train-000000.npy: no table of train-000000.tar.*\n.*\n  type: python -m jobs index /"
+        DataError,
+        match=r"train-000000.npy: not a valid table of train-000000.tar.*\n.*\n  type: python -m jobs index /",
     ):
         ShardReader(made).read(0, 0)
     assert main(["data", "check", str(tmp_path / "set")]) == 65
-    assert "train-000000.npy: no table of train-000000.tar: its sha256" in capsys.readouterr().out
+    assert "train-000000.npy: not a valid table of train-000000.tar: its sha256" in capsys.readouterr().out
 
 
 def test_an_index_of_another_schema_is_refused_with_what_to_type(made, tmp_path):
@@ -333,7 +336,7 @@ def test_what_is_typed_for_an_index_of_tars_in_several_folders_makes_it_again(ma
         paths.append(str(Path(made.location(number)).rename(folder / "0.tar")))
     index = build_index(paths, output=tmp_path / "index", name="parts")
     (tmp_path / "index" / "part 1--0.npy").unlink()
-    with pytest.raises(DataError, match=r"part 1--0.npy: no table of part 1/0.tar") as caught:
+    with pytest.raises(DataError, match=r"part 1--0.npy: not a valid table of part 1/0.tar") as caught:
         ShardReader(index).read(1, 0)
     assert main(shlex.split(str(caught.value).partition("type: ")[2])[3:]) == 0
     assert load_index(tmp_path / "index") == index and ShardReader(index).read(1, 0)

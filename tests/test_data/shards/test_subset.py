@@ -492,8 +492,8 @@ def test_a_rule_that_says_nothing_is_refused(rule, reason):
     [
         ("s03\ns99\n", r"1 of its 2 samples are not in .*: s99"),
         ("train-000001.tar\ts03\n", "train-000001.tar s03"),
-        ("train-000009.tar\ts03\n", "0 shards .* are called train-000009.tar"),
-        ("", "it is empty"),
+        ("train-000009.tar\ts03\n", "0 shards .* match train-000009.tar"),
+        ("", "the file is empty"),
     ],
 )
 def test_a_list_of_what_is_not_there_is_refused(tmp_path, parent, lines, reason):
@@ -526,7 +526,7 @@ def test_a_leaks_document_names_the_samples_of_this_set_alone(tmp_path, parent):
     few = make_subset(parent, tmp_path / "few", Rule(part=":7"))
     assert chosen(few, tmp_path / "t", but=str(path)) == [0, 2, 3, 4, 5, 6]
     fewer = make_subset(few, tmp_path / "fewer", Rule(part=":3"))
-    with pytest.raises(DataError, match=f"this one has {fewer.digest[:12]}"):
+    with pytest.raises(DataError, match=f"this set has {fewer.digest[:12]}"):
         make_subset(fewer, tmp_path / "u", Rule(but=str(path)))
     # A pair that the very set lacks is refused, and so is a document that was altered after it was sealed.
     path.write_text(seal(document | {"pairs": [pair("train-000000.tar", "s24", 1)]}))
@@ -618,8 +618,8 @@ few:
     ("section", "reason"),
     [
         ("{source: subset, path: p}", "no rule chooses samples"),
-        ("{source: folder, path: p, shots: 3}", "shots: of a subset alone"),
-        ("{source: subset, path: p, shots: 3, seed: 0, names: n}", "has the class ids and names of its set"),
+        ("{source: folder, path: p, shots: 3}", "shots: only for subsets"),
+        ("{source: subset, path: p, shots: 3, seed: 0, names: n}", "has the class ids and names of its data set"),
     ],
 )
 def test_a_recipe_is_refused_where_a_subset_could_not_be_made(tmp_path, section, reason):

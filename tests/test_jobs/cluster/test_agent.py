@@ -216,3 +216,58 @@ def test_umask_is_read_without_setting_it_if_proc_is_available(tmp_path, monkeyp
             assert agent.current_umask() == 0o027
     finally:
         os.umask(previous)
+
+
+def plant_link_to_file(folder: Path, victim: Path) -> None:
+    folder.mkdir()
+    (folder / "lock").symlink_to(victim / "lock")
+
+
+def plant_link_to_folder(folder: Path, victim: Path) -> None:
+    folder.symlink_to(victim)
+
+
+def plant_pipe(folder: Path, victim: Path) -> None:
+    folder.mkdir()
+    os.mkfifo(folder / "lock")
+
+
+def plant_folder(folder: Path, victim: Path) -> None:
+    (folder / "lock").mkdir(parents=True)
+
+
+def plant_file(folder: Path, victim: Path) -> None:
+    folder.write_text("")
+
+
+@pytest.mark.parametrize("attack", [plant_link_to_file, plant_link_to_folder, plant_pipe, plant_folder, plant_file])
+def test_planted_agent_folder_neither_damages_a_file_nor_blocks_the_start(attack, tmp_path, monkeypatch) -> None:
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "lock").write_text("precious")
+    shared = tmp_path / "shm"
+    shared.mkdir()
+    attack(shared / "pl-agent-attack", victim)
+    monkeypatch.setattr(agent, "MEMORY", shared)
+    Agent().close()
+    assert (victim / "lock").read_text() == "precious"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+def test_agent_folder_of_another_user_stays(tmp_path, monkeypatch) -> None:
+    other = tmp_path / "pl-agent-other"
+    other.mkdir()
+    (other / "lock").write_text("theirs")
+    os.chown(other, 65534, 65534)
+    monkeypatch.setattr(agent, "MEMORY", tmp_path)
+    Agent().close()
+    assert (other / "lock").read_text() == "theirs"
+
+
+def test_folder_of_a_killed_agent_is_removed(tmp_path, monkeypatch) -> None:
+    killed = tmp_path / "pl-agent-killed"
+    killed.mkdir()
+    (killed / "lock").write_text("")
+    monkeypatch.setattr(agent, "MEMORY", tmp_path)
+    Agent().close()
+    assert not killed.exists()

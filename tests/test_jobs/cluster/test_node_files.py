@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from data.errors import DataError
 from jobs.cluster import node_files
-from jobs.cluster.node_files import NodeFiles, apply_changes, mark_driver_folder
+from jobs.cluster.node_files import Change, NodeFiles, apply_changes, mark_driver_folder
 from tests.support import hosts
+from tests.support.hostile_names import HOSTILE_NAMES
 from tests.support.ray_hosts import RayHosts
 from tests.support.worker_records import records
 
@@ -288,3 +290,14 @@ def test_driver_and_workers_communicate_on_hosts_without_shared_storage(tmp_path
                 assert said["error"] == f"worker 1 on {nodes['1']}: ZeroDivisionError: the third batch was empty"
             if act == "kill":
                 assert said["error"].startswith(f"worker {victim} on {nodes[victim]}: its node ")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("is_appended", [False, True])
+@pytest.mark.parametrize("name", HOSTILE_NAMES)
+def test_node_cannot_write_outside_the_stage_on_the_driver(name, is_appended, tmp_path) -> None:
+    stage = tmp_path / "run" / "stage"
+    stage.mkdir(parents=True)
+    with pytest.raises(DataError, match=r"^a node.s agent: unsafe name"):
+        apply_changes(stage, [Change(name, b"attack", is_appended, (6, 0))])
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []

@@ -288,7 +288,7 @@ def test_fewer_workers_are_used_after_patience_s_and_more_once_there_is_room(nod
     host = os.uname().nodename
     assert said == [
         "continuing with 2 of up to 4 workers: room for 3 of 4 workers of 1 CPUs; the whole cluster has room for only "
-        f"room for 3; free: 1 CPUs on {host}, 1 CPUs on {host}, 1 CPUs on {host}"
+        f"3; free: 1 CPUs on {host}, 1 CPUs on {host}, 1 CPUs on {host}"
     ]
     # Without more room, the next attempt gets the held places at once.
     patient = dataclasses.replace(some, patience_s=60)
@@ -368,8 +368,7 @@ def test_places_on_a_lost_node_are_replaced_by_fewer_places(nodes) -> None:
     assert 1 <= time.monotonic() - began < 8
     assert held(some) == 2
     assert said == [
-        "continuing with 2 of up to 3 workers: room for 2 of 3 workers of 1 CPUs; the whole cluster has room for only "
-        "room for 2"
+        "continuing with 2 of up to 3 workers: room for 2 of 3 workers of 1 CPUs; the whole cluster has room for only 2"
     ]
 
 

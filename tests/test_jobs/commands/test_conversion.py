@@ -221,3 +221,35 @@ def test_the_next_commands_printed_for_a_run_in_a_store_work(recipe, shards, tmp
     verbs = [command.split()[3] for command in commands]
     assert verbs == ["report", "evaluate", "export", "analyze"]
     urls.forget_credentials()
+
+
+@pytest.mark.parametrize("command", ["import", "export"])
+def test_weights_with_nan_are_refused_and_nothing_is_written(command, ours, tmp_path, capsys):
+    model = models.load(ours)
+    with torch.no_grad():
+        model.head.bias[4] = float("inf")
+    models.save(model, ours)
+    arguments = [command, str(ours), str(tmp_path / "out")]
+    if command == "export":
+        arguments += ["--format", "timm"]
+    assert main(arguments) == 65
+    assert "head.bias (1 of 5 values)" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "softmax", None])
+def test_problem_type_follows_the_loss_through_import_and_export(loss, ours, tmp_path, capsys):
+    if loss is not None:
+        artifacts.write_record(ours / "provenance.json", {"config": {"loss": loss}, "inputs": {}})
+    commands = [
+        ["export", str(ours), str(tmp_path / "copy"), "--format", "safetensors"],
+        ["export", str(tmp_path / "copy"), str(tmp_path / "hf"), "--format", "hf"],
+        ["import", str(tmp_path / "hf"), str(tmp_path / "again")],
+        ["export", str(tmp_path / "again"), str(tmp_path / "last"), "--format", "hf"],
+    ]
+    assert [main(command) for command in commands] == [0, 0, 0, 0]
+    out = capsys.readouterr().out
+    assert ("no record of whether sigmoid or softmax trained the head" in out) == (loss is None)
+    expected = {"sigmoid": "multi_label_classification", "softmax": "single_label_classification", None: None}[loss]
+    for folder in ("hf", "last"):
+        assert json.loads((tmp_path / folder / "config.json").read_text()).get("problem_type") == expected

@@ -28,7 +28,7 @@ def test_subset_prints_a_summary_of_its_selection(tmp_path, parent, capsys):
     printed = capsys.readouterr().out
     assert "9 of 25 samples (36.000%) in 4 of 4 shards" in printed
     assert "by keep [3, 'cat'], shots 6, seed 0" in printed
-    assert "1 classes have fewer than 6 samples, the first cat" in printed
+    assert "1 classes have fewer than 6 samples, the first is cat" in printed
     assert main(["subset", str(parent.tables), "--output", str(output)]) == 78
 
 

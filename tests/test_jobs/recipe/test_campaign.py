@@ -33,6 +33,8 @@ ROOT = Path(__file__).parents[3]
 PACKED = "shards={kind: pack, sets: {train: {source: digits}}}"
 MIXTURE = "pretrain.data={train: null, mixture: {a: {train: x, weight: 1}, b: {train: y, weight: 2}}}"
 
+LARGE = ("pretrain.batch_size=2048", "pretrain.micro_batch=512")
+
 
 def error_of(capsys) -> str:
     """Return the stderr of a command without the progress of `plan`."""
@@ -122,9 +124,9 @@ def test_weights_without_a_model_and_invalid_indexes_are_missing_inputs(recipe, 
     models.save(models.build("mu/8", 16, 10), bare)
     (bare / "model.json").unlink()
     wrong = {
-        f"pretrain.init={bare}": f"pretrain.init: no model.json in {bare}, which tells the model of the weights",
-        "resize.init=/nowhere": "resize.init: no weights.safetensors in /nowhere\n  give a folder that holds one",
-        "pretrain.data.train=/etc/passwd": "pretrain.data.train: /etc/passwd is a file\n  expected a set's",
+        f"pretrain.init={bare}": f"pretrain.init: {bare} has no model.json with the architecture of the weights",
+        "resize.init=/nowhere": "resize.init: no weights.safetensors in /nowhere",
+        "pretrain.data.train=/etc/passwd": "pretrain.data.train: /etc/passwd is a file",
     }
     for override, message in wrong.items():
         said = []
@@ -272,14 +274,25 @@ def test_an_interrupted_pack_stage_resumes_and_makes_the_same_data_set(tmp_path,
         (["resize.init=@fewshot"], 78, "circle"),
         (["resize.init=/nowhere"], 65, "no weights.safetensors in /nowhere"),
         (["pretrain.data.train=/nowhere"], 65, "this index does not exist"),
-        (["pretrain.data.train=null"], 78, "pretrain.data.train is missing: the images to train on"),
+        (["pretrain.data.train=null"], 78, "pretrain.data.train is missing: no images to train on"),
         ([MIXTURE, "pretrain.data.mixture.a.train=/nowhere"], 65, "pretrain.data.mixture.a.train: /nowhere"),
-        ([MIXTURE, "pretrain.data.mixture.a.train=@shards/a"], 78, "pretrain.data.mixture.a.train is @shards, no such"),
+        (
+            [MIXTURE, "pretrain.data.mixture.a.train=@shards/a"],
+            78,
+            "pretrain.data.mixture.a.train is @shards, but there is no such stage",
+        ),
         ([MIXTURE, "pretrain.data.mixture.b.weight=0"], 78, "weight is 0.0, expected more than 0"),
         (["finetune.data.train=@resize/train"], 78, "makes no data set"),
         (["finetune.init=@fewshot"], 78, "finetune.init is @fewshot, which has no weights"),
         (["pretrain.data.preprocess=foo"], 78, "preprocess: "),
         (["pretrain.data.lanes=0"], 78, "lanes is 0, expected 1 or more"),
+        (
+            ["pretrain.data.tail=drop", *LARGE],
+            78,
+            "1,442 samples do not fill one batch of 2,048, and tail=drop excludes",
+        ),
+        (["pretrain.optim.lr=1e-6"], 78, "pretrain.optim.lr 1e-06 is below pretrain.optim.schedule.end 1e-05"),
+        (["pretrain.mixup=0.8", "pretrain.micro_batch=1"], 78, "type micro_batch=2, or mixup=0"),
         (["pretrain.data.drop=[x.tar]"], 65, "data.drop: 0 shards are called x.tar"),
         (["cluster.workers=0"], 78, "workers is 0"),
         (["nonsense"], 78, "expected key=value"),
@@ -289,6 +302,24 @@ def test_invalid_recipes_are_refused_before_the_first_stage(recipe, capsys, over
     assert main(["run", str(recipe), *overrides]) == code
     assert message in capsys.readouterr().err
     assert not list((recipe.parent / "run").glob("*/checkpoints/step-*"))
+
+
+def test_mixture_whose_set_is_smaller_than_its_share_of_a_batch_is_refused_with_tail_drop(recipe, shards, capsys):
+    sets = f"a: {{train: {shards}/train, weight: 1}}, b: {{train: {shards}/test, weight: 1}}"
+    words = ["run", str(recipe), "pretrain.batch_size=1024", "pretrain.micro_batch=512"]
+    words.append(f"pretrain.data={{train: null, evaluate: null, tail: drop, mixture: {{{sets}}}}}")
+    assert main(words) == 78
+    # Half of the batch is larger than the 355 test images.
+    assert "pretrain: 355 samples do not fill one batch of 512, and tail=drop" in capsys.readouterr().err
+    assert not list((recipe.parent / "run").glob("pretrain-*/attempts/*"))
+
+
+def test_warm_up_as_long_as_the_stage_is_reported(recipe, capsys):
+    words = ["plan", str(recipe), "finetune.optim.schedule.warmup_steps=4", "pretrain.steps=6"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "finetune: the warm-up is as long as the stage, 4 steps, so the learning rate ends at 75% of optim.lr" in out
+    assert "pretrain: the warm-up is as long" not in out
 
 
 @pytest.mark.parametrize(

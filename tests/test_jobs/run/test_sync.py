@@ -19,7 +19,10 @@ from typing import Any
 import psutil
 import pytest
 
+from data.bucket import Bucket
+from data.errors import DataError
 from data.remote import urls
+from jobs.run.sync import fetch_small_files
 from tests.support import hosts
 from tests.support.ray_hosts import Driver, RayHosts
 from tests.support.recipes import SMALL
@@ -314,3 +317,33 @@ def wait_for(log: Path, text: str) -> None:
     while text not in log.read_text():
         assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.1)
+
+
+@pytest.mark.parametrize("key", ["../outside.json", "pretrain//status.json", "/status.json"])
+def test_hostile_object_names_write_nothing_on_this_machine(key, tmp_path: Path, proxy: Proxy) -> None:
+    import boto3
+
+    boto3.client("s3").put_object(Bucket="images", Key=f"runs/hostile/{key}", Body=b"attack")
+    local = tmp_path / "scratch" / "run"
+    local.mkdir(parents=True)
+    with pytest.raises(DataError, match="unsafe name"):
+        fetch_small_files(Bucket("s3://images/runs/hostile", local), lambda name: True)
+    assert list((tmp_path / "scratch").rglob("*")) == [local]
+
+
+@pytest.mark.parametrize("stage", ["../../outside", "/abs/outside", "a/b", "..", "a\0b", 7])
+def test_hostile_stage_in_a_claim_makes_no_folder_outside_the_run(stage, tmp_path: Path, proxy: Proxy) -> None:
+    local = tmp_path / "scratch" / "run"
+    local.mkdir(parents=True)
+    run = Bucket("s3://images/runs/claims", local)
+    run.put("attempts/000001.json", json.dumps({"stage": stage}).encode())
+    with pytest.raises(DataError, match=r"attempts/000001\.json: unsafe name"):
+        fetch_small_files(run, lambda name: True)
+    assert not [path for path in tmp_path.rglob("*") if path.name.startswith(("outside", "b", "attempt-"))]
+
+
+def test_claim_that_is_not_json_is_reported_with_its_name(tmp_path: Path, proxy: Proxy) -> None:
+    run = Bucket("s3://images/runs/torn", tmp_path)
+    run.put("attempts/000001.json", b"[]")
+    with pytest.raises(DataError, match=r"attempts/000001\.json: not JSON with the stage"):
+        fetch_small_files(run, lambda name: False)

@@ -445,7 +445,11 @@ def test_invalid_evaluations_are_refused_before_workers_start(
     cases: list[tuple[list[str], int, str]] = [
         ([weights, "micro_batch=3"], 64, "no data set to evaluate on"),
         ([weights, test, "--protocol", "top1"], 64, "did you mean 'top-1'?"),
-        ([weights, test, "--protocol", "knn"], 78, "sets.test.train is missing, but the training set is required by knn"),
+        (
+            [weights, test, "--protocol", "knn"],
+            78,
+            "sets.test.train is missing, but the training set is required by knn",
+        ),
         ([weights, str(tmp_path / "swapped")], 65, f"class 3 is '{DIGITS[3]}' and '{DIGITS[4]}'"),
         ([weights, test, f"train={tmp_path / 'swapped'}", "--protocol", "knn"], 65, "class 3 is"),
         (
@@ -453,8 +457,12 @@ def test_invalid_evaluations_are_refused_before_workers_start(
             65,
             f"test {test} and train {copied} are the same data set",
         ),
-        ([str(tmp_path / "few"), test], 65, "has 10 classes, the weights 3: they know no 3, 4, 5, 6, 7"),
-        ([str(tmp_path / "few"), test, "--protocol", "top-5"], 78, "top-5 needs 5 classes, the weights have 3"),
+        ([str(tmp_path / "few"), test], 65, "has 10 classes, but the weights have 3; they lack 3, 4, 5, 6, 7"),
+        (
+            [str(tmp_path / "few"), test, "--protocol", "top-5"],
+            78,
+            "top-5 needs at least 5 classes, but the weights have 3",
+        ),
         ([str(tmp_path / "headless"), test], 78, "the weights have no head, which top-1 need"),
         ([weights, test, f"leaks={tmp_path / 'leaks.json'}"], 65, "knows nothing of the set test: "),
         ([weights, test, "leaks=nowhere.json"], 65, "evaluate.leaks: cannot be read"),

@@ -84,3 +84,54 @@ def test_once_round_all_formats_and_every_bit_is_back(timm, transformers, tmp_pa
         assert model.config == first.config, format
     assert equal_weights(first, model)
     assert (tmp_path / "0.npz").stat().st_size == (tmp_path / "3.npz").stat().st_size
+
+
+FORMATS = ("safetensors", "npz", "timm", "hf")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(
+    ("parameter", "stored_names"),
+    [
+        (
+            "blocks.1.mlp.down.weight",
+            {
+                "npz": "Transformer/encoderblock_1/MlpBlock_0/Dense_1/kernel",
+                "timm": "blocks.1.mlp.fc2.weight",
+                "hf": "vit.encoder.layer.1.output.dense.weight",
+            },
+        ),
+        ("head.bias", {"npz": "head/bias", "hf": "classifier.bias"}),
+        ("prefix.cls", {"npz": "cls", "timm": "cls_token", "hf": "vit.embeddings.cls_token"}),
+    ],
+)
+def test_weights_with_a_value_that_is_not_finite_are_refused_by_the_name_in_the_file(
+    format, value, parameter, stored_names, tmp_path
+):
+    model = random_model(activation="gelu", norm_eps=1e-6)
+    path = tmp_path / ("out.npz" if format == "npz" else "out")
+    options = {"image_size": (16, 16)} if format == "npz" else {}
+    models.save(model, path, format)
+    assert equal_weights(models.load(path, **options), model)
+    with torch.no_grad():
+        tensor = model.get_parameter(parameter)
+        tensor.view(-1)[-1] = value
+    models.save(model, path, format)
+    name = stored_names.get(format, parameter)
+    with pytest.raises(
+        ValueError, match=rf"1 of \d+ tensors contain NaN or infinity: {name} \(1 of {tensor.numel():,} "
+    ):
+        models.load(path, **options)
+
+
+def test_bfloat16_weights_with_nan_are_refused_and_further_tensors_are_counted(tmp_path):
+    state = {name: tensor.bfloat16() for name, tensor in random_model().state_dict().items()}
+    models.save_weights(state, tmp_path, random_model().config)
+    models.load_weights(tmp_path)
+    for tensor in state.values():
+        tensor.view(-1)[0] = float("nan")
+    models.save_weights(state, tmp_path, random_model().config)
+    with pytest.raises(ValueError, match=f"{len(state)} of {len(state)} tensors .* and {len(state) - 5} more"):
+        models.load_weights(tmp_path)

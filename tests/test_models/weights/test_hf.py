@@ -1,10 +1,12 @@
 """transformers' folders: its own models compute the same from ours, and ours from its."""
 
+import json
 import math
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 import models
@@ -64,3 +66,35 @@ def test_their_own_saves_come_back_to_us(transformers, tmp_path):
         name = "model.safetensors"
         before, after = load_file(tmp_path / kind.__name__ / name), load_file(tmp_path / "again" / name)
         assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "softmax", None])
+@pytest.mark.parametrize("classes", [1, 2, 5])
+def test_scores_of_transformers_are_those_of_the_loss(loss, classes, transformers, tmp_path):
+    model = random_model(classes=classes)
+    if loss == "softmax" and classes == 1:
+        with pytest.raises(ValueError, match="transformers' ViT has no softmax over a single class"):
+            models.save(model, tmp_path, format="hf", loss=loss)
+        return
+    models.save(model, tmp_path, format="hf", loss=loss)
+    image = Image.new("RGB", (16, 16), "gray")
+    classifier = transformers.pipeline("image-classification", model=str(tmp_path), device="cpu")
+    scores = {entry["label"]: entry["score"] for entry in classifier(image, top_k=classes)}
+    with torch.no_grad():
+        (logits,) = model(torch.full((1, 3, 16, 16), 128 / 127.5 - 1))
+    expected = logits.sigmoid() if loss == "sigmoid" or classes == 1 else logits.softmax(0)
+    for number in range(classes):
+        assert scores[f"LABEL_{number}"] == pytest.approx(float(expected[number]), abs=1e-4)
+    # A single class is not treated as a regression.
+    labels = torch.ones(1, classes) if loss == "sigmoid" or (loss is None and classes == 1) else torch.tensor([0])
+    with torch.no_grad():
+        trained = classifier.model(torch.zeros(1, 3, 16, 16), labels=labels)
+    if loss == "sigmoid":
+        assert trained.loss == pytest.approx(float(-trained.logits.sigmoid().log().mean()), abs=1e-5)
+    elif loss == "softmax":
+        assert trained.loss == pytest.approx(float(-trained.logits.softmax(1)[0, 0].log()), abs=1e-5)
+
+
+def test_model_without_classes_has_no_problem_type(tmp_path):
+    models.save(random_model(classes=0), tmp_path, format="hf", loss="sigmoid")
+    assert "problem_type" not in json.loads((tmp_path / "config.json").read_text())

@@ -3,7 +3,7 @@
 import itertools
 import os
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from hashlib import sha256
 
 import pytest
@@ -13,10 +13,13 @@ from data.errors import CheckpointError
 from pipeline.checkpoints import manifest as manifests
 from pipeline.checkpoints.manifest import (
     SCHEMA,
+    ChunkedRecord,
     committed,
     read_manifest,
+    sealed,
 )
 from tests.support import savers
+from tests.support.hostile_names import HOSTILE_NAMES
 
 pytestmark = pytest.mark.quick
 
@@ -79,3 +82,12 @@ def test_manifest_records_the_real_state(group) -> None:
     manifest = read_manifest(committed(group.folder)[0])
     assert asdict(manifest) == {**asdict(savers.manifest(20, 1, 2)), "files": manifest.files}
     assert sorted(manifest.files) == ["rank-00000.safetensors", "rank-00001.safetensors"]
+
+
+@pytest.mark.parametrize("name", [name for name in HOSTILE_NAMES if isinstance(name, str)])
+def test_manifest_with_a_name_outside_its_folder_is_refused(name, group) -> None:
+    newest = committed(group.folder)[0]
+    files: dict[str, ChunkedRecord] = {name: {"bytes": 1, "sha256": "0" * 64, "chunk_bytes": 1, "chunks": "0" * 16}}
+    (newest / "MANIFEST.json").write_bytes(sealed(replace(read_manifest(newest), files=files)))
+    with pytest.raises(CheckpointError, match="unsafe name"):
+        read_manifest(newest)

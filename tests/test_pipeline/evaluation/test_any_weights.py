@@ -82,3 +82,50 @@ def test_training_sets_are_collected_from_all_previous_stages(tmp_path, weights)
 
 def test_end_of_the_training_records_is_reported(weights):
     assert any_weights.training_sets(str(weights)) == ([], str(weights))
+
+
+@pytest.mark.parametrize("format", ["safetensors", "timm", "hf"])
+def test_weights_with_infinity_are_refused_for_evaluation(format, tmp_path):
+    model = models.build("mu/8", 16, 5, activation="gelu", norm_eps=1e-6)
+    with torch.no_grad():
+        model.get_parameter("norm.weight")[0] = float("-inf")
+    models.save(model, tmp_path, format)
+    with pytest.raises(DataError, match=r"cannot load .*1 of \d+ tensors contain NaN or infinity: .*norm"):
+        any_weights.load(str(tmp_path), {})
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "softmax"])
+def test_recorded_loss_is_that_of_the_stage_that_trained_the_head(loss, weights, tmp_path):
+    assert any_weights.recorded_loss(str(weights)) is None
+    # A trained stage, and a resize of its weights.
+    artifacts.write_record(weights / "provenance.json", {"config": {"loss": loss}, "inputs": {}})
+    digest = sha256(weights / "weights.safetensors")
+    artifacts.write_record(weights / "done.json", {"files": {"weights.safetensors": {"bytes": 1, "sha256": digest}}})
+    resized = tmp_path / "resized"
+    models.save(models.load(weights), resized)
+    init = {"path": str(weights), "digest": digest}
+    artifacts.write_record(resized / "provenance.json", {"config": {"image_size": 16}, "inputs": {"init": init}})
+    for path in (weights, weights / "weights.safetensors", resized):
+        assert any_weights.recorded_loss(str(path)) == loss
+    # Other weights have replaced the resized ones' source.
+    init["digest"] = "0" * 64
+    artifacts.write_record(resized / "provenance.json", {"config": {"image_size": 16}, "inputs": {"init": init}})
+    assert any_weights.recorded_loss(str(resized)) is None
+
+
+@pytest.mark.parametrize(
+    ("described", "loss"),
+    [
+        ({"problem_type": "multi_label_classification"}, "sigmoid"),
+        ({"problem_type": "single_label_classification"}, "softmax"),
+        ({"problem_type": "regression"}, None),
+        ({"problem_type": None}, None),
+        ({}, None),
+        ([], None),
+    ],
+)
+def test_loss_of_a_transformers_folder_is_its_problem_type(described, loss, tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"anything")
+    assert any_weights.recorded_loss(str(tmp_path)) is None
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    assert any_weights.recorded_loss(str(tmp_path)) == loss

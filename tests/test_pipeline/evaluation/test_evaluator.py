@@ -112,3 +112,44 @@ def test_new_protocol_needs_only_a_function_and_a_row(
     assert entry["value"] == max(labels.count(label) for label in range(10)) / 149
     assert document.share_entry(round(entry["value"] * 149), 149).items() <= entry.items()
     assert (result["train"]["used"], result["set"]["samples"], result["set"]["judged"]) == (149, 150, 149)
+
+
+class SometimesNotFinite(Sums):
+    """A model whose outputs have one bad value for a third of the images."""
+
+    def __init__(self, value: float, part: str) -> None:
+        super().__init__()
+        self.value = value
+        self.part = part
+
+    def features(self, images: torch.Tensor) -> torch.Tensor:
+        rows = super().features(images)
+        if self.part == "features":
+            rows[::3, 5] = self.value
+        return rows
+
+    def head(self, rows: torch.Tensor) -> torch.Tensor:
+        logits = rows[:, :10].clone()
+        if self.part == "logits":
+            logits[::3, 7] = self.value
+        return logits
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(
+    ("part", "name", "refused"),
+    [("logits", "top-1", True), ("logits", "knn", False), ("features", "knn", True), ("features", "linear", True)],
+)
+def test_outputs_that_are_not_finite_have_no_value(
+    value, part, name, refused, with_a_bad_one: Index, tmp_path: Path
+) -> None:
+    settings = SimpleNamespace(knn=NeighboursConfig((3,)), linear=LinearConfig())
+    (protocol,) = protocols_of((name,), settings, {})
+    request = Request("set", "set" if name != "top-1" else None, protocol)
+    model = SometimesNotFinite(value, part)
+    if not refused:
+        assert evaluate(model, with_a_bad_one, tmp_path, request)
+        return
+    # Nine batches of 16 with 6 bad rows, one of 6 with 2; the unreadable image 77 is row 13 of its batch.
+    with pytest.raises(DataError, match=r"set: .* NaN or infinity for 56 of 149 samples"):
+        evaluate(model, with_a_bad_one, tmp_path, request)

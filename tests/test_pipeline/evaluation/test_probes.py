@@ -1,6 +1,7 @@
 """Probes of frozen features, compared with scikit-learn, NumPy and golden results of the original."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from data.errors import ConfigError
 from pipeline.evaluation import document, probes
 from pipeline.evaluation.evaluator import Request, result_of
 from pipeline.evaluation.features import FeatureStore
+from pipeline.evaluation.intervals import wilson
 from pipeline.evaluation.probes import (
     FewShotConfig,
     LinearConfig,
@@ -251,6 +253,50 @@ def test_shots_are_sample_numbers_even_if_samples_are_missing(shots: int, sets, 
         scores = np.hstack([(arrays["test"] - mean) / std, np.full((300, 1), 100.0)]) @ ridge.coef_.T
         agreement = outcome.right[f"{shots}shot"][place] == (scores.argmax(1) == arrays["test_labels"])
         assert agreement.mean() > 0.99
+
+
+@pytest.mark.parametrize(
+    ("images_of_class", "notes", "draws"),
+    [
+        (
+            [6] * 10,
+            {"2shot": None, "5shot": None, "9shot": "10 of 10 .* fewer than 9 .*smallest 6"},
+            (3, 3, 1),
+        ),
+        ([3] * 10, {"2shot": None, "5shot": "10 of 10 .*smallest 3", "9shot": "10 of 10 .*smallest 3"}, (3, 1, 1)),
+        ([20] * 9 + [4], {"2shot": None, "5shot": "1 of 10 .*smallest 4", "9shot": "1 of 10 .*smallest 4"}, (3, 3, 3)),
+        ([20] * 8 + [0, 9], {"2shot": "1 of 10 .*smallest 0", "9shot": "1 of 10 .*smallest 0"}, (3, 3, 3)),
+        ([20] * 10, {"2shot": None, "5shot": None, "9shot": None}, (3, 3, 3)),
+    ],
+)
+def test_too_few_images_are_reported_and_equal_draws_are_one_draw(
+    images_of_class, notes, draws, sets, tmp_path: Path
+) -> None:
+    _, test, arrays = sets
+    chosen = []
+    for label, count in enumerate(images_of_class):
+        chosen += np.flatnonzero(arrays["train_labels"] == label)[:count].tolist()
+    train = store_of(arrays["train"][chosen], arrays["train_labels"][chosen], tmp_path)
+    request = Request("test", "train", probe_protocol(ProbeConfig(shots=(2, 5, 9), seeds=(4, 5, 6))))
+    result = result_of(request, {"train": train, "test": test}, CPU, no_beat)
+    for name, note in notes.items():
+        assert re.search(note, result["values"][name]["note"]) if note else "note" not in result["values"][name], name
+    assert len(document.notes_of(result)) == sum("note" in entry for entry in result["values"].values())
+    for (name, entry), count in zip(result["values"].items(), draws, strict=True):
+        # Counted by hand: draws of the whole training set are equal.
+        assert len(entry["seeds"]) == len(document.right_of(entry)) == count
+        assert list(result["shots"][name]) == ["4", "5", "6"][:count]
+        assert entry["value"] == pytest.approx(np.mean(list(entry["seeds"].values())))
+        assert ("sd" in entry) == (count > 1)
+        if count == 1:
+            assert entry["interval"].startswith("95 %, over test samples; a single draw")
+            assert (entry["low"], entry["high"]) == wilson(entry["value"], 300)
+
+
+@pytest.mark.parametrize("settings", [ProbeConfig, FewShotConfig])
+def test_repeated_seeds_are_refused(settings) -> None:
+    with pytest.raises(ConfigError, match="expected different seeds"):
+        settings(seeds=(1, 2, 1))
 
 
 @pytest.mark.parametrize(

@@ -242,7 +242,9 @@ def test_task_is_packed_with_class_names_and_unknown_task_is_rejected(tmp_path, 
     assert "found 6 samples of" in capsys.readouterr().err
     # A task cannot be packed from part of a set, because its rows are selected by their positions in the full set.
     assert main([*command, "--task", "clevr_count", "--partial"]) == 64
-    assert "partial does not work with source vtab, whose tasks select images by their position" in capsys.readouterr().err
+    assert (
+        "partial does not work with source vtab, whose tasks select images by their position" in capsys.readouterr().err
+    )
     as_large = VTAB["clevr_count"]._replace(published={"train800val200": Published(6, 8, "by hand")})
     with monkeypatch.context() as patch:
         patch.setitem(VTAB, "clevr_count", as_large)
@@ -252,4 +254,7 @@ def test_task_is_packed_with_class_names_and_unknown_task_is_rejected(tmp_path, 
     assert main([*command, "--task", "clevr"]) == 64
     assert "task is clevr; only source vtab has tasks, and it needs one of: caltech101" in capsys.readouterr().err
     assert main([*command[:-1], "train", "--task", "clevr_count"]) == 64
-    assert "has the splits train800, val200, train800val200, test; split is train" in capsys.readouterr().err
+    assert (
+        "split is train, but source vtab has only the splits train800, val200, train800val200, test"
+        in capsys.readouterr().err
+    )

@@ -68,7 +68,7 @@ def test_trackers_are_off_by_default_and_do_not_change_keys(recipe) -> None:
     ("override", "message"),
     [
         ("trackers.wandb.projekt=vit", "unknown key trackers.wandb.projekt; did you mean 'project'"),
-        ("trackers.mlflow.uri=mlruns", "mlflow.uri is mlruns, expected https://…, or an absolute folder"),
+        ("trackers.mlflow.uri=mlruns", "mlflow.uri is mlruns, expected https://… or an absolute folder"),
         ("trackers.mlflow.uri=https://me:pass@host", r"looks like a secret \(by its value\)"),
     ],
 )

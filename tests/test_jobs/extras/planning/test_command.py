@@ -19,7 +19,13 @@ ROOT = Path(__file__).parents[4]
     [
         (["plan", "--gpu", "h10"], 78, "--gpu is h10; did you mean 'h100'?"),
         (["plan", "--price", "0"], 78, "--price is 0, expected more than 0"),
+        (["plan", "--price=-2.5"], 78, "--price is -2.5, expected more than 0"),
+        (["plan", "--price", "inf"], 78, "--price is inf, expected more than 0 and finite, for example --price 2.5"),
+        (["plan", "--price=-inf"], 78, "--price is -inf, expected more than 0"),
+        (["plan", "--price", "nan"], 78, "--price is nan, expected more than 0"),
         (["plan", "--mtbf", "-1"], 78, "--mtbf is -1, expected more than 0"),
+        (["plan", "--mtbf", "inf"], 78, "--mtbf is inf, expected more than 0 and finite"),
+        (["plan", "--mtbf", "nan"], 78, "--mtbf is nan, expected more than 0"),
         (["trial", "--stage", "pretran"], 78, "the recipe has no stage 'pretran'"),
         (["trial", "--stage", "resize"], 78, "resize is a stage of kind resize, which does not train"),
     ],

@@ -49,8 +49,11 @@ def test_a_compiled_stage_has_an_unknown_need_and_is_not_refused(recipe, capsys,
     limited += ["finetune.micro_batch=4", "pretrain.compile=true"]
     assert main(["plan", str(recipe), *limited]) == 0
     out = capsys.readouterr().out
-    assert "memory  unknown: the step is not traced with compile: true" in out and "unknown for pretrain" in out
-    assert "pretrain: cannot tell whether it fits cluster.gpu_memory_gb=5: the step is not traced with" in out
+    assert "memory  unknown: steps with compile: true cannot be traced" in out and "unknown for pretrain" in out
+    assert (
+        "pretrain: cannot tell whether it fits cluster.gpu_memory_gb=5: steps with compile: true cannot be traced"
+        in out
+    )
 
     stage = load(recipe, limited).stage("pretrain")
     assert memory.need_if_traced(stage.config, stage.model, 2, is_gpu=True) is None
@@ -62,7 +65,7 @@ def test_plan_lists_the_parts_of_the_memory_and_exits_like_run_if_they_do_not_fi
     gpu = ["cluster.gpus_per_worker=1", "pretrain.zero=1", "finetune.zero=1"]
     assert main(["plan", str(recipe), *gpu]) == 0
     out = capsys.readouterr().out
-    assert "memory  6.0 GiB a worker, most in backward: 4.0 GiB activations + 2.0 GiB weights and optimizer" in out
+    assert "memory  6.0 GiB per worker, peak in backward: 4.0 GiB activations + 2.0 GiB weights and optimizer" in out
     for command in ("plan", "run"):
         assert main([command, str(recipe), *gpu, "cluster.gpu_memory_gb=5"]) == 78
-        assert "type one of these: pretrain.micro_batch=2 (needs 4.0 GiB); " in capsys.readouterr().err
+        assert "set one of these: pretrain.micro_batch=2 (needs 4.0 GiB); " in capsys.readouterr().err

@@ -32,7 +32,7 @@ def test_plan_lists_missing_inputs_and_exits_like_run_unless_allowed(recipe, cap
     planned = capsys.readouterr()
     assert "  MISSING pretrain.data.train: /nowhere: this index does not exist" in planned.out
     error = planned.err[planned.err.index("error: ") :]
-    assert error.startswith("error: 2 inputs are missing: pretrain.data.train: /nowhere: there is no")
+    assert error.startswith("error: 2 inputs are missing: pretrain.data.train: /nowhere: this index does not exist")
     assert "\n  fewshot.probe.test: /neither: this index does not exist" in error
     assert main(["run", str(recipe), *missing]) == 65
     assert capsys.readouterr().err == error

@@ -54,7 +54,7 @@ def test_plan_states_its_assumption_for_an_untried_number_of_workers(recipe, tri
     # With another trial on 8 workers at 60 instead of 80 images/s each, interpolate to 70 on 4 workers.
     write_trial(tmp_path / "run", dataclasses.replace(tried, world=8, images_per_s=480.0))
     assert main(["plan", str(recipe), "cluster.workers=4", "finetune.micro_batch=4"]) == 0
-    assert "280 images/s (between trials on 2 and 8 workers; Abacus" in capsys.readouterr().out
+    assert "280 images/s (interpolated between trials on 2 and 8 workers; Abacus" in capsys.readouterr().out
 
 
 def test_a_trial_with_other_resources_per_worker_is_ignored(recipe, tried, capsys):

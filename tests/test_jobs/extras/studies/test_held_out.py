@@ -185,7 +185,7 @@ def test_plan_counts_class_folders_and_cores_before_training(tmp_path: Path, cap
     recipe = tmp_path / "folders.yaml"
     recipe.write_text(FOLDERS.format(run=tmp_path / "run", images=tmp_path / "images"))
     assert main(["plan", str(recipe), "--without-data"]) == 65
-    assert "set pretrain.model.classes=4" in capsys.readouterr().err
+    assert "type pretrain.model.classes=4" in capsys.readouterr().err
     assert main(["plan", str(recipe), "--without-data", "pretrain.model.classes=4"]) == 0
     assert "64 workers share the" in capsys.readouterr().out
     gpu = ["cluster.workers=1", "cluster.backend=ray", "cluster.gpus_per_worker=1", "pretrain.precision=bf16"]

@@ -106,7 +106,7 @@ NEXT = {"kind": "pretrain", "init": "@trunk", "begin": 16, "steps": 24, "law": "
         ({"cool.model": {"dropout": 0.5}}, "but these differ: model.dropout: 0.1 → 0.5"),
         ({"apart.begin": 8, "apart.init": "other/trunk"}, "apart.begin: init is other/trunk, but a branch needs a"),
         ({"cool.optim": {"schedule": {"cooldown_steps": 12}}}, "the learning rate of step 8 is 0.003 in trunk, but"),
-        ({"cool.init": "@far"}, "cool.init is @far: that is the table of a sweep"),
+        ({"cool.init": "@far"}, "cool.init is @far, the table of a sweep"),
         ({"apart.begin": 8}, "begin is a step of stage init, but init is not set"),
         ({**law_of("seconds"), "next": NEXT}, "@curves/figure.json needs seconds, which is unknown before"),
         ({**law_of("samples", y="5shot"), "next": NEXT}, "predicts 5shot, which the stage does not report"),

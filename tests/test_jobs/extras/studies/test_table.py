@@ -116,7 +116,7 @@ def test_runs_without_metrics_have_a_table_of_their_axes_and_share_common_stages
         (["finetune.sweep.each={'a/b': null}"], "a stage is called 'finetune.a/b.lr-0.01'"),
         (
             ["fewshot.init=@finetune"],
-            "that is the table of a sweep\n  expected one of its runs: @finetune.seed-0, @fin",
+            "the table of a sweep\n  expected one of the sweep's runs: @finetune.seed-0, @fin",
         ),
         (["finetune.sweep.grid={init: [x, y]}"], "finetune.seed-0: init names an input, and a grid with held_out"),
         (

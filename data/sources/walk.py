@@ -1,0 +1,78 @@
+"""Find the files below a folder: one walk for every source of images.
+
+Links are followed, as torchvision and timm do; a link to a folder above itself is not. Hidden files, and folders that
+operating systems and storage devices create, are skipped and counted, never read as images or classes.
+
+    photos/cat/1.jpg                        photos/cat/1.jpg
+    photos/cat/more -> /store/more    →     photos/cat/more/7.jpg       (from the link)
+    photos/cat/@eaDir/1.jpg/thumb.jpg       skipped["file in a system folder (@eaDir)"] == 1
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+# Thumbnails, recycle bins, snapshots and indexes of: Synology, QNAP, Windows, ext4, zip files made on macOS, AFP.
+SYSTEM_FOLDERS = frozenset(
+    {
+        *("@eaDir", "#recycle", "#snapshot", "@Recycle", "@Recently-Snapshot"),
+        *("$RECYCLE.BIN", "RECYCLER", "System Volume Information", "lost+found"),
+        *("__MACOSX", "Network Trash Folder", "Temporary Items"),
+    }
+)
+HIDDEN = "hidden file"  # or a file in a hidden folder, such as .ipynb_checkpoints
+LOOP = "link to a folder above it"
+NO_FILE = "broken link or device"
+
+
+def files_below(folder: Path, skipped: Counter[str]) -> Iterator[Path]:
+    """Yield the files below a folder, sorted by name in each folder; count skipped ones by kind.
+
+    Raises OSError if a folder cannot be listed.
+    """
+    yield from _walk(folder, skipped, ())
+
+
+def class_folders_in(root: Path, skipped: Counter[str] | None = None) -> list[str]:
+    """Return the sorted names of the folders in a folder, without hidden and system folders, which are counted."""
+    names = []
+    for entry in sorted(os.scandir(root), key=lambda entry: entry.name):
+        if not entry.is_dir() or entry.name.startswith("."):
+            continue
+        if entry.name not in SYSTEM_FOLDERS:
+            names.append(entry.name)
+        elif skipped is not None:
+            _count_skipped(Path(entry.path), skipped)
+    return names
+
+
+def _walk(folder: Path, skipped: Counter[str], above: tuple[tuple[int, int], ...]) -> Iterator[Path]:
+    status = folder.stat()
+    identity = (status.st_dev, status.st_ino)
+    if identity in above:
+        skipped[LOOP] += 1
+        return
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        path = Path(entry.path)
+        is_folder = entry.is_dir()
+        if is_folder and (entry.name.startswith(".") or entry.name in SYSTEM_FOLDERS):
+            _count_skipped(path, skipped)
+        elif is_folder:
+            yield from _walk(path, skipped, (*above, identity))
+        # macOS writes a `._1.jpg` next to a 1.jpg on foreign file systems; it is no image.
+        elif entry.name.startswith("."):
+            skipped[HIDDEN] += 1
+        elif entry.is_file():
+            yield path
+        else:
+            skipped[NO_FILE] += 1
+
+
+def _count_skipped(folder: Path, skipped: Counter[str]) -> None:
+    """Count the files below a hidden or system folder, without following links."""
+    kind = HIDDEN if folder.name.startswith(".") else f"file in a system folder ({folder.name})"
+    for _, _, names in os.walk(folder):
+        skipped[kind] += len(names)

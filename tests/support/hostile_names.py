@@ -1,0 +1,19 @@
+"""Names that an attacker puts into buckets, records, manifests and claims to write outside the folder of a run."""
+
+HOSTILE_NAMES = [
+    "..",
+    ".",
+    "",
+    "../outside",
+    "a/../../outside",
+    "a/..",
+    "./a",
+    "a//b",
+    "//abs",
+    "/abs",
+    "a/",
+    "a\0b",
+    None,
+    7,
+    ["a"],
+]

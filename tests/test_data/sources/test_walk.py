@@ -1,0 +1,77 @@
+"""The walk that all sources of images share: links, loops, hidden files and folders of operating systems."""
+
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from data.sources.walk import HIDDEN, LOOP, NO_FILE, SYSTEM_FOLDERS, class_folders_in, files_below
+
+pytestmark = pytest.mark.quick
+
+
+def tree(root: Path, *names: str) -> None:
+    for name in names:
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"image")
+
+
+def below(root: Path) -> tuple[list[str], Counter[str]]:
+    skipped: Counter[str] = Counter()
+    return [str(path.relative_to(root)) for path in files_below(root, skipped)], skipped
+
+
+def test_links_to_files_and_folders_are_followed_as_by_a_walk_that_follows_links(tmp_path: Path) -> None:
+    tree(tmp_path, "store/more/7.jpg", "store/8.jpg", "set/cat/1.jpg", "set/cat/deep/2.jpg")
+    (tmp_path / "set/cat/more").symlink_to("../../store/more")
+    (tmp_path / "set/cat/8.jpg").symlink_to("../../store/8.jpg")
+    (tmp_path / "set/dog").symlink_to(tmp_path / "store")
+    files, skipped = below(tmp_path / "set")
+    expected = [
+        os.path.join(folder, name) for folder, _, names in os.walk(tmp_path / "set", followlinks=True) for name in names
+    ]
+    assert sorted(files) == sorted(os.path.relpath(path, tmp_path / "set") for path in expected)
+    assert len(files) == 6
+    assert not skipped
+
+
+@pytest.mark.parametrize("target", [".", "..", "../.."])
+def test_a_link_to_a_folder_above_it_is_counted_and_not_followed(tmp_path: Path, target: str) -> None:
+    root = tmp_path / "set"
+    tree(root, "cat/deep/1.jpg", "dog/2.jpg")
+    (root / "cat/deep/loop").symlink_to(target)
+    files, skipped = below(root)
+    assert files == ["cat/deep/1.jpg", "dog/2.jpg"]
+    assert skipped == {LOOP: 1}
+
+
+def test_two_links_that_lead_into_each_other_end(tmp_path: Path) -> None:
+    root = tmp_path / "set"
+    tree(root, "a/1.jpg", "b/2.jpg")
+    (root / "a/to_b").symlink_to("../b")
+    (root / "b/to_a").symlink_to("../a")
+    files, skipped = below(root)
+    assert files == ["a/1.jpg", "a/to_b/2.jpg", "b/2.jpg", "b/to_a/1.jpg"]
+    assert skipped == {LOOP: 2}
+
+
+@pytest.mark.parametrize("name", sorted(SYSTEM_FOLDERS))
+def test_system_folders_are_neither_images_nor_classes(tmp_path: Path, name: str) -> None:
+    tree(tmp_path, "cat/1.jpg", f"cat/{name}/1.jpg/thumb.jpg", f"cat/{name}/2.jpg", f"{name}/3.jpg", "dog/4.jpg")
+    files, skipped = below(tmp_path)
+    assert files == ["cat/1.jpg", "dog/4.jpg"]
+    assert skipped == {f"file in a system folder ({name})": 3}
+    of_classes: Counter[str] = Counter()
+    assert class_folders_in(tmp_path, of_classes) == ["cat", "dog"]
+    assert of_classes == {f"file in a system folder ({name})": 1}
+
+
+def test_hidden_files_broken_links_and_devices_are_counted(tmp_path: Path) -> None:
+    tree(tmp_path, "1.jpg", "._1.jpg", ".ipynb_checkpoints/1-checkpoint.jpg", ".ipynb_checkpoints/deep/2.jpg")
+    (tmp_path / "lost.jpg").symlink_to("nowhere")
+    os.mkfifo(tmp_path / "pipe.jpg")
+    files, skipped = below(tmp_path)
+    assert files == ["1.jpg"]
+    assert skipped == {HIDDEN: 3, NO_FILE: 2}
