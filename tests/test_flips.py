@@ -317,6 +317,9 @@ def test_three_hundred_flips_over_every_file_are_found_or_harmless(made, capsys)
     unexpected: list[str] = []
     for file, bit in flips:
         kind = class_of(file, made)
+        # A command that read another file has replaced the lease, or deleted a killed worker's temporary file.
+        if not file.exists() and (kind == "lease and status" or file.name.startswith(".tmp-")):
+            continue
         if file not in expected:
             expected[file] = ask(file, made, run, None)
             assert expected[file].code == 0, (file, expected[file])
