@@ -202,7 +202,8 @@ def class_of(file: Path, made: Made) -> str:
         return "lease and status"
     if file.name == "metrics.jsonl":
         return "metrics"
-    if file.name in ("log.txt", "incidents.txt") or "tensorboard" in place:
+    # The examples are only for the run's page, which reports a damaged file.
+    if file.name in ("log.txt", "incidents.txt", artifacts.EXAMPLES) or "tensorboard" in place:
         return "log"
     return "record or weights of a stage"
 
