@@ -83,6 +83,7 @@ fewshot: {{init: "@resize", probe: {{train: "@shards/train", test: "@shards/test
 # Classes of files in which a flip may have no effect, and why: everything else must be found.
 HARMLESS = {
     "log": "a log: shown to people, no result is made of it",
+    "metrics": "the stage has finished; what decides from a record refuses a damaged one (test_best.py)",
     "attempt": "what a worker of an attempt that has ended left behind: read while the attempt runs",
     "lease and status": "how the last command ended, in words: shown to people, a start writes it anew",
     "shard": "a header or padding of a tar: the index knows where the samples lie",
@@ -199,7 +200,10 @@ def class_of(file: Path, made: Made) -> str:
         return "attempt"
     if file.name == "status.json" or "leases" in place:
         return "lease and status"
-    if file.name in ("log.txt", "metrics.jsonl", "incidents.txt") or "tensorboard" in place:
+    if file.name == "metrics.jsonl":
+        return "metrics"
+    # The examples are only for the run's page, which reports a damaged file.
+    if file.name in ("log.txt", "incidents.txt", artifacts.EXAMPLES) or "tensorboard" in place:
         return "log"
     return "record or weights of a stage"
 
@@ -314,6 +318,9 @@ def test_three_hundred_flips_over_every_file_are_found_or_harmless(made, capsys)
     unexpected: list[str] = []
     for file, bit in flips:
         kind = class_of(file, made)
+        # A command that read another file has replaced the lease, or deleted a killed worker's temporary file.
+        if not file.exists() and (kind == "lease and status" or file.name.startswith(".tmp-")):
+            continue
         if file not in expected:
             expected[file] = ask(file, made, run, None)
             assert expected[file].code == 0, (file, expected[file])
