@@ -98,7 +98,7 @@ def one_line(text: str) -> str:
 
 
 def few(texts: Sequence[str], most: int = 4, more: str = " and {} more") -> str:
-    """Join the first `most` texts by commas; append how many `more` there are."""
+    """Join the first `most` texts with commas; if there are others, append their number in the format `more`."""
     line = ", ".join(texts[:most])
     if len(texts) > most:
         line += more.format(len(texts) - most)

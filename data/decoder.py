@@ -60,12 +60,12 @@ from data.shards.reader import ShardReader, read_labels
 
 # b samples per micro-batch, L labels per sample at most, S image side
 
-MAX_REPLACEMENTS = 100  # consecutive bad samples after which the set counts as unusable
-MOST_PIXELS = 1 << 22  # of an image left encoded for the GPU: 12 MB after decoding
+MAX_REPLACEMENTS = 100  # consecutive bad samples after which a data set counts as unusable
+MOST_PIXELS = 1 << 22  # most pixels of an image that the GPU decodes: 12 MB after decoding
 SEED_DOMAIN = 1  # keeps augmentation's random numbers separate from the order's
-RESTARTS = 3  # of the process for a single micro-batch
-MEASURED = 128  # images decoded to measure the speed
-PAGE = 4096  # bytes; every micro-batch begins on a new page
+RESTARTS = 3  # restarts of a decoding process for a single micro-batch
+MEASURED = 128  # images decoded to measure the decoding speed
+PAGE = 4096  # bytes of a memory page; every micro-batch begins on a new page
 
 
 class DecodeTask(NamedTuple):
@@ -335,8 +335,8 @@ class DecoderProcess:
 
     def start(self) -> None:
         """Start the process, which then waits for its decoder."""
-        # PYTHONPATH leads to the repository from any current folder, and -P excludes the current folder.
-        # OMP_NUM_THREADS: one core per process; the loader chose the number of processes.
+        # PYTHONPATH makes the repository importable from any working directory; -P keeps the working directory itself
+        # off sys.path. OMP_NUM_THREADS=1: the loader already decodes in several processes.
         ours, theirs = socketpair()
         # Close our copy of the child's end after the start: otherwise we would not notice the child's death. The child
         # inherits only these two files; without a copy of our end, it notices when we end.

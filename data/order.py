@@ -337,7 +337,7 @@ class Ledger:
 
     @classmethod
     def start(cls, index_digest: str, seed: int) -> Ledger:
-        """Return the ledger before the first step."""
+        """Return the initial ledger, its state before the first step."""
         return cls(sha256(f"{index_digest} {seed}".encode()).hexdigest())
 
     def update(self, step: int, epoch: np.ndarray, shard: np.ndarray, sample: np.ndarray) -> Ledger:

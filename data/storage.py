@@ -82,7 +82,8 @@ class Folder:
     def create_once(self, name: str, content: bytes) -> bool:
         """Create a file atomically; return False if the name exists, so that only one of several processes succeeds.
 
-        No other process may pass the same content. Raises OSError, and StorageError if the storage lacks this feature.
+        The content must be unique to the calling process: it identifies the winner if an object store's response is
+        lost. Raises OSError, and StorageError if the storage lacks this feature.
         """
         path = self.local / name
         make_folder(path.parent, self.local)

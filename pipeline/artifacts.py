@@ -202,8 +202,8 @@ class CheckedWeights(NamedTuple):
 def check_weights(folder: Path, log: Callable[[str], None]) -> CheckedWeights:
     """Verify weights.safetensors and model.json against the digests recorded with them, reading each file once.
 
-    `log` receives a line if the weights have no digests, and if the check took long. Raises DataError if a file is
-    missing or altered, OSError if it cannot be read.
+    A message is passed to `log` if the weights have no digests or if verification took long. Raises DataError if a
+    file is missing or altered, OSError if it cannot be read.
     """
     began = time.monotonic()
     covering = covering_record(folder)

@@ -8,10 +8,10 @@ from data.index.index import Index
 
 
 def shared_samples(index: Index, other: Index) -> tuple[int, int]:
-    """Return how many samples of `index` are also in `other`: at the same position of the same tar, and by bytes.
+    """Count samples of `index` also in `other`, matched by tar and position, and by content.
 
-    Subsets share positions with their parent set and with each other. Two packings of the same images share only
-    bytes, and so do copies of an image in different sets.
+    Subsets share positions with their parent set and with each other. Two packings of the same images match only by
+    content, as do copies in different sets.
     """
     places_of_tar: dict[str, np.ndarray] = {}
     digests_of_shards = [np.zeros(0, np.uint64)]

@@ -214,9 +214,10 @@ def write_index(
 
 
 def read_large(path: Path) -> tuple[Mapping[str, Any], Sequence[Shard]]:
-    """Load an index like `read_json`, with mapped shards; the first process of a node writes the columns.
+    """Load an index as `read_json` does, but with memory-mapped shards.
 
-    If columns cannot be stored, every process loads all shards, which is logged. Raises DataError.
+    The first process on each node writes the column files. If they cannot be written, every process loads all shards
+    and a warning is logged. Raises DataError.
     """
     with open(path, "rb") as file:
         columns = state_folder() / "indexes" / f"{file_digest(file, 'sha256').hexdigest()}.columns"

@@ -258,7 +258,7 @@ class Prefetcher:
             self.changed.notify()
 
     def run(self, first_step: int) -> None:
-        """Download the shards of one step after the other, at most `ahead` steps ahead of training."""
+        """Prefetch shards step by step, at most `ahead` steps ahead of training."""
         step = first_step
         with ThreadPoolExecutor(self.cfg.fetchers) as pool:
             while True:

@@ -76,7 +76,7 @@ class Sizes:
         return self.proven
 
     def postpone_growth(self) -> None:
-        """Do not try to grow for a while."""
+        """Suspend scale-up for a cooldown period, which doubles each time up to a limit."""
         self.not_before = self.clock() + min(AGAIN_S * 2**self.failures, LONGEST_AGAIN_S)
         self.failures += 1
 
@@ -92,10 +92,10 @@ class Growth:
     not_before: float = 0.0  # earliest time to grow, by `clock`
     clock: Callable[[], float] = time.monotonic  # seconds
 
-    target: int | None = None  # the number of workers to grow to, once growing is due
-    since: dict[int, float] = field(default_factory=dict)  # world → since when there has been room for it
+    target: int | None = None  # target number of workers once a scale-up is due
+    since: dict[int, float] = field(default_factory=dict)  # world size → time since which there has been room for it
     step: int = -1  # step of the newest commit, as last read
-    step_before: int | None = None  # step of the newest commit when growing first became possible
+    step_before: int | None = None  # step of the latest commit when scale-up first became possible
     has_ended: threading.Event = field(default_factory=threading.Event)  # set at the end of the attempt
 
     def start(self) -> None:
@@ -125,7 +125,10 @@ class Growth:
             self.step = self.last_step()
 
     def is_due(self) -> bool:
-        """Return whether the attempt should stop to grow: there is stable room, and a commit since. Stays true."""
+        """Return whether to stop this attempt so that the next one can use more workers.
+
+        It is true if capacity has been stable and a checkpoint has been committed since. Once true, it stays true.
+        """
         if self.target is not None:
             return True
         # Worlds for which there has been room for `patience_s`.

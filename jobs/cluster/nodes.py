@@ -41,7 +41,7 @@ class ThisMachine:
         self.threads = ThreadPoolExecutor(max_workers=4, thread_name_prefix="agent")
 
     def warm_up(self) -> None:
-        """Start slow preparations of the workers early, if that takes no resources from other users."""
+        """Begin time-consuming worker setup early, if this takes no resources from other users."""
         self.agent.warm_up()
 
     def reserve(self, run: str, worlds: Sequence[int], log: Callable[[str], None], on_tick: Callable[[], None]) -> int:

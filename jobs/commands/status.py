@@ -50,10 +50,10 @@ def run_or_stage(path: str) -> Path:
 
 
 def print_status(run: Path, store: "Bucket | None" = None) -> None:
-    """Print one line for each stage of a run in the order of their first start; for a stage's folder, only that stage.
+    """Print one line per stage, in the order they first started; for a stage's folder, only that stage.
 
     For a run in an object store, `run` is a local copy of the run or of one stage; the output shows the URL. Raises
-    UsageError if there is no run, StorageError.
+    UsageError if there is no run, and StorageError if the object store cannot be read.
     """
     # 1. The stages. Each stage folder has a stage.json from the start.
     run, folders = stage_folders(run)

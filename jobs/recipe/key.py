@@ -180,10 +180,10 @@ def check_part(field_name: str, value: str, reads: Reads, earlier: Mapping[str, 
 
 
 def model_of(stage: Stage, earlier: Mapping[str, Stage], missing: list[str]) -> ModelConfig | None:
-    """Return the architecture of a stage's model, from its recipe or from its initial weights and the changes to them.
+    """Return the architecture of a stage's model, from its recipe, or from its initial weights plus config overrides.
 
-    The result is None for stages without a model, and if the initial weights do not exist yet. If weights exist without
-    a model config, a message is added to `missing`.
+    Returns None for stages without a model, or if the initial weights do not exist yet. If weights exist without a
+    model config, a message is added to `missing`.
     """
 
     def source_model(init: str) -> ModelConfig | None:

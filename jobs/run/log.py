@@ -110,7 +110,8 @@ class RunLog(Watcher):
             self.show_progress(max(message.step, report["step"]), report["steps"], text)
             return
 
-        # Before the first report, show what the run is waiting for: on the bar at once, as a line after a silence.
+        # Before the first report, show what the run is waiting for: immediately on the progress bar, or as a log line
+        # after a quiet period.
         started = len(list(attempt_folder(message.directory, message.attempt).glob("rank-*.json")))
         wait = f"{started} workers have started; waiting for their first step"
         if not started:

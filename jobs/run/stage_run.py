@@ -34,7 +34,8 @@ from pipeline.monitoring.telemetry import account, read_metrics
 def run_stage(context: Context, *, fresh: bool) -> dict[str, Any]:
     """Run an unfinished stage; return the content of its done.json.
 
-    Raises ConfigError if a stage that it reads has not run, or, unless `fresh`, if it is half done with another config.
+    Raises ConfigError if a stage it depends on has not run or, unless `fresh`, if this stage was partially run with a
+    different config.
     """
     began = time.time()
     stage = context.stage

@@ -48,7 +48,7 @@ from pipeline.values import counted
 
 
 class Companion(Protocol):
-    """Work of an extra in the driver during the attempts of a stage, for example asynchronous evaluation."""
+    """Work that an extra does in the driver while a stage's attempts run, for example asynchronous evaluation."""
 
     def during_attempt(
         self, task: Task, attempt_folder: Path, cluster: ClusterConfig
@@ -56,7 +56,7 @@ class Companion(Protocol):
         """Return a context manager that does the work during an attempt and ends with it."""
 
     def finish(self) -> None:
-        """Finish the work after the successful last attempt."""
+        """Finish the remaining work after the stage's last attempt has succeeded."""
 
 
 class TrainingExtra:

@@ -83,7 +83,10 @@ def best_commit(stage: Path, metric: str, committed: Collection[int]) -> BestSte
 
 
 def steps_of_best(stage: Path, metric: str | None, committed: Callable[[], Collection[int]]) -> list[int]:
-    """Return the step of the best evaluation in a list; empty without a metric or before the first evaluation."""
+    """Return a list containing the step of the best evaluation that has a checkpoint.
+
+    The list is empty if no metric is set or if there is no such evaluation yet.
+    """
     best = None
     if metric is not None:
         best = best_commit(stage, metric, committed())

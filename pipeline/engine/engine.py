@@ -183,7 +183,8 @@ class Engine:
             else:
                 self.state.drop()
 
-        # 4. At ZeRO 0 the optimizer steps here; at the other stages it has stepped already, and this only counts.
+        # 4. With ZeRO stage 0 the optimizer steps here; with other stages it has already stepped, and this call only
+        # advances the step counter.
         self.engine.step()
         # A skipped step is not an update: it must not move the average towards the master weights.
         if is_finite:

@@ -380,9 +380,10 @@ def examples_of(test: FeatureStore, most: int) -> list[document.Entry]:
 
 
 def class_counts(test: FeatureStore) -> list[list[int]]:
-    """Return a row for each class with samples: label, samples, right ones, most frequent wrong prediction, its count.
+    """Return one row per class that has samples.
 
-    A sample with several labels counts in each of their classes. In a class without mistakes the last two are −1 and 0.
+    A row holds the label, number of samples, number correct, most frequent wrong prediction and its count. In a
+    class without mistakes, the last two are −1 and 0. A sample with several labels counts in each of their classes.
     """
     predicted = test.predictions[:, 0].astype(int)
     sample, column = np.nonzero(test.labels >= 0)
@@ -390,7 +391,7 @@ def class_counts(test: FeatureStore) -> list[list[int]]:
     is_right = (test.labels == predicted[:, None]).any(axis=1)[sample]
     samples = np.bincount(label)
     right = np.bincount(label[is_right], minlength=len(samples))
-    # Encode each kind of mistake, label and prediction, as a single number.
+    # Encode each misclassification, a (label, prediction) pair, as a single integer.
     classes = max(predicted.max(), label.max(initial=0)) + 1
     mistakes, times = np.unique(label[~is_right] * classes + predicted[sample][~is_right], return_counts=True)
     most_often: dict[int, list[int]] = {}

@@ -106,7 +106,7 @@ def worker(task: Mapping[str, Any]) -> dict[str, list[Entry]]:
     try:
         results = evaluator.evaluate(requests)
     except EvaluationFailed as error:
-        # If a protocol failed rather than a set, its message already says what to do.
+        # If a protocol failed, rather than a data set, its error message already says how to fix it.
         remedy = ""
         if error.path is not None:
             remedy = "\n  repair the set, then run the same command again"

@@ -155,7 +155,7 @@ def evaluate_commit(task: Mapping[str, Any]) -> AsyncOutcome:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    # Load the weights that the loop uses after this step. During training these are the master weights, even if the
+    # Load the weights that evaluation in the training loop would use after this step: the master weights, even if the
     # stage ends with averaged weights.
     model = models.from_config(model_config)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}

@@ -35,8 +35,8 @@ LONGEST_SHARD = 150  # characters; each may take twelve bytes in JSON, and a tru
 # A worker is slow if it was the only late one in this share of this many checks; the driver checks once a second.
 SLOW_CHECKS = 30
 SLOW_SHARE = 0.9
-NODE_FOLDER = "PATCHLINE_NODE_FOLDER"  # environment variable of a worker: its attempt's folder local to this node
-STOP_FILE = "stop"  # created in the node's folder when the driver wants the worker group to commit and end
+NODE_FOLDER = "PATCHLINE_NODE_FOLDER"  # worker environment variable: its attempt's node-local folder
+STOP_FILE = "stop"  # created in the node's folder when the driver asks the worker group to commit and exit
 PHASE_FILE = "rank-{:05d}.phase"  # in the node's folder
 
 

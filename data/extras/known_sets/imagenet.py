@@ -199,7 +199,7 @@ def labelled_images(path: Path, labels: Sequence[Sequence[int]], source: str | o
 
 
 def validation_images(path: Path) -> list[Stored]:
-    """Return the images of a tar, or of a folder and its class folders, in the order of their names."""
+    """Return the images in a tar, or in a folder and its class subfolders, sorted by name."""
     if not path.is_dir():
         return stored_in(path)
     images = []

@@ -138,9 +138,10 @@ def listed_samples(listed: ListedSet, folder: Path, split: str) -> Iterator[Samp
 
 
 def pets_lists(folder: Path) -> dict[str, dict[str, int]]:
-    """Read trainval.txt and test.txt of Oxford-IIIT Pets, with lines of image, class, species and breed.
+    """Read trainval.txt and test.txt of Oxford-IIIT Pets.
 
-    A line looks like `Abyssinian_201 1 1 1`. Raises DataError if a line has a different format.
+    Each line holds an image name, class, species and breed, for example `Abyssinian_201 1 1 1`.
+    Raises DataError if a line has a different format.
     """
     archive = first_present(folder, PETS_ANNOTATIONS, PETS_PAGE)
     contents = read_members(archive, list(PETS_LISTS.values()))

@@ -48,7 +48,8 @@ class PreparedSet:
 def prepared_set(path: Path, task: VtabTask) -> PreparedSet:
     """Read the description of a prepared set.
 
-    Raises DataError if there is no description, if it is not the set of the task, or if the files are not TFRecords.
+    Raises DataError if the description is missing or does not match the task's data set, or if the files are not
+    TFRecords.
     """
     config = CONFIGS.get(task.dataset)
     expected = f"{task.dataset}/{config}" if config else task.dataset

@@ -26,7 +26,7 @@ class AsyncEvaluationExtra(TrainingExtra):
     config = compose(AsyncConfig, SpikeConfig)
 
     def hooks(self, cfg: SpareConfig, context: Context) -> HookOptions:  # type: ignore[override]
-        """Return the hooks for the keys in use, and for work that earlier attempts have left."""
+        """Return the hooks for the keys in use, and for evaluations and masks of earlier attempts."""
         hooks: dict[str, dict[str, object]] = {}
         has_requests = (context.directory / EVALUATIONS).exists()
         if getattr(cfg, "evaluate_on", "training") == "spare" or has_requests:

@@ -121,7 +121,7 @@ def worlds_of_all(campaign: Campaign) -> list[int]:
             first = list(allowed)
             common = list(allowed)
         common = sorted(set(common).intersection(allowed), reverse=True)
-    # If all stages have finished, any number of the cluster is allowed.
+    # If all stages have finished, only the recipe's cluster config limits the number of workers.
     return common or first or list(campaign.cluster.worlds)
 
 

@@ -115,7 +115,7 @@ def feed(facts: TrainedFacts) -> Iterator[CheckVerdict]:
         f"{needed:,.0f} images/s, a core decodes {rate:,.0f} images/s ({source}): "
     )
     processes = f"data.processes={cfg.data.processes}"
-    # More decoding processes than cores are not faster.
+    # Using more decoding processes than cores does not speed up decoding.
     if cfg.data.decode == "gpu":
         yield CheckVerdict("OK", f"{text}data.decode=gpu, not checked")
     elif needed_cores > MOST_PROCESSES:

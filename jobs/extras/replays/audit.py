@@ -204,7 +204,7 @@ def choose_stretches(stage: TrainedStage, share: float, seed: int) -> list[Findi
 
 
 def compare(before: TrainedStage, after: TrainedStage, finding: Finding) -> None:
-    """Compare the steps and the last commit of a stretch with its repetition; store the differences in `finding`."""
+    """Compare the steps and the final checkpoint of a segment with its replay; store the differences in `finding`."""
     start = after.start_of(finding.last)
     start_before = before.start_of(finding.last)
     finding.world = start["world"]

@@ -55,7 +55,7 @@ class Gallery(NamedTuple):
 
 
 class Album:
-    """Makes the images of one page, up to the limit `MOST`."""
+    """Renders the images for one page, up to the limit `MOST`."""
 
     def __init__(self, *, with_replay: bool = True) -> None:
         self.room = MOST  # images that can still be added
@@ -125,7 +125,8 @@ class Album:
             title = str(path.relative_to(folder.parent))
             try:
                 record = artifacts.read_record(path)
-                # A spike search during training does not name a run: it is in the run's own folder.
+                # Results of a spike search made during training do not record the run's name: they are stored in the
+                # run's own folder.
                 if record.get("run", str(folder)) != str(folder):
                     continue
                 title = f"{record.get('command', 'search during training')}, {record['date']}"

@@ -39,8 +39,8 @@ OWN = ("steps", "passes", "init", "begin", "law", "model", "new_head", "keep_bes
 class Compute(NamedTuple):
     """ExaFLOPs of the trained stages of a recipe, counted as by `plan`."""
 
-    planned: float  # for branches, only the steps after `begin`
-    apart: float  # if every branch were a separate run from step 0, without its trunk
+    planned: float  # compute of the recipe; a branch counts only its steps after `begin`
+    apart: float  # compute if every branch were a separate run from step 0, without its trunk
     uncounted: list[str]  # stages whose steps or model are unknown
 
 

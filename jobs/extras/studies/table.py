@@ -190,7 +190,10 @@ class Table(StageKind):
         check_held_out(stage, parent, available)
 
     def run(self, cfg: TableConfig, context: Context) -> dict[str, object]:
-        """Make the table and log it. Raises Diverged if required runs have diverged, DataError."""
+        """Build and log the table.
+
+        Raises Diverged if a required run diverged, and DataError if a run lacks the metric of the table.
+        """
         results = []
         for name, run_config in cfg.runs.items():
             results.append(result_of(name, run_config, cfg, context))
