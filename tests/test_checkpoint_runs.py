@@ -292,7 +292,7 @@ def test_few_shot_is_restarted_watched_and_stopped_like_the_others(twin, shards,
     killed, hung = incidents(folder)
     assert re.fullmatch(r"worker 1 on .*, in evaluate, shard train-000007.tar: killed by SIGKILL", killed)
     assert re.fullmatch(
-        r"worker 1 on .*, in evaluate, shard train-000007.tar: stuck for \ds, the other workers are waiting.*", hung
+        r"worker 1 on .*, in evaluate, shard train-000007.tar: stuck for \ds; the other workers are waiting.*", hung
     )
     assert finish(run, patch="troubled_probe", recipe=recipe) == 0, said(run)
     assert (folder / "metrics.json").exists()

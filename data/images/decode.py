@@ -138,7 +138,7 @@ def read_jpeg(data: bytes) -> Header:
     while True:
         at = data.find(b"\xff", at)
         if at < 0:
-            raise BadImage("broken JPEG header")
+            raise BadImage("truncated")
         marker = data[at + 1]
         if marker == 0xFF:  # fill byte, allowed before a marker
             at += 1

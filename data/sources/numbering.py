@@ -176,7 +176,7 @@ def check_unicode_forms(lacking: Sequence[str], target: Sequence[str], name: str
     composed = {unicodedata.normalize("NFC", other): other for other in target}
     for class_name in lacking:
         other = composed.get(unicodedata.normalize("NFC", class_name))
-        if other is not None:
+        if other is not None and other != class_name:
             forms = [form for form in ("NFC", "NFD") if unicodedata.is_normalized(form, class_name)]
             raise DataError(
                 f"{name}: class {preview([class_name])} looks the same in {giver}, but is stored in another "
