@@ -593,7 +593,7 @@ def test_status_and_checkpoints_read_a_run_in_a_store(group, run, bucket, tmp_pa
     assert main(["checkpoints", "verify", f"{run}/{STAGE}"]) == 74
     said = capsys.readouterr().out
     assert f"step-0000000020-000001  DAMAGED: {run}/{key(20, 'rank-00001.safetensors')}: 4 bytes" in said
-    assert "step-0000000010-000001  whole" in said
+    assert "step-0000000010-000001  intact" in said
     # Nothing is deleted in favour of a bad one.
     assert main(["checkpoints", "prune", run]) == 74
     assert committed_steps(run) == [20, 10]
