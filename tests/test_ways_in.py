@@ -77,7 +77,7 @@ def test_a_cluster_asks_for_a_token_that_no_file_holds() -> None:
 
 def test_a_campaign_under_kueue_names_the_queue_and_the_class_that_the_manifest_makes_and_starts_suspended() -> None:
     kustomization = manifest("kustomization.yaml")
-    assert kustomization["resources"] == ["kueue.yaml", "rayjob.yaml"]
+    assert kustomization["resources"] == ["kueue.yaml", "networkpolicy.yaml", "rayjob.yaml"]
     (entry,) = kustomization["patches"]
     patch = yaml.safe_load(entry["patch"])
     job = manifest("rayjob.yaml")
