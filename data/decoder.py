@@ -336,7 +336,7 @@ class DecoderProcess:
     def start(self) -> None:
         """Start the process, which then waits for its decoder."""
         # PYTHONPATH makes the repository importable from any working directory; -P keeps the working directory itself
-        # off sys.path. OMP_NUM_THREADS=1: the loader already decodes in several processes.
+        # off the import path. OMP_NUM_THREADS=1: the loader already decodes in several processes.
         ours, theirs = socketpair()
         # Close our copy of the child's end after the start: otherwise we would not notice the child's death. The child
         # inherits only these two files; without a copy of our end, it notices when we end.
