@@ -348,8 +348,9 @@ def matching(pattern: str) -> list[Path]:
         return [Path(pattern)]
     paths: list[Path] = []
     for name in braceexpand(pattern):
-        found = sorted(Path(name).parent.glob(Path(name).name)) if "*" in Path(name).name else []
-        paths += found or [Path(name)]
+        path = Path(name)
+        matches = sorted(path.parent.glob(path.name)) if "*" in path.name else []
+        paths += matches or [path]
     return paths
 
 

@@ -40,7 +40,6 @@ from data.index.tar import MAX_EXTENSION, check_uncompressed
 from data.sources.folders import in_words
 from data.sources.walk import files_below
 
-UNSUPPORTED = (b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18")  # zstd and lz4, which Python cannot decompress
 GZIP_START = b"\x1f\x8b"
 # First bytes of compressed files → function that opens them as a stream.
 COMPRESSIONS: dict[bytes, Callable[[IO[bytes]], Any]] = {
@@ -118,9 +117,9 @@ def members(path: str | os.PathLike[str]) -> Iterator[Member]:
         if start.startswith(ZIP_START):
             yield from zip_members(file, str(path))
         else:
-            for start_of_kind in UNSUPPORTED:
-                if start.startswith(start_of_kind):
-                    check_uncompressed(start, str(path))
+            # Python cannot decompress the other kinds, zstd and lz4.
+            if not start.startswith(tuple(COMPRESSIONS)):
+                check_uncompressed(start, str(path))
             content: IO[bytes] = file
             for start_of_kind, open_kind in COMPRESSIONS.items():
                 if start.startswith(start_of_kind):

@@ -1,9 +1,6 @@
-"""Evaluations of commits by a worker of their own, one after another."""
+"""What the training worker does for asynchronous evaluation: repeat, skip and log evaluations of its commits."""
 
 import json
-import shutil
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,130 +8,17 @@ import pytest
 import torch.distributed as dist
 
 from data.bucket import Bucket
-from data.shards.packing import pack
-from data.sources.samples import digits
 from data.storage import Folder
-from jobs.cluster.worker_group import WorkerGroup
-from jobs.cluster_config import ClusterConfig
-from jobs.extras.async_evaluation.spare_worker import SEARCH
-from pipeline.checkpoints.manifest import step_of
 from pipeline.checkpoints.needed import requested_steps
 from pipeline.evaluation.evaluator import EvaluationStopped
 from pipeline.extras import async_evaluation
 from pipeline.extras.async_evaluator import AsyncEvaluator
-from pipeline.monitoring.telemetry import read_metrics
 from tests.support.configs import FullConfig
-from tests.support.drives import finish, said, stage
-
-EVERY_16 = ("pretrain.evaluate_every=16", "pretrain.keep_every=16")  # where nothing is saved otherwise
-
-
-def judged(run: Path) -> dict[int, dict[str, float]]:
-    """What every evaluation has come to, by step; where and how long it was is left out."""
-    values = {}
-    for record in read_metrics(stage(run), "evaluate"):
-        named = {"kind", "time", "attempt", "step", "where", "node", "seconds"}
-        assert record["step"] not in values, "reported twice"
-        values[record["step"]] = {name: value for name, value in record.items() if name not in named}
-    return values
-
-
-def where(run: Path) -> dict[int, str]:
-    return {record["step"]: record["where"] for record in read_metrics(stage(run), "evaluate")}
-
-
-@pytest.fixture(scope="module")
-def sets(shards, tmp_path_factory) -> tuple[str, ...]:
-    """Judge accuracy and few-shot features on the test set: 2 workers have 45 batches of 4 each."""
-    path = shards / "test"
-    # As many images to learn from; the very same set is refused.
-    learned = tmp_path_factory.mktemp("learned")
-    pack(digits(train=False, image_size=16), learned, name="learned", shard_samples=90)
-    return (f"pretrain.data.evaluate={path}", f"pretrain.probe={{train: {learned}, test: {path}, shots: [1, 5]}}")
-
-
-@pytest.fixture(scope="module")
-def loop(tmp_path_factory, sets) -> Path:
-    """A run whose own workers judge its steps 16, 32 and 40."""
-    run = tmp_path_factory.mktemp("loop") / "run"
-    assert finish(run, *EVERY_16, *sets) == 0, said(run)
-    return run
-
-
-@pytest.fixture
-def run(loop, tmp_path) -> Path:
-    """A run with its shards packed and its training still to do."""
-    shutil.copytree(loop, tmp_path / "run", ignore=shutil.ignore_patterns("pretrain-*", "attempts", "status.json"))
-    return tmp_path / "run"
-
-
-class Scripted:
-    """Places where evaluations go as they are told: a value to return, or an error to raise."""
-
-    def __init__(self, *outcomes: Any) -> None:
-        self.outcomes = list(outcomes)
-        self.judged: list[int] = []
-        self.searched: list[tuple[int, Any]] = []  # the step of each, and what it does without
-        self.has_room = True
-        self.has_training_ended = False
-
-    def is_free(self) -> bool:
-        return self.has_room or self.has_training_ended
-
-    def is_wanted(self) -> bool:
-        return False
-
-    def take(self) -> bool:
-        return True
-
-    def give_back(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-    def run(self, function: Any, task: dict[str, Any], folder: Path, on_tick: Callable[[], None]) -> Any:
-        on_tick()
-        outcome = self.outcomes.pop(0) if self.outcomes else None
-        if "search" in task:
-            self.searched.append((task["search"]["step"], task["hooks"][SEARCH]["masked"]))
-        else:
-            self.judged.append(step_of(Path(task["checkpoint"])))
-        if isinstance(outcome, Exception):
-            raise outcome
-        if outcome is not None:
-            return outcome
-        return {"values": {"accuracy": 0.5, "judged": 4}, "node": "n1", "seconds": 1.5, "remarks": []}
-
-
-class ScriptedGroup:
-    """A worker group of one on a scripted place."""
-
-    def __init__(self, place: Scripted, cluster: ClusterConfig, folder: Path) -> None:
-        self.place = place
-
-    def places(self) -> dict[int, Any]:
-        return {}
-
-    def is_frozen(self, rank: int) -> bool:
-        return False
-
-    def run(self, function: Any, task: dict[str, Any], on_tick: Callable[[], None]) -> Any:
-        return self.place.run(function, task, Path(), on_tick)
-
-
-@pytest.fixture(autouse=True)
-def scripted_groups(monkeypatch) -> None:
-    def group_on(place: Any, cluster: ClusterConfig, folder: Path) -> Any:
-        kind = ScriptedGroup if isinstance(place, Scripted) else WorkerGroup
-        return kind(place, cluster, folder)
-
-    monkeypatch.setattr("jobs.extras.async_evaluation.spare_worker.WorkerGroup", group_on)
 
 
 @pytest.fixture
 def alone(tmp_path, monkeypatch) -> Any:
-    """Rank 0 of a group of one, which has trained to step 10 of 100; what it says and reports is kept."""
+    """Rank 0 of a group of one, which has trained to step 10 of 100; its log and records are kept."""
     monkeypatch.setattr(dist, "broadcast_object_list", lambda values, src: None)
     said: list[str] = []
 

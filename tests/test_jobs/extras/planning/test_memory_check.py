@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 
 from jobs.__main__ import main
-from pipeline.extras.plan import memory, memory_traces
+from pipeline.extras.plan import memory
 from pipeline.extras.plan.memory import GIB, memory_need
-from pipeline.extras.plan.memory_traces import MemoryTrace, Moment
 from tests.support.campaigns import load
+from tests.support.hand_traces import trace_by_hand
 
 
 @pytest.fixture(autouse=True)
@@ -20,15 +20,8 @@ def untraced(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
 
 @pytest.fixture
 def traced_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps need 2 GiB plus 1 GiB per image, or half if all blocks are recomputed; states follow the ZeRO stage."""
-
-    def trace(step: memory_traces.StepToTrace) -> MemoryTrace:
-        share = 1 - step.recomputed / 24
-        states = {1: 2.0, 2: 1.0, 3: 0.25}[step.config["zero"]]
-        moment = Moment("backward", (states * GIB, 0, 0, 0, 0), (0, share * GIB, 0, 0, 0))
-        return MemoryTrace(0, (moment,), (moment,))
-
-    monkeypatch.setattr(memory, "trace_of", trace)
+    """Steps have the memory of `trace_by_hand`."""
+    monkeypatch.setattr(memory, "trace_of", trace_by_hand)
 
 
 def test_a_stage_with_patch_dropout_to_the_end_is_not_refused(recipe, capsys, traced_by_hand):

@@ -21,12 +21,13 @@ from jobs.extras.planning.preflight import stage_requirements
 from pipeline.batches import patches_to_keep
 from pipeline.extras.plan import memory, memory_traces
 from pipeline.extras.plan.memory import GIB, check_fits, fewest_blocks, memory_need
-from pipeline.extras.plan.memory_traces import Kind, MemoryTrace, Moment
+from pipeline.extras.plan.memory_traces import Kind, MemoryTrace
 from pipeline.extras.plan.tracer import LiveBytes, TracedData, TracedGroup, TracedWorker, copied_by_gloo
 from pipeline.start import Worker
 from pipeline.training_config import TrainConfig
 from pipeline.worker import Group, StageData
 from tests.support.campaigns import load
+from tests.support.hand_traces import trace_by_hand
 
 MIB = 2**20
 
@@ -213,15 +214,8 @@ def test_plan_and_preflight_continue_if_a_step_cannot_be_traced(recipe, capsys, 
 
 @pytest.fixture
 def traced_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps need 2 GiB and 1 for each image, half of that with all blocks recomputed; states go with the ZeRO stage."""
-
-    def trace(step: memory_traces.StepToTrace) -> MemoryTrace:
-        share = 1 - step.recomputed / 24
-        states = {1: 2.0, 2: 1.0, 3: 0.25}[step.config["zero"]]
-        moment = Moment("backward", (states * GIB, 0, 0, 0, 0), (0, share * GIB, 0, 0, 0))
-        return MemoryTrace(0, (moment,), (moment,))
-
-    monkeypatch.setattr(memory, "trace_of", trace)
+    """Steps have the memory of `trace_by_hand`."""
+    monkeypatch.setattr(memory, "trace_of", trace_by_hand)
 
 
 def test_stage_that_does_not_fit_is_rejected_with_the_best_remedy_first(traced_by_hand):
