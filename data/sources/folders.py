@@ -123,7 +123,7 @@ def refuse_loop(folder: Path) -> None:
 def read_files(root: str | os.PathLike[str], entries: Iterable[ListedFile]) -> Iterator[Sample]:
     """Yield samples of listed files, ordered by the hash of their names; raises DataError for an invalid file.
 
-    Each gets a key of its own (`keys_of`).
+    Each sample gets a unique key (`keys_of`).
     """
     listed = sorted(entries, key=lambda entry: sha256(os.fsencode(entry.name)).digest())
     for entry, key in zip(listed, keys_of([entry.name for entry in listed]), strict=True):
