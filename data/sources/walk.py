@@ -33,7 +33,9 @@ def files_below(folder: Path, skipped: Counter[str]) -> Iterator[Path]:
 
     Raises OSError if a folder cannot be listed.
     """
-    yield from _walk(folder, skipped, ())
+    # Parents count as folders above too: a link in a class folder may lead to the folder of all classes.
+    parents = {*folder.absolute().parents, *folder.resolve().parents}
+    yield from _walk(folder, skipped, tuple(map(_identity, parents)))
 
 
 def class_folders_in(root: Path, skipped: Counter[str] | None = None) -> list[str]:
@@ -50,8 +52,7 @@ def class_folders_in(root: Path, skipped: Counter[str] | None = None) -> list[st
 
 
 def _walk(folder: Path, skipped: Counter[str], above: tuple[tuple[int, int], ...]) -> Iterator[Path]:
-    status = folder.stat()
-    identity = (status.st_dev, status.st_ino)
+    identity = _identity(folder)
     if identity in above:
         skipped[LOOP] += 1
         return
@@ -69,6 +70,12 @@ def _walk(folder: Path, skipped: Counter[str], above: tuple[tuple[int, int], ...
             yield path
         else:
             skipped[NO_FILE] += 1
+
+
+def _identity(folder: Path) -> tuple[int, int]:
+    """Return what identifies a folder under all its names."""
+    status = folder.stat()
+    return status.st_dev, status.st_ino
 
 
 def _count_skipped(folder: Path, skipped: Counter[str]) -> None:

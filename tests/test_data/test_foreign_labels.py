@@ -168,6 +168,15 @@ def test_links_and_thumbnails_in_class_folders_are_treated_alike_by_pack_and_new
     assert found.class_counts == {"cat": 4, "dog": 3}
 
 
+@pytest.mark.parametrize("target", ["..", "../..", "."])
+def test_a_link_in_a_class_folder_to_a_folder_above_brings_no_images_of_other_classes(
+    tmp_path: Path, target: str
+) -> None:
+    root = folder_of(tmp_path / "photos")
+    (root / "cat" / "loop").symlink_to(target)
+    assert Counter(sample.labels for sample in class_folders(root)) == {(0,): 3, (1,): 3}
+
+
 @pytest.mark.parametrize("suffix", [".tif", ".bmp", ".gif", ".ppm"])
 def test_a_class_of_other_image_formats_is_named_with_what_it_contains(tmp_path: Path, suffix: str) -> None:
     root = folder_of(tmp_path / "photos")
