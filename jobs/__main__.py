@@ -66,6 +66,7 @@ TRAINING_EXTRAS = (
     "jobs.extras.async_evaluation.extra:AsyncEvaluationExtra",
     "jobs.extras.best:Best",
     "jobs.extras.planning.memory_check:MemoryCheck",
+    "jobs.extras.reevaluation:Reevaluation",
 )
 # The kinds of stages by their names in a recipe, each with its extras. Extras may be missing from a checkout.
 KINDS = {
@@ -204,17 +205,17 @@ COMMANDS = CommandTable(
         },
         "Cluster": {
             "submit": (
-                "jobs.commands.cluster:submit",
+                "jobs.extras.submit.command:submit",
                 "Submit a recipe to a Ray cluster as a job.",
                 "digits run=/shared/runs/digits --wait",
             ),
-            "logs": ("jobs.commands.cluster:logs", "Follow the output of a submitted run.", "/shared/runs/digits"),
+            "logs": ("jobs.extras.submit.command:logs", "Follow the output of a submitted run.", "/shared/runs/digits"),
             "stop": (
-                "jobs.commands.cluster:stop",
+                "jobs.extras.submit.command:stop",
                 "Stop a run after it has committed a checkpoint.",
                 "/shared/runs/digits",
             ),
-            "list": ("jobs.commands.cluster:list_jobs", "List the jobs of the cluster.", ""),
+            "list": ("jobs.extras.submit.command:list_jobs", "List the jobs of the cluster.", ""),
         },
         "Investigate": {
             "report": (

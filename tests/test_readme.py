@@ -23,7 +23,7 @@ from tests.support.recipes import TINY
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-# These need a Ray cluster; tests/test_jobs/submit/test_submission.py starts it.
+# These need a Ray cluster; tests/test_jobs/extras/submit/test_submission.py starts it.
 NOT_HERE = ("submit", "list", "logs", "stop")
 ENTRY = ["python", "-m", "jobs"]
 

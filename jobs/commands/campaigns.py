@@ -64,7 +64,7 @@ def recipe_path(recipe: str) -> Path:
     """
     # A user's file takes precedence over a built-in recipe of the same name.
     path = Path(recipe)
-    # "env:NAME": a submitted job reads the recipe from its environment (jobs/recipe/portable.py).
+    # "env:NAME": a submitted job reads the recipe from its environment (jobs/extras/submit/portable.py).
     if path.is_file() or recipe.startswith("env:"):
         return path
     recipes = shipped()
