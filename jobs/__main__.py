@@ -56,8 +56,9 @@ SIGPIPE_CODE = 128 + signal.SIGPIPE  # the exit code that shells report for a pr
 # Each command's usual names in other programs, for the hint after an unknown command.
 OTHER_COMMANDS = {
     "run": "train fit start launch resume pretrain finetune",
-    "evaluate": "eval test validate predict",
+    "evaluate": "eval test validate",
     "import": "convert load",
+    "predict": "infer classify",
     "plan": "dry-run validate-recipe config",
 }
 # Extras of the training stages (jobs/stages/training.py).
@@ -196,6 +197,11 @@ COMMANDS = CommandTable(
                 "jobs.commands.evaluate:evaluate",
                 "Evaluate weights on data sets, without a recipe.",
                 "runs/photos/pretrain runs/photos/parts/held-out",
+            ),
+            "predict": (
+                "jobs.extras.predict.command:predict",
+                "Predict the classes of images with trained weights.",
+                "runs/photos/pretrain photos/cat",
             ),
             "analyze": (
                 "jobs.extras.analyze.command:analyze",
