@@ -23,12 +23,11 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from data.errors import DataError, UsageError
-from data.extras.sources.tars import tars
 from data.files import write_atomically
 from data.images.decode import BadImage, decode
 from data.images.preprocess import preprocess
-from data.index.shard import IMAGES
 from jobs.commands.conversion import load, verify
+from jobs.extras.given_images import encoded_images
 from jobs.terminal import ProgressMeter, activity, echo
 from models.catalog import normalise
 from models.configs import ViTConfig
@@ -125,29 +124,6 @@ def read_images(
             yield name, preprocess(decode(encoded), f"resize({size})")
         except BadImage as error:
             bad[name] = str(error)
-
-
-def encoded_images(paths: list[str], limit: int) -> Iterator[tuple[str, bytes]]:
-    """Yield name and bytes of at most `limit` image files, also from folders, and of all samples of tar shards.
-
-    If there are more files, choose them evenly over the sorted names: the first ones may all be of one class.
-    """
-    files: list[Path] = []
-    shards: list[Path] = []
-    for path in map(Path, paths):
-        if path.suffix == ".tar":
-            shards.append(path)
-        elif path.is_dir():
-            files += sorted(file for file in path.rglob("*.*") if file.suffix[1:].lower() in IMAGES)
-        elif path.suffix[1:].lower() in IMAGES:
-            files.append(path)
-    count = min(limit, len(files))
-    for number in range(count):
-        file = files[number * len(files) // count]
-        yield str(file), file.read_bytes()
-    for shard in shards:
-        for sample in tars([str(shard)]):
-            yield f"{shard.name}:{sample.key}", sample.read()
 
 
 def attention_of(model: nn.Module, config: ViTConfig, images: dict[str, np.ndarray]) -> AttentionMaps:
