@@ -29,6 +29,7 @@ from typing import IO, TypeVar
 
 import numpy as np
 
+from data.error_pages import LONGEST, words_of
 from data.errors import DataError
 from data.index.index import Refusals
 from data.index.names import preview
@@ -213,6 +214,7 @@ def members(tar: memoryview | bytes, name: str, refused: Refusals) -> Iterator[t
     while True:
         header = bytes(tar[position : position + BLOCK])
         if len(header) < BLOCK:
+            check_uncompressed(tar, name)
             raise DataError(f"{name}: cut short at byte {position}; copy or pack it again")
         # A block of zeros ends a tar.
         if header == bytes(BLOCK):
@@ -268,13 +270,16 @@ def members(tar: memoryview | bytes, name: str, refused: Refusals) -> Iterator[t
 
 
 def check_uncompressed(tar: memoryview | bytes, name: str) -> None:
-    """Raise DataError if a file starts like a compressed one; its samples cannot be read one by one."""
+    """Raise DataError if a file starts like a compressed one, or is an error page that was saved as a tar."""
     for start, program in COMPRESSORS.items():
         if bytes(tar[: len(start)]) == start:
             raise DataError(
                 f"{name}: compressed with {program}\n"
                 f"  expected an uncompressed tar, whose samples can be read one by one: type {program} -d {name}"
             )
+    words = words_of(bytes(tar[: LONGEST + 1]))
+    if words:
+        raise DataError(f"{name}: an error page that was saved as a tar: {words}\n  download the tar again")
 
 
 def after_sparse_map(tar: memoryview | bytes, header: bytes, start: int) -> int:

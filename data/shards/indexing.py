@@ -298,7 +298,9 @@ def check_kept(url: str) -> None:
     if not urlsplit(url).hostname:
         raise DataError(f"{redacted(url)}: contains no bucket or host, expected one, as in s3://bucket/train")
     if redacted(url) != url:
-        raise DataError(f"{redacted(url)}: a key in the URL would stay in the index; pass it by the environment")
+        raise DataError(
+            f"{redacted(url)}: a password or signature in the URL would stay in the index; pass it by the environment"
+        )
     if "//" in url.partition("://")[2]:
         raise DataError(f"{url}: some clients treat two consecutive slashes as one; store the shards under another key")
 
@@ -347,7 +349,7 @@ def matching(pattern: str) -> list[Path]:
     if Path(pattern).exists():
         return [Path(pattern)]
     paths: list[Path] = []
-    for name in braceexpand(pattern):
+    for name in braceexpand(pattern, escape=False):
         path = Path(name)
         matches = sorted(path.parent.glob(path.name)) if "*" in path.name else []
         paths += matches or [path]
@@ -363,7 +365,7 @@ def remote_tars(urls: Sequence[str], cache: Cache, workers: int, stopped: thread
     sizes: dict[str, int] = {}  # URL: bytes
     named: list[str] = []  # individual tars
     for pattern in urls:
-        for url in braceexpand(pattern):
+        for url in braceexpand(pattern, escape=False):
             check_kept(url)
             if url.endswith(".tar") and "*" not in url:
                 named.append(url)
