@@ -36,7 +36,7 @@ def words_of(content: bytes) -> str:
 
 def words_of_markup(text: str) -> str:
     """Return the code and message of an XML error, the title of an HTML page, or else its text."""
-    parts = []
+    parts: list[str] = []
     for tag in ("Code", "Message", "title", "h1"):
         element = re.search(rf"<{tag}[^>]*>(.*?)</{tag}>", text, re.DOTALL | re.IGNORECASE)
         if element and not (parts and tag == "h1"):
