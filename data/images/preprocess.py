@@ -24,6 +24,7 @@ from functools import lru_cache
 from inspect import signature
 
 import numpy as np
+
 from data.images.decode import BadImage
 
 MOST_PIXELS = 1 << 24  # of a resized image: 200 MB in float32
