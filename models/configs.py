@@ -48,7 +48,7 @@ ROPES: dict[str, tuple[str, float, str, float, str]] = {  # coordinates, base, o
     "pe": ("index", 10_000.0, "xy", 1.0, "neighbours"),  # Perception Encoder: Bolya et al. 2025
     "axial": ("index", 100.0, "xy", 0.0, "neighbours"),  # RoPE-ViT: Heo et al. 2024
     "mixed": ("learned", 10.0, "xy", 0.0, "neighbours"),  # RoPE-ViT with learned frequencies for each head and layer
-    "dinov3": ("centred", 100.0, "yx", 0.0, "halves"),  # Simeoni et al. 2025
+    "dinov3": ("centred", 100.0, "yx", 0.5, "halves"),  # Simeoni et al. 2025
 }
 CHOICES = {
     "pool": ("token", "gap", "map"),
@@ -137,9 +137,7 @@ class ViTConfig:
     pre_norm: bool = False  # norm of all tokens before the first block (CLIP, Perception Encoder)
     last_norm: str = "tokens"  # norm of all tokens before pooling; pooled: of the pooled vector (MAE, EVA-02); none
     norm: str = "layer"  # kind of every norm: LayerNorm, or RMSNorm, which has no mean and no bias (AIMv2)
-    layer_scale: float | None = (
-        None  # initial scale of both residual branches, learned for each channel (DINOv2, DeiT-3)
-    )
+    layer_scale: float | None = None  # initial factor of both residual branches, learned for each channel (DINOv2)
     qk_norm: bool = False  # norm of each head's queries and keys (ViT-22B)
     attention_norm: bool = False  # norm before the attention's output projection (BEiT-3, EVA-02-CLIP)
     mlp_norm: bool = False  # norm of the MLP's hidden vector (BEiT-3, EVA-02)
@@ -202,6 +200,8 @@ class ViTConfig:
             raise ValueError(f"map_mlp is a field of the MAP head, found pool={self.pool}")
         if self.pool_prefix and self.pool == "token":
             raise ValueError("pool_prefix extends a mean or MAP pooling, found pool=token")
+        if self.activation == "swiglu" and self.pool == "map":
+            raise ValueError("the MAP head has no SwiGLU: set pool=token or gap, or another activation")
         # sincos2d has four parts: sin and cos of x and of y. learned2d has two: tables of x and of y.
         if self.positions == "sincos2d":
             checks.multiple("width", self.width, 4, "4 position parts")

@@ -153,13 +153,11 @@ def preprocessing_of(ops: str | None, model: ModelConfig) -> Preprocessing:
     recorded = Preprocessing(ops, (height, width))
     if is_translatable:
         name, (size, *options) = steps[0]
-        if name == "resize_pillow":
-            interpolation = named_filter(str(options[0]))
-        else:
-            interpolation = INTERPOLATIONS[name]
+        is_pillow = name == "resize_pillow"
+        interpolation = named_filter(str(options[0])) if is_pillow else INTERPOLATIONS[name]
         if True in options:
             interpolation += " antialiased"
-        keeps_aspect = name == "resize_small" or (name == "resize_pillow" and not isinstance(size, tuple))
+        keeps_aspect = name == "resize_small" or (is_pillow and not isinstance(size, tuple))
         resize = int(size) if keeps_aspect else both_sides(size)
         recorded = replace(recorded, resize=resize, interpolation=interpolation)
     if isinstance(model, ViTConfig):

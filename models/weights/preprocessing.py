@@ -208,7 +208,7 @@ class Preprocessing:
 
 
 def pillow_ops(resize: int | tuple[int, int], interpolation: str, size: tuple[int, int], crop: str) -> str:
-    """Return evaluation ops with a filter of Pillow; `crop` is the op, because libraries round half pixels differently."""
+    """Return evaluation ops with a filter of Pillow, and the op `crop`: libraries round half pixels differently."""
     ops = f"resize_pillow({resize}, '{interpolation}')"
     if resize == size:
         return ops
