@@ -128,7 +128,7 @@ def check_shape(ops: str | None, model: ModelConfig, key: str) -> None:
     )
 
 
-# First ops that other libraries have an equivalent for, and their names in models/weights/preprocessing.py.
+# First ops that other libraries have an equivalent for, and their names in models/weights/folder.py.
 INTERPOLATIONS = {
     "resize": "bilinear",
     "resize_float": "bilinear",
