@@ -34,7 +34,6 @@ import psutil
 
 from data.files import import_path
 from jobs.cluster.worker import STOP_SIGNALS, WorkerSpec, outlive, run_worker
-from jobs.cluster_config import MALLOC_VARIABLE
 
 # Imported once for all workers, together with DeepSpeed.
 PRELOAD = (
@@ -44,6 +43,7 @@ PRELOAD = (
     "torch.fx.experimental.symbolic_shapes",
     "torch.utils.tensorboard",  # rank 0 writes event files with it
 )
+MALLOC_VARIABLE = "GLIBC_TUNABLES"  # read by glibc's malloc when a process starts
 IMPORTS = "imports"  # the argument that enables these imports
 # glibc settings for workers on CPUs, which reuse the memory of earlier steps (keep_freed_memory in
 # pipeline/process_group.py):
