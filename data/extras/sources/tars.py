@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -28,11 +29,14 @@ from data.index.tar import (
     IGNORED,
     LABELS,
     MAX_LABEL,
+    PARENT,
+    REPEATED,
     check_nothing_excluded,
     compressed_in,
     first_part,
     is_dotted,
     mapped,
+    normal_name,
     refuse_dotted,
     split_name,
     walk,
@@ -64,7 +68,9 @@ def tars(
         paths = files_of(source, "*.tar")
 
     excluded = Refusals()
+    renamed = Refusals()
     is_usable = False
+    used: Counter[str] = Counter()  # names of tars
     for path in paths:
         # `train-000.tar.gz` → `train-000`
         stem = path.name
@@ -72,6 +78,10 @@ def tars(
             stem = path.name.removesuffix(suffix)
             if stem != path.name:
                 break
+        used[stem] += 1
+        if used[stem] > 1:
+            stem += f"_{used[stem]}"
+        keys: set[str] = set()
         refused = Refusals()  # excluded members of this tar, with the same reasons as in an index
         for key, encoded, raw, _ in (compressed_samples if is_compressed(path) else plain_samples)(path, refused):
             labels: tuple[int, ...] | None = None
@@ -86,6 +96,10 @@ def tars(
                 excluded.add("no image", f"{key} of {path.name}")
                 continue
             is_usable = True
+            if key in keys:
+                renamed.add(REPEATED, f"{key} of {path.name}")
+                key = unused(key, keys)
+            keys.add(key)
             # Different tars may use the same keys: add the name of the tar.
             yield Sample(f"{stem}/{key}", encoded, labels, kind_of(encoded))
         excluded.add_all(refused, path.name)
@@ -103,8 +117,18 @@ def tars(
         raise DataError(
             f"{source}: no sample has both a label and an image: {'; '.join(lines) or 'there are no samples'}\n{remedy}"
         )
+    if renamed.counts:
+        logging.getLogger(__name__).warning("%s: packed under another key: %s", source, renamed.lines()[0])
     if lines:
         logging.getLogger(__name__).warning("%s: samples not packed: %s", source, "; ".join(lines))
+
+
+def unused(key: str, keys: Container[str]) -> str:
+    """Return the key with the first number from 2 on that makes it different from all `keys`: a_2."""
+    number = 2
+    while f"{key}_{number}" in keys:
+        number += 1
+    return f"{key}_{number}"
 
 
 def tars_classes(source: str | os.PathLike[str] | Sequence[str]) -> Names:
@@ -122,6 +146,7 @@ def plain_samples(path: Path, refused: Refusals) -> Iterator[RawSample]:
         # These tars are written anew, so their samples can get keys without dots.
         if DOTTED in result.refused.counts:
             result = walk(tar, str(path), rename=True)
+        del result.refused.counts[REPEATED]  # such samples get another key
         for reason, count in result.refused.counts.items():
             refused.add(reason, result.refused.first[reason], count)
         for row in result.rows:
@@ -134,6 +159,10 @@ def plain_samples(path: Path, refused: Refusals) -> Iterator[RawSample]:
 def compressed_samples(path: Path, refused: Refusals) -> Iterator[RawSample]:
     """Yield the samples of a compressed tar: adjacent members with the same name up to the first dot."""
     for key, group in groupby(members(path), key=key_of):
+        if key is None:
+            for member in group:
+                refused.add(PARENT, member.name)
+            continue
         parts: dict[str, bytes] = {}  # extension → content
         dotted: list[tuple[str, str]] = []  # see `data.index.tar.refuse_dotted`
         is_too_large = False
@@ -165,6 +194,7 @@ def compressed_samples(path: Path, refused: Refusals) -> Iterator[RawSample]:
             refused.add("empty sample", key)
 
 
-def key_of(member: Member) -> bytes:
-    """Return the key of the sample that a member belongs to."""
-    return split_name(member.name.encode("utf-8", "surrogateescape"))[0]
+def key_of(member: Member) -> bytes | None:
+    """Return the key of the sample that a member belongs to; None if its name contains a folder `..`."""
+    name = normal_name(member.name.encode("utf-8", "surrogateescape"))
+    return None if name is None else split_name(name)[0]
