@@ -14,6 +14,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from data.extras.sources.members import Member, is_compressed, members
 from data.images.decode import MAX_BYTES
 from data.index.document import SUFFIX, load_index
 from data.index.index import Refusals
-from data.index.names import NO_NAMES, Names, NoLabel, parse_labels
+from data.index.names import NO_NAMES, Names, NoLabel, are_captions, parse_labels
 from data.index.shard import COMPRESSED, IMAGES
 from data.index.tar import (
     DOTTED,
@@ -56,22 +57,11 @@ def tars(
     gives their number. With `unlabelled=True`, labels are ignored. Raises DataError if no sample has both an image and
     a label, or if a tar is damaged.
     """
-    # `source` is a folder of tars, one tar, or a list of tars. Compressed tars of a folder are read only if it has no
-    # uncompressed ones, because otherwise they may be copies of these.
-    paths: list[Path] = []
-    if not isinstance(source, str | os.PathLike):
-        paths = list(map(Path, source))
-    elif not any(Path(source).glob("[!.]*.tar")):
-        paths = compressed_in(source)
-    if not paths and isinstance(source, str | os.PathLike):
-        check_nothing_excluded(source)
-        paths = files_of(source, "*.tar")
-
     excluded = Refusals()
     renamed = Refusals()
     is_usable = False
     used: Counter[str] = Counter()  # names of tars
-    for path in paths:
+    for path in paths_of(source):
         # `train-000.tar.gz` → `train-000`
         stem = path.name
         for suffix in (".tar", *COMPRESSED):
@@ -83,7 +73,7 @@ def tars(
             stem += f"_{used[stem]}"
         keys: set[str] = set()
         refused = Refusals()  # excluded members of this tar, with the same reasons as in an index
-        for key, encoded, raw, _ in (compressed_samples if is_compressed(path) else plain_samples)(path, refused):
+        for key, encoded, raw, _ in samples_in(path, refused):
             labels: tuple[int, ...] | None = None
             try:
                 if not unlabelled:
@@ -123,6 +113,28 @@ def tars(
         logging.getLogger(__name__).warning("%s: samples not packed: %s", source, "; ".join(lines))
 
 
+def paths_of(source: str | os.PathLike[str] | Sequence[str]) -> list[Path]:
+    """Return the tars of a folder, a pattern, or a list; compressed ones of a folder only if it has no others.
+
+    Raises DataError if there are none, or if some of a folder would be left out.
+    """
+    if not isinstance(source, str | os.PathLike):
+        return list(map(Path, source))
+    # Next to uncompressed tars, compressed ones may be their copies.
+    paths: list[Path] = []
+    if not any(Path(source).glob("[!.]*.tar")):
+        paths = compressed_in(source)
+    if not paths:
+        check_nothing_excluded(source)
+        paths = files_of(source, "*.tar")
+    return paths
+
+
+def samples_in(path: Path, refused: Refusals) -> Iterator[RawSample]:
+    """Yield the samples of a tar, compressed or not; raises DataError if it is damaged."""
+    return (compressed_samples if is_compressed(path) else plain_samples)(path, refused)
+
+
 def unused(key: str, keys: Container[str]) -> str:
     """Return the key with the first number from 2 on that makes it different from all `keys`: a_2."""
     number = 2
@@ -131,12 +143,43 @@ def unused(key: str, keys: Container[str]) -> str:
     return f"{key}_{number}"
 
 
-def tars_classes(source: str | os.PathLike[str] | Sequence[str]) -> Names:
-    """Return the class names from the index in a folder of tars; an empty tuple unless it has exactly one index."""
-    if not isinstance(source, str | os.PathLike) or not Path(source).is_dir():
+def tars_classes(source: str | os.PathLike[str] | Sequence[str], *, with_labels: bool = True) -> Names:
+    """Return the class names of tars: from their index, or else their labels if these are texts; () if they are ids.
+
+    An index is used only if it is the only one in the folder. Collecting names reads all tars once, but ends at the
+    first label that is an id.
+    """
+    if isinstance(source, str | os.PathLike) and Path(source).is_dir():
+        indexes = sorted(Path(source).glob(f"*{SUFFIX}"))
+        if len(indexes) == 1:
+            return load_index(indexes[0]).names
+    if not with_labels:
         return ()
-    indexes = sorted(Path(source).glob(f"*{SUFFIX}"))
-    return load_index(indexes[0]).names if len(indexes) == 1 else ()
+    states = []
+    for path in paths_of(source):
+        status = path.stat()
+        states.append((path, status.st_size, status.st_mtime_ns))
+    return names_in_labels(tuple(states))
+
+
+# The names are requested twice, to number the classes and to read the samples.
+@lru_cache(maxsize=8)
+def names_in_labels(states: tuple[tuple[Path, int, int], ...]) -> Names:
+    """Return the sorted labels of tars, given as (path, bytes, time of change), if all of them are texts."""
+    texts: Refusals = Refusals()
+    samples = 0
+    for path, _, _ in states:
+        for _, image, raw, _ in samples_in(path, Refusals()):
+            samples += bool(image)
+            try:
+                parse_labels(raw)
+            except NoLabel as error:
+                if image and error.are_names:
+                    for text in set(error.texts):
+                        texts.add(text, "")
+            else:
+                return ()
+    return () if are_captions(len(texts.counts), samples) else tuple(sorted(texts.counts))
 
 
 def plain_samples(path: Path, refused: Refusals) -> Iterator[RawSample]:
