@@ -24,9 +24,9 @@ class Phase:
 
     steps: range
     image_size: int  # side in pixels
-    patches: int = 0  # of an image; 0: not counted
-    kept: int | None = None  # patches of an image that the model sees; None: all
-    # (step, ids (b, 3): epoch, shard, sample) → (b, kept), which patches; None: all
+    patches: int = 0  # number of patches in an image; 0: unknown
+    kept: int | None = None  # number of patches of each image that the model processes; None: all
+    # (step, ids (b, 3): epoch, shard, sample) → indexes (b, kept) of the kept patches; None: keep all
     draw_patches: "Callable[[int, Tensor], Tensor] | None" = None
 
 
@@ -39,17 +39,17 @@ def phase_at(step: int, phases: Sequence[Phase]) -> Phase:
 
 
 def has_whole_images(phases: Sequence[Phase]) -> bool:
-    """Return whether the model sees all patches of an image in any phase."""
+    """Return whether any phase trains on whole images, without dropped patches."""
     return any(phase.kept is None for phase in phases)
 
 
 def has_one_shape(phases: Sequence[Phase], model: ModelConfig) -> bool:
-    """Return whether every phase has whole images of the model's own size, like evaluation."""
+    """Return whether every phase trains on whole images at the model's image size, as in evaluation."""
     return all(phase.kept is None and phase.image_size == model.image_size[0] for phase in phases)
 
 
 def smaller_sizes(phases: Sequence[Phase], model: ModelConfig) -> tuple[tuple[int, int], ...]:
-    """Return the image sizes of these phases that differ from the model's own, without repetitions, in order."""
+    """Return the image sizes, without duplicates and in order, that differ from the model's own."""
     sizes = []
     for phase in phases:
         size = (phase.image_size, phase.image_size)
@@ -59,7 +59,7 @@ def smaller_sizes(phases: Sequence[Phase], model: ModelConfig) -> tuple[tuple[in
 
 
 def flops_of(phases: Sequence[Phase], model: ModelConfig, steps: range, batch_size: int) -> int:
-    """Return the floating-point operations of training these steps, counted from 0."""
+    """Return the number of floating-point operations for training these steps (counted from 0)."""
     total = 0
     for phase in phases:
         common = range(max(steps.start, phase.steps.start), min(steps.stop, phase.steps.stop))

@@ -30,7 +30,7 @@ ATTEMPTS = "attempts"  # folder of the run with one file per claimed attempt
 UNREADABLE = {errno.EIO, errno.ENOENT, errno.EISDIR, errno.ENOTDIR}
 # A reader of a small range reads up to two chunks too many; each digest takes 16 characters of the manifest.
 LEAST_CHUNK = 1 << 18  # bytes
-MOST_CHUNKS = 1 << 12  # of a file
+MOST_CHUNKS = 1 << 12  # maximum number of chunks in a file
 DIGEST_LENGTH = 16  # hexadecimal digits of a chunk's digest
 
 
@@ -44,7 +44,7 @@ class FileRecord(TypedDict):
 class ChunkedRecord(FileRecord):
     """Size and digests of one worker's file, as the manifest promises them."""
 
-    chunk_bytes: int  # of every chunk; the last may be shorter
+    chunk_bytes: int  # size of a chunk; the last may be shorter
     # 64-bit XXH3 detects accidental changes as sha256 does, at a fifteenth of the cost: 27 GB/s here
     # (benchmarks/README.md).
     chunks: str  # the concatenated digests of all chunks
@@ -62,13 +62,13 @@ class Manifest:
     world: int
     zero: int
     config: dict[str, Any]  # "forbid" fields of the stage, to show differences when a resume is refused
-    key: str  # of the stage
+    key: str  # key of the stage
     code: str  # version of the code that wrote the checkpoint
     bad_samples: int = 0
     # Ranges of masked samples: (first step that masks them, …), see pipeline/extras/replays/masking.py.
     masked: Sequence[Sequence[int]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)  # empty: a step is evaluated after its commit
-    files: dict[str, ChunkedRecord] = field(default_factory=dict)  # by name
+    files: dict[str, ChunkedRecord] = field(default_factory=dict)  # by file name
     schema: int = SCHEMA
 
     @property
@@ -132,8 +132,8 @@ def sealed(manifest: Manifest) -> bytes:
 def read_manifest(checkpoint: Path) -> Manifest:
     """Read and check the manifest of a checkpoint.
 
-    Raises CheckpointError if the manifest is missing, torn, altered, of another step, or newer than this code. Raises
-    OSError if the storage fails, which says nothing about the checkpoint.
+    Raises CheckpointError if the manifest is missing, truncated or altered, of another step, or newer than this code.
+    Raises OSError if the storage fails, which says nothing about the checkpoint.
     """
     return manifest_in(Folder(checkpoint.parent), checkpoint.name)
 
@@ -168,7 +168,7 @@ def manifest_in(storage: Storage, checkpoint: str) -> Manifest:
     # Otherwise a folder renamed by hand would be loaded as another step than that of its weights.
     name = checkpoint.rpartition("/")[2]
     if name.startswith("step-") and step_of(Path(name)) != manifest.step:
-        raise CheckpointError(f"{path} is of step {manifest.step}, but the folder's name says {step_of(Path(name))}")
+        raise CheckpointError(f"{path} describes step {manifest.step}, but its folder is named {name}")
     return manifest
 
 
@@ -196,7 +196,7 @@ def inspect_checkpoint(storage: Storage, checkpoint: str) -> Manifest:
         raise DamagedCheckpoint(f"{address}: missing {missing or 'nothing'}, unexpected {extra or 'nothing'}")
     for name, record in manifest.files.items():
         if present[name] != record["bytes"]:
-            raise DamagedCheckpoint(f"{address}/{name}: {present[name]} bytes, the manifest says {record['bytes']}")
+            raise DamagedCheckpoint(f"{address}/{name}: {present[name]} bytes, the manifest lists {record['bytes']}")
     return manifest
 
 
@@ -245,7 +245,7 @@ def check_size(path: Path, expected: FileRecord) -> None:
         raise DamagedCheckpoint(f"{path} is not a regular file")
     size = path.stat().st_size
     if size != expected["bytes"]:
-        raise DamagedCheckpoint(f"{path}: {size} bytes, the manifest says {expected['bytes']}")
+        raise DamagedCheckpoint(f"{path}: {size} bytes, the manifest lists {expected['bytes']}")
 
 
 def chunks_of(path: Path, chunk_bytes: int) -> Iterator[memoryview]:

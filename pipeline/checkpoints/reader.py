@@ -86,9 +86,9 @@ class FragmentFile:
         check_size(path, record)
         self.chunk_bytes = record["chunk_bytes"]
         self.digests = record["chunks"]
-        self.cached_number = -1  # of the last partly used chunk
+        self.cached_number = -1  # number of the last partly used chunk
         self.cached_chunk = bytearray()
-        self.places: dict[str, tuple[int, int]] = {}  # by key: first byte in the file, number of elements
+        self.places: dict[str, tuple[int, int]] = {}  # key → (first byte in the file, number of elements)
         # The header lists the positions of the fragments. If the file is something else, any of these steps may fail.
         try:
             length_field = bytearray(LENGTH_BYTES)
@@ -197,8 +197,8 @@ class Reader:
         self.checkpoint = checkpoint
         self.records = files
         self.opened: dict[str, FragmentFile] = {}
-        self.with_handle: list[FragmentFile] = []  # those with an open file descriptor, at most MOST_OPEN
-        self.pieces: dict[tuple[str, str], list[Piece]] = {}  # by (parameter name, kind)
+        self.with_handle: list[FragmentFile] = []  # files with an open descriptor, at most MOST_OPEN
+        self.pieces: dict[tuple[str, str], list[Piece]] = {}  # (parameter name, kind) → its pieces
         by_rank = sorted(files)
         if share is None:
             self.unopened = deque(by_rank)
@@ -272,7 +272,7 @@ class Reader:
         All files must be open. Raises CheckpointError as a call does.
         """
         flats: dict[str, Tensor] = {}
-        pieces_of_file: dict[str, list[tuple[str, Piece]]] = {}  # by file: the pieces in it, each with its parameter
+        pieces_of_file: dict[str, list[tuple[str, Piece]]] = {}  # file → [(parameter, piece)]
         for name, shape in shapes.items():
             flats[name] = torch.empty(shape.numel())
             length = 0

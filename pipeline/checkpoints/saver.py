@@ -85,7 +85,7 @@ class Saver:
 
         self.last_committed: int | None = None  # step
         self.failures_in_a_row = 0
-        self.failure = ""  # of the last failed save
+        self.failure = ""  # error of the last failed save
         self.stalled_s = 0.0  # time that saves blocked the loop since its last report
 
         self.thread: threading.Thread | None = None  # writes this worker's file
@@ -251,15 +251,15 @@ class Saver:
                 "checkpoint_failed",
                 {"step": failed_step, "stalled_s": stalled_s, "took_s": took_s, "error": self.failure},
                 f"checkpoint step {failed_step} FAILED ({self.failure}); the weights are still in memory and the "
-                f"previous checkpoint is kept; {self.failures_in_a_row} of {self.saving.max_failed_saves} "
-                "failures in a row",
+                f"previous checkpoint is kept; consecutive failures: {self.failures_in_a_row} of at most "
+                f"{self.saving.max_failed_saves}",
             )
             if self.failures_in_a_row >= self.saving.max_failed_saves:
                 raise CheckpointError(
-                    f"{self.failures_in_a_row} saves in a row failed, the last: {self.failure}\n"
+                    f"{self.failures_in_a_row} consecutive saves failed, the last with: {self.failure}\n"
                     "  expected: a writable disk with room, inodes and quota for "
                     f"keep={self.saving.keep} checkpoints and one more\n"
-                    f"  remove that cause (if bytes are missing: free space under {self.checkpoints.address}, or lower "
+                    f"  fix the cause (if the disk is full: free space under {self.checkpoints.address}, or lower "
                     "keep), then run the same command again"
                 )
         else:
@@ -407,7 +407,7 @@ def bytes_to_come(cfg: TrainConfig, model: ModelConfig, checkpoints: StageCheckp
                 if path.is_file():
                     swept += path.stat().st_size
     if swept:
-        parts += f", less {size_text(swept)} of .tmp-* there, which the start deletes"
+        parts += f", minus {size_text(swept)} in .tmp-* folders there, which are deleted at start-up"
     return max(to_come * one_checkpoint + weights - swept, 0), parts
 
 

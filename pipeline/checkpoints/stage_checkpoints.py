@@ -94,7 +94,7 @@ class StageCheckpoints:
         self.stage = stage
         self.sends_metrics = sends_metrics
         self.folder = f"{stage}/{folder}"  # in the storage
-        self.address = storage.address(self.folder)  # for messages
+        self.address = storage.address(self.folder)  # used in messages
         self.local = storage.local / stage / folder  # on this node
         self.refused = 0  # checkpoints quarantined during this start
 
@@ -169,7 +169,7 @@ class StageCheckpoints:
                 newer_owner = "a newer attempt has replaced it"
             failure = (
                 f"step {manifest.step} is not committed: {newer_owner}, this is attempt {manifest.attempt}\n"
-                "  nothing of the newer attempt was touched; this process should end"
+                "  the newer attempt's files are unchanged; this process should exit"
             )
         except StorageError as error:
             # Nothing is deleted: the commit may have succeeded and only the answer was lost.
@@ -236,7 +236,7 @@ class StageCheckpoints:
         if newest > attempt:
             raise RunOwned(
                 f"attempt {newest} owns {self.storage.address()} now, this is attempt {attempt}\n"
-                "  nothing of the newer attempt was touched; this process should end"
+                "  the newer attempt's files are unchanged; this process should exit"
             )
         self.storage.sweep(self.folder, attempt)
         for name in self.committed():

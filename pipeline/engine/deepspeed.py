@@ -101,7 +101,7 @@ def import_deepspeed() -> ModuleType:
     import_module("torch._dynamo")
     for name in NAMES:
         if not name.startswith("deepspeed."):
-            continue  # this owner exists only once there is an engine
+            continue  # this object exists only after an engine is created
         owner: object = None  # if the module is missing: has no names
         with suppress(ModuleNotFoundError):
             module, _, class_name = name.rpartition(".")

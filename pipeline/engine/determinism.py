@@ -35,7 +35,7 @@ def use_deterministic_kernels() -> None:
     if value not in CUBLAS_VALUES:
         raise ConfigError(
             f"{CUBLAS_VARIABLE} is {value!r}: with this value cuBLAS may add in a different order each time\n"
-            f"  expected {' or '.join(CUBLAS_VALUES)}, because exact_parts promises the same bits\n"
+            f"  expected {' or '.join(CUBLAS_VALUES)}, because exact_parts guarantees bitwise equal results\n"
             f"  type unset {CUBLAS_VARIABLE}, or cluster.environment.{CUBLAS_VARIABLE}={CUBLAS_VALUES[0]}"
         )
     torch.use_deterministic_algorithms(True)
@@ -60,7 +60,7 @@ class Conditions:
     is_compiled: bool = False
     decodes_on_gpu: bool = False
     pools: bool = False  # the model has a ResNet's max pooling
-    backend: str = "gloo"  # of the workers' communication, or "nccl"
+    backend: str = "gloo"  # communication backend of the workers, gloo or nccl
 
 
 def doubts(now: Conditions) -> list[str]:
@@ -107,14 +107,14 @@ def resume_line(now: Conditions, before: Conditions | None = None) -> str:
     if before is not None:
         changed = changes(before, now)
         if changed:
-            texts.append(f"the bits may differ from here on ({', '.join(changed)})")
+            texts.append(f"results may differ bitwise from here on ({', '.join(changed)})")
     reasons = doubts(now)
     if reasons:
-        texts.append(f"a resume may differ in the last bits: {', '.join(reasons)}")
+        texts.append(f"resuming may change the last bits: {', '.join(reasons)}")
     elif now.exact_parts and not now.is_gpu:
-        texts.append(f"a resume with 1 to {now.exact_parts} workers on the same hardware repeats every bit")
+        texts.append(f"resuming with 1 to {now.exact_parts} workers on the same hardware is bitwise exact")
     else:
         workers = "1 worker" if now.world == 1 else f"{now.world} workers"
         kernels = " (deterministic kernels)" if now.is_gpu else ""
-        texts.append(f"a resume with {workers} at ZeRO {now.zero} on the same hardware repeats every bit{kernels}")
+        texts.append(f"resuming with {workers} at ZeRO {now.zero} on the same hardware is bitwise exact{kernels}")
     return "; ".join(texts)

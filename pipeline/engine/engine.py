@@ -54,7 +54,7 @@ class Fragment(NamedTuple):
 class Trace(NamedTuple):
     """Numbers that identify the inputs of a step to the bit."""
 
-    losses: list[float]  # of every part
+    losses: list[float]  # loss of every part
     gradients: list[float]  # checksum of every part's gradient
     states: list[float]  # checksum of every worker's master weights and moments, before the step
 
@@ -87,10 +87,10 @@ class Engine:
         settings = {**settings, "gradient_clipping": 0.0}
         is_bf16 = "bf16" in settings
         self.dtype = torch.bfloat16 if is_bf16 else torch.float32
-        self.updates = 0  # of the optimizer so far, without skipped steps
+        self.updates = 0  # optimizer updates so far, without skipped steps
         # Global norm of the last step's averaged gradient before clipping; infinite if the step was skipped.
         self.gradient_norm = 0.0
-        self.trace: Trace | None = None  # of the last step; None: sums have no fixed order and no two runs agree
+        self.trace: Trace | None = None  # trace of the last step; None: sums have no fixed order, so runs differ
         self.sizes: dict[str, int] = {}  # number of elements of every parameter, by its name in the plain model
         # Copy the fp32 values before DeepSpeed rounds the weights to bf16 in place.
         masters: dict[str, Tensor] = {}

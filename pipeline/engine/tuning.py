@@ -171,7 +171,7 @@ def merge_zero(ours: Mapping[str, Any], section: object, zero: int, where: str) 
     name = "zero_optimization"
     require(
         isinstance(section, Mapping),
-        f"{where}: {name} is {section!r}\n  expected a mapping of its keys, or no such entry",
+        f"{where}: {name} is {section!r}\n  expected a mapping; or remove this entry",
     )
     assert isinstance(section, Mapping)
     merged = dict(ours)
@@ -184,7 +184,7 @@ def merge_zero(ours: Mapping[str, Any], section: object, zero: int, where: str) 
         readers = " or ".join(str(stage) for stage in stages)
         require(
             zero in stages,
-            f"{where}: {name}.{key} has no effect at zero={zero}\n  expected only at zero={readers}; remove it",
+            f"{where}: {name}.{key} has no effect at zero={zero}\n  it needs zero={readers}; remove it",
         )
         merged[key] = value
     return merged
@@ -213,7 +213,7 @@ def refuse(key: str, value: object, ours: Mapping[str, Any], where: str, section
     path = f"{section}.{key}" if section else key
     if key in ours:
         raise ConfigError(
-            f"{where}: {path} is {value!r} in your file and {ours[key]!r} by the recipe\n"
+            f"{where}: {path} is {value!r} in your file, but {ours[key]!r} in the recipe\n"
             f"  remove one of them: {INSTEAD.get(path, NOT_SUPPORTED)}"
         )
     if path in INSTEAD:
@@ -229,5 +229,5 @@ def refuse(key: str, value: object, ours: Mapping[str, Any], where: str, section
     if "did you mean" in nearest:
         raise ConfigError(f"{where}: unknown key {path}{nearest}\n  rename or remove it")
     # A list of all known names would hide the few that may be set.
-    allowed = "zero_optimization with some of " + ", ".join(TUNING)
+    allowed = "only zero_optimization, with any of the keys " + ", ".join(TUNING)
     raise ConfigError(f"{where}: {path} is not allowed\n  expected {allowed}; remove it")

@@ -79,7 +79,7 @@ def training_sets(path: str) -> tuple[list[dict[str, str | None]], str]:
     time. Foreign, imported and exported weights have no such record. Raises DataError for an altered record.
     """
     sets: dict[str, dict[str, str | None]] = {}
-    sha256: str | None = None  # of the weights that the previous stage started from
+    sha256: str | None = None  # digest of the weights that the previous stage started from
     while True:
         folder = Path(path)
         inputs = None
@@ -112,7 +112,7 @@ def recorded_loss(path: str) -> str | None:
     The records are those of the stage that trained them, also after a resize, an import or an export, and the
     `problem_type` of a transformers folder. Raises DataError for an altered record.
     """
-    sha256: str | None = None  # of the weights that the previous stage started from
+    sha256: str | None = None  # digest of the weights that the previous stage started from
     while True:
         folder = Path(path)
         if not folder.is_dir():
@@ -156,7 +156,7 @@ def refuse_other_pixels(path: str) -> None:
             continue
         if set(means) | set(deviations) != {0.5}:
             raise DataError(
-                f"{folder / name}: pixels are normalised by mean {means} and deviation {deviations}\n"
-                "  expected 0.5 and 0.5, pixels from −1 to 1, as everywhere here; values would be wrong\n"
-                "  use weights that expect such pixels"
+                f"{folder / name}: pixels are normalised with mean {means} and standard deviation {deviations}\n"
+                "  expected 0.5 and 0.5 (pixels from −1 to 1), which evaluation always uses; results would be wrong\n"
+                "  use weights with this normalisation"
             )

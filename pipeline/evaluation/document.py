@@ -145,7 +145,7 @@ def value_entries(
             # Seeds that picked the same shots are one draw, with the first of them in `shots`.
             seeds = list(outcome.shots.get(name, map(str, protocol.settings.seeds)))
             values[name]["seeds"] = dict(zip(seeds, shares, strict=True))
-            values[name]["interval"] = "95 %, over test samples; a single draw tells nothing of the variance over draws"
+            values[name]["interval"] = "95 %, over test samples; a single draw cannot show the variance between draws"
         if len(shares) > 1:
             values[name]["interval"] = f"95 %, over {len(shares)} draws and test samples"
             values[name]["sd"] = stdev(shares)
@@ -235,7 +235,7 @@ def log_table(document: Entry, log: Callable[[str], None]) -> None:
             if leaks != NOT_CHECKED:
                 clean = leaks["values"][name]
                 compared = ", ".join(source["digest"][:8] for source in leaks["train"])
-                text = f"{clean['value']:.2%} without {leaks['leaked']} shared with {compared}"
+                text = f"{clean['value']:.2%} without {leaks['leaked']} samples shared with {compared}"
                 # If none of the sets learned from was compared, a value without leaks would be meaningless.
                 if leaks["not_checked"] and not leaks["checked"]:
                     text = f"compared only with {compared}"

@@ -62,7 +62,7 @@ class EvaluationFailed(PatchlineError):
     def __init__(self, message: str, exit_code: int, path: str | None = None) -> None:
         super().__init__(message)
         self.exit_code = exit_code
-        self.path = path  # of the set that could not be read; None if a protocol failed
+        self.path = path  # path of the unreadable set; None if a protocol failed
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class EvaluationGroup:
     phases: Phases
     device: torch.device
     wants_stop: Callable[[], bool]  # whether this worker was requested to stop
-    step: int = 0  # of the weights, for the phases
+    step: int = 0  # training step of the weights, used in reported phases
 
     def agree_to_continue(self, failure: Exception | None = None, *, is_working: bool = False) -> bool:
         """Exchange failures and stop requests; return whether any worker is working (`is_working`).
@@ -166,10 +166,10 @@ class Evaluator:
     group: EvaluationGroup
     model: nn.Module
     dtype: torch.dtype
-    folder: Path  # for rank 0's unnamed files of features, which disappear with the process
+    folder: Path  # folder for rank 0's unnamed feature files, which vanish with the process
     preprocess: str  # evaluation ops
     micro_batch: int  # images per forward pass; the batches are the same at any number of workers
-    max_labels: int = 1  # most labels of a sample
+    max_labels: int = 1  # maximum number of labels per sample
     cache: CacheConfig | None = None
     ranks: Sequence[int] = (0,)  # the parts of each set that this process reads, out of `world` parts
     world: int = 1

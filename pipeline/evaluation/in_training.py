@@ -112,9 +112,9 @@ class LoopEvaluator(StageEvaluator):
 
     def begin(self, step: int) -> None:
         """Start to measure the cost of evaluations now, without the time for building and restoring."""
-        self.first_step = step  # completed steps when the attempt began to train
+        self.first_step = step  # steps completed before this attempt
         self.began = time.monotonic()
-        self.evaluated_s = 0.0  # of all evaluations since then
+        self.evaluated_s = 0.0  # total time of all evaluations since then
         self.is_price_reported = False
 
     def is_due(self, step: int) -> bool:
@@ -139,7 +139,7 @@ class LoopEvaluator(StageEvaluator):
                 if is_due[0] and len(starts) >= TRIES:
                     is_due = [False]
                     worker.group.telemetry.report(
-                        **document.skipped_record(step, f"{TRIES} attempts ended before it had a result")
+                        **document.skipped_record(step, f"{TRIES} attempts ended without a result")
                     )
         dist.broadcast_object_list(is_due, src=0)
         return not is_due[0] or self.evaluate_during_training(worker, progress)

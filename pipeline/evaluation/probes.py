@@ -39,7 +39,7 @@ TOLERANCE = 1e-7  # logistic regression has converged if its largest gradient or
 class Inputs:
     """The inputs of a protocol, at rank 0."""
 
-    name: str  # of the protocol
+    name: str  # name of the protocol
     train: FeatureStore | None  # None for protocols of the head
     test: FeatureStore
     labels: np.ndarray  # (N, L) of the test set, padded with −1; a prediction is right if it is any of them
@@ -60,10 +60,10 @@ class Inputs:
 class Outcome:
     """The outcome of a protocol on a test set."""
 
-    right: dict[str, list[np.ndarray]]  # by value: (N,) bool for each seed, or once: whether a sample was right
-    shots: dict[str, dict[str, list[int]]] = field(default_factory=dict)  # by value and seed: numbers of the samples
+    right: dict[str, list[np.ndarray]]  # value name → correctness of each sample, (N,) bool per seed
+    shots: dict[str, dict[str, list[int]]] = field(default_factory=dict)  # value name → seed → sample numbers
     chosen: dict[str, float] = field(default_factory=dict)  # settings selected on held-out training samples
-    notes: dict[str, str] = field(default_factory=dict)  # by value: a limitation to report with it
+    notes: dict[str, str] = field(default_factory=dict)  # value name → a limitation to report with it
 
 
 # ------------------------------------------------------------------------------------------------ linear maps
@@ -160,13 +160,13 @@ def few_shot(inputs: Inputs, settings: FewShotConfig) -> Outcome:
         if small_classes:
             note = (
                 f"{small_classes:,} of {len(images_of_class):,} classes have fewer than {count} training images "
-                f"(the smallest {images_of_class.min()})"
+                f"(fewest: {images_of_class.min()})"
             )
             draws = len(outcome.shots[value])
             if draws == 1 < len(settings.seeds):
-                note += f"; all {len(settings.seeds)} seeds picked the same images: one draw"
+                note += f"; all {len(settings.seeds)} seeds picked the same images, so there is only one draw"
             elif draws < len(settings.seeds):
-                note += f"; {len(settings.seeds)} seeds picked only {draws} different draws"
+                note += f"; {len(settings.seeds)} seeds produced only {draws} distinct draws"
             outcome.notes[value] = note
     return outcome
 
@@ -230,7 +230,7 @@ def knn(inputs: Inputs, settings: NeighboursConfig) -> Outcome:
     train = inputs.training_set()
     most = max(settings.k)
     count = len(train.rows)
-    require(most <= count, f"knn.k is {most}, the training set has {count} samples\n  type knn.k=[{count}], or less")
+    require(most <= count, f"knn.k is {most}, but there are only {count} training samples\n  type knn.k=[{count}]")
     device = inputs.device
     labels = torch.from_numpy(train.labels[:, 0]).to(device)
     classes = int(labels.max()) + 1
@@ -292,7 +292,7 @@ def logistic(inputs: Inputs, settings: LogisticConfig) -> Outcome:
         count = max(1, round(settings.held_out * len(train.rows)))
         require(
             count < len(train.rows),
-            f"logistic.held_out {settings.held_out} leaves none of {len(train.rows)} training samples to fit",
+            f"logistic.held_out {settings.held_out} leaves none of the {len(train.rows)} training samples for fitting",
         )
         held_out = train.rows[np.sort(order[:count])]
         fitted_rows = train.rows[np.sort(order[count:])]

@@ -32,7 +32,7 @@ from pipeline.evaluation.protocols import Protocol
 from pipeline.monitoring.telemetry import append_whole
 from pipeline.monitoring.watchdog import Phases
 
-COLLECTIVE_TIMEOUT_S = 1800.0  # as TrainConfig.timeout_s; `stall_s` ends a hang long before that
+COLLECTIVE_TIMEOUT_S = 1800.0  # same as TrainConfig.timeout_s; `stall_s` ends a hang long before
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class WorkerConfig:
     """How the workers of such a stage evaluate; the fields exist in the configs of both stages."""
 
     preprocess: str  # evaluation ops
-    max_labels: int  # most labels of a sample
+    max_labels: int  # maximum number of labels per sample
     micro_batch: int  # images per worker and forward pass
-    precision: Literal["bf16", "fp32"]  # of the model's computations
-    stall_s: float  # without any worker entering a new phase; then the attempt is restarted
-    cache: CacheConfig  # of remote shards, on every node
+    precision: Literal["bf16", "fp32"]  # precision of the forward pass
+    stall_s: float  # restart the attempt if no worker enters a new phase for this long
+    cache: CacheConfig  # cache for remote shards on every node
     model: dict[str, Any] = field(default_factory=dict)  # model options that a foreign weights file cannot provide
 
 

@@ -150,9 +150,9 @@ class Watch:
         self.start_s = max(start_s, stall_s)
         self.clock = clock
         self.last_sign: float | None = None  # when any worker last entered a new phase; initially the first check
-        self.places: dict[int, PhaseReport] = {}  # by rank, as last reported
+        self.places: dict[int, PhaseReport] = {}  # rank → last reported phase
         self.checks = 0  # checks during training steps since `slow` last returned a result
-        self.behind: Counter[int] = Counter()  # by rank: in how many of these checks all others waited for it
+        self.behind: Counter[int] = Counter()  # rank → number of these checks in which all others waited for it
 
     def find_stall(self, reported: Mapping[int, PhaseReport], frozen: Callable[[int], bool]) -> Stall | None:
         """Return the worker that has held up the others for longer than the time-out; None while any worker moves.
@@ -200,19 +200,19 @@ class Watch:
         # A worker stopped by a signal explains why the others do not move.
         for rank in late:
             if frozen(rank):
-                return Stall(rank, f"frozen: stopped by a signal, {idle_s:.0f}s without progress")
+                return Stall(rank, f"frozen: stopped by a signal, no progress for {idle_s:.0f}s")
         # More cannot be found out from outside.
         rank = late[0]
         if not has_all:
-            cause = f"does not start, {idle_s:.0f}s without progress"
+            cause = f"not started: no progress for {idle_s:.0f}s"
         elif self.places[rank].phase == "data":
             # In this phase a worker waits only for the storage and its own decoding processes.
-            cause = f"stalled reader: {idle_s:.0f}s without a batch"
+            cause = f"stalled reader: no batch for {idle_s:.0f}s"
         elif self.world == 1:
             cause = f"stuck for {idle_s:.0f}s"
         elif len(late) == self.world:
             # All are in the same phase: no single worker is to blame, so name the collective.
-            cause = f"stuck collective: all {self.world} workers are there for {idle_s:.0f}s"
+            cause = f"stuck collective: all {self.world} workers have been in it for {idle_s:.0f}s"
         else:
             cause = f"stuck for {idle_s:.0f}s; the other workers are waiting for it"
         return Stall(rank, cause)

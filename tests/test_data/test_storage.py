@@ -193,7 +193,7 @@ def test_a_missing_and_a_cut_file_make_the_one_before_be_loaded(group, run, buck
     bucket.Object(f"{prefix}/{key(30, 'rank-00000.safetensors')}").delete()
     chosen, said = start(run, tmp_path / "other", monkeypatch)
     assert_is_step(chosen, 20)
-    assert "4 bytes, the manifest says" in said[0] and "missing ['rank-00000.safetensors']" in said[1]
+    assert "4 bytes, the manifest lists" in said[0] and "missing ['rank-00000.safetensors']" in said[1]
 
 
 def test_a_transfer_that_flips_a_bit_is_made_again_and_blames_no_checkpoint(group, run, tmp_path, monkeypatch) -> None:
@@ -223,7 +223,7 @@ def test_a_node_with_a_bad_disk_is_named_and_nothing_is_refused(group, run, buck
     monkeypatch.setattr(restore, "dist", two_nodes)
     monkeypatch.setattr(restore.socket, "gethostname", lambda: "bad-node")
     monkeypatch.setattr(StageCheckpoints, "fetch", keep_badly)
-    with pytest.raises(CheckpointError, match="bad-node cannot keep a good copy of step-0000000020-000001"):
+    with pytest.raises(CheckpointError, match="bad-node cannot store an intact copy of step-0000000020-000001"):
         choose_together(StageCheckpoints(Bucket(run, tmp_path / "other"), STAGE), 1, print)
     assert key(20, REFUSED) not in objects(bucket, run)
 
@@ -395,7 +395,7 @@ def test_a_start_that_is_not_the_newest_attempt_any_more_touches_nothing(group, 
     group.begin(30)
     assert [claim_attempt(Bucket(run, SCRATCH)), claim_attempt(Bucket(run, SCRATCH))] == [2, 3]
     before = objects(bucket, run)
-    with pytest.raises(RunOwned, match=r"attempt 3 owns .* now, this is attempt 2\n  nothing of the newer"):
+    with pytest.raises(RunOwned, match=r"attempt 3 owns .* now, this is attempt 2\n  the newer attempt's files are un"):
         StageCheckpoints(Bucket(run, tmp_path / "other"), STAGE).choose(2, print)
     assert objects(bucket, run) == before
 

@@ -150,7 +150,7 @@ def test_bad_samples_are_reported_even_if_the_save_in_flight_fails(tmp_path, mon
 
     def fail(step: int) -> None:
         events.append("the save fails")
-        raise CheckpointError("3 saves in a row failed")
+        raise CheckpointError("3 consecutive saves failed")
 
     monkeypatch.setattr(health, "read_excluded", lambda folder: [])
     telemetry = SimpleNamespace(log=events.append)

@@ -249,7 +249,7 @@ def test_a_run_reads_remote_sets_through_the_cache_that_its_recipe_names(faulty,
     faulty.fault = lambda path: 503 if len(faulty.gets) % 3 == 1 else None
     run_campaign(loaded, only="pretrain", quiet=True)
     said = (loaded.directory(loaded.stage("pretrain")) / "log.txt").read_text()
-    assert "this node needs 8 shards, 0.00" in said and "the cache keeps 200 GiB" in said
+    assert "this node needs 8 shards, 0.00" in said and "the cache holds 200 GiB" in said
     assert {path.stem for path in cache.glob("*.tar")} <= {shard.sha256 for shard in local.shards}
     assert list(cache.glob("*.tar")) and len(faulty.gets) > 1
     order, ledger = Order(local.shard_samples, seed=0, batch_size=16), Ledger.start(local.digest, 0)
