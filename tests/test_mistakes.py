@@ -126,8 +126,8 @@ COMMANDS = """
 65 index labelless                            => no sample has a usable label|expected samples with an image
 65 data check photos                          => python -m jobs pack folder photos photos-shards
 65 data repair shards/train shards/train      => contains the set to repair|choose another folder
-78 subset shards/train --output out           => no rule chooses samples|expected one or more of keep
-78 subset shards/train --shots 5 --output out => shots are drawn by a seed|expected a seed
+78 subset shards/train --output out           => the subset has no rule|expected one or more of keep
+78 subset shards/train --shots 5 --output out => shots needs a seed, but none is set|set one
 78 plan tiny.yaml --gpu v100                  => did you mean 'h100'?
 74 run tiny.yaml run=/sys/run                 => /sys/run|or use another folder: run=/elsewhere
 69 run tiny.yaml cluster.gpus_per_worker=99   => 2 workers need 198 GPUs|cluster.gpus_per_worker=0

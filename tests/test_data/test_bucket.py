@@ -95,7 +95,7 @@ def test_a_store_that_fails_often_costs_time_and_nothing_else(run, proxy, bucket
 @pytest.mark.parametrize(("code", "remedy"), [(503, "run again"), (403, "credentials come from the environment")])
 def test_a_store_that_never_answers_is_named_without_secrets(code, remedy, run, proxy) -> None:
     proxy.fault_of_any = lambda method, path: code
-    with pytest.raises(StorageError, match=rf"{run}/a.json: no answer after 3 attempts, last \w+; {remedy}") as error:
+    with pytest.raises(StorageError, match=rf"{run}/a.json: no response after 3 attempts, .* \w+; {remedy}") as error:
         Bucket(run, SCRATCH, 3).put("a.json", b"{}")
     assert "very-secret" not in str(error.value)
 
@@ -111,7 +111,7 @@ def test_patience_that_is_taken_back_ends_a_request_that_is_under_way(run, proxy
         return 503
 
     proxy.fault_of_any = refuse
-    with pytest.raises(StorageError, match="no answer after 5 attempts"):
+    with pytest.raises(StorageError, match="no response after 5 attempts"):
         folder.put("a.json", b"{}")
 
 

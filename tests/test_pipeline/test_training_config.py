@@ -18,7 +18,7 @@ MIXTURE = {"train": None, "mixture": {"a": {"train": "x", "weight": 9}, "b": {"t
     [
         ({"steps": 1, "data": {**MIXTURE, "train": "x"}}, "set either data.train or data.mixture"),
         ({"steps": 1, "data": MIXTURE | {"cache": {"directory": "shards"}}}, "expected an absolute path"),
-        ({"steps": 1, "data": MIXTURE, "batch_size": 3}, "leave one set without a slot in a batch of 3"),
+        ({"steps": 1, "data": MIXTURE, "batch_size": 3}, "give one set no sample in a batch of 3"),
         ({"data": {"mixture": {"a": {"train": "y"}}}}, r"s\.data\.mixture\.a\.weight is missing"),
         ({"data": {"mixture": {"a": {"weight": 1}}}}, r"s\.data\.mixture\.a\.train is missing"),
         ({"data": {"mixture": {"a": {"train": "y", "wieght": 1}}}}, "did you mean 'weight'"),
