@@ -1,12 +1,12 @@
-"""The manifest of a checkpoint: its contents, and the digests that verify the files; all of it without torch.
+"""Reads and verifies the manifest of a checkpoint, which lists its contents and the digests of its files.
 
     MANIFEST.json   {"step": 1200, …, "files": {"rank-00000.safetensors": {"bytes": 4096, …}}, "sha256": "9f3c…"}
 
-For each worker's file it holds the sha256 of the whole file and a short digest of every chunk, so that a reader of a
-part can verify only that part.
+For each worker's file the manifest has the sha256 of the whole file and a short digest of every chunk, so that a reader
+can verify only the part that it needs.
 
-This module does without torch, whose import takes 1.4 CPU-seconds: `status` reads manifests, and the records of a stage
-(pipeline/artifacts.py) list files in the same way. The checkpoints themselves: pipeline/checkpoints/reader.py.
+This module does not import torch, which takes 1.4 CPU-seconds, because `status` reads manifests too. The records of a
+stage list files in the same way (pipeline/artifacts.py). pipeline/checkpoints/reader.py reads the checkpoints.
 """
 
 import errno
@@ -35,14 +35,14 @@ DIGEST_LENGTH = 16  # hexadecimal digits of a chunk's digest
 
 
 class FileRecord(TypedDict):
-    """Size and digest of one file, as a record promises them."""
+    """Recorded size and digest of a file."""
 
     bytes: int
     sha256: str
 
 
 class ChunkedRecord(FileRecord):
-    """Size and digests of one worker's file, as the manifest promises them."""
+    """Recorded size and digests of a worker's file, in the manifest."""
 
     chunk_bytes: int  # size of a chunk; the last may be shorter
     # 64-bit XXH3 detects accidental changes as sha256 does, at a fifteenth of the cost: 27 GB/s here
@@ -165,7 +165,7 @@ def manifest_in(storage: Storage, checkpoint: str) -> Manifest:
         raise CheckpointError(f"{path}: {error}") from None
     except (KeyError, TypeError):
         raise CheckpointError(f"{path} is not a manifest") from None
-    # Otherwise a folder renamed by hand would be loaded as another step than that of its weights.
+    # Detect a folder renamed by hand, whose weights would be loaded as those of another step.
     name = checkpoint.rpartition("/")[2]
     if name.startswith("step-") and step_of(Path(name)) != manifest.step:
         raise CheckpointError(f"{path} describes step {manifest.step}, but its folder is named {name}")
@@ -184,12 +184,12 @@ def inspect_checkpoint(storage: Storage, checkpoint: str) -> Manifest:
     """
     address = storage.address(checkpoint)
     present = sizes_in(storage, checkpoint)
-    # Listed first, because opening something that is not a regular file, such as a pipe, could block for ever.
+    # Check the listing first, because opening a pipe, for example, could block for ever.
     if MANIFEST not in present:
         raise DamagedCheckpoint(f"{address}/{MANIFEST}: no such file")
     manifest = manifest_in(storage, checkpoint)
     del present[MANIFEST]
-    # An additional file is refused like a missing one: this is not what was committed.
+    # Reject additional files like missing ones: the folder differs from what was committed.
     missing = sorted(manifest.files.keys() - present.keys())
     extra = sorted(present.keys() - manifest.files.keys())
     if missing or extra:
@@ -232,7 +232,7 @@ def digest_chunks(chunks: Iterable[memoryview], chunk_bytes: int) -> ChunkedReco
     size = 0
     for chunk in chunks:
         file_digest.update(chunk)
-        # The second digest finds the chunk in the CPU cache.
+        # The chunk is still in the CPU cache for the second digest.
         digests.append(xxh3_64_hexdigest(chunk))
         size += len(chunk)
     return {"bytes": size, "sha256": file_digest.hexdigest(), "chunk_bytes": chunk_bytes, "chunks": "".join(digests)}

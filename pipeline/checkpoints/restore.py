@@ -132,7 +132,7 @@ def load_together(fill: Fill, checkpoints: StageCheckpoints, chosen: Chosen, att
 class Reading:
     """Reads a checkpoint for one worker without raising: it keeps the first failure and returns zeros from then on.
 
-    Filling an engine ends with a collective, in which the other workers would wait for a worker that has raised.
+    Filling an engine ends with a collective, in which the other workers would wait for a failed one.
     """
 
     def __init__(self, chosen: Chosen) -> None:

@@ -15,7 +15,7 @@ A save consists of these steps:
 In:  checkpoints/.tmp-0000001200-000007/rank-00000.safetensors …
 Out: checkpoints/step-0000001200/rank-00000.safetensors … MANIFEST.json     (reader.py reads them)
 
-A failed save loses that checkpoint but does not stop the run; `max_failed_saves` failures in a row end the run.
+A failed save loses that checkpoint but does not stop the run; `max_failed_saves` consecutive failures end it.
 
 The free disk space is checked before each save (`check_room`) and before a run (`check_disk_space`). For example, 5,000
 parameters under Adam with keep=3 and 99.9 kB free are refused:
@@ -158,7 +158,7 @@ class Saver:
                 try:
                     check_room(self.checkpoints, self.manifest, self.expected_bytes)
                 except CheckpointError:
-                    # Old checkpoints that are still being deleted are not free space yet.
+                    # Wait for pending deletions: their disk space is not free yet.
                     self.wait_for_deleting()
                     check_room(self.checkpoints, self.manifest, self.expected_bytes)
 
@@ -169,8 +169,8 @@ class Saver:
                 storage.write(f"{self.checkpoints.staged_name(self.manifest)}/{file}", content)
             record = digesting.result()
 
-            # 3. If the other nodes do not see this disk, upload the metrics too. A former owner that was frozen must
-            #    not do so: its lines would replace newer ones.
+            # 3. If the other nodes do not see this disk, upload the metrics too. A previous owner that was suspended
+            #    must not do so: its lines would replace newer ones.
             if is_rank_0 and self.checkpoints.sends_metrics and newest_attempt(storage) <= self.manifest.attempt:
                 storage.upload(f"{self.checkpoints.stage}/{METRICS}")
             self.result = WrittenFile(file, record)
@@ -359,7 +359,7 @@ def host_memory(size: int) -> Tensor:
 
 
 def checkpoint_bytes(cfg: TrainConfig, model: ModelConfig) -> int:
-    """Return the size of a checkpoint, all workers' files together: fp32 master weights, moments and average."""
+    """Return the total size of a checkpoint's files: fp32 master weights, moments and averaged weights."""
     copies = 1 + len(STATE[cfg.optim.name])
     if cfg.polyak:
         copies += 1

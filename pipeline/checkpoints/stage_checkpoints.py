@@ -1,4 +1,4 @@
-"""The checkpoints of one stage: how they are listed, committed, quarantined and deleted, whatever the storage.
+"""Lists, commits, quarantines and deletes the checkpoints of one stage, in any kind of storage.
 
 They are in `<stage>/checkpoints/` of the run's storage, each a set of files that appears atomically (data/storage.py).
 A set without a valid manifest is not a checkpoint. On a disk:
@@ -266,7 +266,7 @@ def checkpoints_in(folder: Path) -> StageCheckpoints:
     return StageCheckpoints(Folder(folder.parents[1]), folder.parent.name, folder.name)
 
 
-# ------------------------------------------------------------------------ is the storage shared?
+# ------------------------------------------------------------------------ visibility of files
 
 
 def check_seen(storage: Storage, staged: str, written: Sequence[WrittenFile], log: Callable[[str], None]) -> None:
@@ -275,7 +275,7 @@ def check_seen(storage: Storage, staged: str, written: Sequence[WrittenFile], lo
     The error names the workers whose files are not visible. Raises StorageError or OSError if the storage fails.
     """
     expected = {file.name: file.bytes for file in written}
-    # Rank 0 sees its own file at once. If even that is missing, another start has deleted the folder: do not wait.
+    # Rank 0 always sees its own file. If even this is missing, another start has deleted the folder: do not wait.
     is_patient = not storage.is_consistent and written[0].name in sizes_in(storage, staged)
     sizes = partial(sizes_in, storage, staged)
     unseen, waited_s = wait_until_seen(sizes, expected, is_patient=is_patient)

@@ -1,10 +1,10 @@
-"""Says whether a resume repeats the bits of a run on this device, and selects deterministic kernels on a GPU.
+"""Reports whether resuming is bitwise exact on this device, and selects deterministic kernels on a GPU.
 
 1. `use_deterministic_kernels` is called in exact mode on a GPU, before CUDA starts.
-2. `resume_line` describes in an attempt's first log line what a resume repeats:
+2. `resume_line` describes in an attempt's first log line how exact a resume would be:
 
     In:  Conditions(is_gpu=True, world=2, zero=2, backend="nccl")
-    Out: "a resume may differ in the last bits: GPU kernels may add in any order, NCCL chooses the order of its sums"
+    Out: "resuming may change the last bits: GPU kernels may add in any order, NCCL chooses the order of its sums"
 
 Effects of `torch.use_deterministic_algorithms(True)` in torch 2.13, by its sources and documentation:
 - Flash attention adds dQ in a fixed order, and memory-efficient attention does not split the keys
@@ -46,12 +46,12 @@ def use_deterministic_kernels() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-# ------------------------------------------------------------------------ what a resume repeats
+# ------------------------------------------------------------------------ is resuming bitwise exact?
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """The conditions that the bits of a step depend on, besides other recipe keys, the data and package versions."""
+    """The conditions that affect the bits of a step, in addition to recipe keys, the data and package versions."""
 
     is_gpu: bool
     world: int  # workers
@@ -64,7 +64,7 @@ class Conditions:
 
 
 def doubts(now: Conditions) -> list[str]:
-    """Return the reasons why a resume under the same conditions may differ in the last bits; empty if it cannot.
+    """Return the reasons why resuming under the same conditions may change the last bits; empty if it cannot.
 
     On a GPU only operations that torch documents as deterministic are trusted.
     """
@@ -85,7 +85,7 @@ def doubts(now: Conditions) -> list[str]:
 
 
 def changes(before: Conditions, now: Conditions) -> list[str]:
-    """Return the changes since the checkpoint was saved that affect the bits from here on."""
+    """Return the changes since the checkpoint was saved that may change results bitwise."""
     # On CPUs exact mode gives the same bits at every world size and ZeRO stage. On GPUs this has not been measured: the
     # stage decides the address of a weight, and cuBLAS may choose its kernel by the address.
     if now.exact_parts and not now.is_gpu:
@@ -99,7 +99,7 @@ def changes(before: Conditions, now: Conditions) -> list[str]:
 
 
 def resume_line(now: Conditions, before: Conditions | None = None) -> str:
-    """Return a text that says what a resume of this attempt repeats and, if this is a resume, whether the bits changed.
+    """Describe how exact resuming this attempt would be and, if it resumed itself, whether its bits may have changed.
 
     `before` are the conditions of the checkpoint that the attempt resumes from.
     """

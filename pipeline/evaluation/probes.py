@@ -1,11 +1,12 @@
-"""Probes: measure the quality of frozen features with simple classifiers, fitted on a training set, tested on another.
+"""Probes: measure the quality of frozen features with simple classifiers, fitted on a training set and then tested.
 
-  few_shot   ridge regression on a few images a class, in closed form
+  few_shot   ridge regression on a few images per class, in closed form
   linear     the same on all images
-  knn        a vote of the nearest training samples
+  knn        vote of the nearest training samples
   logistic   logistic regression, its penalty chosen on held-out training samples
 
-Each reads rows block by block, whatever the sets' sizes are, and says of every test sample whether it was right:
+Each probe reads features block by block, for sets of any size, and returns for every test sample whether it was
+classified correctly:
 
     few_shot(Inputs("fewshot", train, test, test.labels, device, beat), FewShotConfig((5,), (0,)))
     → Outcome(right={"5shot": [array([True, False, …])]}, shots={"5shot": {"0": [17, 205, …]}})
@@ -37,7 +38,7 @@ TOLERANCE = 1e-7  # logistic regression has converged if its largest gradient or
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of a protocol, at rank 0."""
+    """The inputs of a protocol; rank 0 only."""
 
     name: str  # name of the protocol
     train: FeatureStore | None  # None for protocols of the head
@@ -47,7 +48,7 @@ class Inputs:
     beat: Beat
 
     def is_right(self, predicted: np.ndarray) -> np.ndarray:
-        """Return (N,) bool: whether any prediction, (N,) or (N, K), is one of the labels; the padding −1 never is."""
+        """Return (N,) bool: whether any prediction, (N,) or (N, K), is one of the labels; padding −1 never matches."""
         return (predicted.reshape(len(predicted), -1, 1) == self.labels[:, None, :]).any((1, 2))
 
     def training_set(self) -> FeatureStore:
@@ -115,7 +116,7 @@ def moments(store: FeatureStore, rows: np.ndarray, beat: Beat) -> tuple[Tensor, 
         total += features.double().sum(0)
         beat()
     mean = total / len(rows)
-    # In a second pass, because the difference of large squares would lose digits.
+    # Use a second pass, because the difference of large squares would lose precision.
     squares = torch.zeros_like(total)
     for _, features in store.blocks(rows):
         squares += (features.double() - mean).square().sum(0)
@@ -133,7 +134,7 @@ def moments(store: FeatureStore, rows: np.ndarray, beat: Beat) -> tuple[Tensor, 
 
 
 def few_shot(inputs: Inputs, settings: FewShotConfig) -> Outcome:
-    """Fit the closed form to the shots of every seed; the values are 1shot, 5shot, …
+    """Fit the closed form to the shots of every seed; the values are named 1shot, 5shot, …
 
     Seeds that pick the same images are one draw: only the first of them has a result.
     """
@@ -181,13 +182,14 @@ def linear(inputs: Inputs, settings: LinearConfig) -> Outcome:
 def fit(x: Tensor, labels: Tensor, l2: float = L2) -> LinearMap:
     """Fit the linear map to features (N, D) and labels (N,), in float64.
 
-    The result is at least as close to the original's float32 result as its own platforms are to each other.
+    The result is as close to the original's float32 result as the original's results on different platforms are to each
+    other.
     """
     x = x.double()
     mean = x.mean(0)
     std = x.std(0, correction=0) + 1e-5
     x = standardised(x, mean, std)
-    # Classes are counted in these rows: a test sample of a higher class can only be predicted wrongly.
+    # The classes are those of these rows: test samples of higher classes are always predicted incorrectly.
     y = 2.0 * one_hot(labels.long()).double() - 1
     # Ridge regression through the eigenvectors of the smaller of the two Gram matrices, which is cheaper to decompose.
     if len(x) < x.shape[1]:
@@ -248,7 +250,7 @@ def knn(inputs: Inputs, settings: NeighboursConfig) -> Outcome:
             neighbours = torch.cat([neighbours, numbers], dim=1).gather(1, chosen)
             inputs.beat()
 
-        # Neighbours vote one after another: a GPU would add them all at once in a different order each time.
+        # Add the votes one neighbour at a time: otherwise a GPU would sum them in a varying order.
         weights = torch.ones_like(similarities, dtype=torch.float64)
         if settings.weighted:
             weights = (similarities.double() / settings.temperature).exp()
@@ -276,7 +278,7 @@ def knn(inputs: Inputs, settings: NeighboursConfig) -> Outcome:
 
 
 def logistic(inputs: Inputs, settings: LogisticConfig) -> Outcome:
-    """Fit a logistic regression, with the l2 of the grid that predicts held-out training rows best.
+    """Fit a logistic regression, with the l2 penalty that is most accurate on held-out training rows.
 
     Among equally good values the largest l2 is used; it is then fitted to all rows. Raises ConfigError if no rows are
     left to fit.
@@ -287,7 +289,7 @@ def logistic(inputs: Inputs, settings: LogisticConfig) -> Outcome:
     accuracies: dict[str, float] = {}
     l2 = settings.l2[0]
     if len(settings.l2) > 1:
-        # Held-out rows and rows to fit, both in the order of the set.
+        # Select the held-out rows and the rows for fitting, both in the order of the set.
         order = np.random.default_rng(settings.seed).permutation(len(train.rows))
         count = max(1, round(settings.held_out * len(train.rows)))
         require(
@@ -297,7 +299,7 @@ def logistic(inputs: Inputs, settings: LogisticConfig) -> Outcome:
         held_out = train.rows[np.sort(order[:count])]
         fitted_rows = train.rows[np.sort(order[count:])]
         best = -1.0
-        # From the largest l2 on: each fit starts from the previous one, and among equal ones the larger l2 stays.
+        # Start with the largest l2: each fit starts from the previous one, and in a tie the larger l2 wins.
         regression = None
         for penalty in sorted(settings.l2, reverse=True):
             regression = fit_logistic(train, fitted_rows, penalty, settings.iterations, device, beat, regression)
@@ -363,7 +365,7 @@ def fit_logistic(
 
 
 def best_classes(inputs: Inputs, settings: None) -> Outcome:
-    """Compare the head's best classes with the labels, for top-1, top-5, real and per-class."""
+    """Compare the head's best classes with the labels, for the protocols top-1, top-5, real and per-class."""
     best = PROTOCOLS[inputs.name].best
     return Outcome({inputs.name: [inputs.is_right(inputs.test.predictions[:, :best])]})
 

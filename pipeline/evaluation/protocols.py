@@ -1,13 +1,13 @@
 """The evaluation protocols: each is one row of PROTOCOLS and one function in probes.py.
 
-Protocols of the head; a prediction is right if it is any of the sample's labels:
-  top-1, top-5    the best class, or one of the five best classes, is right
+Protocols of the head; a prediction is correct if it is any of the sample's labels:
+  top-1, top-5    the best class, or one of the five best classes, is correct
   real            top-1 on the labels of Beyer et al. 2020 (ReaL), several per image; unlabelled images are excluded
-  per-class       mean over classes of the share of right samples (mean per-class accuracy), and each class by name
+  per-class       mean over classes of the share of correct samples (mean per-class accuracy), and each class by name
 Protocols of features, fitted on a training set and evaluated on the test set:
   fewshot, linear, knn, logistic
 
-A protocol's outcome says for every test sample whether it was right; document.py turns it into values and intervals.
+A protocol's outcome holds the correctness of every test sample; document.py turns it into values and intervals.
 
 To add a protocol, add a row here and a function to COMPUTE in probes.py that takes `Inputs` and the protocol's settings
 and returns an `Outcome`. A protocol with settings also needs a field with its name in jobs/stages/evaluate.py. This
@@ -54,7 +54,7 @@ class LinearConfig:
 
 @dataclass(frozen=True)
 class NeighboursConfig:
-    """Protocol knn: a vote of the nearest training samples."""
+    """Protocol knn: vote of the nearest training samples."""
 
     k: tuple[int, ...] = (10, 20)  # numbers of neighbours, with one value for each (DINO eval_knn.py: 20 was best)
     weighted: bool = True  # votes weighted by exp(cosine / temperature); otherwise equal votes
@@ -136,7 +136,7 @@ PROTOCOLS: dict[str, ProtocolKind] = {
 FEATURES = tuple(name for name, kind in PROTOCOLS.items() if not kind.best)  # protocols that need a training set
 
 
-# ------------------------------------------------------------------------------------------------ a recipe's choice
+# ------------------------------------------------------------------------------------------------ protocols of a recipe
 
 
 def probe_protocol(probe: ProbeConfig) -> Protocol:

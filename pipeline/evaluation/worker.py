@@ -1,7 +1,7 @@
 """The worker of a stage that only evaluates weights (evaluate, fewshot).
 
-1. It joins the group, passes the same start checks as in training, and loads the whole model: workers share only the
-   sets.
+1. It joins the group, passes the same start checks as in training, and loads the whole model: only the sets are divided
+   among workers.
 2. It evaluates with evaluator.py. A stop takes effect between two batches, or within about a second while rank 0
    computes. A stopped attempt leaves no results.
 
@@ -37,7 +37,7 @@ COLLECTIVE_TIMEOUT_S = 1800.0  # same as TrainConfig.timeout_s; `stall_s` ends a
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """How the workers of such a stage evaluate; the fields exist in the configs of both stages."""
+    """The settings of the workers of an evaluation stage; the configs of both kinds of stage have these fields."""
 
     preprocess: str  # evaluation ops
     max_labels: int  # maximum number of labels per sample
@@ -62,7 +62,7 @@ def worker(task: Mapping[str, Any]) -> dict[str, list[Entry]]:
     stop = threading.Event()
     handle_sigterm(stop)
     phases = Phases(folder, int(os.environ["RANK"]), cfg.stall_s)
-    # Before joining the group, which waits for other workers: the watchdog sees only phases.
+    # Enter a phase before joining the group, which waits for other workers: the watchdog sees only phases.
     phases.enter("join", 0)
     device = join_group(COLLECTIVE_TIMEOUT_S)
     storage = open_storage(Path(task["run"]), task["remote"])

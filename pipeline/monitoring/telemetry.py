@@ -49,9 +49,9 @@ Record: TypeAlias = Mapping[str, Any]  # a line of metrics.jsonl; "kind" decides
 
 # Peak FLOP/s of dense bf16 matrix products, from the vendors' data sheets; the denominator of mfu.
 PEAK = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
-# Names of TensorBoard's groups. The numbers put training first; sorted by name, checkpoint/* would come first and open.
+# Prefixes of TensorBoard's tags. The numbers sort the training curves first; otherwise checkpoint/* would come first.
 TENSORBOARD_GROUPS = {"train": "1 train", "evaluate": "2 evaluate"}
-# The newest record is searched for in the last bytes of metrics.jsonl; a record of 50 steps has about 3 KB.
+# Search for the newest record in this many last bytes of metrics.jsonl; a record of 50 steps has about 3 KB.
 TAIL_BYTES = 1 << 20
 SEAL = re.compile(rb', "crc": "([0-9a-f]{8})"}')  # the end of each record: CRC-32 of the line's bytes before it
 SEAL_BYTES = 20
@@ -75,14 +75,14 @@ def log_line(report: Record) -> str:
     )
 
 
-# ------------------------------------------------------------------------------------------------ what is measured
+# ------------------------------------------------------------------------------------------------ measurements
 
 
 def memory_gb() -> float:
     """Return the peak memory of this worker in GiB: GPU memory if it uses a GPU, otherwise resident memory."""
     import torch
 
-    # The peak rather than the current use: the peak decides whether a run fits.
+    # Use the peak, which determines whether a run fits in memory.
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
     import resource
@@ -156,7 +156,7 @@ class Window:
     def values(self, samples: int, flops: float, peak: float | None, steps_left: int) -> WindowValues:
         """Return the window's values; `samples` is the count of all workers, `flops` that of one worker."""
         elapsed = time.monotonic() - self.since
-        # Training speed only: otherwise every evaluation would look like a drop in images/s.
+        # Exclude evaluations from the speed; otherwise each of them would look like a drop in images/s.
         busy = max(elapsed - self.evaluated_s, 1e-9)
         flops_per_s = flops / busy
         storage_s = 0.0
@@ -166,7 +166,7 @@ class Window:
             storage_s += wait.storage_s
             decode_s += wait.decode_s
             transfer_s += wait.transfer_s
-        # Three separate shares, because each has a different remedy: storage, decoding processes, copies to the device.
+        # Report three shares, because each has a different remedy: storage, decoding processes, copies to the device.
         wait_storage = storage_s / elapsed
         wait_decode = decode_s / elapsed
         wait_transfer = transfer_s / elapsed
@@ -332,7 +332,7 @@ class MetricsRecord(dict[str, Any]):
 
 
 def altered(record: Record, problem: str) -> DataError:
-    """Return the error for a record that the run cannot have written."""
+    """Build the error for a record that the run cannot have written."""
     path = getattr(record, "path", "metrics.jsonl")
     return DataError(
         f"{path} has changed: {problem}: {str(dict(record))[:80]}\n"
@@ -488,7 +488,7 @@ def records_in(lines: Iterable[bytes], path: Path) -> Iterator[MetricsRecord]:
             yield MetricsRecord(record, path)
 
 
-# ------------------------------------------------------------------------------------------------ where the time went
+# ------------------------------------------------------------------------------------------------ accounting of time
 
 
 @dataclass
@@ -500,7 +500,7 @@ class Account:
 
     start: float = 0.0  # from the claim of the first attempt to its first step
     data: float = 0.0  # waiting for batches
-    compute: float = 0.0  # training steps that were kept
+    compute: float = 0.0  # training steps, without the lost ones
     checkpoint: float = 0.0  # blocked by saves
     lost: float = 0.0  # steps that a later attempt repeated
     recovery: float = 0.0  # from an attempt's last record, or the start of the resuming command, to the next first step
