@@ -744,7 +744,7 @@ def test_a_driver_that_wakes_up_after_its_run_was_taken_over_ends_with_73_and_ch
     try:
         time.sleep(1.5)  # five periods: until then it may only be late
         assert finish(run, patch="hasty_lease") == 0, said(run)
-        assert "taking the run over: no sign of life" in said(run)
+        assert "taking over the run: no sign of life" in said(run)
         # What workers of the first attempt leave in its own folder is theirs.
         kept = {}
         for path in run.rglob("*"):
@@ -771,7 +771,8 @@ def test_a_run_is_stopped_by_its_lease_from_anywhere(run, capsys) -> None:
     first.join(60)
     assert first.exitcode == 75, said(run)
     out = capsys.readouterr().out
-    assert f"asked process {first.pid} on " in out and "it has ended; to see how: python -m jobs status " in out
+    assert f"requested a commit and stop of process {first.pid} on " in out
+    assert "it has ended; for its result, type python -m jobs status " in out
     assert main(["stop", str(run)]) == 0 and main(["status", str(run)]) == 0
     out = capsys.readouterr().out
     assert f"nothing to stop: process {first.pid} on " in out and "(exit 75, " in out

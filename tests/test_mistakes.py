@@ -49,7 +49,6 @@ INTERNALS = re.compile(
 
 # Each line: exit code, arguments of `python -m jobs`, and after => the expected parts of the error, separated by |.
 COMMANDS = """
-64 <none>                                     => Missing command
 64 train tiny.yaml                            => No such command 'train'.|use run instead
 64 runn tiny.yaml                             => Did you mean 'run'?
 64 run                                        => expected a YAML file or a built-in recipe: cifar10, digits
@@ -136,7 +135,7 @@ COMMANDS = """
 # The same for `plan tiny.yaml`, with the arguments after it.
 KEYS = """
 78 lr=1e-3                          => lr is 0.001, expected a stage's section|type for example pretrain.optim.lr=0.001
-78 optim.lr=1e-3                    => optim is not a stage but a key of a stage: pretrain.optim
+78 optim.lr=1e-3                    => optim is a key of a stage (pretrain.optim), not a stage
 78 Pretrain.steps=3                 => unknown stage or key Pretrain; did you mean 'pretrain'?
 78 pretrain.lr=1e-3                 => unknown key pretrain.lr; did you mean pretrain.optim.lr?
 78 pretrain.epochs=3                => did you mean pretrain.passes?
@@ -208,7 +207,7 @@ KEYS = """
 65 pretrain.data.train=empty        => neither tars nor images
 65 pretrain.data.train=shards       => type one of shards/test, shards/train
 65 pretrain.data.train=s3://bucket/train => python -m jobs index URL --output FOLDER
-78 pretrain.data.train=@shards/train => pretrain.data.train is @shards, but there is no such stage; known: pretrain
+78 pretrain.data.train=@shards/train => pretrain.data.train is @shards, but the recipe has no stage shards; known
 78 pretrain.data.train=@pretrain    => the stage itself|expected another stage, or a path
 78 pretrain.data.train=null         => pretrain.data.train is missing|type pretrain.data.train=FOLDER
 65 pretrain.init=nowhere            => no weights.safetensors in nowhere|pass a folder that contains this file
@@ -217,7 +216,7 @@ KEYS = """
 78 pretrain.init=weights pretrain.model.name=Ti/8 => width: 32 -> 192|remove these keys, and the name, from `model`
 78 pretrain.deepspeed=nowhere.json  => No such file|or deepspeed=null for none
 78 run=                             => run is empty, expected a folder
-78 run=tiny.yaml                    => tiny.yaml is a file|give the run another name
+78 run=tiny.yaml                    => tiny.yaml is a file|type another folder: run=…
 78 run=~nobody-here/x               => but there is no such user
 78 run=s3://bucket                  => type run=s3://BUCKET/NAME
 """
@@ -230,7 +229,7 @@ RECIPES: dict[str, tuple[str | bytes, int, str]] = {
     "tabs": (TINY.replace("  steps", "\tsteps"), 78, "line 8: found a tab|expected spaces"),
     "a key twice": (TINY + "  steps: 30\n", 78, "line 12: found duplicate key steps|remove one of the two"),
     "one space more": (TINY.replace("  steps", "   steps"), 78, "line 8|the keys of a section in the same column"),
-    "no indentation": (TINY.replace("\n  ", "\n"), 78, "pretrain is null|indent its keys below it"),
+    "no indentation": (TINY.replace("\n  ", "\n"), 78, "pretrain is null|or make it a section"),
     "no space behind a colon": (TINY.replace("steps: 24", "steps:24"), 78, "line 8|steps:24|with a space after"),
     "an equals sign": (TINY.replace("steps: 24", "steps = 24"), 78, "line 8|steps = 24|expected `key: value`"),
     "an open brace": (TINY.replace("classes: 10}", "classes: 10"), 78, "line 5|matching brackets and braces"),
@@ -252,14 +251,14 @@ RECIPES: dict[str, tuple[str | bytes, int, str]] = {
     "a control character": (TINY.replace("tiny", "ti\x07ny"), 78, "text without control characters"),
     "a list for a section": (TINY.replace("optim: {", "optim: [{").replace("}}", "}}]"), 78, "expected a section"),
     "a stage without content": (TINY + "finetune:\n", 78, "finetune is null, expected a stage's section"),
-    "a stage of no kind": (TINY + "mine: {steps: 3}\n", 78, "unknown stage or key mine|mine.kind=…, one of pack"),
+    "a stage of no kind": (TINY + "mine: {steps: 3}\n", 78, "unknown stage or key mine|mine.kind=… with one of pack"),
     "a kind that is none": (TINY + "mine: {kind: training}\n", 78, "mine.kind is training|expected one of pack"),
     "a name with a space": (TINY + "my stage: {kind: pretrain}\n", 78, "a stage is called 'my stage'|rename it"),
-    "a circle": (TINY + '  init: "@finetune"\nfinetune: {init: "@pretrain"}\n', 78, "in a circle: pretrain ← finetune"),
+    "a circle": (TINY + '  init: "@finetune"\nfinetune: {init: "@pretrain"}\n', 78, "in a cycle: pretrain ← finetune"),
     "a misspelt reference": (
         TINY + 'resize: {init: "@pretain"}\n',
         78,
-        "@pretain, but there is no such stage; did you mean",
+        "@pretain, but the recipe has no stage pretain; did you mean",
     ),
     "finetune from nothing": (TINY + "finetune: {data: {train: shards/train}}\n", 78, "model.name is missing|S/16"),
     "resize from nothing": (TINY + "resize: {image_size: 24}\n", 78, "resize.init is missing|type resize.init=…"),
@@ -379,10 +378,9 @@ def test_a_stage_that_starts_over_lists_the_changed_keys(desk, monkeypatch, caps
     assert main(["plan", "tiny.yaml", "run=runs/anew"]) == 0
     shutil.rmtree(desk / "runs" / "anew")
     out = capsys.readouterr().out
-    assert "pretrain starts over, because its settings differ from pretrain-00000001, finished" in out
+    assert "pretrain starts from step 0, because its settings differ from pretrain-00000001, finished" in out
     assert (
-        "(which is kept): batch_size: 8 → 16, steps: 12 → 24\n" in out
-        or "(which is kept): steps: 12 → 24, batch_size: 8 → 16\n" in out
+        "(kept): batch_size: 8 → 16, steps: 12 → 24\n" in out or "(kept): steps: 12 → 24, batch_size: 8 → 16\n" in out
     )
     assert f"to start from those weights instead of random ones, type pretrain.init={folder}" in out
 

@@ -119,7 +119,7 @@ def test_a_lost_shard_ends_the_run_unless_the_config_drops_it_and_then_the_count
     assert main(["run", str(mixed), "pretrain.data.drop=[low-000003.tar]"]) == 0
     said = capsys.readouterr().out
     assert "data.drop: excluding 1 shards with 50 of 1,442 samples" in said
-    assert "resuming with a changed" in said and "resumed from step 16" in said
+    assert "resuming with changed settings" in said and "resumed from step 16" in said
     mended = ids(20)
     high = late[:, 1] < number - 3
     assert (mended[:, 1] != number).all() and np.array_equal(mended[high], late[high])

@@ -110,7 +110,7 @@ def test_plan_and_run_use_the_checks_of_a_kind(with_rounded, recipe: Path, capsy
         assert main([command, str(recipe), "rounded.digit=1"]) == 78
         assert "unknown key rounded.digit; did you mean 'digits'" in capsys.readouterr().err
     assert main(["plan", str(recipe), "finetune.data.train=@rounded/train"]) == 78
-    assert "a rounded stage makes no data set" in capsys.readouterr().err
+    assert "a rounded stage writes no data set" in capsys.readouterr().err
 
 
 def test_check_results_are_in_the_order_of_the_checks(recipe: Path) -> None:

@@ -233,7 +233,7 @@ def test_replay_and_status_report_a_changed_record(made, capsys):
         refused(["replay", str(folder), "step=3"], folder / "task.json", capsys)
     with flipped(folder / "done.json", 8 * 30):
         assert main(["status", str(folder.parent)]) == 0
-        assert f"UNKNOWN: {folder / 'done.json'} has changed" in capsys.readouterr().out
+        assert f"UNREADABLE: {folder / 'done.json'} has changed" in capsys.readouterr().out
 
 
 def test_slow_check_is_logged(made, capsys, monkeypatch):

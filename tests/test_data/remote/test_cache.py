@@ -249,7 +249,7 @@ def test_a_run_reads_remote_sets_through_the_cache_that_its_recipe_names(faulty,
     faulty.fault = lambda path: 503 if len(faulty.gets) % 3 == 1 else None
     run_campaign(loaded, only="pretrain", quiet=True)
     said = (loaded.directory(loaded.stage("pretrain")) / "log.txt").read_text()
-    assert "this node needs 8 shards, 0.00" in said and "the cache holds 200 GiB" in said
+    assert "cache of this node: 8 remote shards (0.00" in said and "the cache holds 200 GiB" in said
     assert {path.stem for path in cache.glob("*.tar")} <= {shard.sha256 for shard in local.shards}
     assert list(cache.glob("*.tar")) and len(faulty.gets) > 1
     order, ledger = Order(local.shard_samples, seed=0, batch_size=16), Ledger.start(local.digest, 0)
@@ -264,8 +264,8 @@ def test_a_run_reads_remote_sets_through_the_cache_that_its_recipe_names(faulty,
     [
         (["s3://images/set", "/data/set"], "pass only URLs"),
         (["https://host/set"], "https cannot list"),
-        (["https://user:secret@host/a.tar"], "https://host/a.tar: the index would store the key in this URL"),
-        (["https://host/a.tar?sig=secret"], "https://host/a.tar: the index would store the key in this URL"),
+        (["https://user:secret@host/a.tar"], "https://host/a.tar: the index would store the password or signature"),
+        (["https://host/a.tar?sig=secret"], "https://host/a.tar: the index would store the password or signature"),
         (["pipe://host/a.tar"], "is not allowed"),
         (["https://host/set//a.tar"], "https://host/set//a.tar: some clients treat two consecutive slashes as one"),
     ],
@@ -278,7 +278,7 @@ def test_urls_that_cannot_be_indexed_are_refused(tmp_path, source, message):
 
 def test_a_key_in_the_url_that_runs_read_from_is_refused_too(local, tmp_path):
     for at, message in (
-        ("s3://me:secret@b/set", "would store the key in this URL"),
+        ("s3://me:secret@b/set", "the index would store the password or signature"),
         ("http://host/set", "is not allowed"),
     ):
         with pytest.raises(DataError, match=message) as error:

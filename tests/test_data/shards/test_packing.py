@@ -303,7 +303,7 @@ def test_a_source_never_holds_its_output(tmp_path, capsys):
     for output in (folder, folder / "shards", folder / "cat" / "deeper", tmp_path / "link"):
         assert main(["pack", "folder", str(folder), str(output)]) == 65
         said = capsys.readouterr().err
-        assert f"{output} is inside the source of the images" in said and "photos-shards" in said
+        assert f"{output} is inside the source folder " in said and "photos-shards" in said
     assert sorted(folder.rglob("*")) == before
     tar.write_bytes(tar_of({"1.jpg": picture(1), "1.cls": b"0"}))
     assert main(["pack", "tars", str(folder / "cat" / "x-*.tar"), str(folder / "cat"), "--name", "x"]) == 65

@@ -618,8 +618,11 @@ few:
     ("section", "reason"),
     [
         ("{source: subset, path: p}", "the subset has no rule"),
-        ("{source: folder, path: p, shots: 3}", "shots: only for subsets"),
-        ("{source: subset, path: p, shots: 3, seed: 0, names: n}", "has the class ids and names of its data set"),
+        ("{source: folder, path: p, shots: 3}", "shots select samples of a subset, but source is folder"),
+        (
+            "{source: subset, path: p, shots: 3, seed: 0, names: n}",
+            "has the class ids and names of its parent data set",
+        ),
     ],
 )
 def test_a_recipe_is_refused_where_a_subset_could_not_be_made(tmp_path, section, reason):

@@ -523,7 +523,7 @@ def test_stop_before_any_worker_has_started_ends_the_attempt(two, tmp_path) -> N
             {"gpus_per_worker": 2, "workers": WorkerRange(least=1, most=3)},
             ["unused GPUs: 2 of 8 in this machine; type cluster.workers.most=4"],
         ),
-        (8, {"gpus_per_worker": 3, "workers": 2}, ["unused GPUs: 2 of 8 in this machine; too few for another worker"]),
+        (8, {"gpus_per_worker": 3, "workers": 2}, ["unused GPUs: 2 of 8 in this machine; too few for one more worker"]),
         (1, {"workers": 4}, ["unused GPUs: 1 of 1 in this machine: the workers use the CPU; type"]),
     ],
 )

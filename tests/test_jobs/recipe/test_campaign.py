@@ -124,7 +124,7 @@ def test_weights_without_a_model_and_invalid_indexes_are_missing_inputs(recipe, 
     models.save(models.build("mu/8", 16, 10), bare)
     (bare / "model.json").unlink()
     wrong = {
-        f"pretrain.init={bare}": f"pretrain.init: {bare} has no model.json with the architecture of the weights",
+        f"pretrain.init={bare}": f"pretrain.init: {bare} has no model.json, so the architecture",
         "resize.init=/nowhere": "resize.init: no weights.safetensors in /nowhere",
         "pretrain.data.train=/etc/passwd": "pretrain.data.train: /etc/passwd is a file",
     }
@@ -279,10 +279,10 @@ def test_an_interrupted_pack_stage_resumes_and_makes_the_same_data_set(tmp_path,
         (
             [MIXTURE, "pretrain.data.mixture.a.train=@shards/a"],
             78,
-            "pretrain.data.mixture.a.train is @shards, but there is no such stage",
+            "pretrain.data.mixture.a.train is @shards, but the recipe has no stage shards",
         ),
         ([MIXTURE, "pretrain.data.mixture.b.weight=0"], 78, "weight is 0.0, expected more than 0"),
-        (["finetune.data.train=@resize/train"], 78, "makes no data set"),
+        (["finetune.data.train=@resize/train"], 78, "writes no data set"),
         (["finetune.init=@fewshot"], 78, "finetune.init is @fewshot, which has no weights"),
         (["pretrain.data.preprocess=foo"], 78, "preprocess: "),
         (["pretrain.data.lanes=0"], 78, "lanes is 0, expected 1 or more"),
@@ -366,7 +366,7 @@ def test_warm_up_as_long_as_the_stage_is_reported(recipe, capsys):
             "fewshot.init is @shards, which has no weights\n  expected @stage",
         ),
         (["run=/"], 78, "run is /, expected a separate folder\n  type run=/NAME"),
-        ([f"run={'x' * 300}"], 78, "run has a name of 300 bytes: xxx"),
+        ([f"run={'x' * 300}"], 78, "run contains a name of 300 bytes: xxx"),
         (["run=/dev/null/x"], 78, "/dev/null is a file\n  expected the folder of a run"),
         (
             ["run=~nobody-here/x"],
@@ -468,7 +468,7 @@ def test_too_many_corrupt_images_stop_training_with_65_and_name_the_first(recipe
     assert "more than data.max_bad_fraction" in captured.err
 
 
-def test_a_forbidden_change_of_a_half_done_stage_is_refused_with_the_difference(recipe, capsys):
+def test_a_forbidden_change_of_an_unfinished_stage_is_refused_with_the_difference(recipe, capsys):
     folder = stage_folder(recipe, "pretrain")
     assert main(["run", str(recipe), "finetune.data.max_bad_fraction=0.5"]) == 0
     (folder / "done.json").unlink()
@@ -495,12 +495,12 @@ def test_a_forbidden_change_of_a_half_done_stage_is_refused_with_the_difference(
     assert "resumed from step 24" in capsys.readouterr().out, "free fields may change"
 
 
-def test_a_changed_half_done_stage_is_reported_before_the_first_stage_runs(recipe, capsys):
+def test_a_changed_unfinished_stage_is_reported_before_the_first_stage_runs(recipe, capsys):
     assert main(["run", str(recipe)]) == 0
     (stage_folder(recipe, "finetune") / "done.json").unlink()
     capsys.readouterr()
     assert main(["run", str(recipe), "pretrain.seed=1"]) == 78
-    assert "finetune is half done with another config" in capsys.readouterr().err
+    assert "finetune is unfinished, and its config has changed" in capsys.readouterr().err
     assert not stage_folder(recipe, "pretrain", "pretrain.seed=1").exists(), "no step was trained in vain"
 
 
@@ -525,14 +525,14 @@ def test_an_empty_test_set_is_refused(recipe, tmp_path, capsys):
     assert "has 0 samples and 0 classes" in capsys.readouterr().err
 
 
-def test_the_test_set_of_a_half_done_stage_may_change(recipe, shards, capsys):
+def test_the_test_set_of_an_unfinished_stage_may_change(recipe, shards, capsys):
     assert main(["run", str(recipe)]) == 0
     (stage_folder(recipe, "pretrain") / "done.json").unlink()
     sets = f"pretrain.probe={{train: {shards}/train, test: {shards}/test, shots: [1], seeds: [0]}}"
     capsys.readouterr()
     assert main(["run", str(recipe), f"pretrain.data.evaluate={shards}/train", sets]) == 0
     said = capsys.readouterr().out
-    assert "resuming with a changed" in said and "resumed from step 24" in said and "1shot" in said
+    assert "resuming with changed settings" in said and "resumed from step 24" in said and "1shot" in said
 
 
 def test_a_checkpoint_with_a_flipped_bit_is_reported_and_the_previous_one_used(recipe, capsys):

@@ -66,7 +66,7 @@ def test_two_splits_of_a_recipe_have_the_same_class_ids(tmp_path, capsys):
     class_folders(tmp_path / "test", "bird cat")
     sets = f"test: {{path: {tmp_path}/test}}, train: {{path: {tmp_path}/train}}"
     assert main(["run", recipe_of(tmp_path, sets)]) == 0
-    assert "test: classes are numbered as in train" in capsys.readouterr().out
+    assert "test: using the class numbering of train" in capsys.readouterr().out
     (packed,) = (tmp_path / "run").glob("shards-*")
     assert labels_by_class(packed / "train") == {"airplane": {b"0"}, "bird": {b"1"}, "cat": {b"2"}}
     assert labels_by_class(packed / "test") == {"bird": {b"1"}, "cat": {b"2"}}
@@ -287,7 +287,7 @@ def test_class_names_are_kept_only_from_an_index_of_the_same_tars(tmp_path, caps
         tar.write(bytes(512))
     capsys.readouterr()
     assert main(command) == 0
-    assert load_index(tmp_path / "set").names == () and "class names: none" in capsys.readouterr().out
+    assert load_index(tmp_path / "set").names == () and "no class names, so labels" in capsys.readouterr().out
 
 
 def test_data_sets_with_different_class_names_are_not_joined(tmp_path):
