@@ -46,7 +46,7 @@ CLIENTS = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}  # scheme: client package
 PROTOCOLS = {"s3": "s3", "gs": "gs", "az": "abfs"}  # scheme: fsspec's name for it
 TESTED = {"s3fs": "2026.9.0", "gcsfs": "2026.10.1", "adlfs": "2026.8.0"}
 SCHEMES = (*CLIENTS, "https")
-LONGEST_PAUSE_S = 30.0  # between two attempts
+LONGEST_PAUSE_S = 30.0  # longest pause between two attempts
 WARN_AT_ATTEMPT = 2  # counted from 0; two failed attempts may be a short interruption
 # How long a denied request is retried: time for credentials that are just being renewed. Each retry reads them again.
 DENIED_S = 30.0
@@ -105,7 +105,7 @@ def check_url(url: str) -> None:
     """Raise DataError unless the scheme is allowed."""
     scheme = urlsplit(url).scheme
     if scheme not in SCHEMES:
-        raise Refused(f"{redacted(url)}: scheme {scheme!r} is refused; use one of {', '.join(SCHEMES)} or a path")
+        raise Refused(f"{redacted(url)}: scheme {scheme!r} is not allowed; use one of {', '.join(SCHEMES)} or a path")
 
 
 # ------------------------------------------------------------------------------------ requests
@@ -114,9 +114,9 @@ def check_url(url: str) -> None:
 def read_range(url: str, start: int, stop: int, timeout_s: float) -> bytes:
     """Return bytes start … stop−1, or fewer if the response ends early.
 
-    Raises FileNotFoundError, PermissionError, and many kinds of errors that are worth a retry. Raises Refused for a
-    scheme or address that is not allowed, and if the store ignores ranges, because every request would then return the
-    whole object. Raises StorageError with the words of an error page that arrives instead of these bytes.
+    Raises FileNotFoundError, PermissionError, and many kinds of errors for which a retry may help. Raises Refused for
+    a forbidden scheme or address, and if the store ignores ranges, because every request would then return the whole
+    object. Raises StorageError with the text of an error page if one arrives instead of these bytes.
     """
     check_url(url)
     if url.startswith("https:"):
@@ -166,7 +166,7 @@ def size_of(url: str, timeout_s: float) -> int:
         content_range = answer.headers.get("Content-Range", "")  # bytes 0-0/6543360
         size = content_range.rpartition("/")[2] or answer.headers.get("Content-Length", "")
     if not size.isdigit():
-        raise Refused(f"{redacted(url)}: the server does not tell the file size; copy the shards to this machine")
+        raise Refused(f"{redacted(url)}: the server does not report the file size; copy the shards to this machine")
     return int(size)
 
 
@@ -177,7 +177,7 @@ def list_tars(url: str, timeout_s: float) -> dict[str, int]:
     """
     scheme = urlsplit(url).scheme
     if scheme == "https":
-        raise Refused(f"{redacted(url)}: https cannot list files; type the shards, as in …/train-{{000..099}}.tar")
+        raise Refused(f"{redacted(url)}: https cannot list files; name the shards, as in …/train-{{000..099}}.tar")
     # Only `*` is a pattern; `?` and `[` are letters of a key.
     folder = url.rstrip("/").replace("[", "[[]").replace("?", "[?]")
     pattern = folder if "*" in url else f"{folder}/*.tar*"
@@ -193,8 +193,8 @@ def list_tars(url: str, timeout_s: float) -> dict[str, int]:
             tars[f"{scheme}://{check_file_name(path, redacted(url))}"] = entry["size"]
     if compressed:
         raise Refused(
-            f"{redacted(url)}: {preview(compressed)} would be left out: compressed tars; "
-            f"uncompress them, or type those you mean: {redacted(url).rstrip('/')}/*.tar"
+            f"{redacted(url)}: {preview(compressed)} would be ignored: compressed tars; "
+            f"uncompress them, or name the tars to use: {redacted(url).rstrip('/')}/*.tar"
         )
     return tars
 
@@ -228,17 +228,17 @@ class Retry:
         bucket = "/".join(address.split("/")[:3])
         reason = ""
         attempt = 0
-        # Compare with the current value of `attempts`: a command that is ending lowers it for its threads.
+        # Read `attempts` anew each time: an ending command lowers it for its threads.
         while attempt < self.attempts:
             if self.stopped():
-                raise StorageError(f"{address}: stopped before an answer arrived")
+                raise StorageError(f"{address}: stopped before the response arrived")
             try:
                 with denied_as_such():
                     answer = ask()
                 _denied_since.pop(bucket, None)
                 return answer
             except FileNotFoundError:
-                raise FileNotFoundError(f"{address}: there is no such object, or no such bucket") from None
+                raise FileNotFoundError(f"{address}: this object or its bucket does not exist") from None
             except PatchlineError:
                 raise
             except Denied as error:
@@ -252,7 +252,7 @@ class Retry:
                 reason = type(error).__name__
             if attempt == WARN_AT_ATTEMPT:
                 remedy = f": {DENIALS[reason]}" if reason in DENIALS else ""
-                logging.getLogger(__name__).warning("%s: no answer (%s), retrying%s", address, reason, remedy)
+                logging.getLogger(__name__).warning("%s: request failed (%s), retrying%s", address, reason, remedy)
             if attempt + 1 < self.attempts:
                 # A random part, so that many workers and nodes do not retry at the same moment.
                 pause_s = random.uniform(0, min(LONGEST_PAUSE_S, self.backoff_s * 2**attempt))
@@ -264,7 +264,7 @@ class Retry:
         if bucket in _denied_since:
             raise denial(address, reason, attempt)
         raise StorageError(
-            f"{address}: no answer after {attempt} attempts, last {reason}; run again when the store responds"
+            f"{address}: no response after {attempt} attempts, last error {reason}; run again when the store responds"
         )
 
 
@@ -370,7 +370,7 @@ def client(scheme: str, timeout_s: float) -> AbstractFileSystem:
     except AttributeError as error:
         raise DataError(
             f"{scheme}://: cannot disable the retries of {package} {version(package)} ({error}); "
-            f"pip install {package}=={TESTED[package]}, the version that was tested"
+            f"pip install {package}=={TESTED[package]}, the tested version"
         ) from None
     return filesystem
 
@@ -413,7 +413,7 @@ def request_https(url: str, timeout_s: float, byte_range: str) -> Iterator[http.
 
 
 class PublicConnection(http.client.HTTPSConnection):
-    """Connects to the address that was checked, because a second name resolution could return another one."""
+    """Connects to the checked address, because a second name resolution could return another one."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)

@@ -41,7 +41,7 @@ class FeatureStore:
 
     def __init__(self, index: Index, folder: Path) -> None:
         self.index = index
-        self.folder = folder  # for the unnamed file
+        self.folder = folder  # folder for the unnamed file
         self.starts = index.starts
         self.is_there = np.zeros(index.samples, bool)
         self.all_labels = np.empty((0, 1), np.int64)  # (N, L) after the first batch, padded with −1

@@ -78,7 +78,7 @@ def test_an_own_index_hides_no_other_whose_table_would_go(tmp_path, monkeypatch)
     build_index(tmp_path / "other", output=place, name="b")
     glob = Path.glob  # a file system lists in any order; here the index to be replaced comes first
     monkeypatch.setattr(Path, "glob", lambda path, pattern: sorted(glob(path, pattern)))
-    with pytest.raises(DataError, match=r"has a train-000000\.tar of .*its table would go"):
+    with pytest.raises(DataError, match=r"has another train-000000\.tar, whose table would be lost"):
         build_index(tmp_path / "new", output=place, name="a")
 
 

@@ -259,7 +259,7 @@ def test_worker_stopped_by_a_signal_is_detected_and_named(backend, two, tmp_path
             raise group.evidence().silent_failure(stuck.rank, stuck.cause)
 
     task = {"folder": str(folder), "ready": str(tmp_path / "ready")}
-    with pytest.raises(WorkerGroupError, match=r"worker 1 on .*: frozen: stopped by a signal, \d+s without progress"):
+    with pytest.raises(WorkerGroupError, match=r"worker 1 on .*: frozen: stopped by a signal, no progress for \d+s"):
         group.run(worker_functions.step_for_ever, task, look)
     assert not alive(folder)
 
