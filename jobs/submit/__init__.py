@@ -1,1 +1,1 @@
-"""A campaign as a Ray job: what it takes along, and `submit`, `list`, `logs`, `stop`."""
+"""Run campaigns as Ray jobs: `submit`, `list`, `logs` and `stop`."""
