@@ -84,7 +84,8 @@ def test_failed_collective_names_the_lost_peer_without_the_librarys_message(tmp_
     left(group, 0, **PEER_LOST)
     failure = group.evidence().first_failure()
     assert str(failure) == (
-        "worker 0 on n0: a collective failed: worker 1 on n1 was lost or did not answer, but no worker is known to have died"
+        "worker 0 on n0: a collective failed: worker 1 on n1 was lost or did not answer, "
+        "but no worker is known to have died"
     )
     # It may have been chance, so a second time is not a repetition of the same exception.
     assert failure.kind == ""
