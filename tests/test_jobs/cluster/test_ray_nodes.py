@@ -194,7 +194,7 @@ def test_worker_is_not_split_between_nodes_and_an_autoscaler_sees_the_request(no
     with pytest.raises(ClusterError) as caught:
         reserve(ClusterConfig(cpus_per_worker=2, wait_s=2), "/runs/a", said.append, look)
     assert said == [f"waiting for the cluster: {missing}"]
-    assert str(caught.value).startswith(f"{missing}\nthe places did not become free within 2 s ")
+    assert str(caught.value).startswith(f"{missing}\n  the places did not become free within 2 s ")
     seconds, request = seen[0]
     bundles = request.bundle_selectors[0].resource_requests
     assert seconds < 3
