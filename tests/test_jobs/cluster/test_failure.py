@@ -240,12 +240,15 @@ class Agents:
     ("drained", "sigterm_ranks", "events"),
     [
         (set(), [], {}),
-        ({"id1"}, [], {1: ("n1", "id1", "its node is drained")}),
-        ({"own"}, [], {None: (os.uname().nodename, "own", "its node is drained")}),
+        ({"id1"}, [], {1: ("n1", "id1", "its node is being drained")}),
+        ({"own"}, [], {None: (os.uname().nodename, "own", "its node is being drained")}),
         (
             {"id0", "own"},
             [],
-            {0: ("n0", "id0", "its node is drained"), None: (os.uname().nodename, "own", "its node is drained")},
+            {
+                0: ("n0", "id0", "its node is being drained"),
+                None: (os.uname().nodename, "own", "its node is being drained"),
+            },
         ),
         ({"elsewhere"}, [2], {2: ("n2", "id2", "worker 2 was sent SIGTERM")}),
     ],

@@ -505,7 +505,7 @@ def test_stop_before_any_worker_has_started_ends_the_attempt(two, tmp_path) -> N
     left(group, 1)
     attempt.look()
     assert asked[2:] == [], "the request is repeated only after a while"
-    with pytest.raises(Preempted, match="stopped in pretrain; run the same command again to start this stage"):
+    with pytest.raises(Preempted, match="stopped in pretrain; run the same command again to restart this stage"):
         dataclasses.replace(attempt, can_commit=False).look()
 
 
