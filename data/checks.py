@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from data.errors import ConfigError, DataError
 
+STORES = ("s3", "gs", "az")  # schemes of object stores, whose keys may contain any character
 SHA256 = re.compile(r"[0-9a-f]{64}")
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 # KEY and TOKEN must be whole words: TOKENIZERS_PARALLELISM is not a secret.
@@ -84,12 +85,21 @@ def printable_lines(text: str) -> str:
 
 
 def redacted(url: str) -> str:
-    """Return the URL without user, password, query and fragment, because each may contain a secret."""
+    """Return the URL without user, password, query and fragment, because each may contain a secret.
+
+    In the URL of a store, `?` and `#` are letters of a key, unless `name=value` follows the `?`, as in a signed URL.
+    """
     parts = urlsplit(url)
     if not parts.scheme:
         return url
     host = parts.netloc.rpartition("@")[2]
-    return f"{parts.scheme}://{host}{parts.path}"
+    path = parts.path
+    if parts.scheme in STORES:
+        path = url.partition("://")[2][len(parts.netloc) :]
+        before, _, query = path.partition("?")
+        if "=" in query:
+            path = before
+    return f"{parts.scheme}://{host}{path}"
 
 
 def one_line(text: str) -> str:

@@ -49,14 +49,16 @@ EXIT_CODES = (
     "again to resume · 78 configuration · 130 interrupted (a run: by a second Ctrl-C)"
 )
 
+VERSION = "0.1.0"  # as in pyproject.toml
 STREAMS = {"logs", "run"}  # commands that stream worker or job output and show their own progress
 UNWRITTEN_CODE = 120  # Python's exit code if it cannot write the rest of its output
 SIGPIPE_CODE = 128 + signal.SIGPIPE  # the exit code that shells report for a program killed by a closed pipe
 # Names of the same commands in other programs, used to suggest ours after an unknown command.
 OTHER_COMMANDS = {
     "run": "train fit start launch resume pretrain finetune",
-    "evaluate": "eval test validate predict",
+    "evaluate": "eval test validate",
     "import": "convert load",
+    "predict": "infer classify",
     "plan": "dry-run validate-recipe config",
 }
 # Extras of the training stages (jobs/stages/training.py).
@@ -66,6 +68,7 @@ TRAINING_EXTRAS = (
     "jobs.extras.async_evaluation.extra:AsyncEvaluationExtra",
     "jobs.extras.best:Best",
     "jobs.extras.planning.memory_check:MemoryCheck",
+    "jobs.extras.reevaluation:Reevaluation",
 )
 # Stage kinds by their name in a recipe, each followed by its extras. Extras may be missing from a checkout.
 KINDS = {
@@ -196,6 +199,11 @@ COMMANDS = CommandTable(
                 "Evaluate weights on data sets, without a recipe.",
                 "runs/photos/pretrain runs/photos/parts/held-out",
             ),
+            "predict": (
+                "jobs.extras.predict.command:predict",
+                "Predict the classes of images with trained weights.",
+                "runs/photos/pretrain photos/cat",
+            ),
             "analyze": (
                 "jobs.extras.analyze.command:analyze",
                 "Draw attention maps, attention distances and filters.",
@@ -204,17 +212,17 @@ COMMANDS = CommandTable(
         },
         "Cluster": {
             "submit": (
-                "jobs.commands.cluster:submit",
+                "jobs.extras.submit.command:submit",
                 "Submit a recipe to a Ray cluster as a job.",
                 "digits run=/shared/runs/digits --wait",
             ),
-            "logs": ("jobs.commands.cluster:logs", "Follow the output of a submitted run.", "/shared/runs/digits"),
+            "logs": ("jobs.extras.submit.command:logs", "Follow the output of a submitted run.", "/shared/runs/digits"),
             "stop": (
-                "jobs.commands.cluster:stop",
+                "jobs.extras.submit.command:stop",
                 "Stop a run after it has committed a checkpoint.",
                 "/shared/runs/digits",
             ),
-            "list": ("jobs.commands.cluster:list_jobs", "List the jobs of the cluster.", ""),
+            "list": ("jobs.extras.submit.command:list_jobs", "List the jobs of the cluster.", ""),
         },
         "Investigate": {
             "report": (
@@ -284,6 +292,11 @@ def leave(code: int) -> NoReturn:
 def main(arguments: list[str] | None = None) -> int:
     """Run a command and return its exit code; print errors to stderr."""
     words = sys.argv[1:] if arguments is None else arguments
+    # Without a command, print the help, as `git` and `ray` do.
+    words = words or ["--help"]
+    if words[0] == "--version":
+        print_version()
+        return ExitCode.DONE
     parser = LazyGroup(COMMANDS, "patchline", help="Large-scale pretraining of Vision Transformers.", epilog=EXIT_CODES)
     parser.params += get_install_completion_arguments()
     if "_PATCHLINE_COMPLETE" in os.environ:
@@ -315,6 +328,14 @@ def main(arguments: list[str] | None = None) -> int:
         return report(error, with_traceback="--debug" in words)
     finally:
         activity.end()
+
+
+def print_version() -> None:
+    """Print the commit of this checkout, and the versions of Python and of the packages that determine a run."""
+    from pipeline.identity import git_commit, package_versions
+
+    packages = ", ".join(f"{name} {version}" for name, version in package_versions().items())
+    print(f"patchline {VERSION}, commit {git_commit() or 'unknown'}\n{packages}")
 
 
 def report_usage(error: TyperException, words: Sequence[str]) -> int:

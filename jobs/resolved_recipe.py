@@ -21,7 +21,6 @@ from data.index.document import load_index
 from data.index.index import Index
 from data.storage import Storage, open_storage
 from jobs.cluster_config import ClusterConfig
-from jobs.trackers_config import TrackersConfig
 from models import ModelConfig
 from models.checks import did_you_mean
 from pipeline import artifacts
@@ -126,6 +125,15 @@ class StageKind:
     def metrics(self, cfg: Any) -> Iterable[str]:
         """Return the names of the stage's final metrics."""
         return ()
+
+    def repeat_evaluation(
+        self, campaign: "Campaign", stage: "Stage", changed: Collection[str]
+    ) -> tuple[Collection[str], list[str]]:
+        """Return evaluation settings, and the commands that evaluate a finished stage with their current values.
+
+        `changed` are the fields that have changed since the stage finished. Both are empty if no command is needed.
+        """
+        return (), []
 
     # Methods that work on the whole recipe.
 
@@ -261,7 +269,7 @@ class Campaign:
     run: Path  # a local folder, also if the run is stored in an object store
     cluster: ClusterConfig
     stages: tuple[Stage, ...]
-    trackers: TrackersConfig = TrackersConfig()  # noqa: RUF009 (frozen)
+    trackers: ConfigDataclass | None = None  # experiment trackers; None if their extra is not installed
     remote: str | None = None  # URL of the run in an object store; None: all nodes share `run`
     budget: float | None = None  # maximum exaFLOPs of all training stages together; None: no limit
 

@@ -13,7 +13,8 @@ import models
 from data.errors import ConfigError, DataError
 from data.images.preprocess import both_sides, parse_ops, shape_of
 from models import ModelConfig, Preprocessing
-from models.configs import MaskedConfig
+from models.configs import MaskedConfig, ViTConfig
+from models.weights.preprocessing import named_filter
 from pipeline.config import require
 from pipeline.training_config import TrainConfig
 from pipeline.values import shown
@@ -147,12 +148,18 @@ def preprocessing_of(ops: str | None, model: ModelConfig) -> Preprocessing:
             steps.append((op.__name__, arguments))
     names = [name for name, _ in steps]
     # Other libraries resize once and then crop the centre.
-    is_translatable = names[:1] != [] and names[0] in INTERPOLATIONS and names[1:] in ([], ["central_crop"])
-    if not is_translatable:
-        return Preprocessing(ops, (height, width))
-    name, (size, *options) = steps[0]
-    interpolation = INTERPOLATIONS[name]
-    if True in options:
-        interpolation += " antialiased"
-    resize = int(size) if name == "resize_small" else both_sides(size)
-    return Preprocessing(ops, (height, width), resize, interpolation)
+    is_first_known = names[:1] == ["resize_pillow"] or (names[:1] != [] and names[0] in INTERPOLATIONS)
+    is_translatable = is_first_known and names[1:] in ([], ["central_crop"], ["center_crop"])
+    recorded = Preprocessing(ops, (height, width))
+    if is_translatable:
+        name, (size, *options) = steps[0]
+        is_pillow = name == "resize_pillow"
+        interpolation = named_filter(str(options[0])) if is_pillow else INTERPOLATIONS[name]
+        if True in options:
+            interpolation += " antialiased"
+        keeps_aspect = name == "resize_small" or (is_pillow and not isinstance(size, tuple))
+        resize = int(size) if keeps_aspect else both_sides(size)
+        recorded = replace(recorded, resize=resize, interpolation=interpolation)
+    if isinstance(model, ViTConfig):
+        recorded = replace(recorded, mean=model.pixel_mean, std=model.pixel_std)
+    return recorded

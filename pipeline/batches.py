@@ -171,7 +171,7 @@ def begin_forward(worker: "Worker", step: int, batch: Batch) -> Tensor:
     # The seed depends only on step and samples, so a resumed run repeats the dropout of an uninterrupted one.
     torch.manual_seed(seed_of_micro_batch(worker.cfg.seed, step, batch.ids, DROPOUT))
     worker.group.phases.enter("forward", step)
-    return normalise(batch.images, worker.engine.dtype, worker.group.device)
+    return normalise(batch.images, worker.model_config, worker.engine.dtype, worker.group.device)
 
 
 def seed_of_micro_batch(seed: int, step: int, ids: Tensor, *purpose: int) -> int:

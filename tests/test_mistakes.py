@@ -49,7 +49,6 @@ INTERNALS = re.compile(
 
 # Each line: exit code, arguments of `python -m jobs`, and after => the expected parts of the error, separated by |.
 COMMANDS = """
-64 <none>                                     => Missing command
 64 train tiny.yaml                            => No such command 'train'.|use run instead
 64 runn tiny.yaml                             => Did you mean 'run'?
 64 run                                        => expected a YAML file or a built-in recipe: cifar10, digits

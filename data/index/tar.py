@@ -29,6 +29,7 @@ from typing import IO, TypeVar
 
 import numpy as np
 
+from data.error_pages import LONGEST, words_of
 from data.errors import DataError
 from data.index.index import Refusals
 from data.index.names import preview
@@ -56,6 +57,8 @@ COMPRESSORS = {
     b"BZh": "bzip2",
     b"\x04\x22\x4d\x18": "lz4",
 }
+# The reason for which members are skipped whose key would end at a dot within their names (IMG.1.jpg).
+DOTTED = "name with a dot before its extension"
 ABSENT = (0, 0)  # offset and size of a member that a sample does not have
 
 
@@ -116,14 +119,16 @@ def mapped(file: IO[bytes]) -> Iterator[memoryview]:
             mapping.close()
 
 
-def walk(tar: memoryview | bytes, name: str, *, lenient: bool = False) -> Walk:
+def walk(tar: memoryview | bytes, name: str, *, lenient: bool = False, rename: bool = False) -> Walk:
     """Find the samples of a WebDataset tar: consecutive members with equal names up to the first dot.
 
-    Raises DataError if the tar is truncated or invalid; if `lenient`, returns the samples before that point.
+    With `rename`, the extension of an image or label starts at the last dot, and other dots become underscores. Raises
+    DataError if the tar is truncated or invalid; if `lenient`, returns the samples before that point.
     """
     result = Walk()
     key = b""
     parts: dict[str, tuple[int, int]] = {}  # {extension: (offset, size)} of the current sample
+    dotted: list[tuple[str, bytes]] = []  # (extension, name) of its members that are images, such as a.seg.png
     try:
         for stored_name, offset, size in members(tar, name, result.refused):
             member = normal_name(stored_name)
@@ -131,15 +136,21 @@ def walk(tar: memoryview | bytes, name: str, *, lenient: bool = False) -> Walk:
                 result.refused.add("name with a folder ..", stored_name)
                 continue
             member_key, extension = split_name(member)
+            if rename and is_dotted(extension):
+                member_key, extension = split_at_last_dot(member)
             if len(member_key) > MAX_KEY:
                 result.refused.add("name too long", member)
                 continue
             # A new key begins a new sample and completes the previous one.
             if member_key != key:
                 result.add(key, parts)
+                refuse_dotted(dotted, parts, result.refused)
                 key = member_key
                 parts = {}
-            if extension not in IMAGES + LABELS + IGNORED:
+                dotted = []
+            if is_dotted(extension):
+                dotted.append((extension, member))
+            elif extension not in IMAGES + LABELS + IGNORED:
                 result.refused.add_type(extension, member)
             elif extension in parts:
                 result.refused.add("repeated member", member)
@@ -151,6 +162,7 @@ def walk(tar: memoryview | bytes, name: str, *, lenient: bool = False) -> Walk:
         result.broken = str(error)
     # Add the last sample, which no further key completes.
     result.add(key, parts)
+    refuse_dotted(dotted, parts, result.refused)
 
     # Join images and labels with equal keys that are not consecutive, at the image's position. Usually every row has
     # both, and this costs one pass over the rows.
@@ -199,6 +211,31 @@ def split_name(member: bytes) -> tuple[bytes, str]:
     return folder + slash + stem, extension.decode("ascii", "replace").lower()
 
 
+def refuse_dotted(dotted: Iterable[tuple[str, bytes | str]], parts: Mapping[str, object], refused: Refusals) -> None:
+    """Count members (extension, name) of a sample that has these parts and are called like an image or label.
+
+    In a sample with an image, a.seg.png is an additional member; otherwise its key probably ends too early.
+    """
+    has_image = not parts.keys().isdisjoint(IMAGES)
+    for extension, member in dotted:
+        if has_image:
+            refused.add_type(extension, member)
+        else:
+            refused.add(DOTTED, member)
+
+
+def is_dotted(extension: str) -> bool:
+    """Return whether an extension consists of several parts, of which the last is that of an image or label."""
+    return "." in extension and extension.rpartition(".")[2] in IMAGES + LABELS
+
+
+def split_at_last_dot(member: bytes) -> tuple[bytes, str]:
+    """Split a member name at its last dot, and replace the other dots: `a/b.1.PNG` → (`a/b_1`, `png`)."""
+    folder, slash, base = member.rpartition(b"/")
+    stem, _, extension = base.rpartition(b".")
+    return folder + slash + stem.replace(b".", b"_"), extension.decode("ascii", "replace").lower()
+
+
 # --------------------------------------------------------------------------------------------- the format
 
 
@@ -213,6 +250,7 @@ def members(tar: memoryview | bytes, name: str, refused: Refusals) -> Iterator[t
     while True:
         header = bytes(tar[position : position + BLOCK])
         if len(header) < BLOCK:
+            check_uncompressed(tar, name)
             raise DataError(f"{name}: cut short at byte {position}; copy or pack it again")
         # A block of zeros ends a tar.
         if header == bytes(BLOCK):
@@ -268,13 +306,16 @@ def members(tar: memoryview | bytes, name: str, refused: Refusals) -> Iterator[t
 
 
 def check_uncompressed(tar: memoryview | bytes, name: str) -> None:
-    """Raise DataError if a file starts like a compressed one; its samples cannot be read one by one."""
+    """Raise DataError if a file starts like a compressed one, or is an error page that was saved as a tar."""
     for start, program in COMPRESSORS.items():
         if bytes(tar[: len(start)]) == start:
             raise DataError(
                 f"{name}: compressed with {program}\n"
                 f"  expected an uncompressed tar, whose samples can be read one by one: type {program} -d {name}"
             )
+    words = words_of(bytes(tar[: LONGEST + 1]))
+    if words:
+        raise DataError(f"{name}: an error page that was saved as a tar: {words}\n  download the tar again")
 
 
 def after_sparse_map(tar: memoryview | bytes, header: bytes, start: int) -> int:

@@ -36,7 +36,7 @@ from data.index.index import Index
 from data.index.shard import Shard
 from data.order import Mixture, Order
 from data.remote.config import PIECE, CacheConfig, shards_of
-from data.remote.urls import Answer, Retry, never, read_range
+from data.remote.urls import Answer, Retry, never, read_range, refuse_error_page
 
 ABANDONED_S = 3600  # a download that has not grown for this long has no owner and may be evicted
 
@@ -164,7 +164,11 @@ class Cache:
         # A file without a name: the system deletes it when this process ends for any reason.
         with TemporaryFile(dir=self.directory) as file:
             while file.tell() < size:
-                file.write(self.read(url, file.tell(), min(file.tell() + PIECE, size)))
+                piece = self.read(url, file.tell(), min(file.tell() + PIECE, size))
+                # The store may have given the size of an error page: no tar is such a page.
+                if file.tell() == 0:
+                    refuse_error_page(url, piece)
+                file.write(piece)
             file.flush()
             yield file
 

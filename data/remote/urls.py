@@ -30,10 +30,11 @@ from contextlib import contextmanager
 from functools import lru_cache, partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from data.checks import check_file_name, redacted
-from data.errors import DataError, StorageError
+from data.error_pages import LONGEST, words_of
+from data.errors import DataError, PatchlineError, StorageError
 from data.index.names import preview
 from data.index.shard import COMPRESSED
 
@@ -68,13 +69,14 @@ def read_range(url: str, start: int, stop: int, timeout_s: float) -> bytes:
 
     Raises FileNotFoundError, PermissionError, and many kinds of errors that are worth a retry. Raises Refused for a
     scheme or address that is not allowed, and if the store ignores ranges, because every request would then return the
-    whole object.
+    whole object. Raises StorageError with the words of an error page that arrives instead of these bytes.
     """
     check_url(url)
     if url.startswith("https:"):
         with request_https(url, timeout_s, f"bytes={start}-{stop - 1}") as answer:
             # A server that ignores the range sends the whole file, which is correct only for start 0.
             if answer.status != http.client.PARTIAL_CONTENT and start > 0:
+                refuse_error_page(url, answer.read(LONGEST + 1))
                 raise Refused(f"{redacted(url)}: the server ignores byte ranges; copy the shards to this machine")
             try:
                 content = answer.read(stop - start)
@@ -86,12 +88,24 @@ def read_range(url: str, start: int, stop: int, timeout_s: float) -> bytes:
             content = client(urlsplit(url).scheme, timeout_s).cat_file(url, start=start, end=stop)
     if not content:
         raise ConnectionError("empty answer")
+    if len(content) != stop - start:
+        refuse_error_page(url, content)
     if len(content) > stop - start:
         raise Refused(
             f"{redacted(url)}: the store ignores byte ranges: requested {stop - start} bytes, received {len(content)}; "
             "copy the shards to this machine"
         )
     return content
+
+
+def refuse_error_page(url: str, content: bytes) -> None:
+    """Raise StorageError if the content is an error page, which some proxies send with the status of success."""
+    words = words_of(content)
+    if words:
+        raise StorageError(
+            f"{redacted(url)}: instead of the file, the store sent an error page: {words}\n"
+            "  run again when the store responds; check the endpoint, the proxy and the credentials"
+        )
 
 
 def size_of(url: str, timeout_s: float) -> int:
@@ -117,7 +131,9 @@ def list_tars(url: str, timeout_s: float) -> dict[str, int]:
     scheme = urlsplit(url).scheme
     if scheme == "https":
         raise Refused(f"{redacted(url)}: https cannot list files; type the shards, as in …/train-{{000..099}}.tar")
-    pattern = url if "*" in url else f"{url.rstrip('/')}/*.tar*"
+    # Only `*` is a pattern; `?` and `[` are letters of a key.
+    folder = url.rstrip("/").replace("[", "[[]").replace("?", "[?]")
+    pattern = folder if "*" in url else f"{folder}/*.tar*"
     with denied_as_such():
         entries = client(scheme, timeout_s).glob(pattern, detail=True)
     compressed = []
@@ -159,7 +175,8 @@ class Retry:
         """Return the result of `ask`, with retries; `address` is the name for messages.
 
         Raises at once: FileNotFoundError, because retries do not help; DataError if the store's client is not installed
-        or an address is refused. Raises StorageError if all attempts fail or `stopped()` is true.
+        or an address is refused; StorageError for an error page. Raises StorageError if all attempts fail or
+        `stopped()` is true.
         """
         reason = ""
         attempt = 0
@@ -172,7 +189,7 @@ class Retry:
                     return ask()
             except FileNotFoundError:
                 raise FileNotFoundError(f"{address}: there is no such object, or no such bucket") from None
-            except DataError:
+            except PatchlineError:
                 raise
             except PermissionError:
                 reason = "PermissionError"
@@ -284,7 +301,9 @@ def request_https(url: str, timeout_s: float, byte_range: str) -> Iterator[http.
     opener.add_handler(urllib.request.HTTPErrorProcessor())
     opener.add_handler(urllib.request.HTTPDefaultErrorHandler())
     opener.add_handler(urllib.request.UnknownHandler())
-    request = urllib.request.Request(url, headers={"Range": byte_range})
+    # Spaces and letters outside ASCII must be encoded; an address that is encoded already stays as it is.
+    address = quote(url, safe="!#$%&'()*+,/:;=?@[]~")
+    request = urllib.request.Request(address, headers={"Range": byte_range})
     try:
         with opener.open(request, timeout=timeout_s) as answer:
             yield answer

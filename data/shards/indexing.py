@@ -38,9 +38,9 @@ from data.errors import DataError
 from data.images.decode import MAX_BYTES, BadImage, decode, read_header
 from data.index.document import SUFFIX, image_folders, load_index
 from data.index.index import Index, Refusals
-from data.index.names import MAX_CLASSES, Names, NoLabel, ids_of, parse_labels, preview
+from data.index.names import LABEL_REASONS, MAX_CLASSES, PAIRS, Names, NoLabel, are_pairs, ids_of, parse_labels, preview
 from data.index.shard import SampleRow, table_path, write_table
-from data.index.tar import Walk, check_nothing_excluded, mapped, walk
+from data.index.tar import DOTTED, Walk, check_nothing_excluded, mapped, walk
 from data.remote.cache import Cache
 from data.remote.config import CacheConfig
 from data.remote.urls import check_url, list_tars, size_of
@@ -232,7 +232,8 @@ def count_classes(
                     texts.add(text, key)
             # The sample stays in the set: training replaces it and counts it as bad.
             else:
-                refused.add(error.reason, key)
+                shown = f"{key} ({error})" if row.label_size else key
+                refused.add(error.reason, shown)
             continue
         if max(labels) >= limit:
             raise DataError(
@@ -267,6 +268,35 @@ def decoded_samples(index: Index) -> tuple[int, int]:
     return tried, failed
 
 
+def problem_of(index: Index, *, unlabelled: bool) -> str:
+    """Return why nothing can be trained on an indexed set, and what to type; "" if it is usable."""
+    tried, failed = decoded_samples(index)
+    expected = "expected samples with an image (jpg, png, webp) and a label (cls, json)"
+    if index.samples == 0:
+        reason = "0 samples"
+        if DOTTED in index.refused.counts:
+            reason += ", because the key of a sample ends at the first dot of its name, as in webdataset"
+            expected = (
+                "expected names without other dots, such as IMG_1.jpg for IMG.1.jpg; to write the tars anew with such "
+                "names: python -m jobs pack tars FOLDER NEW-FOLDER"
+            )
+    elif failed == tried:
+        reason = "none of the decoded samples is an image"
+    elif not index.classes and not unlabelled:
+        reason = "no sample has a usable label"
+        expected += "\n  to index images without labels for objective: masked, add --unlabelled"
+    elif not index.names and are_pairs(index.class_counts, labelled_samples(index)):
+        return PAIRS
+    else:
+        return ""
+    return f"{reason}\n  {expected}"
+
+
+def labelled_samples(index: Index) -> int:
+    """Return the number of samples with a usable label."""
+    return index.samples - sum(index.refused.counts[reason] for reason in LABEL_REASONS)
+
+
 # ------------------------------------------------------------------------------------- checks before indexing
 
 
@@ -298,7 +328,9 @@ def check_kept(url: str) -> None:
     if not urlsplit(url).hostname:
         raise DataError(f"{redacted(url)}: contains no bucket or host, expected one, as in s3://bucket/train")
     if redacted(url) != url:
-        raise DataError(f"{redacted(url)}: a key in the URL would stay in the index; pass it by the environment")
+        raise DataError(
+            f"{redacted(url)}: a password or signature in the URL would stay in the index; pass it by the environment"
+        )
     if "//" in url.partition("://")[2]:
         raise DataError(f"{url}: some clients treat two consecutive slashes as one; store the shards under another key")
 
@@ -347,7 +379,7 @@ def matching(pattern: str) -> list[Path]:
     if Path(pattern).exists():
         return [Path(pattern)]
     paths: list[Path] = []
-    for name in braceexpand(pattern):
+    for name in braceexpand(pattern, escape=False):
         path = Path(name)
         matches = sorted(path.parent.glob(path.name)) if "*" in path.name else []
         paths += matches or [path]
@@ -363,7 +395,7 @@ def remote_tars(urls: Sequence[str], cache: Cache, workers: int, stopped: thread
     sizes: dict[str, int] = {}  # URL: bytes
     named: list[str] = []  # individual tars
     for pattern in urls:
-        for url in braceexpand(pattern):
+        for url in braceexpand(pattern, escape=False):
             check_kept(url)
             if url.endswith(".tar") and "*" not in url:
                 named.append(url)

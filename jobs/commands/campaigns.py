@@ -64,9 +64,14 @@ def recipe_path(recipe: str) -> Path:
     """
     # A user's file takes precedence over a built-in recipe of the same name.
     path = Path(recipe)
-    # "env:NAME": a submitted job reads the recipe from its environment (jobs/recipe/portable.py).
+    # "env:NAME": a submitted job reads the recipe from its environment (jobs/extras/submit/portable.py).
     if path.is_file() or recipe.startswith("env:"):
         return path
+    if recipe == "-" or path.is_fifo():
+        raise ConfigError(
+            f"cannot read the recipe from {recipe}: the run is resumed with the same command, which needs a file\n"
+            "  save the recipe to a file first: cat > NAME.yaml"
+        )
     recipes = shipped()
     if recipe not in recipes:
         # Compare names in lower case and without suffix, because ".yaml" would make any two short names similar.
@@ -81,6 +86,8 @@ def recipe_path(recipe: str) -> Path:
         close = difflib.get_close_matches(recipe.removesuffix(".yaml").lower(), names, n=1)
         if (path / "status.json").is_file() or list(path.glob("*/stage.json")):
             hint = f"it is a run directory: type its recipe; for its progress, type python -m jobs status {recipe}"
+        elif path.is_dir() and path.with_name(f"{path.name}.yaml").is_file():
+            hint = f"did you mean {path.with_name(path.name)}.yaml?"
         elif path.is_dir():
             hint = f"to write a recipe for the images in it, type python -m jobs new {shlex.quote(recipe)}"
         elif close:

@@ -183,7 +183,7 @@ def pack(
             workers=workers,
             report=progress.packed,
         )
-    for line in summary(index):
+    for line in summary(index, with_gap=classes is None):
         echo(line)
     if check_all:
         return check(context, index, workers=workers)
@@ -207,8 +207,7 @@ def index(
 ) -> int:
     """Index existing WebDataset tars in place; exit with 65 if no sample is usable."""
     from data.index.document import load_index
-    from data.index.names import gap_in_ids
-    from data.shards.indexing import build_index, decoded_samples
+    from data.shards.indexing import build_index, problem_of
     from data.sources.numbering import check_unambiguous, read_class_list
 
     if output is not None:
@@ -248,28 +247,14 @@ def index(
             cache=cache_config(cache),
             unlabelled=unlabelled,
         )
-    lines = summary(index)
+    lines = summary(index, with_gap=classes is None)
     if not index.names and not unlabelled:
         lines.append("no class names, so labels cannot be checked; if you know the names, add --names FILE")
-        gap = gap_in_ids(sum(count > 0 for count in index.class_counts), index.classes)
-        if gap and classes is None:
-            lines.append(gap)
 
     # Refuse a data set without usable samples; the message includes what indexing reported.
-    tried, failed = decoded_samples(index)
-    reason = ""
-    if index.samples == 0:
-        reason = "0 samples"
-    elif failed == tried:
-        reason = "none of the sampled files could be decoded as an image"
-    elif not index.classes and not unlabelled:
-        reason = "no sample has a usable label"
-    if reason:
-        raise DataError(
-            "\n".join([*lines, f"{index.tables} is unusable: {reason}"])
-            + "\n  expected samples with an image (jpg, png, webp) and a label (cls, json)"
-            + "\n  to index images without labels for objective: masked, add --unlabelled"
-        )
+    problem = problem_of(index, unlabelled=unlabelled)
+    if problem:
+        raise DataError("\n".join([*lines, f"{index.tables} is unusable: {problem}"]))
     for line in lines:
         echo(line)
     if check_all:
@@ -306,9 +291,12 @@ def cache_config(folder: str | None) -> "CacheConfig":
     return CacheConfig(directory=str(with_home(folder).absolute()))
 
 
-def summary(index: "Index") -> list[str]:
-    """Return lines that describe a data set: size, folder, class names and skipped samples."""
-    from data.index.names import preview
+def summary(index: "Index", *, with_gap: bool = False) -> list[str]:
+    """Return lines that describe a data set: size, folder, class names and skipped samples.
+
+    With `with_gap`, one of them reports class ids that do not occur, if these are most of all.
+    """
+    from data.index.names import gap_in_ids, preview
     from data.shards.indexing import decoded_samples
 
     classes = f"{index.classes} classes" if index.classes else "without labels"
@@ -322,4 +310,7 @@ def summary(index: "Index") -> list[str]:
     tried, failed = decoded_samples(index)
     if failed:
         lines.append(f"decoded {tried:,} evenly spaced samples: {failed / tried:.1%} of them are not images")
+    gap = gap_in_ids(sum(count > 0 for count in index.class_counts), index.classes)
+    if gap and with_gap and not index.names:
+        lines.append(gap)
     return lines

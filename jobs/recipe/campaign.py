@@ -24,6 +24,7 @@ from data.bucket import check_store_url, local_name
 from data.checks import check_name
 from data.errors import ConfigError
 from data.files import state_folder, with_home
+from data.optional import MissingExtra, load_optional
 from jobs.cluster_config import ClusterConfig
 from jobs.named_stages import TABLE, find_set, find_stage
 from jobs.ownership import check_run_path
@@ -31,13 +32,13 @@ from jobs.recipe import key
 from jobs.recipe.references import filled, references_in, with_field, with_values
 from jobs.recipe.validate import refuse, validate
 from jobs.resolved_recipe import Available, Campaign, Kinds, Reads, Sections, Stage, StageKind, StageSection, reference
-from jobs.trackers_config import TrackersConfig
 from models.checks import did_you_mean
 from pipeline import config
 from pipeline.config import ConfigDataclass, require
 from pipeline.recipe import Recipe, read_recipe
 from pipeline.values import read_number
 
+TRACKERS = "jobs.extras.monitor.trackers_config:TrackersConfig"
 NOT_STAGES = ("run", "cluster", "trackers", "budget")  # keys of a recipe that apply to the whole campaign
 
 
@@ -89,7 +90,14 @@ def parse(recipe: Recipe, kinds: Kinds) -> Campaign:
 
     # 2. The sections of the whole campaign, and the stages.
     cluster = config.build(ClusterConfig, recipe.values.get("cluster", {}), "cluster")
-    trackers = config.build(TrackersConfig, recipe.values.get("trackers", {}), "trackers")
+    trackers = None
+    try:
+        trackers = config.build(
+            load_optional(TRACKERS, "the section trackers"), recipe.values.get("trackers", {}), "trackers"
+        )
+    except MissingExtra:
+        if "trackers" in recipe.values:
+            raise
     budget = recipe.values.get("budget")
     if budget is not None:
         typed = budget

@@ -34,7 +34,6 @@ from jobs.recipe.references import with_values
 from jobs.recipe.validate import refuse, validate_all
 from jobs.resolved_recipe import Campaign, Context, Stage
 from jobs.run.log import RunLog, log_next, log_table, status_file
-from jobs.run.reevaluation import EVALUATION_FIELDS, evaluation_commands
 from jobs.run.stage_run import run_stage
 from jobs.run.sync import synced
 from jobs.run.watchers import Watcher, Watchers
@@ -178,8 +177,8 @@ class Session:
         end = "diverged" if DIVERGED in outcome else "finished"
         line = f"{stage.name}: skipped, {end} with the same config and inputs (key {stage.key[:8]})"
         warnings = changed_warnings(directory, stage)
-        commands = evaluation_commands(self.campaign, stage, warnings)
-        changes = [warnings.pop(field) for field in EVALUATION_FIELDS if commands and field in warnings]
+        fields, commands = stage.kind.repeat_evaluation(self.campaign, stage, warnings)
+        changes = [warnings.pop(field) for field in fields if field in warnings]
         if warnings:
             line += f", except for {'; '.join(warnings.values())}; to run it again, move {directory} elsewhere"
         self.log(line)

@@ -26,6 +26,7 @@ from jobs.cluster.worker import Task
 from jobs.cluster_config import ClusterConfig, cores
 from jobs.resolved_recipe import (
     Available,
+    Campaign,
     CheckResult,
     Context,
     Reads,
@@ -89,6 +90,12 @@ class TrainingExtra:
 
     def after(self, cfg: TrainConfig, context: Context, outcome: dict[str, Any]) -> None:
         """Add results to the outcome (done.json) after training has finished."""
+
+    def repeat_evaluation(
+        self, campaign: Campaign, stage: Stage, changed: Collection[str]
+    ) -> tuple[Collection[str], list[str]]:
+        """Return evaluation settings, and the commands that evaluate a finished stage with them (`StageKind`)."""
+        return (), []
 
 
 class Training(StageKind):
@@ -158,6 +165,18 @@ class Training(StageKind):
         for name, record in outcome["files"].items():
             campaign.storage.ensure_local(f"{context.directory.name}/{name}", record["bytes"], record["sha256"])
         return outcome
+
+    def repeat_evaluation(
+        self, campaign: Campaign, stage: Stage, changed: Collection[str]
+    ) -> tuple[Collection[str], list[str]]:
+        """Return the evaluation settings and commands of the extras."""
+        fields: list[str] = []
+        commands: list[str] = []
+        for extra in self.extras:
+            more_fields, more_commands = extra.repeat_evaluation(campaign, stage, changed)
+            fields += more_fields
+            commands += more_commands
+        return fields, commands
 
     def model(self, cfg: TrainConfig, source_model: SourceModel) -> ModelConfig | None:
         """Return the architecture of the trained model; None if the initial weights are missing."""

@@ -1,4 +1,4 @@
-"""DeepSpeed's settings for a stage; the user's ds_config.json may tune data movement (tuning.py).
+"""DeepSpeed's settings for a stage; the user's ds_config.json may tune data movement (pipeline/extras/tuning.py).
 
 Gradients are summed over the workers in buckets, which `plan` describes:
     reduction_line({"stage": 2}, parameters=632_045_800, world=8)
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from data.files import memory_text
+from data.optional import load_optional
 from pipeline.training_config import TrainConfig
 
 Settings: TypeAlias = Mapping[str, Any]  # a DeepSpeed configuration, or a section of one, as JSON values
@@ -65,9 +66,8 @@ def deepspeed_config(
         ours["data_types"] = {"grad_accum_dtype": "fp32"}
     if user_file is None:
         return ours
-    from pipeline.engine.tuning import merge_file  # imported here, because few stages have such a file
-
-    return merge_file(ours, user_file, zero)
+    merged: Settings = load_optional("pipeline.extras.tuning:merge_file", "deepspeed")(ours, user_file, zero)
+    return merged
 
 
 def bucket_size(parameters: int) -> int:

@@ -49,7 +49,7 @@ def test_stage_with_polyak_exports_and_evaluates_averaged_weights(recipe, shards
     right = 0
     with torch.no_grad():
         for batch in test:
-            predicted = model(normalise(batch.images, torch.float32, torch.device("cpu"))).argmax(1)
+            predicted = model(normalise(batch.images, model.config, torch.float32, torch.device("cpu"))).argmax(1)
             right += int(((predicted == batch.labels[:, 0]) & batch.mask).sum())
     accuracy = right / load_index(shards / "test").samples
     assert read_metrics(folder, "evaluate")[-1]["accuracy"] == pytest.approx(accuracy)

@@ -24,13 +24,16 @@ from data.index.index import Refusals
 from data.index.names import NO_NAMES, Names, NoLabel, parse_labels
 from data.index.shard import COMPRESSED, IMAGES
 from data.index.tar import (
+    DOTTED,
     IGNORED,
     LABELS,
     MAX_LABEL,
     check_nothing_excluded,
     compressed_in,
     first_part,
+    is_dotted,
     mapped,
+    refuse_dotted,
     split_name,
     walk,
 )
@@ -76,7 +79,8 @@ def tars(
                 if not unlabelled:
                     labels = parse_labels(raw, ids)
             except NoLabel as error:
-                excluded.add(error.reason, f"{key} of {path.name}")
+                shown = f" ({error})" if raw else ""
+                excluded.add(error.reason, f"{key} of {path.name}{shown}")
                 continue
             if not encoded:
                 excluded.add("no image", f"{key} of {path.name}")
@@ -87,10 +91,17 @@ def tars(
         excluded.add_all(refused, path.name)
     lines = excluded.lines()
     if not is_usable:
-        raise DataError(
-            f"{source}: no sample has both a label and an image: {'; '.join(lines) or 'there are no samples'}\n"
+        remedy = (
             "  expected class ids in a .cls, or as `label` in a .json\n"
             "  if the labels are class names, list the names in a file: --names FILE, or names: FILE in a recipe"
+        )
+        if DOTTED in excluded.counts:
+            remedy = (
+                "  a key ends at the first dot of a name, as in webdataset\n"
+                "  decompress the tars (gzip -d) and type the same command: dots in their names become underscores"
+            )
+        raise DataError(
+            f"{source}: no sample has both a label and an image: {'; '.join(lines) or 'there are no samples'}\n{remedy}"
         )
     if lines:
         logging.getLogger(__name__).warning("%s: samples not packed: %s", source, "; ".join(lines))
@@ -108,6 +119,9 @@ def plain_samples(path: Path, refused: Refusals) -> Iterator[RawSample]:
     """Yield the samples of an uncompressed tar; raises DataError if it is not a tar, or is truncated."""
     with open(path, "rb") as file, mapped(file) as tar:
         result = walk(tar, str(path))
+        # These tars are written anew, so their samples can get keys without dots.
+        if DOTTED in result.refused.counts:
+            result = walk(tar, str(path), rename=True)
         for reason, count in result.refused.counts.items():
             refused.add(reason, result.refused.first[reason], count)
         for row in result.rows:
@@ -121,11 +135,14 @@ def compressed_samples(path: Path, refused: Refusals) -> Iterator[RawSample]:
     """Yield the samples of a compressed tar: adjacent members with the same name up to the first dot."""
     for key, group in groupby(members(path), key=key_of):
         parts: dict[str, bytes] = {}  # extension → content
+        dotted: list[tuple[str, str]] = []  # see `data.index.tar.refuse_dotted`
         is_too_large = False
         for member in group:
             _, extension = split_name(member.name.encode("utf-8", "surrogateescape"))
             if extension not in IMAGES + LABELS:
-                if extension not in IGNORED:
+                if is_dotted(extension):
+                    dotted.append((extension, member.name))
+                elif extension not in IGNORED:
                     refused.add_type(extension, member.name)
                 continue
             if extension in parts:
@@ -138,6 +155,7 @@ def compressed_samples(path: Path, refused: Refusals) -> Iterator[RawSample]:
                 refused.add("label too large" if extension in LABELS else TOO_LARGE, key)
                 parts[extension] = b""
                 is_too_large = True
+        refuse_dotted(dotted, parts, refused)
         image = first_part(IMAGES, parts, b"")
         label = first_part(LABELS, parts, b"")
         if image or label:

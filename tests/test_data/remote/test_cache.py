@@ -264,8 +264,8 @@ def test_a_run_reads_remote_sets_through_the_cache_that_its_recipe_names(faulty,
     [
         (["s3://images/set", "/data/set"], "pass only URLs"),
         (["https://host/set"], "https cannot list"),
-        (["https://user:secret@host/a.tar"], "https://host/a.tar: a key in the URL"),
-        (["https://host/a.tar?sig=secret"], "https://host/a.tar: a key in the URL"),
+        (["https://user:secret@host/a.tar"], "https://host/a.tar: a password or signature in the URL"),
+        (["https://host/a.tar?sig=secret"], "https://host/a.tar: a password or signature in the URL"),
         (["pipe://host/a.tar"], "is refused"),
         (["https://host/set//a.tar"], "https://host/set//a.tar: some clients treat two consecutive slashes as one"),
     ],
@@ -277,7 +277,10 @@ def test_urls_that_cannot_be_indexed_are_refused(tmp_path, source, message):
 
 
 def test_a_key_in_the_url_that_runs_read_from_is_refused_too(local, tmp_path):
-    for at, message in (("s3://me:secret@b/set", "a key in the URL"), ("http://host/set", "is refused")):
+    for at, message in (
+        ("s3://me:secret@b/set", "a password or signature in the URL"),
+        ("http://host/set", "is refused"),
+    ):
         with pytest.raises(DataError, match=message) as error:
             build_index(local.directory, output=tmp_path, at=at)
         assert "secret" not in str(error.value) and not list(tmp_path.iterdir())

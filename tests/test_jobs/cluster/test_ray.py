@@ -15,20 +15,18 @@ from data.errors import ClusterError
 from jobs.cluster import embedded
 from jobs.cluster.ray import connect, disconnect, explain
 from jobs.cluster_config import ClusterConfig
-from jobs.submit import submission
 
 pytestmark = pytest.mark.quick
 
 
-@pytest.mark.parametrize("ask", [submission.list_jobs, lambda: connect(ClusterConfig())], ids=["jobs", "worker group"])
-def test_address_without_a_server_is_reported_at_once(ask, monkeypatch) -> None:
+def test_address_without_a_server_is_reported_at_once(monkeypatch) -> None:
     disconnect()
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{server.getsockname()[1]}"  # bound, so that no other process uses it, but not listening
         monkeypatch.setenv("RAY_ADDRESS", address)
         with pytest.raises(ClusterError, match=f"no answer at RAY_ADDRESS={address}"):
-            ask()
+            connect(ClusterConfig())
 
 
 def test_server_that_is_not_a_ray_head_is_reported_at_once(monkeypatch) -> None:

@@ -75,7 +75,7 @@ def outputs(world: Path, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]
     index = load_index(world / name)
     (batch,) = EvaluationSet(index, "resize(16)", batch_size=index.samples)
     with torch.no_grad():
-        features = model.features(normalise(batch.images, torch.float32, torch.device("cpu")))
+        features = model.features(normalise(batch.images, model.config, torch.float32, torch.device("cpu")))
         return features.numpy(), model.head(features).numpy(), batch.labels[:, 0].numpy()
 
 

@@ -20,7 +20,7 @@ from jobs.cluster.fork_server import MALLOC
 from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
 from pipeline import process_group
-from pipeline.engine.tuning import TUNING
+from pipeline.extras.tuning import TUNING
 from pipeline.optimization import OptimConfig, build_optimizer
 from tests.support import ranks
 

@@ -5,6 +5,7 @@ from collections.abc import Collection
 
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.stages.evaluate import EvaluateConfig
+from jobs.stages.training import TrainingExtra
 from jobs.terminal import COMMAND
 from pipeline.artifacts import DIVERGED
 from pipeline.evaluation.protocols import FewShotConfig
@@ -15,6 +16,17 @@ from pipeline.values import shown
 ACCURACY_FIELDS = ("data.evaluate", "data.preprocess")
 PROBE_FIELDS = ("probe.train", "probe.test", "probe.shots", "probe.seeds", "probe.l2", "data.preprocess")
 EVALUATION_FIELDS = tuple(dict.fromkeys((*ACCURACY_FIELDS, *PROBE_FIELDS)))
+
+
+class Reevaluation(TrainingExtra):
+    """Reports how to evaluate a finished stage again after its evaluation settings have changed."""
+
+    def repeat_evaluation(
+        self, campaign: Campaign, stage: Stage, changed: Collection[str]
+    ) -> tuple[Collection[str], list[str]]:
+        """Return the evaluation settings, and the commands that evaluate the stage with their current values."""
+        commands = evaluation_commands(campaign, stage, changed)
+        return (EVALUATION_FIELDS if commands else ()), commands
 
 
 def evaluation_commands(campaign: Campaign, stage: Stage, changed: Collection[str]) -> list[str]:
@@ -28,7 +40,7 @@ def evaluation_commands(campaign: Campaign, stage: Stage, changed: Collection[st
         python -m jobs evaluate runs/digits/finetune-1a2b3c4d indexes/test train=indexes/train --protocol fewshot
     """
     outcome = campaign.done(stage) or {}
-    if not stage.kind.trains or DIVERGED in outcome:
+    if DIVERGED in outcome:
         return []
     cfg: TrainConfig = stage.config
     evaluate = ["evaluate", str(campaign.directory(stage))]

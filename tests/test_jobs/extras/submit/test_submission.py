@@ -27,9 +27,9 @@ from jobs.cluster.ray import ROOT, connect, disconnect
 from jobs.cluster.shipping import inspect_checkout
 from jobs.cluster_config import ClusterConfig
 from jobs.commands.campaigns import load_campaign
+from jobs.extras.submit import submission
+from jobs.extras.submit.portable import VARIABLE, portable
 from jobs.ownership import Lease
-from jobs.recipe.portable import VARIABLE, portable
-from jobs.submit import submission
 from pipeline.config import section_kind
 from pipeline.identity import COMMIT_VARIABLE
 from pipeline.recipe import read_recipe
@@ -130,7 +130,7 @@ def test_unknown_run_is_answered_with_the_existing_runs(dashboard) -> None:
 
 
 def test_a_wrong_token_is_refused_and_explained(dashboard) -> None:
-    program = "from jobs.submit import submission; submission.list_jobs()"
+    program = "from jobs.extras.submit import submission; submission.list_jobs()"
     environment = os.environ | {"RAY_AUTH_TOKEN": "0" * 64}
     asked = subprocess.run([sys.executable, "-c", program], env=environment, cwd=ROOT, capture_output=True, text=True)
     assert asked.returncode == 1
@@ -453,3 +453,14 @@ def test_logs_of_a_run_without_a_job_names_its_log_file(tmp_path, capsys):
         f"{tmp_path} was not submitted to a Ray cluster\n  to follow its output, type tail -f "
         in capsys.readouterr().err
     )
+
+
+@pytest.mark.quick
+def test_list_reports_an_address_without_a_server_at_once(monkeypatch) -> None:
+    disconnect()
+    with socket.socket() as server:
+        server.bind((LOOPBACK, 0))  # bound, so that no other process uses the port, but not listening
+        address = f"{LOOPBACK}:{server.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(ClusterError, match=f"no answer at RAY_ADDRESS={address}"):
+            submission.list_jobs()

@@ -38,9 +38,9 @@ def submit(
     _debug: Debug = False,
 ) -> int:
     """Submit a recipe as a job to the Ray cluster at RAY_ADDRESS."""
+    from jobs.extras.submit.portable import VARIABLE, portable
     from jobs.ownership import holder_state, owned_error
     from jobs.recipe.campaign import resolve
-    from jobs.recipe.portable import VARIABLE, portable
     from pipeline.identity import COMMIT_VARIABLE, git_commit
     from pipeline.recipe import read_recipe
 
@@ -54,7 +54,7 @@ def submit(
     kinds = kinds_of(context)
     storage = resolve(document, kinds).storage  # report errors in the recipe here, not on the cluster
     run = storage.address()
-    from jobs.submit import submission  # imports Ray
+    from jobs.extras.submit import submission  # imports Ray
 
     check_name(Path(run).name, "a run", "give it another folder: run=runs/NAME")
     # Ray copies the checkout to the cluster. The recipe may be outside the checkout, so it is sent as text.
@@ -95,7 +95,7 @@ def logs(run: Run, _debug: Debug = False) -> int:
 
 def follow(run: str) -> int:
     """Print the output of a run's job until it ends; return the run's exit code. Raises ClusterError."""
-    from jobs.submit import submission
+    from jobs.extras.submit import submission
 
     job = submission.logs(run)
     if job.status == "SUCCEEDED":
@@ -116,8 +116,8 @@ def follow(run: str) -> int:
 def stop(run: Run, _debug: Debug = False) -> None:
     """Stop a run on any machine: its workers commit a checkpoint and exit."""
     from data.storage import Folder, open_storage
+    from jobs.extras.submit import submission
     from jobs.ownership import RAY_JOB, holder_state, stop_holder
-    from jobs.submit import submission
 
     name = job_name(run)
     storage = open_storage(Path("/"), name) if "://" in name else Folder(Path(name))
@@ -135,7 +135,7 @@ def stop(run: Run, _debug: Debug = False) -> None:
 def list_jobs(_debug: Debug = False) -> None:
     """List the jobs of the cluster: running, queued (with the reason) and finished."""
     from jobs.cluster.ray import WAITING
-    from jobs.submit import submission
+    from jobs.extras.submit import submission
 
     jobs = submission.list_jobs()
     if not jobs:

@@ -11,7 +11,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from data.errors import ConfigError
 from jobs.__main__ import main
 from pipeline.engine.settings import deepspeed_config
-from pipeline.engine.tuning import TUNING
+from pipeline.extras.tuning import TUNING
 
 
 def settings_with(text: str, folder: Path, *, zero: int = 2, precision: str = "fp32") -> dict[str, Any]:

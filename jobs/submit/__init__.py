@@ -1,1 +1,0 @@
-"""Run campaigns as Ray jobs: `submit`, `list`, `logs` and `stop`."""
