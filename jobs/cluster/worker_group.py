@@ -42,8 +42,9 @@ TOGETHER_S = 0.05  # agents with the same deadline answer within this time
 MISSED_BEATS = 6
 # The same limit after a worker has reported a lost peer: probe earlier, because the cause is determined after 1.5 s.
 MISSED_BEATS_PEER = 1
-# An agent that has not answered for this long, although its node does, is suspended (SIGSTOP) or stuck: it is ended, its
-# node is avoided, and the attempt fails. A driver that was itself suspended counts at most MISSED_BEATS of that time.
+# An agent that has not answered for this long, although its node does, is suspended (SIGSTOP) or stuck: it is ended,
+# its node is avoided, and the attempt fails. A driver that was itself suspended counts at most MISSED_BEATS of that
+# time.
 AGENT_SILENT_S = 30.0
 SILENT_BEATS = 3  # heartbeats that an agent may miss before the last known phases of its workers are outdated
 STATUS_POLL_S = 1.0  # interval between queries for draining and spare nodes
