@@ -244,7 +244,7 @@ def read_section(name: str, section: object, kinds: Kinds) -> tuple[StageKind, C
         not kind.missing_module,
         f"{name} is a {kind_name} stage, which needs {kind.missing_module}; this checkout does not have it",
     )
-    return kind, config.build(kind.config, values, name, kind.all_defaults)
+    return kind, config.build(kind.config, values, name, kind.defaults)
 
 
 def in_order(stages: Mapping[str, Stage]) -> tuple[Stage, ...]:
