@@ -30,7 +30,7 @@ from data.errors import ConfigError
 from data.images.decode import Box, Header, decode_crop, decode_whole, read_header
 from data.images.preprocess import resize, resize_small
 
-ATTEMPTS = 100  # at drawing a box, as in TensorFlow
+ATTEMPTS = 100  # maximum attempts to draw a box, as in TensorFlow
 RESIZE_BEFORE_RANDOM_CROP = "resize_small(256)"  # as an op string, for crops of 224 pixels
 
 

@@ -35,7 +35,7 @@ from data.files import atomic_file
 from data.images.decode import add_restarts, require_binding
 from data.index.document import SUFFIX, load_index
 from data.index.index import Index, Refusals, digest_of
-from data.index.names import MAX_CLASSES, Names
+from data.index.names import MAX_CLASSES, PAIRS, Names, are_pairs
 from data.index.shard import Shard, table_path, write_table
 from data.index.tar import mapped, walk
 from data.shards.indexing import count_unreadable
@@ -89,7 +89,7 @@ def pack(
         for _ in range(workers):
             pool.submit(together.wait)
         running: deque[Future[Record]] = deque()
-        shard_names: dict[str, None] = {}  # in order
+        shard_names: dict[str, None] = {}  # names in order, used as an ordered set
         finished_samples = 0
         for group in group_samples(samples, shard_samples, shard_bytes):
             path = directory / f"{name}-{len(shard_names):06d}.tar"
@@ -108,6 +108,11 @@ def pack(
             journal.add(running.popleft().result())
         if not shard_names:
             raise DataError(f"{directory}: nothing to pack: the source has no samples")
+        counts: Counter[int] = Counter()
+        for shard_name in shard_names:
+            counts.update(journal.records[shard_name].class_counts)
+        if not names and are_pairs([counts[label] for label in range(len(counts))], finished_samples):
+            raise DataError(f"{directory}: {PAIRS}")
 
         return journal.finish(directory, names, shard_names)
 
@@ -175,7 +180,7 @@ def restore(
     )
     if finished.origin is not None or Path(finished.directory) != directory.resolve():
         raise DataError(
-            f"{set_path}: a set over tars of {finished.directory} is here, digest {finished.digest}{remedy}"
+            f"{set_path}: this folder has a set with tars in {finished.directory}, digest {finished.digest}{remedy}"
         )
     # The number of classes that packing these samples would count.
     given = classes or int(np.flatnonzero(finished.class_counts).max(initial=-1)) + 1

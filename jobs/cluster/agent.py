@@ -9,7 +9,7 @@ On a Ray cluster the agent is an actor, without Ray an object in the driver; the
        NodeReport(workers=[WorkerState(rank=3, pid=4711, place=PhaseReport(812, "reduce", 1200, ""), …), …])
 
    Everything that only the worker's node knows is determined here: its exit code and signal, whether it is stopped by a
-   signal, and whether the kernel's out-of-memory killer has killed it.
+   signal, and whether the kernel's out-of-memory killer has killed it. A frozen fork server is killed and replaced.
 4. `stop` asks the workers to commit and end; `end` kills the remaining processes of an attempt.
 
 When the driver ends, the agent ends, and with it the workers (fork_server.py).
@@ -18,6 +18,7 @@ When the driver ends, the agent ends, and with it the workers (fork_server.py).
 import dataclasses
 import fcntl
 import json
+import math
 import os
 import shutil
 import signal
@@ -44,11 +45,14 @@ from pipeline.monitoring.watchdog import STOP_FILE, PhaseReport, read_phase
 
 VMSTAT = Path("/proc/vmstat")  # counts OOM kills of all cgroups; readable in any container
 OOM_WINDOW_S = 10.0  # between the kernel's kill and the worker's end as seen here: a large process takes a while to die
-OOM_LOOK_S = 1.0  # between two reads of the kernel's counter
+LOOK_S = 1.0  # between two reads of the kernel's counter and of the fork server's state
 MEMORY = Path("/dev/shm")
 FOLDER_PREFIX = "pl-agent-"
 LOCK = "lock"
 END_S = 10.0  # for killed workers to disappear
+# A fork server that a signal such as SIGSTOP has stopped for this long is killed: it can neither start workers nor
+# report that one has ended.
+FROZEN_S = 10.0
 STATUS = Path("/proc/self/status")  # Linux
 
 _umask_lock = threading.Lock()
@@ -93,6 +97,7 @@ class NodeReport:
     workers: list[WorkerState] = field(default_factory=list)
     sigterm_ranks: list[int] = field(default_factory=list)  # ranks with a SIGTERM
     changes: list[Change] = field(default_factory=list)  # of files, if the node shares no storage with the driver
+    fault: str = ""  # why the agent has killed its fork server in this attempt
 
 
 @dataclass(frozen=True)
@@ -105,6 +110,7 @@ class NodeAgent:
     slots: int  # number of workers with a place on the node
     call: Callable[..., "Future[Any]"]  # takes the name of a method of Agent, and its arguments
     visible_gpus: str = ""  # CUDA_VISIBLE_DEVICES of its workers; "": as in the node's environment
+    is_up: bool = False  # it has answered before, so it is not starting: silence means that it is frozen
 
 
 class Agent:
@@ -122,6 +128,8 @@ class Agent:
         self.workers: dict[int, WorkerState] = {}  # by rank, of the running attempt
         self.ended_pids: set[int] = set()  # pids of this attempt's ended workers
         self.files: NodeFiles | None = None
+        self.stopped_since = math.inf  # when the fork server was first seen stopped by a signal; inf if it runs
+        self.fault = ""  # why the fork server was killed in this attempt
         self.oom_kills = OomKills()
 
         # This agent's folder is in memory, so that workers can report their phase even if the disk is full. Its lock is
@@ -144,17 +152,23 @@ class Agent:
                 self.server = ForkServer(self.base, has_gpus=self.has_gpus)
                 threading.Thread(target=self._hear, args=(self.server,), name="fork server", daemon=True).start()
 
+    def ping(self) -> None:
+        """Answer at once, even during `listen` and `start`, which may take minutes: the driver's sign of life."""
+
     def listen(self) -> int:
         """Return the port of the store that rank 0 of the next attempt will serve on this node."""
         self.warm_up()
         with self.changed:
             self.port = 0
+            self.fault = ""
             assert self.server is not None
             self.server.connection.send(Listen(self.address))
             # The fork server answers after all its imports.
-            self.changed.wait_for(lambda: self.port or self.server is None)
+            while not self.port and self.server is not None:
+                self.changed.wait(LOOK_S)
+                self._end_frozen_server(FROZEN_S)
             if self.server is None:
-                raise RuntimeError(f"the fork server of {socket.gethostname()} has died")
+                raise RuntimeError(self.fault or f"the fork server of {socket.gethostname()} has died")
             return self.port
 
     def start(self, request: StartRequest) -> bool:
@@ -167,6 +181,7 @@ class Agent:
         with self.changed:
             self.folder = request.folder
             self.files = None
+            self.fault = ""
             if request.token:
                 files = NodeFiles(request.folder)
                 if files.begin(request.token, request.carried, request.earlier):
@@ -203,8 +218,9 @@ class Agent:
             if self.files is not None:
                 self.files.acknowledge(acknowledged)
             while self.news == news and time.monotonic() < deadline:
-                self.changed.wait(min(OOM_LOOK_S, max(0.0, deadline - time.monotonic())))
+                self.changed.wait(min(LOOK_S, max(0.0, deadline - time.monotonic())))
                 self.oom_kills.are_recent()
+            self._end_frozen_server(FROZEN_S)
             self._read_records()
             sigterm_ranks = []
             for worker in self.workers.values():
@@ -217,7 +233,7 @@ class Agent:
             changes = self.files.look() if self.files is not None else []
             # Copies: without Ray, the driver has the same objects, which change at the attempt's end.
             states = [dataclasses.replace(worker) for worker in self.workers.values()]
-            return NodeReport(self.news, states, sigterm_ranks, changes)
+            return NodeReport(self.news, states, sigterm_ranks, changes, self.fault)
 
     def acknowledge(self, acknowledged: Mapping[str, Mark]) -> None:
         """Record which file changes the driver has written."""
@@ -234,9 +250,14 @@ class Agent:
             self._read_records()
             return any(worker.record is not None for worker in self.workers.values())
 
-    def end(self) -> None:
-        """Kill the workers of the attempt with their data loaders, and wait until they are gone."""
+    def end(self) -> str:
+        """Kill the workers of the attempt with their data loaders, and wait until they are gone.
+
+        Returns why the fork server had to be killed; "" if it works.
+        """
         with self.changed:
+            # A frozen one would not report the end of its workers.
+            self._end_frozen_server(0.0)
             # A worker has no pid before its fork; the fork server answers requests in order.
             self.changed.wait_for(
                 lambda: self.server is None or all(state.pid for state in self.workers.values()), END_S
@@ -257,6 +278,7 @@ class Agent:
             self.port = 0
             if self.node_folder != self.base:
                 shutil.rmtree(self.node_folder, ignore_errors=True)
+            return self.fault
 
     def close(self) -> None:
         """End the fork server and all processes of this agent."""
@@ -301,7 +323,7 @@ class Agent:
                 if worker.pid and not worker.has_ended:
                     kill_group(worker.pid)
                 if not worker.has_ended:
-                    worker.death = "its node's fork server died (killed, or crashed)"
+                    worker.death = self.fault or "its node's fork server died (killed, or crashed)"
             has_died = self.server is server
             if has_died:
                 self.server = None
@@ -309,6 +331,19 @@ class Agent:
             self.changed.notify_all()
         if has_died:
             server.close()
+
+    def _end_frozen_server(self, limit_s: float) -> None:
+        """Kill the fork server if a signal has stopped it for `limit_s`; called repeatedly, with the lock held."""
+        if self.server is None or not self.server.is_stopped():
+            self.stopped_since = math.inf
+            return
+        now = time.monotonic()
+        self.stopped_since = min(self.stopped_since, now)
+        if now >= self.stopped_since + limit_s:
+            stopped_s = now - self.stopped_since
+            self.fault = f"its node's fork server was frozen: stopped by a signal for {stopped_s:.0f} s, then killed"
+            # `_hear` ends its workers, and the next attempt starts another one.
+            self.server.process.kill()
 
     def _read_records(self) -> None:
         for worker in self.workers.values():

@@ -30,6 +30,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+import psutil
+
 from data.files import import_path
 from jobs.cluster.worker import STOP_SIGNALS, WorkerSpec, outlive, run_worker
 
@@ -119,10 +121,19 @@ class ForkServer:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
 
+    def is_stopped(self) -> bool:
+        """Return whether a signal such as SIGSTOP has stopped the process."""
+        with suppress(psutil.Error):
+            return psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED
+        return False
+
     def close(self) -> None:
         """End the process and all its workers, and wait for that."""
         with suppress(OSError):
             os.close(self.lifeline)
+        # A stopped process would never see the closed lifeline; its workers do.
+        if self.is_stopped():
+            self.process.kill()
         self.process.wait()
         self.connection.close()
 

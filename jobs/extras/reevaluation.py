@@ -1,4 +1,4 @@
-"""The commands that evaluate a finished stage again after its evaluation settings have changed in the recipe."""
+"""Suggest commands that evaluate a finished stage again after the recipe's evaluation settings have changed."""
 
 import shlex
 from collections.abc import Collection
@@ -33,7 +33,7 @@ def evaluation_commands(campaign: Campaign, stage: Stage, changed: Collection[st
     """Return the commands that evaluate a finished stage with the recipe's current settings.
 
     `changed` are the fields that have changed since the stage finished. `data.evaluate`, `data.preprocess` and `probe`
-    are not in a stage's key, so a change does not train the stage again. The list is empty if these fields have not
+    are not part of a stage's key, so changing them does not repeat the training. The list is empty if none of them has
     changed, or if the stage has no weights.
 
         python -m jobs evaluate runs/digits/finetune-1a2b3c4d indexes/other
@@ -45,7 +45,7 @@ def evaluation_commands(campaign: Campaign, stage: Stage, changed: Collection[st
     cfg: TrainConfig = stage.config
     evaluate = ["evaluate", str(campaign.directory(stage))]
     settings = []
-    # The command uses the preprocessing recorded with the weights unless it is given.
+    # By default, the command uses the preprocessing recorded with the weights.
     if "data.preprocess" in changed and (cfg.data.preprocess is not None or stage.model is not None):
         preprocess = cfg.data.preprocess
         if preprocess is None and stage.model is not None:

@@ -15,7 +15,7 @@ from data.index.document import SUFFIX, load_index
 from data.index.index import Index
 from data.index.names import Names
 from data.index.shard import table_path
-from data.shards.indexing import build_index
+from data.shards.indexing import build_index, problem_of
 from data.shards.packing import pack
 from data.shards.reader import MOST_LINES, unusable_shards
 from data.shards.subset import Part, make_subsets, summary
@@ -159,6 +159,9 @@ class Pack(StageKind):
                 )
                 names_of_tars = names_of_tars or index.names
                 report_set(name, index, context)
+                problem = problem_of(index, unlabelled=set_config.unlabelled)
+                if problem:
+                    raise DataError(f"{set_config.path} is unusable: {problem}")
             else:
                 check_apart(set_config, folder)
                 # `pack` skips shards that are already complete: this is how the stage resumes.

@@ -36,8 +36,8 @@ from models.weights.folder import (
     THEIR_PREPROCESSOR,
     THEIR_WEIGHTS,
     WEIGHTS,
-    Preprocessing,
 )
+from models.weights.preprocessing import Preprocessing
 
 # How files are written: a context manager takes the final path and yields the path to write to. The default writes in
 # place, for notebooks; a run passes `data.files.atomic_file`, so that files are complete or absent.

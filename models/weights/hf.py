@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from models.configs import ConfigFields, ModelConfig, ViTConfig
-from models.weights.folder import UNNAMED
 from models.weights.layout import ForeignConfig, Layout, read, vit_config, with_learned_positions, write
 
 MODEL = (  # names in files; transformers 5 keeps them although it renames the parameters in memory
@@ -49,6 +48,7 @@ CLASSIFIER = Layout(  # has no pooler
 ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}  # theirs: ours
 THEIR_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}  # the inverse: ours: theirs
 TOLD = (("heads", "num_attention_heads"), ("image_size", "image_size"))  # ours, their field
+UNNAMED = "LABEL_{}"  # how transformers names a class without a name
 # problem_type selects sigmoid or softmax in transformers' pipeline, and the loss if labels are passed.
 PROBLEM_TYPES = {"sigmoid": "multi_label_classification", "softmax": "single_label_classification"}  # by our loss
 DEFAULT_NORM_EPS = 1e-12  # of transformers.ViTConfig
@@ -80,6 +80,20 @@ def load(
         layout = CLASSIFIER
     config = vit_config(stored, layout, known | overrides)
     return read(stored, config, layout), config
+
+
+def class_names(described: ForeignConfig) -> list[str]:
+    """Return the class names of a config.json, in the order of the outputs; empty if they are placeholders."""
+    names: list[str] = []
+    try:
+        # JSON keys are strings; a complete table is numbered from 0 without gaps.
+        for number, name in sorted((int(number), name) for number, name in described.get("id2label", {}).items()):
+            if number != len(names) or name == UNNAMED.format(number):
+                break
+            names.append(name)
+    except (ValueError, AttributeError, TypeError):
+        return []
+    return names
 
 
 def loss_of(described: ForeignConfig) -> str | None:

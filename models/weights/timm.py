@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from models.configs import ConfigFields, ModelConfig, ViTConfig
-from models.weights.folder import Preprocessing
 from models.weights.layout import ForeignConfig, Layout, read, vit_config, with_learned_positions, write
+from models.weights.preprocessing import Preprocessing
 
 LAYOUT = Layout(
     (
@@ -96,6 +96,13 @@ def load(
         stored["reg_token"] = torch.cat(registers, dim=1)
     config = vit_config(stored, LAYOUT, known)
     return read(stored, config, LAYOUT), config
+
+
+def class_names(described: ForeignConfig) -> list[str]:
+    """Return the class names of a config.json, in the order of the outputs, if timm itself would use them."""
+    names = described.get("label_names") or described.get("pretrained_cfg", {}).get("label_names") or []
+    # timm writes a dict if class numbers are missing; the position of a name then means nothing.
+    return list(names) if isinstance(names, list) else []
 
 
 def save(

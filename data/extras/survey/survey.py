@@ -40,13 +40,14 @@ from data.extras.sources.tables import (
     label_text,
     naming_parquet,
     table_columns,
+    table_entries,
 )
 from data.images.decode import BadImage, read_header
 from data.index.document import SUFFIX, load_index
-from data.index.names import NoLabel, gap_in_ids, parse_labels, preview
+from data.index.names import PAIRS, NoLabel, are_pairs, gap_in_ids, parse_labels, preview
 from data.index.shard import COMPRESSED, IMAGES, is_image
-from data.index.tar import first_part, mapped, walk
-from data.sources.folders import files_of, images_below, refuse_loop
+from data.index.tar import DOTTED, first_part, mapped, walk
+from data.sources.folders import files_of, images_below, keys_of, refuse_loop
 from data.sources.walk import HIDDEN, SYSTEM_FOLDERS, class_folders_in
 
 TRAIN = ("train", "training")
@@ -218,6 +219,8 @@ def survey(place: str, *, unlabelled: bool = False, report: Report) -> Sets:
     if train.classes and without_label:
         first = f" (the first: {train.first_unreadable})" if train.first_unreadable else ""
         train.notes.append(f"{without_label:,} images have no usable label and are excluded from training{first}")
+    if train.are_ids and are_pairs([train.class_counts[str(label)] for label in range(train.classes)], train.labelled):
+        raise DataError(f"{train_place}: {PAIRS}")
     gap = train.gap_in_ids()
     if gap:
         train.notes.append(gap)
@@ -437,6 +440,7 @@ def inspect_folder(root: Path, unlabelled: bool, report: Report) -> FoundSet:
         if here:
             image_set.notes.append(f"{len(here):,} images outside the class folders are excluded, first {here[0].name}")
     image_set.images = len(paths)
+    keys_of([str(path.relative_to(root)) for path in paths])  # raises the error of packing
     alike = len(image_set.class_counts) - len(set(map(str.lower, image_set.class_counts)))
     if alike:
         image_set.notes.append(f"{alike} class names differ from another one only in upper and lower case")
@@ -487,11 +491,10 @@ def inspect_table(place: str, unlabelled: bool, report: Report) -> FoundSet:
             f"{path}: the files {preview(missing)} do not exist\n"
             f"  expected absolute paths, or paths relative to {path.parent}; move the table or correct the paths"
         )
-    repeated = len(names) - len(set(names))
-    if repeated:
-        image_set.notes.append(
-            f"{repeated:,} rows repeat the image of another row: the image counts twice, and one copy may be held out"
-        )
+    # The errors of packing, which would otherwise come only with `run`.
+    keys_of(names)
+    if image_set.labelled:
+        table_entries(path, names, labels)
     image_set.open_some(images)
     return image_set
 
@@ -535,10 +538,15 @@ def inspect_tars(place: str, unlabelled: bool, report: Report) -> FoundSet:
     """Inspect WebDataset tars, which will be indexed in place."""
     image_set = FoundSet("shards", place)
     files = files_of(place, "*.tar")
+    dotted = 0
+    first_dotted = ""
     for path in files:
         images = []
         with open(path, "rb") as file, mapped(file) as tar:
-            for row in walk(tar, str(path)).rows:
+            result = walk(tar, str(path))
+            dotted += result.refused.counts[DOTTED]
+            first_dotted = first_dotted or result.refused.first.get(DOTTED, "")
+            for row in result.rows:
                 if row.image_size == 0:
                     continue
                 images.append((path, row.image, row.image_size))
@@ -548,6 +556,11 @@ def inspect_tars(place: str, unlabelled: bool, report: Report) -> FoundSet:
                 image_set.count(label)
                 report(image_set.images)
         image_set.open_some(images, OPENED // len(files) + 1)
+    if dotted:
+        image_set.notes.append(
+            f"{dotted:,} × {DOTTED}, first {printable(first_dotted)}: excluded, because a key ends at the first dot, "
+            "as in webdataset; to write the tars anew with other names: python -m jobs pack tars FOLDER NEW-FOLDER"
+        )
     return image_set
 
 

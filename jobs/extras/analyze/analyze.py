@@ -135,7 +135,7 @@ def attention_of(model: nn.Module, config: ViTConfig, images: dict[str, np.ndarr
     for number, pixels in enumerate(images.values()):
         progress(number)
         batch = torch.from_numpy(pixels).permute(2, 0, 1)[None]  # (height, width, 3) → (1, 3, height, width)
-        weights = analysis.attention_weights(model, normalise(batch, torch.float32, device()))
+        weights = analysis.attention_weights(model, normalise(batch, config, torch.float32, device()))
         maps.append(analysis.attention_map(weights, config)[0].cpu())
         distances.append(analysis.attention_distance(weights, config).cpu())
         renormalised.append(analysis.attention_distance(weights, config, renormalise=True).cpu())

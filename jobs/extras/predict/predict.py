@@ -123,7 +123,7 @@ def logits_of(model: "models.Model", pixels: np.ndarray, device: torch.device) -
     """Return the logits (images, classes) of pixels (images, h, w, 3). Raises DataError for NaN or infinity."""
     batch = torch.from_numpy(pixels).permute(0, 3, 1, 2)
     with torch.inference_mode():
-        logits = model(normalise(batch, torch.float32, device)).float().cpu()
+        logits = model(normalise(batch, model.config, torch.float32, device)).float().cpu()
     if not logits.isfinite().all():
         raise DataError("the model's outputs are not finite\n  expected weights of a training that did not diverge")
     return logits

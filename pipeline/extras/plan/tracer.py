@@ -183,7 +183,7 @@ def take_step(worker: TracedWorker, accumulation: int, images: int, enter: Calla
         pixels = torch.zeros(images, 3, *size, dtype=torch.uint8, device=worker.group.device)
         labels = torch.zeros(images, cfg.data.max_labels, dtype=torch.int64, device=worker.group.device)
         batch = Batch(0, pixels, labels, torch.zeros(images, 3, dtype=torch.int64), (), Wait())
-        inputs = normalise(batch.images, worker.engine.dtype, worker.group.device)
+        inputs = normalise(batch.images, worker.model_config, worker.engine.dtype, worker.group.device)
         enter("forward")
         loss = OBJECTIVES[cfg.objective](cast(Worker, worker), 0, inputs, batch)
         enter("backward")

@@ -75,7 +75,7 @@ def outputs(world: Path, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]
     index = load_index(world / name)
     (batch,) = EvaluationSet(index, "resize(16)", batch_size=index.samples)
     with torch.no_grad():
-        features = model.features(normalise(batch.images, torch.float32, torch.device("cpu")))
+        features = model.features(normalise(batch.images, model.config, torch.float32, torch.device("cpu")))
         return features.numpy(), model.head(features).numpy(), batch.labels[:, 0].numpy()
 
 
@@ -467,7 +467,7 @@ def test_invalid_evaluations_are_refused_before_workers_start(
         ([weights, test, f"leaks={tmp_path / 'leaks.json'}"], 65, "does not cover the data set test: "),
         ([weights, test, "leaks=nowhere.json"], 65, "evaluate.leaks: cannot be read"),
         ([str(tmp_path / "nothing"), test], 65, "nothing"),
-        ([weights, test, "preprocess=resize(24)"], 78, "makes images of 24×24, expected the model's 16×16"),
+        ([weights, test, "preprocess=resize(24)"], 78, "produces 24×24 images, but the model expects 16×16"),
     ]
     for words, code, message in cases:
         assert main(["evaluate", *words, "--output", str(tmp_path / "out"), "cluster.backend=processes"]) == code
@@ -529,4 +529,4 @@ def test_weights_with_incompatible_pixel_values_are_refused(
     section["mean" if format == "timm" else "image_mean"] = [0.485, 0.456, 0.406]
     file.write_text(json.dumps(described))
     assert main(["evaluate", str(theirs), str(world / "test"), *LOCAL, "--output", str(tmp_path / "out")]) == 65
-    assert f"{file}: pixels are normalised by mean [0.485, 0.456, 0.406]" in capsys.readouterr().err
+    assert f"{file}: pixels are normalised with mean [0.485, 0.456, 0.406]" in capsys.readouterr().err

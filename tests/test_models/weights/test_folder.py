@@ -1,189 +1,14 @@
-"""Class names of a folder of weights, and the preprocessing of exports: timm and transformers compute our logits."""
+"""Class names and preprocessing of a folder of weights, from files that are written by hand."""
 
 import json
-import math
-from pathlib import Path
 
-import cv2
-import numpy as np
 import pytest
-import sklearn.datasets
-import torch
-from PIL import Image
 
-import models
-from data.images.decode import decode
-from data.images.preprocess import preprocess
-from jobs.__main__ import main
-from models.weights.folder import REMAINING, load_class_names
-from pipeline.architecture import preprocessing_of
-from tests.support.weights import random_model
+from models.weights.folder import load_class_names
 
-PHOTOS = Path(sklearn.datasets.__file__).parent / "images"  # of scikit-learn, 640×427
-SQUASHED = "resize((224, 224))"
-EXACT = "resize(224, antialias=True)"
-CROPPED = "resize_small(256)|central_crop(224)"
-LEVEL = 2 / 255  # of pixels from −1 to 1: one number of 0 … 255. Pillow rounds twice where ours truncates once.
+pytestmark = pytest.mark.quick
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory) -> dict[str, Path]:
-    """Photographs that evaluation shrinks, and one that it enlarges."""
-    small = tmp_path_factory.mktemp("files") / "small.png"
-    cv2.imwrite(str(small), cv2.resize(cv2.imread(str(PHOTOS / "china.jpg")), (200, 150), interpolation=cv2.INTER_AREA))
-    return {"china": PHOTOS / "china.jpg", "flower": PHOTOS / "flower.jpg", "small": small}
-
-
-def exported(ops: str | None, format: str, tmp_path: Path, **config) -> tuple[torch.nn.Module, Path]:
-    """Weights with the preprocessing of these ops, sealed, and what the command makes of their folder."""
-    # With its first values a model answers smoothly to its pixels; the head alone is zero.
-    torch.manual_seed(3)
-    model = models.build("mu/16", **{"image_size": 224, "classes": 5, **config}).eval()
-    torch.nn.init.normal_(model.head.weight)
-    recorded = preprocessing_of(ops, model.config)
-    models.save(model, tmp_path / "ours", preprocessing=recorded)
-    assert models.load_preprocessing(tmp_path / "ours") == recorded
-    assert main(["export", str(tmp_path / "ours"), str(tmp_path / format), "--format", format]) == 0
-    return model, tmp_path / format
-
-
-def ours(file: Path, ops: str) -> np.ndarray:
-    pixels = preprocess(decode(file.read_bytes()), ops).astype(np.float32) / 127.5 - 1
-    return pixels.transpose(2, 0, 1)
-
-
-def logits_of(model: torch.nn.Module, pixels: np.ndarray) -> np.ndarray:
-    with torch.no_grad():
-        outputs = model(torch.from_numpy(np.asarray(pixels))[None])
-    return getattr(outputs, "logits", outputs).numpy()[0]
-
-
-def opened(library, format: str, folder: Path):
-    """The library's own model, and its own way from an image to pixels, of an exported folder."""
-    if format == "hf":
-        processor = library.AutoImageProcessor.from_pretrained(folder)
-        theirs = library.ViTForImageClassification.from_pretrained(folder).eval()
-        return theirs, lambda image: processor(image, return_tensors="np")["pixel_values"][0]
-    from timm.data import create_transform, resolve_model_data_config
-
-    theirs = library.create_model(f"local-dir:{folder}", pretrained=True).eval()
-    transform = create_transform(**resolve_model_data_config(theirs), is_training=False)
-    return theirs, lambda image: transform(image).numpy()
-
-
-@pytest.mark.parametrize("format", ["timm", "hf"])
-@pytest.mark.parametrize(
-    "ops", [None, EXACT, "resize_tf1(224)", CROPPED, "resize(448, antialias=True)|central_crop(224)"]
-)
-def test_an_image_file_becomes_the_same_pixels_and_logits(ops, format, files, tmp_path, request, capsys):
-    library = request.getfixturevalue({"timm": "timm", "hf": "transformers"}[format])
-    model, folder = exported(ops, format, tmp_path)
-    theirs, pixels_of = opened(library, format, folder)
-    ops = ops or SQUASHED
-    remaining = REMAINING[preprocessing_of(ops, model.config).interpolation]
-    remarks = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note ")]
-    assert [f"differ (by {remaining} of −1 … 1 on average" in line for line in remarks] == [True] * bool(remaining)
-    for name, file in files.items():
-        expected = ours(file, ops)
-        found = pixels_of(Image.open(file).convert("RGB"))
-        difference = abs(found - expected)
-        assert found.shape == expected.shape == (3, 224, 224)
-        # What the filters leave is what the export says; enlarged, or by the same filter, a rounding.
-        assert difference.mean() <= remaining + LEVEL, (name, difference.mean())
-        if not remaining or (name == "small" and ops == SQUASHED):
-            assert difference.max() <= 2 * LEVEL + 1e-6, (name, difference.max())
-        right = logits_of(model, expected)
-        apart = abs(logits_of(theirs, found) - right).max()
-        # What the same weights were taken to mean before: a crop by timm, and a squash by transformers.
-        mistaken = ours(file, SQUASHED) if "crop" in ops else cropped(file)
-        wrong = abs(logits_of(model, mistaken) - right).max()
-        # Untrained weights answer to every edge, as trained ones do not, and edges are where the filters differ.
-        assert apart < (0.65 if remaining else 0.1) * wrong, (name, apart, wrong)
-
-
-def cropped(file: Path) -> np.ndarray:
-    """What timm makes of an image unless told otherwise: bicubic, crop_pct 0.875, the middle cut out."""
-    image = Image.open(file).convert("RGB")
-    scale = 256 / min(image.size)
-    image = image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC)
-    left, top = (image.width - 224) // 2, (image.height - 224) // 2
-    image = image.crop((left, top, left + 224, top + 224))
-    return (np.asarray(image, np.float32) / 127.5 - 1).transpose(2, 0, 1)
-
-
-@pytest.mark.parametrize("size", [32, 224, 384])
-def test_timm_resizes_to_the_side_that_the_ops_name_whatever_the_rounding(size):
-    for side in range(size, 4 * size):
-        told = models.Preprocessing("", (size, size), side, "bilinear antialiased").for_timm()
-        assert math.floor(size / told["crop_pct"]) == side  # as timm.data.transforms_factory has it
-        assert told["crop_mode"] == "center"
-
-
-def test_sides_that_are_not_equal_stay_so(timm, transformers, files, tmp_path):
-    _, folder = exported("resize((32, 48), antialias=True)", "hf", tmp_path, image_size=(32, 48))
-    expected = ours(files["china"], "resize((32, 48), antialias=True)")
-    _, pixels_of = opened(transformers, "hf", folder)
-    assert abs(pixels_of(Image.open(files["china"])) - expected).max() <= 2 * LEVEL + 1e-6
-    assert main(["export", str(tmp_path / "ours"), str(tmp_path / "timm"), "--format", "timm"]) == 0
-    _, pixels_of = opened(timm, "timm", tmp_path / "timm")
-    assert abs(pixels_of(Image.open(files["china"])) - expected).max() <= 2 * LEVEL + 1e-6
-
-
-@pytest.mark.parametrize(
-    ("ops", "image_size", "format", "message"),
-    [
-        ("central_crop(16)", 16, "timm", "'central_crop(16)' does something else"),
-        ("central_crop(16)", 16, "hf", "'central_crop(16)' does something else"),
-        ("resize(24)|resize(16)", 16, "hf", "does something else"),
-        ("resize(24)|central_crop(20)|central_crop(16)", 16, "timm", "does something else"),
-        ("resize_small(32)|central_crop((16, 24))", (16, 24), "timm", "one crop_pct for both sides"),
-        ("resize((24, 20))|central_crop(16)", 16, "timm", "one crop_pct for both sides"),
-    ],
-)
-def test_ops_that_a_library_has_not_are_refused_and_nothing_is_written(
-    ops, image_size, format, message, tmp_path, capsys
-):
-    model = random_model(image_size=image_size)
-    models.save(model, tmp_path / "ours", preprocessing=preprocessing_of(ops, model.config))
-    arguments = ["export", str(tmp_path / "ours"), str(tmp_path / "out"), "--format", format]
-    assert main(arguments) == 64
-    said = capsys.readouterr().err
-    assert message in said and "--preprocess" in said and not (tmp_path / "out").exists()
-    # The way out that is named.
-    height, width = model.config.image_size
-    assert main([*arguments, "--preprocess", f"resize(({height}, {width}))"]) == 0
-    assert main([*arguments[:2], str(tmp_path / "x"), "--format", format, "--preprocess", "resize(8)"]) == 64
-    assert (
-        f"produces images of 8×8; nothing was written\n  expected the model's image size, {height}×{width}"
-        in capsys.readouterr().err
-    )
-
-
-def test_an_npz_has_no_place_for_it_and_a_folder_of_ours_keeps_it(tmp_path, capsys):
-    exported(CROPPED, "safetensors", tmp_path)
-    name = "preprocessing.json"
-    assert (tmp_path / "safetensors" / name).read_bytes() == (tmp_path / "ours" / name).read_bytes()
-    assert main(["import", str(tmp_path / "safetensors"), str(tmp_path / "again")]) == 0
-    assert f"pixels   {CROPPED}" in capsys.readouterr().out
-    for folder in ("safetensors", "again"):
-        assert name in json.loads((tmp_path / folder / "provenance.json").read_text())["files"]
-    assert main(["export", str(tmp_path / "again"), str(tmp_path / "out.npz"), "--format", "npz"]) == 0
-    assert (
-        f"note     an .npz cannot store the preprocessing; its users need to know {CROPPED}" in capsys.readouterr().out
-    )
-    file = tmp_path / "again" / name
-    file.write_text(file.read_text().replace("256", "248"))
-    assert main(["export", str(tmp_path / "again"), str(tmp_path / "out"), "--format", "timm"]) == 65
-    assert "preprocessing.json has changed: its sha256 is" in capsys.readouterr().err
-    # What an earlier owner left is not taken for these weights'.
-    models.save(random_model(), tmp_path / "ours")
-    assert models.load_preprocessing(tmp_path / "ours") is None
-
-
-# ------------------------------------------------------------------------ class names
-
-
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("files", "names"),
     [
@@ -201,7 +26,6 @@ def test_class_names_are_read_from_the_files_of_each_library(files, names, tmp_p
     assert load_class_names(tmp_path / "weights.safetensors") == names
 
 
-@pytest.mark.quick
 def test_names_that_are_no_texts_are_refused(tmp_path):
     (tmp_path / "model.json").write_text("{}")
     (tmp_path / "classes.json").write_text("[1, 2]")
@@ -209,6 +33,5 @@ def test_names_that_are_no_texts_are_refused(tmp_path):
         load_class_names(tmp_path)
 
 
-@pytest.mark.quick
 def test_an_npz_has_no_class_names(tmp_path):
     assert load_class_names(tmp_path / "vit_b16.npz") == ()

@@ -80,7 +80,7 @@ def test_a_list_without_jobs_says_so(dashboard, capsys) -> None:
         if job.submission_id:
             client.delete_job(job.submission_id)
     assert main(["list"]) == 0
-    assert capsys.readouterr().out.startswith("no jobs since the cluster's head started; to submit one, type ")
+    assert capsys.readouterr().out.startswith("no jobs since the cluster's head node started; to submit one, type ")
 
 
 def test_job_is_found_by_its_run_followed_and_stopped_with_time_to_commit(dashboard, checkout, capsys) -> None:
@@ -320,7 +320,9 @@ def test_submit_wait_follows_a_live_job_and_ends_with_its_exit_code(tmp_path, mo
     monkeypatch.setattr(submission, "LOOK_EVERY_S", 0.1)
     assert main(["submit", "digits", f"run={run}", "--wait"]) == 65
     printed = capsys.readouterr().out
-    assert "job x-001 already runs this recipe (RUNNING, started " in printed and printed.endswith("step 1\nstep 2\n")
+    assert "job x-001 is already running this recipe (RUNNING, started " in printed and printed.endswith(
+        "step 1\nstep 2\n"
+    )
 
 
 def test_submit_refuses_a_run_whose_driver_is_not_a_job(tmp_path, monkeypatch, capsys) -> None:
@@ -446,7 +448,8 @@ def test_logs_of_a_run_without_a_job_names_its_log_file(tmp_path, capsys):
     with Lease(Folder(tmp_path), print):
         assert main(["logs", str(tmp_path)]) == 64
     assert (
-        f"{tmp_path} was not submitted to a cluster\n  to follow its output, type tail -f " in capsys.readouterr().err
+        f"{tmp_path} was not submitted to a Ray cluster\n  to follow its output, type tail -f "
+        in capsys.readouterr().err
     )
 
 
