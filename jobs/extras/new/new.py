@@ -26,6 +26,7 @@ from data.extras.survey.survey import FoundSet, Sets, one_place, survey
 from data.files import write_atomically
 from data.index.names import preview
 from data.index.shard import IMAGES
+from data.walk import matching
 from jobs.named_stages import find_stage, near_path
 from jobs.recipe.key import model_at
 from jobs.terminal import ProgressMeter, activity, as_typed, echo
@@ -63,7 +64,7 @@ def new(
     # 1. Check the arguments before the images are counted.
     # 1. What was typed, before the images are counted.
     place = one_place(places)
-    if "://" not in place and not Path(place).exists() and not list(Path(place).parent.glob(Path(place).name)):
+    if "://" not in place and not all(path.exists() for path in matching(place)):
         raise DataError(
             f"nothing found at {place}{near_path(place)}\n  expected a folder of images, tars, a table or parquet"
         )
@@ -156,7 +157,7 @@ def name_of(place: str) -> str:
     path = Path(place)
     if path.name in ("", ".", ".."):
         path = path.resolve()
-    stem = re.sub(r"[-_.]?\*.*|(\.\w+)+$", "", path.name)
+    stem = re.sub(r"[-_.]?[*{].*|(\.\w+)+$", "", path.name)
     stem = re.sub(r"[-_.]*(train|training)[-_.]*$", "", stem, flags=re.IGNORECASE) or path.resolve().parent.name
     return re.sub(r"[^\w-]+", "-", stem).strip("-") or "images"
 

@@ -286,7 +286,7 @@ def test_new_explains_training_without_labels_and_how_to_add_classes(tmp_path, c
     assert "no labels" not in capsys.readouterr().out, "the user asked for it"
 
 
-def test_the_current_folder_similar_classes_and_repeated_rows_are_reported(tmp_path, monkeypatch, capsys):
+def test_the_current_folder_similar_classes_and_repeated_rows_are_named(tmp_path, monkeypatch, capsys):
     folder = class_folders(tmp_path / "input", three_digits())
     (folder / "eins").rename(folder / "NULL")
     new(folder)
@@ -298,8 +298,8 @@ def test_the_current_folder_similar_classes_and_repeated_rows_are_reported(tmp_p
     assert f"type cd {tmp_path}, then python -m jobs new input" in capsys.readouterr().err
     rows = table(tmp_path / "rows", three_digits())
     rows.write_text(rows.read_text() + rows.read_text().splitlines()[-1] + "\n")
-    new(rows)
-    assert "1 rows repeat the image of another row" in capsys.readouterr().out
+    assert main(["new", str(rows), "--output", "rows.yaml"]) == 65
+    assert "are the same file" in capsys.readouterr().err
 
 
 def test_the_recipe_shows_commands_as_the_user_typed_them(tmp_path, monkeypatch):
