@@ -25,10 +25,10 @@ from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_typ
 
 from jobs.__main__ import KINDS
 from jobs.cluster_config import ClusterConfig
+from jobs.extras.monitor.trackers_config import TrackersConfig
 from jobs.extras.studies.expand import SweepConfig
 from jobs.kinds import load_kinds
 from jobs.resolved_recipe import StageKind
-from jobs.trackers_config import TrackersConfig
 from models import configs
 from pipeline.config import ConfigDataclass, is_named, is_number_or_section, ordered_fields, resume_tags, section_kind
 from pipeline.training_config import TrainConfig

@@ -28,7 +28,7 @@ from tests.support.recipes import SMALL
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("models", "data", "pipeline", "jobs")
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-ROOTS = ("jobs.run.session", "pipeline.train", "jobs.cluster.ray_nodes")  # the Ray back end is imported by name
+ROOTS = ("jobs.run.session", "jobs.stages.training", "pipeline.train", "jobs.cluster.ray_nodes")  # found by name
 # sitecustomize.py for all processes of a small training run: fork servers and their forks, the workers, record which of
 # our modules they import. The server imports nothing in advance, as on a node with GPUs, so each worker imports what it
 # needs.

@@ -61,7 +61,7 @@ from data.shards.reader import ShardReader, read_labels
 # b samples per micro-batch, L labels per sample at most, S image side
 
 MAX_REPLACEMENTS = 100  # consecutive bad samples after which a data set counts as unusable
-MOST_PIXELS = 1 << 22  # most pixels of an image that the GPU decodes: 12 MB after decoding
+MOST_PIXELS = 1 << 22  # maximum size of an image that the GPU decodes: 12 MB after decoding
 SEED_DOMAIN = 1  # keeps augmentation's random numbers separate from the order's
 RESTARTS = 3  # restarts of a decoding process for a single micro-batch
 MEASURED = 128  # images decoded to measure the decoding speed
@@ -78,7 +78,7 @@ class DecodeTask(NamedTuple):
 
 @dataclass(frozen=True)
 class BadSample:
-    """A sample that was replaced, and the reason."""
+    """A replaced sample, and the reason."""
 
     shard: str
     key: str
@@ -201,7 +201,7 @@ class Decoder:
                 bad.append(problem)
             else:
                 raise DataError(
-                    f"{MAX_REPLACEMENTS} bad samples in a row, the last {printable(bad[-1].key)} of "
+                    f"{MAX_REPLACEMENTS} consecutive bad samples, the last is {printable(bad[-1].key)} of "
                     f"{bad[-1].shard}: {bad[-1].reason}\n"
                     f"  to list them, type python -m jobs data check {shlex.quote(str(self.index.tables))}"
                 )

@@ -20,7 +20,7 @@ from torch import Generator, Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from models import initial, vit
-from models.configs import ImageSize, ModelConfig, config_of
+from models.configs import HALF, ImageSize, ModelConfig, config_of
 
 if TYPE_CHECKING:
     from models.masked import MaskedViT
@@ -75,9 +75,28 @@ def build(name: str, image_size: ImageSize = 224, classes: int = 1000, **config:
     return from_config(config_of(name, image_size, classes, **config))
 
 
-def normalise(images: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Move uint8 images to the device and scale them to the models' range [−1, 1] (SPEC 2.5: value_range(-1, 1))."""
-    return images.to(device, non_blocking=True).float().mul_(1 / 127.5).sub_(1).to(dtype)
+def normalise(images: Tensor, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Move uint8 images to the device and normalise them as the model expects.
+
+    By default to [−1, 1] (SPEC 2.5: value_range(-1, 1)), otherwise by the config's pixel_mean and pixel_std.
+    """
+    pixels = images.to(device, non_blocking=True).float()
+    mean = getattr(config, "pixel_mean", HALF)
+    std = getattr(config, "pixel_std", HALF)
+    if (mean, std) == (HALF, HALF):
+        return pixels.mul_(1 / 127.5).sub_(1).to(dtype)
+    factor, offset = scaling(mean, std, pixels.device)
+    return pixels.mul_(factor).sub_(offset).to(dtype)
+
+
+# Cached, because every step needs them and a copy to the GPU takes time.
+@functools.lru_cache(maxsize=32)
+def scaling(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return factor and offset (3, 1, 1) for pixels of 0 … 255: pixel * factor - offset."""
+    deviation = torch.tensor(std, dtype=torch.float64)
+    factor = 1 / (255 * deviation)
+    offset = torch.tensor(mean, dtype=torch.float64) / deviation
+    return factor.float()[:, None, None].to(device), offset.float()[:, None, None].to(device)
 
 
 def blocks(model: nn.Module) -> dict[str, nn.Module]:

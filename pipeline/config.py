@@ -35,9 +35,9 @@ class ConfigDataclass(Protocol):
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
 
-MODEL = "model"  # the section that may be written as only the model's name
+MODEL = "model"  # this section may also be just the model's name
 MOST_NAMES = 12  # keys listed in a message
-# Our keys, and the names that other libraries use for them.
+# Names that other libraries use for our recipe keys; the error for an unknown key suggests ours.
 OTHER_WORDS = {
     "passes": "epochs epoch num_epochs max_epochs num_train_epochs",
     "steps": "max_steps num_steps iterations total_steps",
@@ -90,7 +90,7 @@ def build(kind: type[Config], section: object, where: str, defaults: Config | Di
     `defaults` is an instance; if many configs are built from it, pass it through `structured` once. Raises ConfigError
     naming the key, its value and what was expected.
     """
-    # Keys and values are read before OmegaConf merges, because its messages use Python types and suggest no other key.
+    # Check keys and values before OmegaConf merges them: its errors mention Python types and suggest no similar keys.
     read_values = _read_section(kind, section, where, (kind, where))
     try:
         merged = OmegaConf.merge(kind if defaults is None else defaults, read_values)
@@ -108,9 +108,9 @@ def build(kind: type[Config], section: object, where: str, defaults: Config | Di
 
 
 def build_recorded(kind: type[Config], values: Mapping[str, Any], where: str) -> Config:
-    """Build a config from the plain values of a record, possibly written by an earlier version.
+    """Build a config from the plain values of a record, which an earlier version may have written.
 
-    Null values of keys that no longer exist are dropped. Raises as `build`.
+    Keys that no longer exist are dropped if their value is null. Raises ConfigError like `build`.
     """
     known = {field.name for field in dataclasses.fields(kind)}
     usable = {name: value for name, value in values.items() if name in known or value is not None}
@@ -127,35 +127,35 @@ def with_defaults(config: Config, names: str) -> Config:
 
 
 def default_of(field: "dataclasses.Field[Any]") -> Any:
-    """Return the default value of a dataclass field that has one."""
+    """Return the default value of a dataclass field; the field must have one."""
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return field.default
 
 
 def structured(defaults: ConfigDataclass | type[ConfigDataclass]) -> DictConfig:
-    """Convert a config class or instance to OmegaConf's form, for use as `defaults` of `build`."""
+    """Convert a config class or instance to an OmegaConf object, for use as `defaults` of `build`."""
     return OmegaConf.structured(defaults)
 
 
 def _read_section(
     kind: type[ConfigDataclass], section: object, where: str, stage: tuple[type[ConfigDataclass], str]
 ) -> dict[str, object]:
-    """Convert a plain section, with the sections inside it, to values of the types that `kind` declares.
+    """Convert a plain section and its subsections to values of the types that `kind` declares.
 
-    `stage` is the config class of the whole stage and its path in messages; a wrong key may belong to another section
-    of it. Raises ConfigError for an unknown key, a value of the wrong type, and a value in place of a section.
+    `stage` is the config class of the whole stage and its path in messages: an unknown key may belong to another of
+    its sections. Raises ConfigError for an unknown key, a value of the wrong type, or a value in place of a section.
     """
     known = [field.name for field in ordered_fields(kind)]
     if not isinstance(section, Mapping):
         listed = few(known, MOST_NAMES, ", …")
         example = ""
         for name, hint in get_type_hints(kind).items():
-            # Suggest the first key that accepts the value: for data=shards, data.train=shards.
+            # Suggest the first key that accepts the value, for example data.train=shards for data=shards.
             with suppress(ConfigError):
                 if name in known and section_kind(hint) is None and section not in (None, ""):
                     read_value(section, hint, name)
-                    example = f"\n  type for example {where}.{name}={shown(section)}"
+                    example = f"\n  for example, type {where}.{name}={shown(section)}"
                     break
         raise ConfigError(f"{where} is {shown(section)}, expected a section with the keys {listed}{example}")
     hints = get_type_hints(kind)
@@ -195,10 +195,10 @@ def _read_section(
         elif not is_named(hint):
             read_values[name] = _read_section(inner, value, path, stage)
         else:
-            # Under `mixture` the user chooses the keys; only the entries below them can be wrong.
+            # Users choose the keys below `mixture`, so only their entries can be checked.
             sections: dict[str, object] = {}
             if not isinstance(value, Mapping):
-                raise ConfigError(f"{path} is {shown(value)}, expected sections by name\n  type {path}.NAME.…")
+                raise ConfigError(f"{path} is {shown(value)}, expected named sections\n  type {path}.NAME.…")
             for key, entry in value.items():
                 sections[key] = entry
                 if entry is not None:
@@ -208,9 +208,9 @@ def _read_section(
 
 
 def find_key(word: str, kind: type[ConfigDataclass]) -> str | None:
-    """Find the dotted key of a config, at any depth, that a word stands for: "optim.lr" for lr; None if there is none.
+    """Find the dotted key of a config, at any depth, that a user's word means: "optim.lr" for "lr"; None if unknown.
 
-    The word may be another library's name for it: epochs, num_classes.
+    The word may be another library's name for the key, such as epochs or num_classes.
     """
     meant = word
     for key, others in OTHER_WORDS.items():
@@ -235,14 +235,14 @@ def keys_of(kind: type[ConfigDataclass]) -> Iterator[str]:
         if inner is not None and not is_named(hint):
             for key in keys_of(inner):
                 inside.append(f"{name}.{key}")
-        # A model's other fields depend on its name; every model has these.
+        # Every model has these fields; the others depend on its name.
         elif name == MODEL:
             inside += [f"{name}.name", f"{name}.image_size", f"{name}.classes"]
     yield from inside
 
 
 def section_kind(hint: object) -> type[ConfigDataclass] | None:
-    """Return the dataclass in a field's type: `Inner`, `Inner | None` or `dict[str, Inner]`; None for other types."""
+    """Return the dataclass `Inner` of a type `Inner`, `Inner | None` or `dict[str, Inner]`; None for other types."""
     for candidate in (hint, *get_args(hint)):
         if isinstance(candidate, type) and dataclasses.is_dataclass(candidate):
             return candidate
@@ -250,12 +250,12 @@ def section_kind(hint: object) -> type[ConfigDataclass] | None:
 
 
 def is_number_or_section(hint: object) -> bool:
-    """Return whether a field's type is a whole number or a section: `int | Inner`."""
+    """Return whether a field may hold either a whole number or a section: `int | Inner`."""
     return int in get_args(hint) and section_kind(hint) is not None
 
 
 def is_named(hint: object) -> bool:
-    """Return whether a field's type holds sections under names that the user chooses: `dict[str, Inner]`."""
+    """Return whether a field holds sections with user-defined names: `dict[str, Inner]`."""
     return get_origin(hint) is dict
 
 
@@ -269,16 +269,16 @@ def plain(config: ConfigDataclass) -> dict[str, object]:
 
 def digest(value: object) -> str:
     """Return the sha256 of a JSON-serialisable value, independent of the order of keys."""
-    # Sorted, because recipes with the same keys in another order describe the same stage.
+    # The order of keys in a recipe has no meaning.
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def tagged(config: ConfigDataclass, tag: str, prefix: str = "", outer: str = "forbid") -> dict[str, object]:
-    """Return the fields of a config with this resume tag as flat {dotted name: value}, inner configs included.
+    """Return a config's fields with this resume tag as a flat {dotted name: value}, including those of inner configs.
 
-    A class without tags (such as those of the data package) inherits `outer`, the tag of the field that holds it.
-    Fields in a class's LATER are omitted while they have their defaults: they were added after keys had already been
-    computed without them.
+    A class without tags (such as those of the data package) inherits `outer`, the tag of the field that contains it.
+    Fields in a class's LATER are omitted if they have their default values: they were added later, and stage keys
+    computed before that must not change.
     """
     later = later_fields(type(config))
     tag_of_field = resume_tags(type(config))
@@ -288,8 +288,7 @@ def tagged(config: ConfigDataclass, tag: str, prefix: str = "", outer: str = "fo
         value = getattr(config, name)
         if name in later:
             default = default_of(field)
-            # Compare types too: a seed of 0 differs from a missing seed, and in Python 0 == False although their
-            # digests differ.
+            # Compare types too: in Python 0 == False, but their digests differ.
             if type(value) is type(default) and value == default:
                 continue
         own = tag_of_field.get(name, outer)
@@ -303,16 +302,16 @@ def tagged(config: ConfigDataclass, tag: str, prefix: str = "", outer: str = "fo
         if sections and all(dataclasses.is_dataclass(entry) for entry in sections.values()):
             for path, section in sections.items():
                 values |= tagged(section, tag, f"{prefix}{path}.", own)  # type: ignore[arg-type]  # a dataclass
-        # An empty mapping contains no section; it is recorded itself, so that adding an entry is a change.
+        # Record an empty mapping itself, so that adding an entry counts as a change.
         elif own == tag:
             values[prefix + name] = value
     return as_json(values)
 
 
 def ordered_fields(kind: type[ConfigDataclass]) -> list["dataclasses.Field[Any]"]:
-    """Return the fields of a config in reading order: those of its main class, then those of extras.
+    """Return a config's fields in the order of the documentation: those of its main class, then those of extras.
 
-    A composed config inherits from several classes; its main class is the one that declares the most fields.
+    A composed config inherits from several classes; its main class is the one with the most fields.
     """
     declared = {base: set(vars(base).get("__annotations__", ())) for base in kind.__mro__}
     main = max(declared.values(), key=len)
@@ -320,7 +319,7 @@ def ordered_fields(kind: type[ConfigDataclass]) -> list["dataclasses.Field[Any]"
 
 
 def resume_tags(kind: type) -> Tags:
-    """Return the resume tag of each field of a config class, inherited fields included."""
+    """Return the resume tag of each field of a config class, including inherited fields."""
     tag_of_field: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         tag_of_field |= vars(base).get("RESUME", {})
@@ -328,7 +327,7 @@ def resume_tags(kind: type) -> Tags:
 
 
 def later_fields(kind: type) -> set[str]:
-    """Return the fields of a config class that were added after keys had been computed without them."""
+    """Return the fields of a config class that were added after its first stage keys had been computed."""
     fields: set[str] = set()
     for base in kind.__mro__:
         fields |= set(vars(base).get("LATER", ()))
@@ -336,15 +335,15 @@ def later_fields(kind: type) -> set[str]:
 
 
 def as_json(values: object) -> dict[str, object]:
-    """Convert values to what JSON would return for them: tuples become lists, paths become texts."""
-    # Manifests are read back from JSON: otherwise a tuple would differ from its own list at every resume.
+    """Round-trip values through JSON: tuples become lists, and paths become strings."""
+    # Manifests are read from JSON, so without this a tuple would seem to have changed at every resume.
     return json.loads(json.dumps(values, default=str))
 
 
 def differences(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:
     """Return "key: old → new" for every key whose value differs, in the order of `old`, then `new`."""
     changes = []
-    # A dict keeps the order of its keys; with a set the order of the differences would vary.
+    # A dict, unlike a set, keeps the order of its keys.
     for key in {**old, **new}:
         before = old.get(key)
         after = new.get(key)

@@ -54,7 +54,7 @@ def batch_arithmetic(cfg: TrainConfig, world: int) -> Arithmetic:
     """
     require(
         cfg.batch_size >= world,
-        f"batch_size {cfg.batch_size} is less than {world} workers: some would have no sample\n"
+        f"batch_size {cfg.batch_size} is less than {world} workers: some would get no samples\n"
         f"  use cluster.workers={cfg.batch_size} or fewer",
     )
     unit = cfg.micro_batch * world
@@ -82,7 +82,7 @@ def batch_arithmetic(cfg: TrainConfig, world: int) -> Arithmetic:
         )
     require(
         not cfg.exact_parts or cfg.exact_parts % world == 0,
-        f"exact_parts {cfg.exact_parts} cannot be shared by {world} workers; use 1, 2, 4, … up to {cfg.exact_parts}",
+        f"exact_parts {cfg.exact_parts} cannot be divided among {world} workers; use 1, 2, … up to {cfg.exact_parts}",
     )
     # All workers take the same number of micro-batches, because their collectives must match: the largest share counts.
     largest_share = math.ceil(cfg.batch_size / world)
@@ -117,8 +117,8 @@ def check_schedule(cfg: TrainConfig, steps: int, key: str) -> None:
     most_steps = MOST_SAMPLES // cfg.batch_size
     require(
         steps <= most_steps,
-        f"{key}: {steps:,} steps of {cfg.batch_size:,} images are more than can be counted\n"
-        f"  expected {most_steps:,} steps at most\n  type {key}.steps=…, or {key}.passes=…",
+        f"{key}: {steps:,} steps of {cfg.batch_size:,} images exceed the 64-bit sample counter\n"
+        f"  expected at most {most_steps:,} steps\n  type {key}.steps=…, or {key}.passes=…",
     )
     schedule = cfg.optim.schedule
     rising_and_cooling = schedule.warmup_steps + schedule.cooldown_steps
@@ -137,7 +137,7 @@ def check_schedule(cfg: TrainConfig, steps: int, key: str) -> None:
     if schedule.cooldown_steps > steps // 2:
         overrides += f" {key}.optim.schedule.cooldown_steps={steps // 10}"
     raise ConfigError(
-        f"{message} are more than the stage has steps: {steps:,}\n"
+        f"{message} exceed the length of the stage, {steps:,} steps\n"
         f"  expected: at most {steps:,} together, so that the learning rate reaches optim.lr\n"
         f"  type {overrides}, or increase the number of steps"
     )
@@ -149,7 +149,7 @@ def check_end_of_decay(cfg: TrainConfig, key: str) -> None:
     require(
         schedule.decay != "linear" or schedule.end <= cfg.optim.lr,
         f"{key}.optim.lr {cfg.optim.lr:g} is below {key}.optim.schedule.end {schedule.end:g}, so the learning rate "
-        "would rise instead of decay\n  expected a peak of at least the last rate\n"
+        "would rise instead of decay\n  expected a peak rate no lower than the final rate\n"
         f"  type {key}.optim.schedule.end=0, or a larger {key}.optim.lr",
     )
 
@@ -217,8 +217,8 @@ def cache_line(index: Index, order: Order | Mixture, slots: range, step: int, cf
     last_step = step + cfg.cache.ahead
     limit = cfg.cache.limit_bytes
     line = (
-        f"{count} shards, {size / 2**30:.3g} GiB, for steps {step} … {last_step}; "
-        f"the cache keeps {limit / 2**30:.3g} GiB"
+        f"{count} remote shards ({size / 2**30:.3g} GiB) for steps {step} … {last_step}; "
+        f"the cache holds {limit / 2**30:.3g} GiB"
     )
     if count:
         line += "; until a shard is downloaded, its samples are read by range requests"

@@ -31,8 +31,8 @@ SECONDS = {
 COUNTS = {"k": 1000, "M": 1_000_000}
 NUMBER = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-z]+)")
 WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-EXPECTED: dict[object, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
-PLURALS: dict[object, str] = {int: "whole numbers", float: "numbers", str: "texts", int | str: "whole numbers or texts"}
+EXPECTED: dict[object, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
+PLURALS: dict[object, str] = {int: "whole numbers", float: "numbers", str: "strings", int | str: "numbers or strings"}
 # Number formats used in many countries, such as 10,000, 0,001 and 50%, and what to replace to get a recipe's format.
 OTHER_NUMBERS = {
     int: ((",", ""), ("%", "e-2"), ("_", ""), (" ", "")),
@@ -49,7 +49,7 @@ class Unit(NamedTuple):
     examples: str
 
 
-UNITS = {  # by the ending of a key's name
+UNITS = {  # ending of a key's name → unit
     "_s": Unit("seconds", SECONDS, "90s, 30min or 2h"),
     "_gb": Unit("GiB", GIB, "80GB or 80GiB"),
     "_bytes": Unit("bytes", BYTES, "500MB, 80GB or 80GiB"),
@@ -75,7 +75,7 @@ def read_value(value: object, hint: Any, key: str) -> object:
     if is_optional and value is None:
         return None
     if is_optional and value in ("None", "none"):
-        raise ConfigError(f"{key} is {value}, which YAML reads as text\n  type {key}=null")
+        raise ConfigError(f"{key} is {value}, which YAML reads as a string\n  type {key}=null")
     allowed = set(get_args(hint)) - {NoneType}
     if is_optional and len(allowed) == 1:
         (hint,) = allowed
@@ -89,7 +89,7 @@ def read_value(value: object, hint: Any, key: str) -> object:
     if origin in (list, tuple):
         if not isinstance(value, list | tuple):
             expected = f"expected a list of {PLURALS.get(get_args(hint)[0], 'values')}"
-            raise ConfigError(f"{key} is {shown(value)}, {expected}\n  type for example {key}=[{shown(value)}]")
+            raise ConfigError(f"{key} is {shown(value)}, {expected}\n  for example, type {key}=[{shown(value)}]")
         entries = []
         for entry in value:
             entries.append(read_value(entry, get_args(hint)[0], key))

@@ -144,7 +144,7 @@ def read_json(path: Path, text: bytes) -> tuple[dict[str, Any], Sequence[Shard]]
         content = json.loads(text)
         schema = content["schema"]
         if schema != SCHEMA:
-            raise DataError(f"{path}: schema {schema}, this version reads {SCHEMA}; run `python -m jobs index` again")
+            raise DataError(f"{path} has schema {schema}, expected {SCHEMA}; run `python -m jobs index` again")
         shards = tuple(Shard(*row) for row in content["shards"])
         class_counts = tuple(content["class_counts"])
         digest = content["digest"]
@@ -160,7 +160,7 @@ def read_json(path: Path, text: bytes) -> tuple[dict[str, Any], Sequence[Shard]]
             "  run `python -m jobs index` again, or `python -m jobs subset` if it is a subset"
         ) from None
 
-    # A JSON that was edited, or truncated so that it still parses, no longer matches its digest.
+    # A JSON that still parses after being edited or truncated no longer matches its digest.
     if seal != seal_of(content) or digest != digest_of(shards, class_counts, names, origin):
         maker = "index" if origin is None else "subset"
         raise DataError(f"{path}: its digest does not match its contents; run `python -m jobs {maker}` again")
@@ -253,10 +253,10 @@ def make_columns(path: Path, columns: Path) -> MappedShards:
             logging.getLogger(__name__).warning(f"{columns}: truncated or altered; writing it again from {path}")
         text = path.read_bytes()
         content, parsed = read_json(path, text)
-        # The JSON may have been replaced since it was hashed: name the columns by the text that was read.
+        # The JSON may have been replaced since it was hashed: name the columns by the text just read.
         columns = columns.with_name(f"{sha256(text).hexdigest()}.columns")
         write_columns(columns, content, parsed)
-        # Delete columns not opened for a month; processes that have mapped them are not affected.
+        # Delete columns not opened for a month; existing mappings are not affected.
         for other in columns.parent.glob("*.columns"):
             # Another process may delete it meanwhile, or it may belong to another user.
             with suppress(OSError):

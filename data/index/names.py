@@ -20,14 +20,14 @@ from data.errors import DataError
 Names = tuple[str, ...]
 NO_NAMES: Mapping[str, int] = {}
 MOST_SHOWN = 5  # names that a message lists before it abbreviates
-MOST_DIGITS = 4300  # of a number that int() accepts
+MOST_DIGITS = 4300  # maximum length of a number that int() accepts
 FEW_NAMES = 1000  # up to this many classes may have a single image each; more texts that rarely repeat are captions
 NO_LABEL = "no label"
-NO_NAME = "label is a text that no class list has"  # the reason for which such samples are skipped
+NO_NAME = "label is a text that no class list has"  # reason for skipping a sample
 NO_TEXT = "label is not text"
 ONE_HOT = "label is a one-hot vector, not class ids"
-LABEL_REASONS = (NO_LABEL, NO_NAME, NO_TEXT, ONE_HOT)  # the reasons for which a sample has no class
-INTEGRAL = re.compile(r"[0-9]+\.0+")  # a float that is an integer: 3.0
+LABEL_REASONS = (NO_LABEL, NO_NAME, NO_TEXT, ONE_HOT)  # reasons why a sample has no class
+INTEGRAL = re.compile(r"[0-9]+\.0+")  # a float with an integral value: 3.0
 MAX_CLASSES = 1_000_000  # larger ids count as mistakes (JFT-300M has 18,291 classes)
 
 
@@ -195,7 +195,7 @@ def as_integer(value: object) -> object:
 
 
 def is_name(value: object) -> bool:
-    """Return whether a label that is not an id can be a class name: it has a letter, or it has no digit (🐱, !, +)."""
+    """Return whether a non-numeric label can be a class name: it has a letter, or it has no digit (🐱, !, +)."""
     if not isinstance(value, str) or not value.strip():
         return False
     return any(map(str.isalpha, value)) or not any(map(str.isdigit, value))

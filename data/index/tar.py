@@ -37,7 +37,7 @@ from data.index.names import preview
 from data.index.shard import COMPRESSED, FIELDS, IMAGES, SampleRow, label_digest, sample_digest
 
 Part = TypeVar("Part")  # what is recorded of a member
-LABELS = ("cls", "json")  # in order of preference
+LABELS = ("cls", "json")  # extensions of labels, in order of preference
 IGNORED = ("txt", "id", "idx", "index", "url", "width", "height")
 BLOCK = 512  # bytes; headers and contents begin at multiples of it (POSIX ustar)
 MAX_EXTENSION = 1 << 16  # bytes of a PAX or long-name header; real ones are below 1 kB, malicious ones may be larger
@@ -266,12 +266,12 @@ def members(tar: memoryview | bytes, name: str, refused: Refusals) -> Iterator[t
     truncated, a header is invalid, or data may follow its end. `name` is the tar's, for messages.
     """
     position = 0
-    records = PaxRecords()  # from extension headers, about the following member
+    records = PaxRecords()  # records of extension headers, which apply to the next member
     while True:
         header = bytes(tar[position : position + BLOCK])
         if len(header) < BLOCK:
             check_uncompressed(tar, name)
-            raise DataError(f"{name}: cut short at byte {position}; copy or pack it again")
+            raise DataError(f"{name}: truncated at byte {position}; copy or pack it again")
         # A block of zeros ends a tar.
         if header == bytes(BLOCK):
             check_end(tar, name, position)
@@ -461,13 +461,13 @@ def check_nothing_excluded(folder: str | os.PathLike[str]) -> None:
                 below.append(f"{path.name}/{tar.name}")
     if compressed:
         raise DataError(
-            f"{folder}: {preview(compressed)} would be left out: compressed tars\n"
+            f"{folder}: {preview(compressed)} would be ignored: compressed tars\n"
             "  expected uncompressed tars, in which samples can be read at any offset: uncompress them (gzip -d, "
             f"zstd -d), or type those you mean: {folder}/*.tar"
         )
     if below:
         raise DataError(
-            f"{folder}: {preview(below)} would be left out: they are in sub-folders\n"
+            f"{folder}: {preview(below)} would be ignored: they are in sub-folders\n"
             f"  expected tars in the folder itself; type all of them: {folder}/*.tar {folder}/*/*.tar"
         )
 

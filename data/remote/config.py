@@ -22,9 +22,9 @@ class CacheConfig:
 
     directory: str = ""  # absolute path; default: below PATCHLINE_CACHE, or in the user's cache folder
     limit_bytes: int = 200 << 30  # size of the cache of a node, without downloads in progress
-    attempts: int = 8  # to fetch one piece, without any progress in between
-    backoff_s: float = 0.5  # before the 2nd attempt; doubled each time, with full jitter (Brooker 2015), at most 30 s
-    timeout_s: float = 30.0  # of silence, after which a request fails
+    attempts: int = 8  # maximum attempts to fetch a piece without any progress
+    backoff_s: float = 0.5  # longest pause before the 2nd attempt; doubles up to 30 s; full jitter (Brooker 2015)
+    timeout_s: float = 30.0  # a request fails after this long without data
     ahead: int = 64  # steps for which shards are downloaded in advance
     fetchers: int = 4  # parallel downloads
 

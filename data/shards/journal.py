@@ -30,7 +30,7 @@ class Record(NamedTuple):
     shard: Shard
     class_counts: Mapping[int, int]  # class: samples
     refused: Refusals  # skipped members of the tar, and unusable samples
-    texts: Refusals  # labels that are texts: class names, if the set has no ids
+    texts: Refusals  # text labels: class names, if the set has no ids
 
 
 class IndexJournal:
@@ -43,7 +43,7 @@ class IndexJournal:
         self.path = path
         self.classes = classes
         self.journal = Journal(path.with_name(path.name + ".partial"), [classes, setting])
-        self.records: dict[str, Record] = {}  # by shard name
+        self.records: dict[str, Record] = {}  # shard name → record
 
     def __enter__(self) -> IndexJournal:
         # Delete temporary files of this machine's killed processes, only of this set: another host may be writing
@@ -105,8 +105,8 @@ class IndexJournal:
             names = tuple(sorted(texts.counts))
             if self.classes and len(names) > self.classes:
                 raise DataError(
-                    f"{self.path}: labels are {len(names)} names, {preview(names)}, and classes are {self.classes}\n"
-                    "  expected as many classes as names, or no number of classes: remove --classes"
+                    f"{self.path}: the labels are {len(names)} names, {preview(names)}, but classes is {self.classes}\n"
+                    "  expected the same number of classes and names; remove --classes"
                 )
             for label, name in enumerate(names):
                 samples_of_class[label] = texts.counts[name]

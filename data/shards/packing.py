@@ -89,7 +89,7 @@ def pack(
         for _ in range(workers):
             pool.submit(together.wait)
         running: deque[Future[Record]] = deque()
-        shard_names: dict[str, None] = {}  # in order
+        shard_names: dict[str, None] = {}  # names in order, used as an ordered set
         finished_samples = 0
         for group in group_samples(samples, shard_samples, shard_bytes):
             path = directory / f"{name}-{len(shard_names):06d}.tar"
@@ -180,7 +180,7 @@ def restore(
     )
     if finished.origin is not None or Path(finished.directory) != directory.resolve():
         raise DataError(
-            f"{set_path}: a set over tars of {finished.directory} is here, digest {finished.digest}{remedy}"
+            f"{set_path}: this folder has a set with tars in {finished.directory}, digest {finished.digest}{remedy}"
         )
     # The number of classes that packing these samples would count.
     given = classes or int(np.flatnonzero(finished.class_counts).max(initial=-1)) + 1

@@ -37,7 +37,7 @@ class ListedFile(NamedTuple):
 def class_folders(root: str | os.PathLike[str]) -> Iterator[Sample]:
     """Yield the samples of a folder with one sub-folder per class; ids follow the sorted names (`folder_classes`).
 
-    Raises DataError if a class has no images; logs a warning about files that are not images.
+    Raises DataError if a class has no images; logs a warning about other files.
     """
     entries: list[ListedFile] = []
     skipped: Counter[str] = Counter()
@@ -162,7 +162,7 @@ def keys_of(names: Sequence[str]) -> list[str]:
             same = "are the same file" if os.path.normpath(first[key]) == os.path.normpath(name) else "get the same key"
             raise DataError(
                 f"{printable(first[key])} and {printable(name)} {same}, {printable(key)}\n"
-                "  expected every image once, under a name of its own: remove or rename one of the two"
+                "  expected every image once, under a unique name: remove or rename one of the two"
             )
         first[key] = name
     return keys
@@ -191,5 +191,5 @@ def files_of(source: str | os.PathLike[str], pattern: str) -> list[Path]:
         if missing:
             raise DataError(f"{preview(missing)}: no such file")
     if not paths:
-        raise DataError(f"{path}: no {pattern} here")
+        raise DataError(f"{path}: no files match {pattern}")
     return paths

@@ -84,15 +84,15 @@ def check_unambiguous(names: Sequence[str], path: str) -> None:
         if name.isascii() and name.isdigit() and int(name) != label:
             raise DataError(
                 f"{path}: class {label} is called {name}, which as a label is the id of class {int(name)}\n"
-                "  expected names that are not numbers; if the labels are ids, remove the class list"
+                "  expected names, not numbers; if the labels are ids, remove the class list"
             )
 
 
 @dataclass(frozen=True)
 class Numbering:
-    """A mapping of a source's class ids to those that are written."""
+    """A mapping from a source's class ids to the written ones."""
 
-    names: Names = ()  # of the written ids; () if unknown
+    names: Names = ()  # names of the written ids; () if unknown
     ids: Mapping[int, int] | None = None  # {source id: written id}, without excluded classes; None: no change
     known: int | None = None  # number of the source's classes; None: unknown
 
@@ -165,7 +165,7 @@ def number(
             f"{name}: {giver} lacks {len(lacking)} of the {len(own)} classes here: {preview(lacking)}\n"
             f"  expected classes of {giver}: {preview(target)}\n"
             f"  rename them (--rename {shlex.quote(lacking[0] + '=NAME')}; in a recipe rename: "
-            f"{{{json.dumps(lacking[0], ensure_ascii=False)}: NAME}}), or pack this set with a numbering of its own"
+            f"{{{json.dumps(lacking[0], ensure_ascii=False)}: NAME}}), or pack this set with a separate numbering"
         )
     is_as_it_was = ids == dict(enumerate(range(len(own))))
     return Numbering(target, None if is_as_it_was else ids, len(own))
@@ -215,4 +215,4 @@ def check_known(wanted: Iterable[str], names: Sequence[str], what: str) -> None:
     expected = f"expected some of its {len(names)} classes: {preview(names)}"
     if not names:
         expected = "its class names are unknown: type class ids, or the names in a file (names: FILE)"
-    raise DataError(f"{what} has {preview(unknown)}, no class of this source\n  {expected}")
+    raise DataError(f"{what} has {preview(unknown)}, which this source does not have\n  {expected}")

@@ -22,10 +22,9 @@ def resolved(campaign: Campaign) -> str:
 
     If a section expands to several stages, the first is written in full; the others list only their differences.
     """
-    sections: dict[str, object] = {
-        "cluster": config.plain(campaign.cluster),
-        "trackers": config.plain(campaign.trackers),
-    }
+    sections: dict[str, object] = {"cluster": config.plain(campaign.cluster)}
+    if campaign.trackers is not None:
+        sections["trackers"] = config.plain(campaign.trackers)
     first_runs: dict[tuple[str, str], Stage] = {}  # by section and kind
     for stage in campaign.stages:
         first = first_runs.setdefault((stage.source, stage.kind.name), stage)

@@ -83,7 +83,7 @@ def best_commit(stage: Path, metric: str, committed: Collection[int]) -> BestSte
 
 
 def steps_of_best(stage: Path, metric: str | None, committed: Callable[[], Collection[int]]) -> list[int]:
-    """Return a list containing the step of the best evaluation that has a checkpoint.
+    """Return a list with the step of the best evaluation among those with a checkpoint.
 
     The list is empty if no metric is set or if there is no such evaluation yet.
     """

@@ -15,7 +15,7 @@ A save consists of these steps:
 In:  checkpoints/.tmp-0000001200-000007/rank-00000.safetensors …
 Out: checkpoints/step-0000001200/rank-00000.safetensors … MANIFEST.json     (reader.py reads them)
 
-A failed save loses that checkpoint but does not stop the run; `max_failed_saves` failures in a row end the run.
+A failed save loses that checkpoint but does not stop the run; `max_failed_saves` consecutive failures end it.
 
 The free disk space is checked before each save (`check_room`) and before a run (`check_disk_space`). For example, 5,000
 parameters under Adam with keep=3 and 99.9 kB free are refused:
@@ -85,7 +85,7 @@ class Saver:
 
         self.last_committed: int | None = None  # step
         self.failures_in_a_row = 0
-        self.failure = ""  # of the last failed save
+        self.failure = ""  # error of the last failed save
         self.stalled_s = 0.0  # time that saves blocked the loop since its last report
 
         self.thread: threading.Thread | None = None  # writes this worker's file
@@ -158,7 +158,7 @@ class Saver:
                 try:
                     check_room(self.checkpoints, self.manifest, self.expected_bytes)
                 except CheckpointError:
-                    # Old checkpoints that are still being deleted are not free space yet.
+                    # Wait for pending deletions: their disk space is not free yet.
                     self.wait_for_deleting()
                     check_room(self.checkpoints, self.manifest, self.expected_bytes)
 
@@ -169,8 +169,8 @@ class Saver:
                 storage.write(f"{self.checkpoints.staged_name(self.manifest)}/{file}", content)
             record = digesting.result()
 
-            # 3. If the other nodes do not see this disk, upload the metrics too. A former owner that was frozen must
-            #    not do so: its lines would replace newer ones.
+            # 3. If the other nodes do not see this disk, upload the metrics too. A previous owner that was suspended
+            #    must not do so: its lines would replace newer ones.
             if is_rank_0 and self.checkpoints.sends_metrics and newest_attempt(storage) <= self.manifest.attempt:
                 storage.upload(f"{self.checkpoints.stage}/{METRICS}")
             self.result = WrittenFile(file, record)
@@ -251,16 +251,20 @@ class Saver:
                 "checkpoint_failed",
                 {"step": failed_step, "stalled_s": stalled_s, "took_s": took_s, "error": self.failure},
                 f"checkpoint step {failed_step} FAILED ({self.failure}); the weights are still in memory and the "
-                f"previous checkpoint is kept; {self.failures_in_a_row} of {self.saving.max_failed_saves} "
-                "failures in a row",
+                f"previous checkpoint is kept; consecutive failures: {self.failures_in_a_row} of at most "
+                f"{self.saving.max_failed_saves}",
             )
             if self.failures_in_a_row >= self.saving.max_failed_saves:
+                remedy = "  remove that cause, then run the same command again"
+                if self.checkpoints.storage.keeps_sets_locally:
+                    remedy = (
+                        "  expected: a writable disk with room, inodes and quota for "
+                        f"keep={self.saving.keep} checkpoints and one more\n"
+                        "  remove that cause (if bytes are missing: free space under "
+                        f"{self.checkpoints.address}, or lower keep), then run the same command again"
+                    )
                 raise CheckpointError(
-                    f"{self.failures_in_a_row} saves in a row failed, the last: {self.failure}\n"
-                    "  expected: a writable disk with room, inodes and quota for "
-                    f"keep={self.saving.keep} checkpoints and one more\n"
-                    f"  remove that cause (if bytes are missing: free space under {self.checkpoints.address}, or lower "
-                    "keep), then run the same command again"
+                    f"{self.failures_in_a_row} consecutive saves failed, the last with: {self.failure}\n{remedy}"
                 )
         else:
             self.failures_in_a_row = 0
@@ -359,7 +363,7 @@ def host_memory(size: int) -> Tensor:
 
 
 def checkpoint_bytes(cfg: TrainConfig, model: ModelConfig) -> int:
-    """Return the size of a checkpoint, all workers' files together: fp32 master weights, moments and average."""
+    """Return the total size of a checkpoint's files: fp32 master weights, moments and averaged weights."""
     copies = 1 + len(STATE[cfg.optim.name])
     if cfg.polyak:
         copies += 1
@@ -407,7 +411,7 @@ def bytes_to_come(cfg: TrainConfig, model: ModelConfig, checkpoints: StageCheckp
                 if path.is_file():
                     swept += path.stat().st_size
     if swept:
-        parts += f", less {size_text(swept)} of .tmp-* there, which the start deletes"
+        parts += f", minus {size_text(swept)} in .tmp-* folders there, which are deleted at start-up"
     return max(to_come * one_checkpoint + weights - swept, 0), parts
 
 

@@ -62,7 +62,7 @@ class Spot:
 class Flat:
     """The layout of a block's flat parameter: the n-th of `sizes` elements belong to the n-th of `spots`."""
 
-    name: str  # of the flat parameter in its block
+    name: str  # name of the flat parameter in its block
     sizes: list[int] = field(default_factory=list)  # elements
     spots: list[Spot] = field(default_factory=list)
 
@@ -101,7 +101,7 @@ class FlatBlocks:
         for name, parameter in model.named_parameters():
             self.members[name] = FlatMember(name, 0, parameter.numel())
         self.decayed = set(decayed)
-        self._views: list[tuple[nn.Module, Views]] = []  # of each block
+        self._views: list[tuple[nn.Module, Views]] = []  # (block, its views)
         for block_name, block in models.blocks(model).items():
             names_of: dict[str, list[str]] = {DECAYED: [], REST: []}  # in the block
             for name, _ in block.named_parameters():

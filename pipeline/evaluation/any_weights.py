@@ -20,7 +20,7 @@ from data.errors import DataError
 from models.weights.folder import CONFIG, THEIR_CONFIG, THEIR_PREPROCESSOR, THEIR_WEIGHTS
 from pipeline import artifacts
 
-# Errors of unreadable files: torch, numpy, safetensors and our own checks each raise their own.
+# Errors raised for unreadable files; torch, numpy, safetensors and our own checks raise different types.
 UNREADABLE = (ValueError, OSError, EOFError, KeyError, TypeError, zipfile.BadZipFile, safetensors.SafetensorError)
 
 
@@ -49,7 +49,7 @@ def digest_of(path: str, log: Callable[[str], None]) -> str:
         return artifacts.check_weights(Path(path), log).sha256
     file, *configs = files_of(path)
     digest = artifacts.digest_of(file)["sha256"]
-    # The config next to the file decides the model, and the part after a colon which tensors are read.
+    # The config next to the file determines the model; the part after a colon selects the tensors.
     described = []
     for config in configs:
         if config.is_file():
@@ -72,14 +72,14 @@ def load(path: str, overrides: Mapping[str, object]) -> "models.Model":
 
 
 def training_sets(path: str) -> tuple[list[dict[str, str | None]], str]:
-    """Return the sets that weights were trained on, {"path", "digest", "part_of"} each, and where the records end.
+    """Return the training sets of weights, {"path", "digest", "part_of"} each, and where the records end.
 
     The second value is the path at which the records end, or "" if they are complete. The records are the
     provenance.json of the weights' stage, of the stage that it started from, and so on, with the sets' digests at that
     time. Foreign, imported and exported weights have no such record. Raises DataError for an altered record.
     """
     sets: dict[str, dict[str, str | None]] = {}
-    sha256: str | None = None  # of the weights that the previous stage started from
+    sha256: str | None = None  # digest of the weights that the previous stage started from
     while True:
         folder = Path(path)
         inputs = None
@@ -112,7 +112,7 @@ def recorded_loss(path: str) -> str | None:
     The records are those of the stage that trained them, also after a resize, an import or an export, and the
     `problem_type` of a transformers folder. Raises DataError for an altered record.
     """
-    sha256: str | None = None  # of the weights that the previous stage started from
+    sha256: str | None = None  # digest of the weights that the previous stage started from
     while True:
         folder = Path(path)
         if not folder.is_dir():
@@ -135,9 +135,9 @@ def recorded_loss(path: str) -> str | None:
 
 
 def refuse_other_pixels(path: str) -> None:
-    """Raise DataError if the files of foreign weights say that pixels are not scaled to −1 … 1.
+    """Raise DataError if the config of foreign weights requires pixels that are not scaled to −1 … 1.
 
-    The values of such weights would be wrong without any sign of it.
+    Evaluating these weights would give wrong values without an error.
     """
     if not is_foreign(path) or ".npz" in Path(path).name:
         return
@@ -156,7 +156,7 @@ def refuse_other_pixels(path: str) -> None:
             continue
         if set(means) | set(deviations) != {0.5}:
             raise DataError(
-                f"{folder / name}: pixels are normalised by mean {means} and deviation {deviations}\n"
-                "  expected 0.5 and 0.5, pixels from −1 to 1, as everywhere here; values would be wrong\n"
-                "  use weights that expect such pixels"
+                f"{folder / name}: pixels are normalised with mean {means} and standard deviation {deviations}\n"
+                "  expected 0.5 and 0.5 (pixels from −1 to 1), which evaluation always uses; results would be wrong\n"
+                "  use weights with this normalisation"
             )

@@ -235,7 +235,7 @@ def repair(
 
 def good_samples(index: Index, unique: bool, cache: CacheConfig) -> Iterator[Sample]:
     """Yield every intact sample whose image decodes; with `unique`, yield each image only once."""
-    digests: set[bytes] = set()  # of the images yielded so far, if `unique`
+    digests: set[bytes] = set()  # digests of the images yielded so far, if `unique`
     for number, shard in enumerate(index.shards):
         try:
             file = open_shard(index, number, cache)

@@ -68,7 +68,7 @@ class Member:
 
     name: str  # path in the archive
     opened: Callable[[], Any]  # returns an open file; for a tar, it is valid until the next member is requested
-    archive: str  # for messages
+    archive: str  # name of the archive in messages
 
     def read(self, most: int = MAX_BYTES) -> bytes:
         """Return the full content; raises DataError if it is damaged, or has more than `most` bytes.

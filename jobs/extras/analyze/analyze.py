@@ -23,12 +23,11 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from data.errors import DataError, UsageError
-from data.extras.sources.tars import tars
 from data.files import write_atomically
 from data.images.decode import BadImage, decode
 from data.images.preprocess import preprocess
-from data.index.shard import IMAGES
 from jobs.commands.conversion import load, verify
+from jobs.extras.given_images import encoded_images
 from jobs.terminal import ProgressMeter, activity, echo
 from models.catalog import normalise
 from models.configs import ViTConfig
@@ -127,29 +126,6 @@ def read_images(
             bad[name] = str(error)
 
 
-def encoded_images(paths: list[str], limit: int) -> Iterator[tuple[str, bytes]]:
-    """Yield name and bytes of at most `limit` image files, also from folders, and of all samples of tar shards.
-
-    If there are more files, choose them evenly over the sorted names: the first ones may all be of one class.
-    """
-    files: list[Path] = []
-    shards: list[Path] = []
-    for path in map(Path, paths):
-        if path.suffix == ".tar":
-            shards.append(path)
-        elif path.is_dir():
-            files += sorted(file for file in path.rglob("*.*") if file.suffix[1:].lower() in IMAGES)
-        elif path.suffix[1:].lower() in IMAGES:
-            files.append(path)
-    count = min(limit, len(files))
-    for number in range(count):
-        file = files[number * len(files) // count]
-        yield str(file), file.read_bytes()
-    for shard in shards:
-        for sample in tars([str(shard)]):
-            yield f"{shard.name}:{sample.key}", sample.read()
-
-
 def attention_of(model: nn.Module, config: ViTConfig, images: dict[str, np.ndarray]) -> AttentionMaps:
     """Compute attention maps and distances, one image at a time: L/16 at 384 px needs half a gigabyte per image."""
     maps = []
@@ -159,7 +135,7 @@ def attention_of(model: nn.Module, config: ViTConfig, images: dict[str, np.ndarr
     for number, pixels in enumerate(images.values()):
         progress(number)
         batch = torch.from_numpy(pixels).permute(2, 0, 1)[None]  # (height, width, 3) → (1, 3, height, width)
-        weights = analysis.attention_weights(model, normalise(batch, torch.float32, device()))
+        weights = analysis.attention_weights(model, normalise(batch, config, torch.float32, device()))
         maps.append(analysis.attention_map(weights, config)[0].cpu())
         distances.append(analysis.attention_distance(weights, config).cpu())
         renormalised.append(analysis.attention_distance(weights, config, renormalise=True).cpu())

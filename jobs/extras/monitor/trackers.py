@@ -22,12 +22,12 @@ from typing import Any
 import models
 from data.files import write_atomically
 from jobs.extras.monitor.threaded import ThreadedWatcher
+from jobs.extras.monitor.trackers_config import MlflowConfig, TrackersConfig, WandbConfig
 from jobs.extras.recipe_text import config_as_known, flat
 from jobs.recipe.records import environment
 from jobs.resolved_recipe import Campaign, Context, Stage
 from jobs.run.reading import StatusMessage, records_since
 from jobs.run.watchers import Watcher
-from jobs.trackers_config import MlflowConfig, TrackersConfig, WandbConfig
 from pipeline import config
 from pipeline.identity import code_version, git_commit
 from pipeline.monitoring.telemetry import Record
@@ -184,7 +184,9 @@ class Trackers(Watcher):
     def stage(self, context: Context) -> None:
         """Start the trackers before the first stage, and prepare them for this one."""
         if self.trackers is None:
-            self.trackers = start_trackers(context.campaign.trackers, context.log)
+            options = context.campaign.trackers
+            assert isinstance(options, TrackersConfig), "jobs/recipe/campaign.py builds it if this extra is installed"
+            self.trackers = start_trackers(options, context.log)
         for tracker in self.trackers:
             tracker.stage(context)
 

@@ -28,7 +28,7 @@ from jobs.extras.planning.plan_training import PlannedTraining, bill, span
 from jobs.extras.recipe_text import describe_value
 from jobs.extras.studies import table
 from jobs.extras.studies.law import compute_of
-from jobs.recipe.records import half_done_folder
+from jobs.recipe.records import unfinished_folder
 from jobs.resolved_recipe import Available, Campaign, Stage, reference
 from jobs.terminal import echo
 from pipeline.extras.plan.cost import HOUR_S, Assumptions
@@ -88,7 +88,7 @@ class Plan:
         elif any((campaign.directory(stage) / "checkpoints").glob("step-*")):
             status = "unfinished, would resume from its newest checkpoint"
         # Without --fresh, the command has been refused before (jobs/recipe/validate.py).
-        elif half_done_folder(campaign, stage) is not None:
+        elif unfinished_folder(campaign, stage) is not None:
             status = "unfinished with another config, would start over"
         else:
             status = "would run"

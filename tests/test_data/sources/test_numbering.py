@@ -26,9 +26,9 @@ CRANES = ("crane", "gull", "crane", "owl")  # two classes of one name, as in Ima
             CRANES,
             ["stork"],
             None,
-            "^s: keep has 'stork', no class of this source\n  expected some of its 4 classes: 'cra",
+            "^s: keep has 'stork', which this source does not have\n  expected some of its 4 classes: 'cra",
         ),
-        ((), ["stork"], 7, "^s: keep has 'stork', no class of this source\n  its class names are unknown"),
+        ((), ["stork"], 7, "^s: keep has 'stork', which this source does not have\n  its class names are unknown"),
     ],
 )
 def test_classes_are_kept_by_id_or_name(names, keep, classes, expected) -> None:

@@ -103,7 +103,7 @@ def test_other_sources_can_be_packed(photos, tmp_path, capsys, source, samples, 
         (
             ["index", "s3://", "--output", "OUT"],
             65,
-            "contains no bucket or host, expected one, as in s3://bucket/train",
+            "has no bucket or host; expected a URL like s3://bucket/train",
         ),
         (["index", "PHOTOS", "--output", "FILE"], 64, "expected a folder for the shards"),
         (["pack", "digits", "-", "FILE"], 64, "expected a folder for the shards"),
@@ -212,7 +212,7 @@ def test_the_name_of_a_data_set_must_be_a_file_name(photos, broken, tmp_path, ca
         ["data", "repair", str(broken), str(tmp_path / "set")],
     ):
         assert main([*words, "--name", name]) == 78
-        assert f"a set is called {name!r}\n  expected 1 to 64 of the characters" in capsys.readouterr().err
+        assert f"a set is named {name!r}\n  expected 1 to 64 of the characters" in capsys.readouterr().err
     assert sorted(tmp_path.rglob("*")) == before, "nothing was written, here or elsewhere"
 
 

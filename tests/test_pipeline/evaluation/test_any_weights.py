@@ -51,7 +51,7 @@ def test_weights_with_another_pixel_normalisation_are_refused(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"anything")
     pretrained = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
     (tmp_path / "config.json").write_text(json.dumps({"pretrained_cfg": pretrained}))
-    with pytest.raises(DataError, match="pixels are normalised by mean"):
+    with pytest.raises(DataError, match="pixels are normalised with mean"):
         any_weights.refuse_other_pixels(str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps({"pretrained_cfg": {"mean": [0.5] * 3, "std": [0.5] * 3}}))
     any_weights.refuse_other_pixels(str(tmp_path))

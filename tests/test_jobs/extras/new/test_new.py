@@ -323,3 +323,21 @@ def test_the_median_size_is_printed_and_grey_images_are_read(tmp_path, capsys):
     stage = new(tmp_path / "mixed").stages[-1]
     assert "12 images of 2 classes (a 6, b 6), median size 400 × 300 px" in capsys.readouterr().out
     assert stage.model.image_size == (64, 64)
+
+
+def test_each_recipe_has_a_run_of_its_own(tmp_path, capsys):
+    samples = three_digits()
+    (tmp_path / "input").mkdir()
+    rows = table(tmp_path / "input" / "rows", samples)
+    folder = class_folders(tmp_path / "input" / "mine", samples)
+    mine = rows.rename(rows.parent / "mine.csv")
+    assert main(["new", str(folder), "--minutes", "0.01"]) == 0
+    # The default name of the second recipe is that of the first, which is not overwritten.
+    assert main(["new", str(mine), "--minutes", "0.01"]) == 64
+    assert "mine.yaml exists already" in capsys.readouterr().err
+    assert main(["new", str(mine), "--output", "other.yaml", "--minutes", "0.01"]) == 0
+    Path("runs/third").mkdir(parents=True)
+    assert main(["new", str(mine), "--output", "third.yaml", "--minutes", "0.01"]) == 0
+    runs = [str(load(Path(f"{name}.yaml"), []).run) for name in ("mine", "other", "third")]
+    assert [Path(run).name for run in runs] == ["mine", "other", "third-2"]
+    assert "it writes runs/third-2 here" in capsys.readouterr().out
