@@ -193,7 +193,7 @@ class Evaluate(StageKind):
         # The preprocessing, last match wins: 1. the default. 2. recorded with the weights. 3. from the recipe.
         preprocess = f"resize({context.model.image_size})"
         reason = "the default, because the weights have no recorded preprocessing"
-        recorded = any_weights.recorded_preprocessing(init)
+        recorded = any_weights.recorded_preprocessing(init, context.model.image_size)
         if recorded is not None:
             preprocess = recorded.ops
             reason = "recorded with the weights"
