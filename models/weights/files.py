@@ -219,8 +219,8 @@ def save(
 
     format: safetensors (our directory), npz or pth (files of vit_jax, and of DINOv2 or DINOv3, without class names and
     preprocessing), timm or hf (directories for these libraries). Without `preprocessing`, timm and hf get evaluation's
-    default: squash the image to the model's size. `loss`, sigmoid or softmax, trained the head: hf stores it as `problem_type`.
-    `model_type` is the family of transformers that hf prefers if several compute the same.
+    default: squash the image to the model's size. `loss`, sigmoid or softmax, trained the head: hf stores it as
+    `problem_type`. `model_type` is the family of transformers that hf prefers if several compute the same.
     """
     path = Path(path)
     if format == "safetensors":

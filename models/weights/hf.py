@@ -79,7 +79,7 @@ def load(
             kept[key] = tensor
     kept = family.adapt(kept, prefix, known)
     layout = family.layout(prefix, known)
-    config = vit_config(kept, layout, known | overrides)
+    config = vit_config(kept, layout, known | overrides, infer_switches=True)
     return read(kept, config, layout), config
 
 

@@ -85,7 +85,7 @@ def load(path: Path, overrides: ConfigFields) -> tuple[dict[str, Tensor], ViTCon
     is_satellite = "sat493m" in path.name.lower()
     known["pixel_mean"], known["pixel_std"] = SATELLITE if is_satellite else (IMAGENET_MEAN, IMAGENET_STD)
     layout = layout_of(is_dinov3, any(".mlp.w3." in key for key in stored))
-    config = vit_config(stored, layout, known | overrides)
+    config = vit_config(stored, layout, known | overrides, infer_switches=True)
     return read(stored, config, layout), config
 
 
