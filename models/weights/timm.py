@@ -178,6 +178,8 @@ def load(
     elif "fc_norm.weight" in stored:
         known["pool"] = "gap"
     known |= overrides
+    if known.get("pool", "token") == "token":
+        known.pop("pool_prefix", None)  # timm ignores it then
     # timm stores every table, so a missing table means no positions, not sincos2d as in big_vision.
     if "pos_embed" not in stored:
         known.setdefault("positions", "none")
