@@ -153,7 +153,7 @@ def shard_numbers(index: Index, names: Iterable[str], path: str) -> dict[str, in
         if len(matching) != 1:
             raise DataError(
                 f"{path}: {len(matching)} shards of {index.tables} match {printable(name)}, expected exactly one\n"
-                f"  shard paths look like {index.location(0)}; give enough of the end of the path to identify one shard"
+                f"  shard paths look like {index.location(0)}; use enough of the end of the path to identify one shard"
             )
         numbers[name] = matching[0]
     return numbers

@@ -114,7 +114,7 @@ def preview(names: Sequence[str]) -> str:
 class NoLabel(ValueError):
     """A label without class ids. `texts` are its possible class names; `reason` groups such labels in reports.
 
-    `are_names` tells that the label consists only of such texts: with a class list of these names it would be valid.
+    `are_names` means that the label consists only of these texts: with a class list of these names it would be valid.
     """
 
     def __init__(self, message: str, texts: Sequence[str] = (), are_names: bool = False, reason: str = NO_LABEL):

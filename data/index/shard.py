@@ -32,7 +32,7 @@ from data.errors import DataError
 from data.files import write_atomically
 from data.seal import DIGEST_BYTES
 
-# n shards
+# n: number of shards
 
 # Extensions of supported images.
 IMAGES = ("jpg", "jpeg", "png", "webp")

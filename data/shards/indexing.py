@@ -393,7 +393,7 @@ def remote_tars(urls: Sequence[str], cache: Cache, workers: int, stopped: thread
     """
     timeout_s = cache.cfg.timeout_s
     sizes: dict[str, int] = {}  # URL: bytes
-    named: list[str] = []  # individual tars
+    named: list[str] = []  # individually named tars
     for pattern in urls:
         for url in braceexpand(pattern, escape=False):
             check_kept(url)

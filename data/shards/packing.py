@@ -1,4 +1,4 @@
-"""Pack samples into tar shards and index them; equal samples always give equal bytes.
+"""Pack samples into tar shards and index them; equal samples always result in equal bytes.
 
 How samples become a set, in order:
 1. `group_samples` splits the stream of samples into groups, one per shard;
@@ -252,8 +252,8 @@ def write_shard(
             )
         class_counts.update(set(sample.labels))  # count a repeated label once
 
-    # Constant mtime, user and group: equal samples must give equal bytes for any user at any time. PAX adds headers
-    # only for names over 100 bytes, so usual tars remain plain ustar.
+    # Constant mtime, user and group: equal samples must result in equal bytes for any user at any time. PAX adds
+    # headers only for names over 100 bytes, so usual tars remain plain ustar.
     fixed = {"encoder": False, "mtime": 0, "user": "patchline", "group": "patchline", "format": "PAX_FORMAT"}
     with atomic_file(path) as temporary:
         with open(temporary, "wb") as new_tar, TarWriter(new_tar, **fixed) as writer:

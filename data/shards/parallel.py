@@ -43,7 +43,7 @@ def in_parallel(
         with ThreadPoolExecutor(workers) as threads:
             yield counted(threads.map(call, jobs), len(jobs), report)
     else:
-        # Nothing is ever sent: the processes wait for the end of this pipe, which also ends when we are killed.
+        # No data is ever sent: the processes wait for the end of this pipe, which also closes if we are killed.
         reader, writer = Pipe(duplex=False)
         with (
             reader,

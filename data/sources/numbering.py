@@ -107,7 +107,7 @@ class Numbering:
             return tuple(labels)
         written: list[int] = []
         for label in labels:
-            # Two classes merged into one give a single label.
+            # Two merged classes result in a single label.
             if label in self.ids and self.ids[label] not in written:
                 written.append(self.ids[label])
         return tuple(written)
