@@ -293,7 +293,7 @@ def main(connection: Connection, memory: mmap) -> None:
         connection.recv()
         connection.send(error)
         return
-    # A download may take longer than `timeout_s`. These signs keep the loader from restarting this process.
+    # A download may take longer than `timeout_s`. Heartbeats prevent the loader from restarting this process.
     if decoder.index.remote:
         decoder.reader.cache.progress = partial(send_sign_of_life, connection)
     try:
@@ -373,7 +373,7 @@ class DecoderProcess:
         task, offset = self.pending[0]
         for _ in range(RESTARTS + 1):
             answer: Done | Exception | None = None
-            # None is a sign of life, sent while a shard downloads. Death or silence for `timeout_s` ends the wait.
+            # None is a heartbeat, sent while a shard downloads. Death or silence for `timeout_s` ends the wait.
             with suppress(EOFError, OSError):
                 while answer is None and self.connection.poll(timeout_s):
                     answer = self.connection.recv()

@@ -138,7 +138,7 @@ def parse_labels(raw: bytes, ids: Mapping[str, int] = NO_NAMES) -> tuple[int, ..
     except UnicodeDecodeError as error:
         raise NoLabel(f"not UTF-8 text at byte {error.start}", reason=NO_TEXT) from None
     if "\0" in text:
-        raise NoLabel("binary, not text", reason=NO_TEXT)
+        raise NoLabel("label is binary, not text", reason=NO_TEXT)
     is_json = text[:1] in ("[", "{") or (text[:1] == '"' and text[-1:] == '"' and len(text) > 1)
     if is_json:
         try:
@@ -147,7 +147,7 @@ def parse_labels(raw: bytes, ids: Mapping[str, int] = NO_NAMES) -> tuple[int, ..
             raise NoLabel(str(error)) from None
         # A few thousand nested brackets raise RecursionError, which is not a ValueError.
         except RecursionError:
-            raise NoLabel("nested too deeply") from None
+            raise NoLabel("label JSON is nested too deeply") from None
         if isinstance(values, dict):
             values = values.get("labels", values.get("label", values.get("cls", [])))
         if not isinstance(values, list):

@@ -90,7 +90,7 @@ def build_index(
     urls = [path for path in sources if "://" in path]
     is_mixed = 0 < len(urls) < len(sources)
     if is_mixed or (urls and output is None):
-        raise DataError(f"{redacted(urls[0])}: pass only URLs, and a local folder for the index (--output)")
+        raise DataError(f"{redacted(urls[0])}: expected only URLs, and a local folder for the index (--output)")
     if at and "://" in at:
         check_kept(at)
 

@@ -48,7 +48,7 @@ def in_parallel(
         with (
             reader,
             ProcessPoolExecutor(workers, initializer=end_with_pipe, initargs=(reader, writer)) as processes,
-            writer,  # closed first, before the executor waits for its processes
+            writer,  # must be closed before the executor waits for its processes
         ):
             # Submit individually: on an interrupt, `map` cancels pending jobs, which fails if the processes end.
             futures = deque(map(processes.submit, jobs))

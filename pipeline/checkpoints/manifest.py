@@ -196,7 +196,7 @@ def inspect_checkpoint(storage: Storage, checkpoint: str) -> Manifest:
         raise DamagedCheckpoint(f"{address}: missing {missing or 'nothing'}, unexpected {extra or 'nothing'}")
     for name, record in manifest.files.items():
         if present[name] != record["bytes"]:
-            raise DamagedCheckpoint(f"{address}/{name}: {present[name]} bytes, the manifest lists {record['bytes']}")
+            raise DamagedCheckpoint(f"{address}/{name}: {present[name]} bytes, expected {record['bytes']}")
     return manifest
 
 
@@ -245,7 +245,7 @@ def check_size(path: Path, expected: FileRecord) -> None:
         raise DamagedCheckpoint(f"{path} is not a regular file")
     size = path.stat().st_size
     if size != expected["bytes"]:
-        raise DamagedCheckpoint(f"{path}: {size} bytes, the manifest lists {expected['bytes']}")
+        raise DamagedCheckpoint(f"{path}: {size} bytes, expected {expected['bytes']}")
 
 
 def chunks_of(path: Path, chunk_bytes: int) -> Iterator[memoryview]:

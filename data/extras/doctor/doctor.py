@@ -116,7 +116,7 @@ def check_shard(index: Index, grid: int, decode: bool, cache: CacheConfig) -> Sh
     try:
         with open_shard(index, 0, cache) as file, mapped(file) as tar:
             if len(tar) != shard.bytes:
-                report.problem = f"{len(tar)} bytes, but the index records {shard.bytes}"
+                report.problem = f"{len(tar)} bytes, but the index lists {shard.bytes}"
             elif sha256(tar).hexdigest() != shard.sha256:
                 report.problem = "sha256 differs from the index"
             # Check the samples even if the shard has changed: `repair` may still save some of them.

@@ -262,7 +262,7 @@ def test_a_run_reads_remote_sets_through_the_cache_that_its_recipe_names(faulty,
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        (["s3://images/set", "/data/set"], "pass only URLs"),
+        (["s3://images/set", "/data/set"], "expected only URLs"),
         (["https://host/set"], "https cannot list"),
         (["https://user:secret@host/a.tar"], "https://host/a.tar: the index would store the password or signature"),
         (["https://host/a.tar?sig=secret"], "https://host/a.tar: the index would store the password or signature"),
