@@ -217,7 +217,7 @@ class Folder:
         return path
 
     def set_aside(self, folder: str, name: str, attempt: int, problem: str) -> str:
-        """Exclude a bad set and keep it for inspection; return how it is kept, as words for a message."""
+        """Exclude a bad set and keep it for inspection; return a phrase for messages that describes how it is kept."""
         path = self.local / folder / name
         aside = path.with_name(f"bad-{name.removeprefix('step-')}-{attempt:06d}")
         rename(path, aside)

@@ -224,7 +224,7 @@ def decode_cmyk(data: bytes, header: Header) -> np.ndarray:
 
     try:
         with Image.open(io.BytesIO(data), formats=["JPEG"]) as image:
-            # Pillow always inverts: these are 255 minus the stored values.
+            # Pillow always inverts the values: these are 255 minus the stored ones.
             inverted = np.asarray(image, np.uint16)
     except (OSError, SyntaxError, ValueError, struct.error, Image.DecompressionBombError):
         raise BadImage("not decodable") from None

@@ -212,9 +212,10 @@ def split_name(member: bytes) -> tuple[bytes, str]:
 
 
 def refuse_dotted(dotted: Iterable[tuple[str, bytes | str]], parts: Mapping[str, object], refused: Refusals) -> None:
-    """Count members (extension, name) of a sample that has these parts and are called like an image or label.
+    """Count a sample's members (extension, name) with a dotted extension that ends like an image or label.
 
-    In a sample with an image, a.seg.png is an additional member; otherwise its key probably ends too early.
+    If the sample has an image (among its `parts`), a.seg.png is an additional member; otherwise the dot was probably
+    meant to be part of the key.
     """
     has_image = not parts.keys().isdisjoint(IMAGES)
     for extension, member in dotted:

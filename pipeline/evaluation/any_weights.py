@@ -120,7 +120,7 @@ def recorded_loss(path: str) -> str | None:
         if ".npz" in Path(path).name or not (folder / CONFIG).is_file():
             from models.weights import hf  # imports torch
 
-            with suppress(OSError, ValueError, AttributeError):  # missing, or not a JSON object
+            with suppress(OSError, ValueError, AttributeError):  # the file is missing, or is not a JSON object
                 return hf.loss_of(json.loads((folder / THEIR_CONFIG).read_text()))
             return None
         is_other = sha256 is not None and sha256 != artifacts.recorded_sha256(folder)
@@ -152,7 +152,7 @@ def refuse_other_pixels(path: str) -> None:
                 values = described.get(section, {})
             means = values.get("mean", values.get("image_mean")) or [0.5]
             deviations = values.get("std", values.get("image_std")) or [0.5]
-        except (OSError, ValueError, AttributeError):  # missing, or not a JSON object
+        except (OSError, ValueError, AttributeError):  # the file is missing, or is not a JSON object
             continue
         if set(means) | set(deviations) != {0.5}:
             raise DataError(

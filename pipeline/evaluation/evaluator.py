@@ -234,7 +234,7 @@ class Evaluator:
             store = FeatureStore(index, self.folder)
             collect(
                 self.model,
-                # A full disk at rank 0 is raised when the next batch is requested, so that all workers learn of it.
+                # If rank 0's disk is full, the error is raised at the next batch, so that all workers learn of it.
                 self.in_lockstep(store.watching(self.batches(index)), index, path),
                 store,
                 self.dtype,
