@@ -1,4 +1,4 @@
-"""Checks shared by the configs of all families; each error states the value found, the expectation, and a valid value."""
+"""Checks shared by the configs of all families; errors state the value, the expectation, and a valid value."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def at_least(config: object, least: int, names: tuple[str, ...]) -> None:
 
 
 def multiple(name: str, value: int, step: int, divisor: str, nearest: str = "nearest") -> None:
-    """Raise ValueError if `value` is not a multiple of `step`; `divisor` is the name of `step` in the message: "12 heads"."""
+    """Raise ValueError if `value` is not a multiple of `step`, which the message calls `divisor`: "12 heads"."""
     if value % step == 0:
         return
     below = value // step * step
