@@ -68,7 +68,7 @@ class Folder:
 
     is_shared: Literal[True] = True  # every node sees files under `local` as soon as they are written
     is_consistent = False  # a network file system may show a file some seconds late
-    keeps_sets_locally = True  # sets use this node's disk; a bucket keeps only the set fetched at the start
+    keeps_sets_locally = True  # sets use this node's disk; for a bucket, only the set fetched at the start does
     set_aside_as = "as bad-*"  # used in messages: how `set_aside` marks a bad set
     restore_hint = "restore one from a copy as step-*"  # used in messages: how to make a marked set valid again
 

@@ -344,7 +344,7 @@ def compile_binding() -> Path:
             libjpeg = Path(str(file.locate())).resolve()
             break
     if libjpeg is None:
-        raise FileNotFoundError("this Pillow contains no libjpeg; install its wheel")
+        raise FileNotFoundError("this build of Pillow contains no libjpeg; install Pillow's wheel")
     digest = sha256(SOURCE.read_bytes() + str(libjpeg).encode() + os.uname().machine.encode()).hexdigest()
     path = state_folder() / f"jpeg-{digest[:16]}.so"
     # Never load a library that another user has put into a shared cache folder. The sha256 at the end of the file does

@@ -19,7 +19,7 @@ from data.errors import DataError
 
 Names = tuple[str, ...]
 NO_NAMES: Mapping[str, int] = {}
-MOST_SHOWN = 5  # names that a message lists before it abbreviates
+MOST_SHOWN = 5  # maximum number of names in a message
 MOST_DIGITS = 4300  # maximum length of a number that int() accepts
 NO_LABEL = "no label"
 NO_NAME = "label is a text that no class list has"  # reason for skipping a sample
