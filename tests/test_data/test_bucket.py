@@ -92,7 +92,7 @@ def test_a_store_that_fails_often_costs_time_and_nothing_else(run, proxy, bucket
     assert objects(bucket, run) == contents
 
 
-@pytest.mark.parametrize(("code", "remedy"), [(503, "run again"), (403, "credentials come from the environment")])
+@pytest.mark.parametrize(("code", "remedy"), [(503, "run again"), (403, "check the credentials in the environment")])
 def test_a_store_that_never_answers_is_named_without_secrets(code, remedy, run, proxy) -> None:
     proxy.fault_of_any = lambda method, path: code
     with pytest.raises(StorageError, match=rf"{run}/a.json: no response after 3 attempts, .* \w+; {remedy}") as error:
