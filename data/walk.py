@@ -25,7 +25,7 @@ SYSTEM_FOLDERS = frozenset(
         *("__MACOSX", "Network Trash Folder", "Temporary Items"),
     }
 )
-HIDDEN = "hidden file"  # or a file in a hidden folder, such as .ipynb_checkpoints
+HIDDEN = "hidden file"  # includes files in hidden folders, such as .ipynb_checkpoints
 LOOP = "link to a folder above it"
 NO_FILE = "broken link or device"
 

@@ -253,7 +253,7 @@ RECIPES: dict[str, tuple[str | bytes, int, str]] = {
     "a stage without content": (TINY + "finetune:\n", 78, "finetune is null, expected a stage's section"),
     "a stage of no kind": (TINY + "mine: {steps: 3}\n", 78, "unknown stage or key mine|mine.kind=… with one of pack"),
     "a kind that is none": (TINY + "mine: {kind: training}\n", 78, "mine.kind is training|expected one of pack"),
-    "a name with a space": (TINY + "my stage: {kind: pretrain}\n", 78, "a stage is called 'my stage'|rename it"),
+    "a name with a space": (TINY + "my stage: {kind: pretrain}\n", 78, "a stage is named 'my stage'|rename it"),
     "a circle": (TINY + '  init: "@finetune"\nfinetune: {init: "@pretrain"}\n', 78, "in a cycle: pretrain ← finetune"),
     "a misspelt reference": (
         TINY + 'resize: {init: "@pretain"}\n',

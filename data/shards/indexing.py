@@ -91,7 +91,7 @@ def build_index(
     urls = [path for path in sources if "://" in path]
     is_mixed = 0 < len(urls) < len(sources)
     if is_mixed or (urls and output is None):
-        raise DataError(f"{redacted(urls[0])}: pass only URLs, and a local folder for the index (--output)")
+        raise DataError(f"{redacted(urls[0])}: expected only URLs, and a local folder for the index (--output)")
     if at and "://" in at:
         check_kept(at)
 
@@ -379,7 +379,7 @@ def remote_tars(urls: Sequence[str], cache: Cache, workers: int, stopped: thread
     """
     timeout_s = cache.cfg.timeout_s
     sizes: dict[str, int] = {}  # URL: bytes
-    named: list[str] = []  # individual tars
+    named: list[str] = []  # individually named tars
     for pattern in urls:
         for url in braceexpand(pattern, escape=False):
             check_kept(url)

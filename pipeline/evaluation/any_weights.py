@@ -114,7 +114,7 @@ def recorded_preprocessing(path: str, size: tuple[int, int] | None = None) -> mo
 
 
 def recorded_loss(path: str) -> str | None:
-    """Return the loss that trained the head of weights, sigmoid or softmax; None if no record says it.
+    """Return the loss that trained the head of weights, sigmoid or softmax; None if it is not recorded.
 
     The records are those of the stage that trained them, also after a resize, an import or an export, and the
     `problem_type` of a transformers folder. Raises DataError for an altered record.

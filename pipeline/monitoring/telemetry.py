@@ -381,7 +381,7 @@ def lines_of(file: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def damaged_lines(lines: Iterable[bytes]) -> dict[int, str]:
-    """Return the numbers of the damaged lines of metrics.jsonl, counted from 1, and what is wrong with each.
+    """Return {line number from 1: problem} of the damaged lines of metrics.jsonl.
 
     Incomplete lines do not count: the last one, if its line break is missing, and one before a note in parentheses,
     which the next writer adds. Lines before the first digest may be from a version that wrote none.
@@ -423,7 +423,7 @@ def damaged_lines(lines: Iterable[bytes]) -> dict[int, str]:
 
 
 def damage_message(path: Path, problems: Mapping[int, str]) -> str:
-    """Return the message about damaged lines of metrics.jsonl: which lines, what is wrong, and what to type."""
+    """Format the message about damaged lines of metrics.jsonl: their numbers, the problems, and the remedy."""
     numbers = list(problems)
     shown = [f"line {number}: {problems[number]}" for number in numbers[:3]]
     if len(numbers) > 3:
@@ -478,7 +478,7 @@ def last_metrics(directory: Path) -> Record | None:
 
 
 def without_single_seeds(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics without few-shot results of single seeds: "5shot", the mean, stays; "5shot-seed-0" goes."""
+    """Return metrics without few-shot results of single seeds: keep the mean "5shot", remove "5shot-seed-0"."""
     return {name: value for name, value in metrics.items() if not OF_ONE_SEED.search(name)}
 
 
@@ -567,7 +567,7 @@ OVERHEADS = {
 def account(records: Sequence[Record]) -> Account:
     """Compute how the time of all attempts was spent; `records` are of all kinds, in the order written.
 
-    A record's `time` is the end of what it describes; `claimed` in an attempt's "start" record is when the driver
+    A record's `time` is the end of the described event; `claimed` in an attempt's "start" record is when the driver
     claimed the attempt. Raises DataError if a record lacks a value or has one of the wrong type.
     """
     starts: list[Record] = []
@@ -590,7 +590,7 @@ def account(records: Sequence[Record]) -> Account:
     for number, start in enumerate(starts):
         attempt = by_attempt[start["attempt"]]
         reports = [record for record in attempt if record["kind"] == "train"]
-        # A killed attempt leaves no record of its end; its last record of any kind stands for the end.
+        # A killed attempt leaves no record of its end; its last record of any kind counts as the end.
         end = attempt[-1]["time"]
         # A report is written after its steps. An attempt without reports is entirely start or recovery.
         first_step_at = end
