@@ -484,7 +484,7 @@ def test_a_forbidden_change_of_an_unfinished_stage_is_refused_with_the_differenc
     assert main(["plan", str(recipe), "pretrain.optim.lr=0.003"]) == 78
     assert error_of(capsys) == said
     assert main(["plan", str(recipe), "pretrain.optim.lr=0.003", "--fresh"]) == 0
-    assert "unfinished with another config, would start over" in capsys.readouterr().out
+    assert "unfinished with another config, would restart from step 0" in capsys.readouterr().out
 
     # There is no conflict after a later stage of the same name, started with `--fresh`, has finished.
     later = folder.with_name("pretrain-0123abcd")

@@ -151,13 +151,15 @@ def test_an_existing_recipe_is_not_overwritten(tmp_path, capsys):
     Path("input.yaml").write_text("mine")
     assert main(["new", str(folder)]) == 64
     assert Path("input.yaml").read_text() == "mine"
-    assert "input.yaml exists already" in capsys.readouterr().err
+    assert "input.yaml already exists" in capsys.readouterr().err
 
 
 def test_a_given_model_gets_images_of_at_least_64_patches(tmp_path, capsys):
     folder = class_folders(tmp_path / "input", three_digits())
     new(folder, "--model", "mu/8", "--minutes", "0.0001")
-    assert "longer than --minutes: fewer than 10 steps would train nothing" in capsys.readouterr().out
+    assert (
+        "this takes longer than --minutes, because a useful training needs at least 10 steps" in capsys.readouterr().out
+    )
     Path("recipe.yaml").unlink()
     stage = new(folder, "--model", "mu/8").stages[-1]
     assert stage.model == models.config_of("mu/8", 64, 3)
@@ -271,11 +273,17 @@ def test_new_explains_training_without_labels_and_how_to_add_classes(tmp_path, c
     cases = [
         (
             photos / "eins",
-            f"if it is one class and 'null', 'zwei' next to it are others, type python -m jobs new {photos}",
+            f"and the folders 'null', 'zwei' next to it are other classes, type python -m jobs new {photos}",
         ),
-        (flat_folder(tmp_path / "alone" / "flat", three_digits()), "for classes sort the images into a sub-folder"),
-        (table_without_labels(tmp_path / "table", three_digits()), "for classes give the table a column label"),
-        (tars(tmp_path / "tars", three_digits(), lambda _: {}), "for classes put a .cls or .json"),
+        (
+            flat_folder(tmp_path / "alone" / "flat", three_digits()),
+            "to train on classes, sort the images into one subfolder",
+        ),
+        (
+            table_without_labels(tmp_path / "table", three_digits()),
+            "to train on classes, add a column label to the table",
+        ),
+        (tars(tmp_path / "tars", three_digits(), lambda _: {}), "to train on classes, add a .cls or .json"),
     ]
     for place, how in cases:
         new(place)
