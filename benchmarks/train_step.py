@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 import models
-from models.vit import Attention, split_heads
+from models.vit import Attention
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Step = Callable[[], None]
@@ -50,8 +50,10 @@ def compiled(name: str) -> torch.nn.Module:
 class FusedAttention(Attention):
     """Our attention with PyTorch's fused kernel everywhere, to evaluate the choice in `models.vit.attend`."""
 
-    def forward(self, x: torch.Tensor, relative: None = None, queries: int | None = None) -> torch.Tensor:
-        q, k, v = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, dim=-1))
+    def forward(
+        self, x: torch.Tensor, relative: None = None, queries: int | None = None, rotation: None = None
+    ) -> torch.Tensor:
+        q, k, v = self.project(x)
         mixed = F.scaled_dot_product_attention(q[:, :, :queries], k, v)
         return self.out(mixed.transpose(1, 2).flatten(2))
 

@@ -40,11 +40,25 @@ SIZES = {  # width, depth, mlp, heads
 }
 ACTIVATIONS = {"gelu_tanh": "tanh", "gelu": "none"}  # the paper's code uses tanh; timm and Hugging Face use erf
 POSITIONS = ("learned", "learned2d", "sincos2d", "relative")  # implemented in models/positions.py
+ROPES: dict[str, tuple[str, float, str, float, str]] = {  # coordinates, base, order of the axes, offset, pairs
+    # Coordinates are patches counted from 0 ("index"), or pixels scaled so that the image spans -1 to 1 ("centred").
+    # A head's channel pairs turn by coordinate * base**-e, with exponents e from 0 to 1, half of them for each axis.
+    # A pair is two neighbouring channels, or the same channel in the two halves of the head.
+    "eva02": ("index", 10_000.0, "yx", 0.0, "neighbours"),  # Fang et al. 2023
+    "pe": ("index", 10_000.0, "xy", 1.0, "neighbours"),  # Perception Encoder: Bolya et al. 2025
+    "axial": ("index", 100.0, "xy", 0.0, "neighbours"),  # RoPE-ViT: Heo et al. 2024
+    "mixed": ("learned", 10.0, "xy", 0.0, "neighbours"),  # RoPE-ViT with learned frequencies for each head and layer
+    "dinov3": ("centred", 100.0, "yx", 0.5, "halves"),  # Simeoni et al. 2025
+}
 CHOICES = {
     "pool": ("token", "gap", "map"),
     "positions": ("none", *POSITIONS),
     "positions_at": ("stem", "every", "shared"),
-    "activation": tuple(ACTIVATIONS),
+    "activation": (*ACTIVATIONS, "quick_gelu", "swiglu"),
+    "norm": ("layer", "rms"),
+    "last_norm": ("tokens", "pooled", "none"),
+    "qkv_bias": ("all", "qv", "none"),
+    "rope": ("none", *ROPES),
 }
 UNITS = {  # bottleneck units of the four stages: He et al. 2016; big_vision models/bit.py, get_block_desc
     50: (3, 4, 6, 3),
@@ -63,12 +77,18 @@ STEMS = {  # (name, total stride): (units of the stages, patch on the map); vit_
 GROUPS = 32  # of GroupNorm: Wu and He 2018, and BiT
 CELLS = {"mean_color": 1, "downsized": 4}  # the target of a patch is a grid of cells x cells mean colours
 
+# Departures of later ViTs from the paper's; each is off by default.
+SWITCHES = (
+    *("patch_bias", "patch_norm", "pre_norm", "last_norm", "norm", "layer_scale", "qk_norm", "attention_norm"),
+    *("mlp_norm", "qkv_bias", "block_bias", "rope", "rope_grid", "pool_prefix", "map_heads", "map_mlp"),
+)
 # Fields that may differ between source and target; any other difference would silently change the computation.
 FREE = (
     *("image_size", "patch", "classes", "representation", "pool"),
     *("dropout", "drop_path", "head_bias", "position_std"),  # used only for training and initialisation
 )
 
+HALF = (0.5, 0.5, 0.5)
 ImageSize = int | tuple[int, int]  # pixels; (height, width) if not square
 ConfigFields = dict[str, Any]  # unchecked field values by name, as given by a user or a file
 
@@ -104,10 +124,30 @@ class ViTConfig:
     dropout: float = 0.0  # SPEC 1.3: after positions, attention, GELU and the second MLP layer
     drop_path: float = 0.0  # stochastic depth of the last block, rising linearly from 0
     head_bias: float = 0.0  # initial; -10 for sigmoid losses on ImageNet-21k and JFT (SPEC 1.5)
-    activation: str = "gelu_tanh"  # gelu_tanh: the paper's code; gelu: with erf, as in timm and Hugging Face
+    activation: str = "gelu_tanh"  # gelu_tanh: the paper's code; gelu: with erf, as in timm; quick_gelu: CLIP; swiglu
     norm_eps: float = 1e-6  # added to the variance in LayerNorm
     stem: tuple[int, ...] | None = None  # units per stage of a ResNet before the patches; None: plain ViT
     stem_width: int = 64  # channels of the stem's root
+    # Pixels from 0 to 1 are normalised to (pixel - mean) / std for each of R, G and B; the defaults give -1 to 1.
+    pixel_mean: tuple[float, float, float] = HALF
+    pixel_std: tuple[float, float, float] = HALF
+    # SWITCHES: departures of later ViTs. With the defaults, none of them adds a parameter or takes time.
+    patch_bias: bool = True  # whether the patch embedding has a bias (CLIP: no)
+    patch_norm: bool = False  # norm of the patch embeddings, before positions and prefix tokens (AIMv2)
+    pre_norm: bool = False  # norm of all tokens before the first block (CLIP, Perception Encoder)
+    last_norm: str = "tokens"  # norm of all tokens before pooling; pooled: of the pooled vector (MAE, EVA-02); none
+    norm: str = "layer"  # kind of every norm: LayerNorm, or RMSNorm, which has no mean and no bias (AIMv2)
+    layer_scale: float | None = None  # initial factor of both residual branches, learned for each channel (DINOv2)
+    qk_norm: bool = False  # norm of each head's queries and keys (ViT-22B)
+    attention_norm: bool = False  # norm before the attention's output projection (BEiT-3, EVA-02-CLIP)
+    mlp_norm: bool = False  # norm of the MLP's hidden vector (BEiT-3, EVA-02)
+    qkv_bias: str = "all"  # which of queries, keys and values have a bias; qv: no keys (BEiT, EVA-02, DINOv3); none
+    block_bias: bool = True  # whether the other linear layers of the blocks have biases (AIMv2: no)
+    rope: str = "none"  # rotary positions in every attention, a row of ROPES; may be combined with a table
+    rope_grid: tuple[int, int] | None = None  # patch grid to which coordinates are scaled (EVA-02: that of pretraining)
+    pool_prefix: bool = False  # whether pooling by mean or MAP reads the registers too (Perception Encoder)
+    map_heads: int | None = None  # attention heads of the MAP head; None: those of a block
+    map_mlp: int | None = None  # hidden width of the MAP head's MLP; None: that of a block
 
     family = "vit"
     head_fields = ("classes", "pool", "representation")  # if one of these differs, the head is not transferred
@@ -123,6 +163,9 @@ class ViTConfig:
         elif self.positions_at is None:
             object.__setattr__(self, "positions_at", "stem")
 
+        if self.rope_grid is not None:
+            object.__setattr__(self, "rope_grid", checks.pair("rope_grid", self.rope_grid))
+
         checks.choices(self, CHOICES)
         checks.at_least(self, 1, ("width", "depth", "mlp", "heads", "stem_width"))
         checks.at_least(self, 0, ("classes", "registers"))
@@ -134,15 +177,34 @@ class ViTConfig:
             rate = getattr(self, name)
             if not 0.0 <= rate < 1.0:
                 raise ValueError(f"{name} must be in [0, 1), found {rate!r}")
-        for name in ("norm_eps", "position_std"):
+        for name in ("norm_eps", "position_std", "layer_scale"):
             value = getattr(self, name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            is_default = name == "position_std" and value is None
+            is_default = name != "norm_eps" and value is None
             if not is_default and not (is_number and 0 <= value < math.inf):
                 raise ValueError(f"{name} must be a number of 0 or more, found {value!r}")
-        if self.representation is not None:
-            checks.at_least(self, 1, ("representation",))
+        for name in ("pixel_mean", "pixel_std"):
+            values = getattr(self, name)
+            is_valid = len(values) == 3 and all(isinstance(value, int | float) for value in values)
+            if not is_valid or not all(map(math.isfinite, values)) or (name == "pixel_std" and min(values) <= 0):
+                raise ValueError(f"{name} must be three numbers for R, G and B, found {values!r}")
+        for name in ("representation", "map_heads", "map_mlp"):
+            if getattr(self, name) is not None:
+                checks.at_least(self, 1, (name,))
+        if self.pool != "map" and (self.map_heads, self.map_mlp) != (None, None):
+            raise ValueError(f"map_heads and map_mlp are fields of the MAP head, found pool={self.pool}")
+        if self.map_heads is not None:
+            checks.multiple("width", self.width, self.map_heads, f"{self.map_heads} heads of the MAP head")
         checks.multiple("width", self.width, self.heads, f"{self.heads} heads")
+        # Two axes, and two channels of each pair.
+        if self.rope != "none":
+            checks.multiple("channels of a head", self.width // self.heads, 4, "4 parts of a rotation")
+        if self.rope_grid is not None and (self.rope == "none" or ROPES[self.rope][0] != "index"):
+            raise ValueError(f"rope_grid scales coordinates that are counted in patches, found rope={self.rope}")
+        if self.pool_prefix and self.pool == "token":
+            raise ValueError("pool_prefix extends a mean or MAP pooling, found pool=token")
+        if self.activation == "swiglu" and self.pool == "map":
+            raise ValueError("the MAP head has no SwiGLU: set pool=token or gap, or another activation")
         # sincos2d has four parts: sin and cos of x and of y. learned2d has two: tables of x and of y.
         if self.positions == "sincos2d":
             checks.multiple("width", self.width, 4, "4 position parts")
@@ -196,8 +258,8 @@ class AxialConfig(ViTConfig):
         super().__post_init__()
         if self.prefix_tokens:
             raise ValueError(f"an Axial ViT has no prefix tokens; set pool=gap or map, registers=0: found {self}")
-        if self.positions == "relative":
-            raise ValueError("relative positions need a sequence; an Axial ViT supports the added tables")
+        if self.positions == "relative" or self.rope != "none":
+            raise ValueError("relative and rotary positions need a sequence; an Axial ViT supports the added tables")
 
 
 @dataclass(frozen=True)
@@ -218,6 +280,8 @@ class MaskedConfig(ViTConfig):
         checks.choices(self, {"target": (*CELLS, "pixels"), "pool": ("token", "gap")})
         if self.representation:
             raise ValueError(f"a masked model has no classifier: remove representation={self.representation}")
+        if self.last_norm == "pooled":
+            raise ValueError("a masked model pools nothing: set last_norm=tokens, or none, found last_norm=pooled")
         if not 0 < self.corrupted <= 1 or not 0 <= self.masked + self.swapped <= 1:
             raise ValueError(f"corrupted must be in (0, 1] and masked + swapped at most 1, found {self}")
         # A single patch has no other patch to swap with.
@@ -344,14 +408,23 @@ def checked(kind: type[Config], values: Mapping[str, object]) -> Config:
             raise ValueError(f"a {kind.family} model has no field {name!r}{did_you_mean(name, known)}")
         if types[name] == "float" and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise ValueError(f"{name} must be a number, found {value}")
+        if types[name] == "bool" and not isinstance(value, bool):
+            raise ValueError(f"{name} must be true or false, found {value!r}")
         # JSON has no tuples. Configs are cache keys and must be hashable, so lists become tuples.
         hashable[name] = tuple(value) if isinstance(value, list) else value
     return kind(**hashable)
 
 
 def to_dict(config: ModelConfig) -> ConfigFields:
-    """Return the plain values of a config with its family's name, as stored in model.json."""
-    return {"family": config.family, **asdict(config)}
+    """Return the plain values of a config with its family's name, as stored in model.json.
+
+    A switch that is off is left out: files and stage keys of the paper's ViT do not change if a switch is added.
+    """
+    values = asdict(config)
+    for name in SWITCHES:
+        if name in values and values[name] == getattr(ViTConfig, name):
+            del values[name]
+    return {"family": config.family, **values}
 
 
 def from_dict(values: Mapping[str, object]) -> ModelConfig:
@@ -375,6 +448,9 @@ def check_architecture(source: ModelConfig, target: ModelConfig) -> None:
     for field in fields(source):
         old_value = getattr(source, field.name)
         new_value = getattr(target, field.name)
+        # The initial value of an existing LayerScale does not matter any more.
+        if field.name == "layer_scale" and None not in (old_value, new_value):
+            continue
         if old_value != new_value and field.name not in FREE:
             differences.append(f"{field.name}: {old_value!r} -> {new_value!r}")
     if differences:

@@ -13,7 +13,7 @@ import re
 import torch
 from torch import Generator, Tensor, nn
 
-from models.configs import BiTConfig, ViTConfig
+from models.configs import ROPES, BiTConfig, ViTConfig
 
 # Standard deviation of a normal distribution truncated at two sigma; JAX divides by it to obtain the requested value.
 CUT_NORMAL_STD = 0.87962566103423978
@@ -26,13 +26,15 @@ RULES: tuple[tuple[str, str, float], ...] = (
     (r"\bhead\.weight$|\bcls$", "constant", 0.0),
     (r"\bstem\..*\bgn3\.weight$", "constant", 0.0),  # units start as identity shortcuts: vit_jax models_resnet.py:89
     (r"\bqkv\.weight$", "xavier", 3),
-    (r"\bkv\.weight$", "xavier", 2),
+    (r"\b(kv|gate_up)\.weight$", "xavier", 2),
     (r"\b(q|out|up|down)\.weight$", "xavier", 1),
-    (r"\b(up|down)\.bias$", "normal", 1e-6),
+    (r"\b(gate_up|up|down)\.bias$", "normal", 1e-6),
+    (r"\bscale[12]\.gamma$", "layer scale", 0),
+    (r"\bfrequencies$", "frequencies", 0),
     (r"\bprobe$", "probe", 0),
     (r"\bpositions\.", "positions", 0),
-    (r"\b(registers|corruption\.token)$", "normal", 0.02),  # like positions; the papers give no value
-    (r"\b(norm\d?|gn\w+)\.weight$", "constant", 1.0),
+    (r"\b(registers|corruption\.token)$", "normal", 0.02),  # like positions; the papers specify no value
+    (r"\b(\w*norm\d?|gn\w+)\.weight$", "constant", 1.0),
     (r"\b(embedding|pre_logits|prediction|conv\w+)\.weight$", "lecun normal", 0),
     (r"\.bias$", "constant", 0.0),
 )
@@ -40,7 +42,7 @@ RULES: tuple[tuple[str, str, float], ...] = (
 
 @torch.no_grad()
 def fill(name: str, tensor: Tensor, config: ViTConfig | BiTConfig, generator: Generator | None = None) -> Tensor:
-    """Initialise the parameter `name` in place and return it; equal generator states give equal bits."""
+    """Initialise the parameter `name` in place and return it; equal generator states produce equal bits."""
     rule = ""
     number = 0.0
     for pattern, rule_of_pattern, number_of_pattern in RULES:
@@ -54,6 +56,19 @@ def fill(name: str, tensor: Tensor, config: ViTConfig | BiTConfig, generator: Ge
     elif rule == "head bias":
         # -10 makes a sigmoid loss start from "no class" (SPEC 1.5).
         tensor.fill_(config.head_bias)
+    elif rule == "layer scale":
+        assert isinstance(config, ViTConfig) and config.layer_scale is not None
+        tensor.fill_(config.layer_scale)
+    elif rule == "frequencies":
+        # Each head turns in two perpendicular directions, which are random: Heo et al. 2024, init_random_2d_freqs.
+        assert isinstance(config, ViTConfig)
+        _, heads, pairs = tensor.shape
+        exponent = torch.arange(pairs // 2) / (pairs // 2)
+        size = ROPES[config.rope][1] ** -exponent
+        direction = torch.rand(heads, 1, generator=generator, device=tensor.device).cpu() * 2 * math.pi
+        both = torch.cat([direction, direction + math.pi / 2], dim=1)[:, :, None]  # (H, 2, 1)
+        along = torch.stack([both.cos() * size, both.sin() * size])  # (2, H, 2, d/4)
+        tensor.copy_(along.flatten(2))
     elif rule == "normal":
         tensor.normal_(0.0, number, generator=generator)
     elif rule == "positions":

@@ -1,4 +1,4 @@
-"""Position embeddings (SPEC 1.1, 1.4, 2.7): added tables, relative attention, and resizing of both.
+"""Position embeddings (SPEC 1.1, 1.4, 2.7): added tables, relative attention, rotations, and resizing of tables.
 
 No module here has a buffer, so a model on the meta device is complete once its parameters are initialised.
 """
@@ -13,10 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models import checks
+from models.configs import ROPES, ViTConfig
 
 # B batch, T tokens (prefix first, then the grid row by row), N = rows x columns, D width, H heads, d = D/H
 # S = slots + N entries of a table; slots is the number of prefix tokens that have an entry
 Grid = tuple[int, int]  # (rows, columns)
+Rotation = tuple[Tensor, Tensor]  # cosine and sine, each (1 or H, T, d), or (B, 1 or H, T, d)
 
 
 class Added(nn.Module):
@@ -122,6 +124,102 @@ class Relative(nn.Module):
         offset = position[:, None] - position[None, :] + length - 1  # (S, S), from 0
         bias = logits.gather(-1, offset.expand(batch, heads, -1, -1))  # (B, H, S, S)
         return F.pad(bias, (without_entry, 0, without_entry, 0))
+
+
+class Rotary(nn.Module):
+    """Rotary positions (Su et al. 2021), in the variant of the config: angles by which channel pairs of q and k turn.
+
+    Prefix tokens do not turn. Nothing depends on the image size: the angles of another size are computed, not resized.
+    """
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.rope = config.rope
+        self.grid = config.grid
+        self.reference = config.rope_grid
+        self.prefix = config.prefix_tokens
+        self.head_width = config.width // config.heads
+        self.frequencies = None
+        if ROPES[config.rope][0] == "learned":
+            # For each axis, the change of every pair's angle from one patch to the next.
+            self.frequencies = nn.Parameter(torch.empty(2, config.heads, self.head_width // 2))
+
+    def forward(self, tokens: Tensor, grid: Grid | None = None, kept: Tensor | None = None) -> Rotation:
+        """Return cosine and sine of the angles of tokens (B, T, D); `kept` (B, K) are the patches that are not dropped.
+
+        `grid` is the patch grid if the images are smaller than the config's.
+        """
+        grid = grid or self.grid
+        if self.frequencies is None:
+            cos, sin = rotation(self.rope, grid, self.reference, self.head_width, self.prefix, tokens.device)
+        else:
+            places = coordinates(self.rope, grid, None, tokens.device)  # (N, 2)
+            # A product of elements, not of matrices, which bfloat16 would round.
+            angles = (places[:, :, None, None] * self.frequencies.float()).sum(1).transpose(0, 1)  # (H, N, d/2)
+            cos, sin = cos_and_sin(self.rope, angles, self.prefix)
+        if kept is None:
+            return cos, sin
+        prefix = torch.arange(self.prefix, device=kept.device).expand(len(kept), -1)
+        selected = torch.cat([prefix, kept + self.prefix], dim=1)  # (B, P + K)
+        return cos[:, selected].transpose(0, 1), sin[:, selected].transpose(0, 1)  # each (B, 1 or H, P + K, d)
+
+
+# Cached, because every forward pass needs the tables and no module stores them.
+@functools.lru_cache(maxsize=32)
+def rotation(
+    rope: str, grid: Grid, reference: Grid | None, head_width: int, prefix: int, device: torch.device
+) -> Rotation:
+    """Return the tables (1, prefix + N, d) of a row of ROPES with fixed frequencies."""
+    # Tensors of the inference mode could not be saved for a backward pass.
+    with torch.inference_mode(False):
+        _, base, _, _, _ = ROPES[rope]
+        frequencies = head_width // 4  # of each axis; each turns a pair
+        # In float32 as in the code of these models: their last bits change logits by up to 1e-5.
+        exponent = torch.arange(frequencies, device=device) / frequencies
+        places = coordinates(rope, grid, reference, device)  # (N, 2)
+        angles = (places[:, :, None] * (1 / base**exponent)).flatten(1)  # (N, d/2), first all pairs of the first axis
+        return cos_and_sin(rope, angles[None], prefix)
+
+
+def coordinates(rope: str, grid: Grid, reference: Grid | None, device: torch.device) -> Tensor:
+    """Return the coordinates (N, 2) of the patches along both axes, in the order of the axes of a row of ROPES."""
+    kind, _, axes, offset, _ = ROPES[rope]
+    sides = []
+    for axis, length in enumerate(grid):
+        places = torch.arange(length, dtype=torch.float32, device=device) + offset
+        if kind == "centred":
+            # From -1 to 1, times 2 pi, because the base gives periods, not angles.
+            places = (places / length * 2 - 1) * (2 * math.pi)
+        if reference is not None:
+            places = places / length * reference[axis]
+        sides.append(places)
+    y, x = torch.meshgrid(*sides, indexing="ij")  # each (rows, columns)
+    ordered = [y, x] if axes == "yx" else [x, y]
+    return torch.stack(ordered, dim=-1).flatten(0, 1)
+
+
+def cos_and_sin(rope: str, angles: Tensor, prefix: int) -> Rotation:
+    """Return cosine and sine (H, prefix + N, d) of angles (H, N, d/2), one for each channel of a pair."""
+    angles = F.pad(angles, (0, 0, prefix, 0))  # prefix tokens turn by 0
+    if ROPES[rope][4] == "halves":
+        cos = torch.cat([angles.cos()] * 2, dim=-1)
+        sin = torch.cat([angles.sin()] * 2, dim=-1)
+    else:
+        cos = angles.cos().repeat_interleave(2, dim=-1)
+        sin = angles.sin().repeat_interleave(2, dim=-1)
+    return cos, sin
+
+
+def rotate(x: Tensor, rotation: Rotation, rope: str) -> Tensor:
+    """Turn the channel pairs of queries or keys (B, H, T, d) by the angles of their tokens."""
+    cos, sin = rotation
+    # Each channel pair (a, b) becomes (a cos - b sin, b cos + a sin).
+    if ROPES[rope][4] == "halves":
+        first, second = x.chunk(2, dim=-1)
+        other = torch.cat([-second, first], dim=-1)
+    else:
+        other = torch.stack([-x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2)
+    return (x * cos + other * sin).to(x.dtype)
 
 
 ADDED: dict[str, type[Added]] = {"learned": Learned, "learned2d": Learned2d, "sincos2d": Sincos2d}

@@ -3,9 +3,11 @@
     model = models.build("B/16", image_size=224, classes=1000)
     logits = model(images)             # images (B, 3, height, width) in [-1, 1]
 
-1. `PatchEmbedding`, `Prefix`, `Attention`, `Mlp`, …    layers, which do not depend on the config
+1. `PatchEmbedding`, `Prefix`, `Attention`, `Mlp`, …    layers
 2. `Block`, `MapHead`, `ViT`                            the model: embed, encode, features, head
 3. `AxialViT`                                           a ViT whose blocks attend along rows and columns
+
+The switches of later ViTs (SWITCHES in configs.py) act when the model is built: a layer that is off is None.
 
 Every parameter belongs to a submodule that is called, never to the model itself: ZeRO-3 gathers parameters when their
 module runs, so `features` and `encode` work under ZeRO-3 too.
@@ -26,13 +28,20 @@ from models.configs import ACTIVATIONS, AxialConfig, ViTConfig
 # ------------------------------------------------------------------------------------------------ layers
 
 
+def norm_of(config: ViTConfig, width: int) -> nn.Module:
+    """Return a norm of the config's kind for vectors of this width."""
+    if config.norm == "rms":
+        return nn.RMSNorm(width, eps=config.norm_eps)
+    return nn.LayerNorm(width, eps=config.norm_eps)
+
+
 class PatchEmbedding(nn.Module):
     """The strided patch convolution as one matrix product: (B, C, height, width) to (B, N, D), patches row by row."""
 
-    def __init__(self, channels: int, width: int, patch: tuple[int, int]) -> None:
+    def __init__(self, channels: int, width: int, patch: tuple[int, int], bias: bool = True) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width, channels, *patch))
-        self.bias = nn.Parameter(torch.empty(width))
+        self.bias = nn.Parameter(torch.empty(width)) if bias else None
         self.patch = patch
 
     def forward(self, images: Tensor) -> Tensor:
@@ -85,40 +94,128 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tenso
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
 
 
+class QVBiasLinear(nn.Linear):
+    """One packed projection for q, k and v in which k has no bias: `bias` (2 D) belongs to q, then v."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, 3 * width, bias=False)
+        self.bias = nn.Parameter(torch.empty(2 * width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, v = self.bias.chunk(2)
+        return F.linear(x, self.weight, torch.cat([q, torch.zeros_like(q), v]))
+
+
 class Attention(nn.Module):
     """Self-attention with one packed projection for q, k and v, initialised separately (models/initial.py)."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, config: ViTConfig) -> None:
         super().__init__()
-        self.heads = heads
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
+        width = config.width
+        self.heads = config.heads
+        self.rope = config.rope
+        if config.qkv_bias == "qv":
+            self.qkv: nn.Linear = QVBiasLinear(width)
+        else:
+            self.qkv = nn.Linear(width, 3 * width, bias=config.qkv_bias == "all")
+        self.q_norm = norm_of(config, width // config.heads) if config.qk_norm else None
+        self.k_norm = norm_of(config, width // config.heads) if config.qk_norm else None
+        self.norm = norm_of(config, width) if config.attention_norm else None
+        self.out = nn.Linear(width, width, bias=config.block_bias)
 
-    def forward(self, x: Tensor, relative: positions.Relative | None = None, queries: int | None = None) -> Tensor:
-        """Return the attention output of all tokens (B, T, D), or only of the first `queries` tokens."""
+    def project(self, x: Tensor, rotation: positions.Rotation | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values, each (B, H, T, D/H)."""
         # `chunk` instead of a permuted view: the backward pass then copies once, not twice (benchmarks/README.md).
-        q, k, v = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, dim=-1))  # each (B, H, T, D/H)
+        q, k, v = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, dim=-1))
+        if self.q_norm is not None and self.k_norm is not None:
+            q = self.q_norm(q)
+            k = self.k_norm(k)
+        if rotation is not None:
+            q = positions.rotate(q, rotation, self.rope)
+            k = positions.rotate(k, rotation, self.rope)
+        return q, k, v
+
+    def forward(
+        self,
+        x: Tensor,
+        relative: positions.Relative | None = None,
+        queries: int | None = None,
+        rotation: positions.Rotation | None = None,
+    ) -> Tensor:
+        """Return the attention output of all tokens (B, T, D), or only of the first `queries` tokens."""
+        q, k, v = self.project(x, rotation)
         # Fewer queries still attend to all tokens: cut only q, never k and v. `[:None]` keeps everything.
         bias = None
         if relative is not None:
             bias = relative(q)[:, :, :queries]
-        mixed = attend(q[:, :, :queries], k, v, bias)
-        return self.out(mixed.transpose(1, 2).flatten(2))  # (B, H, T, D/H) to (B, T, D)
+        mixed = attend(q[:, :, :queries], k, v, bias).transpose(1, 2).flatten(2)  # (B, H, T, D/H) to (B, T, D)
+        if self.norm is not None:
+            mixed = self.norm(mixed)
+        return self.out(mixed)
+
+
+class QuickGELU(nn.Module):
+    """The approximation x * sigmoid(1.702 x) of GELU, as in OpenAI's CLIP."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(1.702 * x)
 
 
 class Mlp(nn.Module):
     """Two linear layers with GELU in between, applied to each token separately."""
 
-    def __init__(self, width: int, hidden: int, activation: str, dropout: float) -> None:
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        activation: str,
+        dropout: float,
+        bias: bool = True,
+        norm: nn.Module | None = None,
+    ) -> None:
         super().__init__()
-        self.up = nn.Linear(width, hidden)
-        self.down = nn.Linear(hidden, width)
-        self.act = nn.GELU(approximate=ACTIVATIONS[activation])
+        self.up = nn.Linear(width, hidden, bias=bias)
+        self.norm = norm
+        self.down = nn.Linear(hidden, width, bias=bias)
+        self.act: nn.Module = QuickGELU()
+        if activation in ACTIVATIONS:
+            self.act = nn.GELU(approximate=ACTIVATIONS[activation])
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.dropout(self.act(self.up(x)))
+        if self.norm is not None:
+            hidden = self.norm(hidden)
         return self.dropout(self.down(hidden))
+
+
+class SwiGLU(nn.Module):
+    """An MLP whose hidden vector is silu(gate) * up, with one packed projection for both (Shazeer 2020)."""
+
+    def __init__(self, width: int, hidden: int, dropout: float, bias: bool, norm: nn.Module | None) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(width, 2 * hidden, bias=bias)
+        self.norm = norm
+        self.down = nn.Linear(hidden, width, bias=bias)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        hidden = self.dropout(F.silu(gate) * up)
+        if self.norm is not None:
+            hidden = self.norm(hidden)
+        return self.dropout(self.down(hidden))
+
+
+class LayerScale(nn.Module):
+    """Multiplies each channel of a residual branch by a learned factor (Touvron et al. 2021, CaiT)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.empty(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gamma
 
 
 class DropPath(nn.Module):
@@ -148,18 +245,39 @@ class Block(nn.Module):
 
     def __init__(self, config: ViTConfig, drop_path: float) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(config.width, eps=config.norm_eps)
-        self.attention = Attention(config.width, config.heads)
-        self.norm2 = nn.LayerNorm(config.width, eps=config.norm_eps)
-        self.mlp = Mlp(config.width, config.mlp, config.activation, config.dropout)
+        self.norm1 = norm_of(config, config.width)
+        self.attention = Attention(config)
+        self.scale1 = None
+        self.norm2 = norm_of(config, config.width)
+        hidden_norm = norm_of(config, config.mlp) if config.mlp_norm else None
+        self.mlp: nn.Module
+        if config.activation == "swiglu":
+            self.mlp = SwiGLU(config.width, config.mlp, config.dropout, config.block_bias, hidden_norm)
+        else:
+            self.mlp = Mlp(config.width, config.mlp, config.activation, config.dropout, config.block_bias, hidden_norm)
+        self.scale2 = None
+        if config.layer_scale is not None:
+            self.scale1 = LayerScale(config.width)
+            self.scale2 = LayerScale(config.width)
         self.dropout = nn.Dropout(config.dropout)
         self.drop_path = DropPath(drop_path)
 
-    def forward(self, x: Tensor, relative: positions.Relative | None = None, queries: int | None = None) -> Tensor:
-        mixed = self.attention(self.norm1(x), relative, queries)
+    def forward(
+        self,
+        x: Tensor,
+        relative: positions.Relative | None = None,
+        queries: int | None = None,
+        rotation: positions.Rotation | None = None,
+    ) -> Tensor:
+        mixed = self.dropout(self.attention(self.norm1(x), relative, queries, rotation))
+        if self.scale1 is not None:
+            mixed = self.scale1(mixed)
         # Cut the residual to the queries too; `[:None]` keeps all tokens.
-        x = x[:, :queries] + self.drop_path(self.dropout(mixed))
-        return x + self.drop_path(self.mlp(self.norm2(x)))
+        x = x[:, :queries] + self.drop_path(mixed)
+        mixed = self.mlp(self.norm2(x))
+        if self.scale2 is not None:
+            mixed = self.scale2(mixed)
+        return x + self.drop_path(mixed)
 
 
 class MapHead(nn.Module):
@@ -167,13 +285,13 @@ class MapHead(nn.Module):
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
-        self.heads = config.heads
+        self.heads = config.map_heads or config.heads
         self.probe = nn.Parameter(torch.empty(1, 1, config.width))
         self.q = nn.Linear(config.width, config.width)
         self.kv = nn.Linear(config.width, 2 * config.width)
         self.out = nn.Linear(config.width, config.width)
-        self.norm = nn.LayerNorm(config.width, eps=config.norm_eps)
-        self.mlp = Mlp(config.width, config.mlp, config.activation, dropout=0.0)
+        self.norm = norm_of(config, config.width)
+        self.mlp = Mlp(config.width, config.map_mlp or config.mlp, config.activation, dropout=0.0)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Pool tokens (B, T, D) to one vector per image (B, D)."""
@@ -205,7 +323,8 @@ class ViT(nn.Module):
 
             self.stem = Stem(config.stem, config.stem_width)
             channels = self.stem.channels
-        self.embedding = PatchEmbedding(channels, config.width, config.patch)
+        self.embedding = PatchEmbedding(channels, config.width, config.patch, config.patch_bias)
+        self.patch_norm = norm_of(config, config.width) if config.patch_norm else None
         # From patch embeddings to tokens. The rate of stochastic depth rises linearly with the layer.
         self.prefix = Prefix(config.width, config.pool == "token", config.registers)
         # A separate table for each layer, or one table for all.
@@ -217,15 +336,22 @@ class ViT(nn.Module):
             kind = positions.KINDS[config.positions]
             for _ in range(tables):
                 self.positions.append(kind(config.grid, config.width, config.position_slots))
+        # Rotary positions: tables for all layers, or frequencies that each layer learns.
+        self.rotary = nn.ModuleList()
+        if config.rope != "none":
+            for _ in range(config.depth if config.rope == "mixed" else 1):
+                self.rotary.append(positions.Rotary(config))
         self.dropout = nn.Dropout(config.dropout)
+        self.pre_norm = norm_of(config, config.width) if config.pre_norm else None
         self.blocks = nn.ModuleList()
         for layer in range(config.depth):
             # `max` avoids 0 / 0 in a ViT with one block, such as mu.
             rate = config.drop_path * layer / max(config.depth - 1, 1)
             self.blocks.append(self.block(config, rate))
-        self.norm = nn.LayerNorm(config.width, eps=config.norm_eps)
+        self.norm = norm_of(config, config.width) if config.last_norm == "tokens" else nn.Identity()
         # From tokens to logits.
         self.map_head = MapHead(config) if config.pool == "map" else None
+        self.pool_norm = norm_of(config, config.width) if config.last_norm == "pooled" else None
         self.pre_logits = nn.Linear(config.width, config.representation) if config.representation else None
         feature_width = config.representation or config.width
         self.head = nn.Linear(feature_width, config.classes) if config.classes else nn.Identity()
@@ -242,7 +368,10 @@ class ViT(nn.Module):
             )
         if self.stem is not None:
             images = self.stem(images)
-        return self.embedding(images)
+        patches = self.embedding(images)
+        if self.patch_norm is not None:
+            patches = self.patch_norm(patches)
+        return patches
 
     def encode(
         self,
@@ -262,6 +391,7 @@ class ViT(nn.Module):
         config = self.config
         last = config.depth - 1
         x = self.prefix(patches)
+        rotations = [rotary(x, grid, kept) for rotary in self.rotary]
         for layer, block in enumerate(self.blocks):
             # The layer's table biases its attention or is added to its input. Even a single table ("stem", "shared") is
             # in a list, so the first table is always called positions.0.
@@ -283,13 +413,18 @@ class ViT(nn.Module):
             # Only once, after the first addition, even if every layer adds positions (docs/models.md).
             if layer == 0:
                 x = self.dropout(x)
+                if self.pre_norm is not None:
+                    x = self.pre_norm(x)
+            rotation = None
+            if rotations:
+                rotation = rotations[layer if config.rope == "mixed" else 0]
             # Earlier blocks must compute all tokens, which are the keys and values of the next block.
             block_queries = queries if layer == last else None
             if recompute and layer < self.recomputed_blocks:
-                x = checkpoint(block, x, relative, block_queries, use_reentrant=False)
+                x = checkpoint(block, x, relative, block_queries, rotation, use_reentrant=False)
             else:
-                x = block(x, relative, block_queries)
-        # Over all tokens and before pooling, as in the original; timm's fc_norm after pooling computes something else.
+                x = block(x, relative, block_queries, rotation)
+        # Over all tokens and before pooling, as in the original; a norm of the pooled vector computes something else.
         return self.norm(x)
 
     def features(self, images: Tensor, kept: Tensor | None = None) -> Tensor:
@@ -305,13 +440,16 @@ class ViT(nn.Module):
             queries = 1  # the class token is the first
         grid = (images.shape[2] // config.stride[0], images.shape[3] // config.stride[1])
         tokens = self.encode(self.embed(images), queries, grid, kept)  # (B, T, D); T is 1 with one query
-        # Pooling excludes registers, which only take part in attention.
+        # By default, pooling excludes registers, which then only take part in attention.
+        first = 0 if config.pool_prefix else config.prefix_tokens
         if config.pool == "token":
             pooled = tokens[:, 0]
         elif self.map_head is not None:
-            pooled = self.map_head(tokens[:, config.prefix_tokens :])
+            pooled = self.map_head(tokens[:, first:])
         else:
-            pooled = tokens[:, config.prefix_tokens :].mean(dim=1)
+            pooled = tokens[:, first:].mean(dim=1)
+        if self.pool_norm is not None:
+            pooled = self.pool_norm(pooled)
         if self.pre_logits is not None:
             pooled = self.pre_logits(pooled).tanh()
         return pooled
@@ -339,9 +477,15 @@ def position_table(state: dict[str, Tensor], config: ViTConfig) -> Tensor:
 class AxisAttention(Attention):
     """Self-attention within each row of (B, rows, columns, D)."""
 
-    def forward(self, x: Tensor, relative: positions.Relative | None = None, queries: int | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        relative: positions.Relative | None = None,
+        queries: int | None = None,
+        rotation: positions.Rotation | None = None,
+    ) -> Tensor:
         batch, rows = x.shape[:2]
-        # The config rejects relative positions and the class token, so both arguments are always None here.
+        # The config rejects relative and rotary positions and the class token: these arguments are always None here.
         mixed = super().forward(x.flatten(0, 1))  # each row is a separate sequence: (B rows, columns, D)
         return mixed.unflatten(0, (batch, rows))
 
@@ -356,9 +500,9 @@ class AxialBlock(nn.Module):
         self.column = Block(config, drop_path)
         # Block creates an ordinary Attention. AxisAttention has the same parameters and names, but attends within rows.
         for block in (self.row, self.column):
-            block.attention = AxisAttention(config.width, config.heads)
+            block.attention = AxisAttention(config)
 
-    def forward(self, x: Tensor, relative: None = None, queries: None = None) -> Tensor:
+    def forward(self, x: Tensor, relative: None = None, queries: None = None, rotation: None = None) -> Tensor:
         # Norms and MLP work on each token separately, so they accept a grid like a sequence.
         by_row = self.row(x.unflatten(1, self.grid))  # (B, rows, columns, D)
         by_column = self.column(by_row.transpose(1, 2))  # (B, columns, rows, D)

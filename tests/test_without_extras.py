@@ -149,4 +149,4 @@ def test_without_extras_a_campaign_runs_and_can_be_read(core: Path) -> None:
     assert "step-0000000004" in checkpoints.stdout
     report = python(core, "-m", "jobs", "report", "run")
     assert report.returncode == 64
-    assert "is not installed, and this command needs it" in report.stderr
+    assert "which is not in this checkout" in report.stderr

@@ -30,10 +30,11 @@ from contextlib import contextmanager
 from functools import lru_cache, partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from data.checks import check_file_name, redacted
-from data.errors import DataError, StorageError
+from data.error_pages import LONGEST, words_of
+from data.errors import DataError, PatchlineError, StorageError
 from data.index.names import preview
 from data.index.shard import COMPRESSED
 
@@ -45,7 +46,7 @@ CLIENTS = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}  # scheme: client package
 PROTOCOLS = {"s3": "s3", "gs": "gs", "az": "abfs"}  # scheme: fsspec's name for it
 TESTED = {"s3fs": "2026.9.0", "gcsfs": "2026.10.1", "adlfs": "2026.8.0"}
 SCHEMES = (*CLIENTS, "https")
-LONGEST_PAUSE_S = 30.0  # between two attempts
+LONGEST_PAUSE_S = 30.0  # longest pause between two attempts
 WARN_AT_ATTEMPT = 2  # counted from 0; two failed attempts may be a short interruption
 # How long a denied request is retried: time for credentials that are just being renewed. Each retry reads them again.
 DENIED_S = 30.0
@@ -104,7 +105,7 @@ def check_url(url: str) -> None:
     """Raise DataError unless the scheme is allowed."""
     scheme = urlsplit(url).scheme
     if scheme not in SCHEMES:
-        raise Refused(f"{redacted(url)}: scheme {scheme!r} is refused; use one of {', '.join(SCHEMES)} or a path")
+        raise Refused(f"{redacted(url)}: scheme {scheme!r} is not allowed; use one of {', '.join(SCHEMES)} or a path")
 
 
 # ------------------------------------------------------------------------------------ requests
@@ -113,15 +114,16 @@ def check_url(url: str) -> None:
 def read_range(url: str, start: int, stop: int, timeout_s: float) -> bytes:
     """Return bytes start … stop−1, or fewer if the response ends early.
 
-    Raises FileNotFoundError, PermissionError, and many kinds of errors that are worth a retry. Raises Refused for a
-    scheme or address that is not allowed, and if the store ignores ranges, because every request would then return the
-    whole object.
+    Raises FileNotFoundError, PermissionError, and many kinds of errors for which a retry may help. Raises Refused for
+    a forbidden scheme or address, and if the store ignores ranges, because every request would then return the whole
+    object. Raises StorageError with the text of an error page if one arrives instead of these bytes.
     """
     check_url(url)
     if url.startswith("https:"):
         with request_https(url, timeout_s, f"bytes={start}-{stop - 1}") as answer:
             # A server that ignores the range sends the whole file, which is correct only for start 0.
             if answer.status != http.client.PARTIAL_CONTENT and start > 0:
+                refuse_error_page(url, answer.read(LONGEST + 1))
                 raise Refused(f"{redacted(url)}: the server ignores byte ranges; copy the shards to this machine")
             try:
                 content = answer.read(stop - start)
@@ -133,6 +135,8 @@ def read_range(url: str, start: int, stop: int, timeout_s: float) -> bytes:
             content = client(urlsplit(url).scheme, timeout_s).cat_file(url, start=start, end=stop)
     if not content:
         raise ConnectionError("empty answer")
+    if len(content) != stop - start:
+        refuse_error_page(url, content)
     if len(content) > stop - start:
         raise Refused(
             f"{redacted(url)}: the store ignores byte ranges: requested {stop - start} bytes, received {len(content)}; "
@@ -141,8 +145,18 @@ def read_range(url: str, start: int, stop: int, timeout_s: float) -> bytes:
     return content
 
 
+def refuse_error_page(url: str, content: bytes) -> None:
+    """Raise StorageError if the content is an error page, which some proxies send with the status of success."""
+    words = words_of(content)
+    if words:
+        raise StorageError(
+            f"{redacted(url)}: instead of the file, the store sent an error page: {words}\n"
+            "  run again when the store responds; check the endpoint, the proxy and the credentials"
+        )
+
+
 def size_of(url: str, timeout_s: float) -> int:
-    """Return the size of a URL's object in bytes; raises as `read_range`, and Refused if the server does not tell."""
+    """Return the size of a URL's object in bytes; raises as `read_range`, and Refused if it is not reported."""
     if not url.startswith("https:"):
         with denied_as_such():
             return client(urlsplit(url).scheme, timeout_s).info(url)["size"]
@@ -152,7 +166,7 @@ def size_of(url: str, timeout_s: float) -> int:
         content_range = answer.headers.get("Content-Range", "")  # bytes 0-0/6543360
         size = content_range.rpartition("/")[2] or answer.headers.get("Content-Length", "")
     if not size.isdigit():
-        raise Refused(f"{redacted(url)}: the server does not tell the file size; copy the shards to this machine")
+        raise Refused(f"{redacted(url)}: the server does not report the file size; copy the shards to this machine")
     return int(size)
 
 
@@ -163,8 +177,10 @@ def list_tars(url: str, timeout_s: float) -> dict[str, int]:
     """
     scheme = urlsplit(url).scheme
     if scheme == "https":
-        raise Refused(f"{redacted(url)}: https cannot list files; type the shards, as in …/train-{{000..099}}.tar")
-    pattern = url if "*" in url else f"{url.rstrip('/')}/*.tar*"
+        raise Refused(f"{redacted(url)}: https cannot list files; name the shards, as in …/train-{{000..099}}.tar")
+    # Only `*` is a pattern; `?` and `[` are letters of a key.
+    folder = url.rstrip("/").replace("[", "[[]").replace("?", "[?]")
+    pattern = folder if "*" in url else f"{folder}/*.tar*"
     with denied_as_such():
         entries = client(scheme, timeout_s).glob(pattern, detail=True)
     compressed = []
@@ -177,8 +193,8 @@ def list_tars(url: str, timeout_s: float) -> dict[str, int]:
             tars[f"{scheme}://{check_file_name(path, redacted(url))}"] = entry["size"]
     if compressed:
         raise Refused(
-            f"{redacted(url)}: {preview(compressed)} would be left out: compressed tars; "
-            f"uncompress them, or type those you mean: {redacted(url).rstrip('/')}/*.tar"
+            f"{redacted(url)}: {preview(compressed)} would be ignored: compressed tars; "
+            f"uncompress them, or name the tars to use: {redacted(url).rstrip('/')}/*.tar"
         )
     return tars
 
@@ -206,24 +222,24 @@ class Retry:
         """Return the result of `ask`, with retries; `address` is the name for messages.
 
         Raises at once: FileNotFoundError, because retries do not help; DataError if the store's client is not installed
-        or an address is refused. Raises StorageError if all attempts fail, if the store has denied the requests for
-        DENIED_S, or if `stopped()` is true.
+        or an address is refused; StorageError for an error page. Raises StorageError if all attempts fail, if the store
+        has denied the requests for DENIED_S, or if `stopped()` is true.
         """
         bucket = "/".join(address.split("/")[:3])
         reason = ""
         attempt = 0
-        # Compare with the current value of `attempts`: a command that is ending lowers it for its threads.
+        # Read `attempts` anew each time: an ending command lowers it for its threads.
         while attempt < self.attempts:
             if self.stopped():
-                raise StorageError(f"{address}: stopped before an answer arrived")
+                raise StorageError(f"{address}: stopped before the response arrived")
             try:
                 with denied_as_such():
                     answer = ask()
                 _denied_since.pop(bucket, None)
                 return answer
             except FileNotFoundError:
-                raise FileNotFoundError(f"{address}: there is no such object, or no such bucket") from None
-            except DataError:
+                raise FileNotFoundError(f"{address}: this object or its bucket does not exist") from None
+            except PatchlineError:
                 raise
             except Denied as error:
                 reason = error.code
@@ -236,7 +252,7 @@ class Retry:
                 reason = type(error).__name__
             if attempt == WARN_AT_ATTEMPT:
                 remedy = f": {DENIALS[reason]}" if reason in DENIALS else ""
-                logging.getLogger(__name__).warning("%s: no answer (%s), retrying%s", address, reason, remedy)
+                logging.getLogger(__name__).warning("%s: request failed (%s), retrying%s", address, reason, remedy)
             if attempt + 1 < self.attempts:
                 # A random part, so that many workers and nodes do not retry at the same moment.
                 pause_s = random.uniform(0, min(LONGEST_PAUSE_S, self.backoff_s * 2**attempt))
@@ -248,7 +264,7 @@ class Retry:
         if bucket in _denied_since:
             raise denial(address, reason, attempt)
         raise StorageError(
-            f"{address}: no answer after {attempt} attempts, last {reason}; run again when the store responds"
+            f"{address}: no response after {attempt} attempts, last error {reason}; run again when the store responds"
         )
 
 
@@ -354,7 +370,7 @@ def client(scheme: str, timeout_s: float) -> AbstractFileSystem:
     except AttributeError as error:
         raise DataError(
             f"{scheme}://: cannot disable the retries of {package} {version(package)} ({error}); "
-            f"pip install {package}=={TESTED[package]}, the version that was tested"
+            f"pip install {package}=={TESTED[package]}, the tested version"
         ) from None
     return filesystem
 
@@ -373,7 +389,9 @@ def request_https(url: str, timeout_s: float, byte_range: str) -> Iterator[http.
     opener.add_handler(urllib.request.HTTPErrorProcessor())
     opener.add_handler(urllib.request.HTTPDefaultErrorHandler())
     opener.add_handler(urllib.request.UnknownHandler())
-    request = urllib.request.Request(url, headers={"Range": byte_range})
+    # Spaces and letters outside ASCII must be encoded; an address that is encoded already stays as it is.
+    address = quote(url, safe="!#$%&'()*+,/:;=?@[]~")
+    request = urllib.request.Request(address, headers={"Range": byte_range})
     try:
         with opener.open(request, timeout=timeout_s) as answer:
             yield answer
@@ -395,7 +413,7 @@ def request_https(url: str, timeout_s: float, byte_range: str) -> Iterator[http.
 
 
 class PublicConnection(http.client.HTTPSConnection):
-    """Connects to the address that was checked, because a second name resolution could return another one."""
+    """Connects to the checked address, because a second name resolution could return another one."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models import positions
-from models.vit import Attention, Block, ViT, ViTConfig, position_table, split_heads
+from models.vit import Attention, Block, ViT, ViTConfig, position_table
 
 # B images, H heads, T tokens (prefix first, then the grid row by row), N = rows x columns, D width, C channels
 
@@ -39,12 +39,15 @@ def attention_weights(model: nn.Module, images: Tensor) -> list[Tensor]:
     """
     vit = vit_of(model)
     if vit.block is not Block:
-        raise ValueError(f"expected tokens that all attend to each other, found family {vit.config.family}")
+        raise ValueError(f"expected a model with attention between all tokens, found family {vit.config.family}")
     weights: list[Tensor] = []
 
-    def record(attention: Attention, inputs: tuple[Tensor, positions.Relative | None, int | None]) -> None:
-        x, relative, _ = inputs
-        q, k, _ = (split_heads(part, attention.heads) for part in attention.qkv(x).chunk(3, dim=-1))
+    def record(
+        attention: Attention,
+        inputs: tuple[Tensor, positions.Relative | None, int | None, positions.Rotation | None],
+    ) -> None:
+        x, relative, _, rotation = inputs
+        q, k, _ = attention.project(x, rotation)
         logits = q.float() * q.shape[-1] ** -0.5 @ k.float().mT
         if relative is not None:
             logits = logits + relative(q).float()

@@ -95,7 +95,7 @@ def test_a_store_that_fails_often_costs_time_and_nothing_else(run, proxy, bucket
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        (503, r"no answer after 3 attempts, last \w+; run again"),
+        (503, r"no response after 3 attempts, last error \w+; run again"),
         (403, "denied after 3 attempts: HTTP 403; credentials come from the environment"),
     ],
 )
@@ -210,7 +210,7 @@ def test_patience_that_is_taken_back_ends_a_request_that_is_under_way(run, proxy
         return 503
 
     proxy.fault_of_any = refuse
-    with pytest.raises(StorageError, match="no answer after 5 attempts"):
+    with pytest.raises(StorageError, match="no response after 5 attempts"):
         folder.put("a.json", b"{}")
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from data.errors import ConfigError
 from jobs.extras.studies.expand import expand
-from jobs.recipe.portable import portable
+from jobs.extras.submit.portable import portable
 from jobs.resolved_recipe import Sections, StageSection
 from pipeline.recipe import read_recipe
 from tests.support.campaigns import KINDS
