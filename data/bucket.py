@@ -11,7 +11,7 @@ The folder of sets; every name includes the attempt, so two attempts never share
         MANIFEST.json
         REFUSED.json             marker: set aside; never tried again, never deleted by us
         SWEPT.json               marker: its attempt ended during the save; only two small objects remain
-An owner suspended before it created the manifest cannot publish later: before a newer attempt looks for a set,
+An owner suspended before it created the manifest cannot publish later: before a newer attempt reads the sets,
 it creates the missing MANIFEST.json of every unpublished set (`sweep`), and each name can be created only once.
 
 Every failed request is retried (`data.remote.urls.Retry`); if all retries fail, a StorageError names the address.
@@ -43,8 +43,8 @@ DISCARD_ATTEMPTS = 3  # fewer, because the save has already failed, perhaps beca
 LAST_ATTEMPTS = 3  # when the command ends: an unreachable store must not delay it by minutes
 BACKOFF_S = 0.5  # longest pause before the second attempt; doubled each time
 TIMEOUT_S = 30.0  # a request fails after this long without data
-PIECE = 16 << 20  # bytes per request of `fetch`, which limits what a broken response costs
-AT_ONCE = 8  # parallel requests of `each`
+PIECE = 16 << 20  # bytes per request of `fetch`; a broken response loses at most this much
+AT_ONCE = 8  # number of parallel requests in `each`
 REFUSED = "REFUSED.json"
 SWEPT = "SWEPT.json"
 FETCHING = "fetching.lock"  # lock file in the local folder of a stage's sets

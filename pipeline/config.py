@@ -127,7 +127,7 @@ def _filled(
 
 
 def build_recorded(kind: type[Config], values: Mapping[str, Any], where: str) -> Config:
-    """Build a config from the plain values of a record, which an earlier version may have written.
+    """Build a config from the plain values of a record, possibly written by an earlier version of Patchline.
 
     Keys that no longer exist are dropped if their value is null. Raises ConfigError like `build`.
     """

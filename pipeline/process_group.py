@@ -151,7 +151,7 @@ def keep_freed_memory() -> str:
     """
     # Values from malloc.h, described in mallopt(3).
     settings = {
-        "M_TRIM_THRESHOLD": (-1, -1),  # never
+        "M_TRIM_THRESHOLD": (-1, -1),  # never trim the heap
         # Do not map large blocks separately. The alternative, raising M_MMAP_THRESHOLD above 32 MB, has no effect
         # before glibc 2.35 (`do_set_mmap_threshold` in malloc.c).
         "M_MMAP_MAX": (-4, 0),

@@ -226,7 +226,7 @@ def count_step(worker: Worker, progress: Progress, outcome: StepOutcome) -> None
     health = worker.health
     saver = worker.saver
     norm = worker.engine.gradient_norm
-    # The ledger covers the planned samples, whatever replaced the bad ones.
+    # The ledger covers the planned samples, not the replacements of bad ones.
     progress.ledger = progress.ledger.update(progress.step, *outcome.planned)
     progress.step += 1
     progress.bad_samples += outcome.bad_samples

@@ -111,9 +111,9 @@ class ProbeConfig:
     def __post_init__(self) -> None:
         require((self.train is None) == (self.test is None), "probe: set both train and test, or neither")
         fewest = min(self.shots, default=0)
-        require(fewest > 0, f"probe.shots is {self.shots}, expected numbers of 1 or more")
+        require(fewest > 0, f"probe.shots is {self.shots}, expected one or more numbers ≥ 1")
         require(len(self.seeds) > 0, "probe.seeds is empty, expected at least one seed")
-        require(min(self.seeds) >= 0, f"probe.seeds is {self.seeds}, expected seeds of 0 or more")
+        require(min(self.seeds) >= 0, f"probe.seeds is {self.seeds}, expected seeds ≥ 0")
         require(len(set(self.seeds)) == len(self.seeds), f"probe.seeds is {self.seeds}, expected no duplicates")
         at_least(self, 0, "l2", "probe.")
 

@@ -151,7 +151,7 @@ class Setup:
 class Progress:
     """All state that changes with each step, as plain data; a checkpoint's manifest stores it."""
 
-    step: int  # completed steps
+    step: int  # number of completed steps
     bad_samples: int  # number of bad samples on all workers since step 0
     ledger: Ledger
     last_metrics: dict[str, float] = field(default_factory=dict)  # metrics of this attempt's last evaluation

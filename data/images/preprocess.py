@@ -41,7 +41,7 @@ PILLOW_FILTERS = ("bilinear", "bicubic", "lanczos")
 Op = Callable[..., np.ndarray]  # maps an image (H, W, 3) and numbers to an image (h, w, 3)
 Taps = tuple[np.ndarray, np.ndarray]  # source rows (K, new) and their weights (K, new): see `weighted_sum`
 
-# H, W image sides · every image is (H, W, 3) · h, w new sides
+# H, W: height and width; every image is (H, W, 3); h, w: new height and width
 
 
 def preprocess(image: np.ndarray, ops: str) -> np.ndarray:

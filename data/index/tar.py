@@ -36,7 +36,7 @@ from data.index.index import Refusals
 from data.index.names import preview
 from data.index.shard import COMPRESSED, FIELDS, IMAGES, SampleRow, label_digest, sample_digest
 
-Part = TypeVar("Part")  # what is recorded of a member
+Part = TypeVar("Part")  # the information recorded about a member
 LABELS = ("cls", "json")  # extensions of labels, in order of preference
 IGNORED = ("txt", "id", "idx", "index", "url", "width", "height")
 BLOCK = 512  # bytes; headers and contents begin at multiples of it (POSIX ustar)
@@ -232,9 +232,10 @@ def split_name(member: bytes) -> tuple[bytes, str]:
 
 
 def refuse_dotted(dotted: Iterable[tuple[str, bytes | str]], parts: Mapping[str, object], refused: Refusals) -> None:
-    """Count members (extension, name) of a sample that has these parts and are called like an image or label.
+    """Count a sample's members (extension, name) with a dotted extension that ends like an image or label.
 
-    In a sample with an image, a.seg.png is an additional member; otherwise its key probably ends too early.
+    If the sample has an image (among its `parts`), a.seg.png is an additional member; otherwise the dot was probably
+    meant to be part of the key.
     """
     has_image = not parts.keys().isdisjoint(IMAGES)
     for extension, member in dotted:
@@ -359,8 +360,8 @@ def check_uncompressed(tar: memoryview | bytes, name: str) -> None:
 def after_sparse_map(tar: memoryview | bytes, header: bytes, start: int) -> int:
     """Return where the content of a GNU sparse member starts: after the blocks that continue its map of holes.
 
-    The header has room for four holes; a flag says whether a block with 21 more follows, and so on (GNU tar manual,
-    "Storing Sparse Files").
+    The header has room for four holes; a flag indicates whether a block with 21 more follows, and so on (GNU tar
+    manual, "Storing Sparse Files").
     """
     is_continued = header[482] != 0
     while is_continued and start + BLOCK <= len(tar):
@@ -396,7 +397,7 @@ def check_end(tar: memoryview | bytes, name: str, position: int) -> None:
 
 
 def read_number(digits: bytes) -> int:
-    """Return a number of a header, in octal digits or, if its first byte says so, in base 256; raises ValueError."""
+    """Parse a number in a header: octal digits or, if the first byte marks it, base 256; raises ValueError."""
     # Eleven octal digits are limited to 8 GiB; larger sizes use base 256.
     if digits[0] == 0x80:
         return int.from_bytes(digits[1:], "big")
@@ -409,7 +410,7 @@ def read_number(digits: bytes) -> int:
 
 @dataclass(frozen=True)
 class PaxRecords:
-    """What extension headers say about the member that follows them."""
+    """The contents of extension headers, which apply to the following member."""
 
     name: bytes | None = None
     size: int | None = None  # bytes stored, for sizes beyond 8 GiB

@@ -156,7 +156,7 @@ def refuse_error_page(url: str, content: bytes) -> None:
 
 
 def size_of(url: str, timeout_s: float) -> int:
-    """Return the size of a URL's object in bytes; raises as `read_range`, and Refused if the server does not tell."""
+    """Return the size of a URL's object in bytes; raises as `read_range`, and Refused if it is not reported."""
     if not url.startswith("https:"):
         with denied_as_such():
             return client(urlsplit(url).scheme, timeout_s).info(url)["size"]

@@ -230,7 +230,7 @@ class StageCheckpoints:
         Returns None if nothing was ever committed. Leftovers of uncommitted saves are deleted first, so that they can
         no longer be committed. Raises RunOwned if a newer attempt owns the run; CheckpointError if a checkpoint has a
         newer schema, or if all are damaged, because only a person should decide to start again from step 0; OSError or
-        StorageError if the storage fails, which says nothing about a checkpoint.
+        StorageError if the storage fails; checkpoints may then be intact.
         """
         newest = newest_attempt(self.storage)
         if newest > attempt:

@@ -54,7 +54,7 @@ class Conditions:
     """The conditions that affect the bits of a step, in addition to recipe keys, the data and package versions."""
 
     is_gpu: bool
-    world: int  # workers
+    world: int  # number of workers
     zero: int  # ZeRO stage
     exact_parts: int = 0  # 0: plain mode
     is_compiled: bool = False

@@ -28,7 +28,7 @@ from data.evaluation import EvaluationBatch
 from data.index.index import Index
 from models.catalog import normalise
 
-# N samples of the set, b rows of a batch, D features, L most labels of a sample, K best classes
+# N: samples in the set, b: rows of a batch, D: features, L: maximum number of labels per sample, K: best classes
 
 BLOCK = 4096  # rows read at a time: 12 MiB of 768 features
 FEATURE_BYTES = 4  # float32

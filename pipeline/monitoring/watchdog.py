@@ -26,11 +26,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-STEP = ("data", "forward", "backward", "reduce", "save")  # phases of the training loop, in which a slow worker shows
+STEP = ("data", "forward", "backward", "reduce", "save")  # phases of the training loop, used to detect slow workers
 WAITING = ("backward", "reduce", "save")  # phases with collectives: a worker here may be waiting for the others
 # A worker dumps its stacks into its log at this share of the time-out, before the driver ends it.
 DUMP_AT = 0.8
-LINE_BYTES = 2048  # fixed length of a phase file, so that a short line leaves nothing of a longer one
+LINE_BYTES = 2048  # fixed length of a phase file, so that a short line overwrites a longer one completely
 LONGEST_SHARD = 150  # characters; each may take twelve bytes in JSON, and a truncated line would not be valid JSON
 # A worker is slow if it was the only late one in this share of this many checks; the driver checks once a second.
 SLOW_CHECKS = 30
@@ -104,7 +104,7 @@ class PhaseReport:
 
     entered: int  # phases entered so far
     phase: str
-    step: int  # completed steps
+    step: int  # number of completed steps
     shard: str
 
     def __str__(self) -> str:

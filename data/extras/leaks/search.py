@@ -43,7 +43,7 @@ from data.seal import Journal, read_entry, write_entry
 from data.shards.parallel import Progress, in_parallel
 from data.shards.reader import ShardReader, check_sizes
 
-# T test images of all sets, K crops of each, D coefficients of a crop
+# T: test images of all sets, K: crops per image, D: coefficients per crop
 
 VERSION = 2  # version of the signatures and their comparison; an interrupted search of another version restarts
 FITS = 0.88  # minimum likeness of a perceptual pair; at 1, only bytes and pixels are compared

@@ -84,7 +84,8 @@ def test_failed_collective_names_the_lost_peer_without_the_librarys_message(tmp_
     left(group, 0, **PEER_LOST)
     failure = group.evidence().first_failure()
     assert str(failure) == (
-        "worker 0 on n0: a collective failed: worker 1 on n1 was lost or did not answer, but no worker was seen to die"
+        "worker 0 on n0: a collective failed: worker 1 on n1 was lost or did not answer, "
+        "but no worker is known to have died"
     )
     # It may have been chance, so a second time is not a repetition of the same exception.
     assert failure.kind == ""
@@ -306,12 +307,15 @@ class Agents:
     ("drained", "sigterm_ranks", "events"),
     [
         (set(), [], {}),
-        ({"id1"}, [], {1: ("n1", "id1", "its node is drained")}),
-        ({"own"}, [], {None: (os.uname().nodename, "own", "its node is drained")}),
+        ({"id1"}, [], {1: ("n1", "id1", "its node is being drained")}),
+        ({"own"}, [], {None: (os.uname().nodename, "own", "its node is being drained")}),
         (
             {"id0", "own"},
             [],
-            {0: ("n0", "id0", "its node is drained"), None: (os.uname().nodename, "own", "its node is drained")},
+            {
+                0: ("n0", "id0", "its node is being drained"),
+                None: (os.uname().nodename, "own", "its node is being drained"),
+            },
         ),
         ({"elsewhere"}, [2], {2: ("n2", "id2", "worker 2 was sent SIGTERM")}),
     ],

@@ -195,7 +195,7 @@ def test_worker_is_not_split_between_nodes_and_an_autoscaler_sees_the_request(no
     with pytest.raises(ClusterError) as caught:
         reserve(ClusterConfig(cpus_per_worker=2, wait_s=2), "/runs/a", said.append, look)
     assert said == [f"waiting for the cluster: {missing}"]
-    assert str(caught.value).startswith(f"{missing}\nthe places did not become free within 2 s ")
+    assert str(caught.value).startswith(f"{missing}\n  the places did not become free within 2 s ")
     seconds, request = seen[0]
     bundles = request.bundle_selectors[0].resource_requests
     assert seconds < 3
@@ -412,9 +412,11 @@ def test_run_survives_a_broken_node_that_joins(nodes, tmp_path) -> None:
     assert joined[0].node_id in {worker["node_id"] for worker in attempts[1]}
     assert joined[0].node_id not in {worker["node_id"] for worker in attempts[2]}
     assert value["step"] > 1
-    assert any(line.startswith("growing from 3 to 4 workers, resuming from step ") for line in said)
+    assert any(line.startswith("scaling up from 3 to 4 workers, resuming from step ") for line in said)
     (back,) = (line for line in said if "RuntimeError: this node is broken" in line)
-    assert "; no commit with 4 workers: falling back to 3 workers on their previous nodes, resuming from step " in back
+    assert (
+        "; no commit with 4 workers, so falling back to 3 workers on the previous nodes and resuming from step " in back
+    )
 
 
 # ------------------------------------------------------------------------ leaving nodes
@@ -548,6 +550,6 @@ def test_draining_a_node_loses_no_step_and_is_not_an_incident(notice, moves, nod
         assert record["node_id"] not in [worker["node_id"] for worker in attempts[attempt + 1]]
     assert [line["step"] for line in read_metrics(stage)] == list(range(1, steps + 1)), "every step once"
     assert rows[0]["step"] == steps
-    why = "its node is drained" if notice == "drain" else "worker 1 was sent SIGTERM"
+    why = "its node is being drained" if notice == "drain" else "worker 1 was sent SIGTERM"
     assert f"leaving the cluster: {given[1]['node']} ({why}" in said
     assert said.count("; moving the workers to other nodes, resuming from step ") == moves

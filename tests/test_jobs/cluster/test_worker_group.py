@@ -224,7 +224,7 @@ def test_lost_node_and_lost_agent_are_distinguished(two, monkeypatch) -> None:
         assert nodes.losses_of(asked) == [
             "",
             "",
-            "its node's agent died (killed, or crashed), and its workers with it",
+            "its node's agent died (killed, or crashed), together with its workers",
             "its node's agent was killed by Ray's out-of-memory killer: 8 worker(s) were killed",
             "its node left the cluster",
         ]
@@ -407,9 +407,9 @@ def test_without_a_gpu_the_refusal_says_what_to_type(restart) -> None:
         nodes_of(ClusterConfig(gpus_per_worker=1)).warm_up()
     assert str(raised.value).splitlines() == [
         "room for 0 of 1 workers of 1 CPUs and 1 GPUs",
-        "neither Ray nor torch sees a GPU on this machine",
-        "type cluster.gpus_per_worker=0 to train on the CPU; or type a smaller cluster.workers, or set "
-        "RAY_ADDRESS=host:port of a larger cluster",
+        "  neither Ray nor torch sees a GPU on this machine",
+        "  to train on the CPU, type cluster.gpus_per_worker=0; or type a smaller cluster.workers, or set "
+        "RAY_ADDRESS=HOST:PORT of a larger cluster",
     ]
 
 
@@ -418,7 +418,7 @@ def test_missing_gpu_is_reported_with_advice(backend, restart, tmp_path) -> None
     cluster = ClusterConfig(workers=2, gpus_per_worker=32, backend=backend)
     with pytest.raises(
         ClusterError,
-        match=r"(room for 0 of 2 workers of 1 CPUs and 32 GPUs|need 64 GPUs)[\s\S]*\ntype .*cluster.workers",
+        match=r"(room for 0 of 2 workers of 1 CPUs and 32 GPUs|need 64 GPUs)[\s\S]*\n  type .*cluster.workers",
     ):
         run(worker_functions.add_ranks, {"x": 0}, cluster, tmp_path)
 
@@ -428,7 +428,7 @@ def test_wait_logs_its_reason_and_ends(two, full, monkeypatch) -> None:
     said: list[str] = []
     cluster = dataclasses.replace(two["ray"], wait_s=2)
     with pytest.raises(
-        ClusterError, match=r"^room for 0 of 2 workers of 1 CPUs\nthe places did not become free within 2"
+        ClusterError, match=r"^room for 0 of 2 workers of 1 CPUs\n  the places did not become free within 2"
     ):
         nodes_of(cluster).reserve("/runs/a", [2], said.append, do_nothing)
     assert said == ["waiting for the cluster: room for 0 of 2 workers of 1 CPUs"]
@@ -549,7 +549,7 @@ def test_stop_before_any_worker_has_started_ends_the_attempt(two, tmp_path) -> N
     left(group, 1)
     attempt.look()
     assert asked[2:] == [], "the request is repeated only after a while"
-    with pytest.raises(Preempted, match="stopped in pretrain; run the same command again to start this stage"):
+    with pytest.raises(Preempted, match="stopped in pretrain; run the same command again to restart this stage"):
         dataclasses.replace(attempt, can_commit=False).look()
 
 

@@ -79,8 +79,8 @@ def test_other_sources_can_be_packed(photos, tmp_path, capsys, source, samples, 
         (["pack", "foldr", "PHOTOS", "OUT"], 64, "foldr"),
         (["pack", "imagenet-validation", "FILE", "OUT"], 65, "the classes of these images are unknown"),
         (["pack", "folder", "PHOTOS", "OUT", "--classes", "1"], 65, "expected one or more of 0 … 0"),
-        (["pack", "tars", "PHOTOS", "OUT"], 65, "no *.tar here"),
-        (["pack", "parquet", "PHOTOS", "OUT"], 65, "no *.parquet here"),
+        (["pack", "tars", "PHOTOS", "OUT"], 65, "no files match *.tar"),
+        (["pack", "parquet", "PHOTOS", "OUT"], 65, "no files match *.parquet"),
         (
             ["pack", "folder", "PHOTOS", "OUT", "--workers", "0"],
             64,
@@ -167,7 +167,7 @@ def test_an_index_does_not_overwrite_the_tables_of_another_one(photos, tmp_path,
     assert main(["index", str(tmp_path / "one"), "--name", "b", *place]) == 0, "the same tars"
     capsys.readouterr()
     assert main(["index", str(tmp_path / "two"), "--name", "c", *place]) == 65
-    assert "has a train-000000.tar of" in capsys.readouterr().err
+    assert "has another train-000000.tar, whose table would be lost" in capsys.readouterr().err
 
 
 def test_samples_skipped_by_indexing_are_reported(tmp_path, capsys):
