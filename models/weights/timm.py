@@ -15,12 +15,13 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from models.configs import ConfigFields, ModelConfig, ViTConfig
+from models.configs import ROPES, ConfigFields, ModelConfig, ViTConfig
 from models.weights.layout import ForeignConfig, Layout, read, vit_config, with_learned_positions, write
 from models.weights.preprocessing import Preprocessing
 
@@ -91,28 +92,47 @@ FIXED: tuple[tuple[str, str, object], ...] = (
 NEEDS_NAME = r"^norm_pre\.|\.gamma_1$|\.attn\.(q_bias|q_proj\.weight|norm\.weight)$|^rope\.freqs"
 POOLS = {"token": "token", "avg": "gap", "map": "map"}  # theirs: ours
 THEIR_POOLS = {"token": "token", "gap": "avg", "map": "map"}  # the inverse: ours: theirs
+# Rotary positions: Eva's arguments with their defaults, and its names of the values in ROPES.
+ROPE_ARGUMENTS = {
+    "rope_type": "cat",
+    "rope_temperature": 10_000.0,
+    "rope_grid_indexing": "ij",
+    "rope_grid_offset": 0.0,
+    "rope_rotate_half": False,
+}
+ROPE_TYPES = {"index": "cat", "learned": "mixed", "centred": "dinov3"}
+GRID_INDEXING = {"yx": "ij", "xy": "xy"}
 TOLD = (("heads", "num_heads"), ("image_size", "img_size"), ("activation", "act_layer"))  # ours, their argument
 CHANGES = ("norm_layer", "mlp_layer", "block_fn", "use_post_norm", "num_kv_heads")  # change the computation
 
 
 def layout_of(stored: dict[str, Tensor]) -> Layout:
     """Return the layout of these stored tensors: timm has several names for LayerScale, q, k and v, and SwiGLU."""
+    names = {key.removeprefix("blocks.0.") for key in stored}
+    # One layer of twice the hidden width is SwiGLU too.
+    if "mlp.fc1.weight" in names:
+        outputs = stored["blocks.0.mlp.fc1.weight"].shape[0]
+        names.add("mlp.gate_up" if outputs == 2 * stored["blocks.0.mlp.fc2.weight"].shape[1] else "mlp.up")
+    return layout_of_names(names)
+
+
+def layout_of_names(names: Container[str]) -> Layout:
+    """Return the layout of a file in which the first block has these names, among others."""
     renames: tuple[tuple[str, str], ...] = RENAMES
-    if "blocks.0.gamma_1" in stored:
+    if "gamma_1" in names:
         renames = (*renames, (r"\.ls(\d)\.gamma$", r".gamma_\1"))
     packed: list[tuple[str, tuple[str, ...]]] = []
-    # 1. The MLP: SwiGLU with two layers or with one layer of twice the width; otherwise the paper's.
-    if "blocks.0.mlp.fc1_g.weight" in stored:
+    # 1. The MLP: the paper's, or SwiGLU with two layers or with one layer of twice the width.
+    for ours in ("up", "gate_up"):
+        if f"mlp.{ours}" in names:
+            renames = (*renames, (rf"\bmlp\.{ours}\.", "mlp.fc1."))
+    if "mlp.fc1_g.weight" in names:
         packed.append((".mlp.gate_up.", (".mlp.fc1_g.", ".mlp.fc1_x.")))
-    elif "blocks.0.mlp.fc1.weight" in stored:
-        wide = stored["blocks.0.mlp.fc1.weight"].shape[0] == 2 * stored["blocks.0.mlp.fc2.weight"].shape[1]
-        name = "gate_up" if wide else "up"
-        renames = (*renames, (rf"\bmlp\.{name}\.", "mlp.fc1."))
     # 2. The projections: q, k and v in one layer or in three, and a bias of k, or none.
-    if "blocks.0.attn.q_bias" in stored:
+    if "attn.q_bias" in names:
         packed.append((".attn.qkv.bias", (".attn.q_bias", ".attn.v_bias")))
-    elif "blocks.0.attn.q_proj.weight" in stored:
-        if "blocks.0.attn.k_proj.bias" not in stored:
+    elif "attn.q_proj.weight" in names:
+        if "attn.k_proj.bias" not in names:
             packed.append((".attn.qkv.bias", (".attn.q_proj.bias", ".attn.v_proj.bias")))
         packed.append((".attn.qkv.", (".attn.q_proj.", ".attn.k_proj.", ".attn.v_proj.")))
     return Layout(renames, tuple(packed))
@@ -146,8 +166,9 @@ def load(
     for ours, theirs in TOLD:
         if theirs in arguments:
             known[ours] = arguments[theirs]
-    if arguments.get("pool_include_prefix"):
-        known["pool_prefix"] = True
+    if "pool_include_prefix" in arguments:
+        known["pool_prefix"] = arguments["pool_include_prefix"]
+    known |= eva_fields(arguments)
     # An argument overrides the top-level entry of config.json, because the model was built with it.
     pooling_name = arguments.get("global_pool") or described.get("global_pool")
     if pooling_name:
@@ -157,6 +178,8 @@ def load(
     elif "fc_norm.weight" in stored:
         known["pool"] = "gap"
     known |= overrides
+    if known.get("pool", "token") == "token":
+        known.pop("pool_prefix", None)  # timm ignores it then
     # timm stores every table, so a missing table means no positions, not sincos2d as in big_vision.
     if "pos_embed" not in stored:
         known.setdefault("positions", "none")
@@ -179,8 +202,32 @@ def load(
     # Without another activation, every model of timm has GELU with erf; SwiGLU shows in the keys.
     if layout.keys("blocks.0.mlp.up.weight")[0] in stored:
         known.setdefault("activation", "gelu")
+    else:
+        known["activation"] = "swiglu"
     config = vit_config(stored, layout, known, infer_switches=True)
     return read(stored, config, layout), config
+
+
+def eva_fields(arguments: ForeignConfig) -> ConfigFields:
+    """Return the fields that arguments of Eva determine; ValueError for rotary positions that are not in ROPES."""
+    known: ConfigFields = {}
+    if "attn_pool_num_heads" in arguments:
+        known["map_heads"] = arguments["attn_pool_num_heads"]
+        known["pool_prefix"] = bool(arguments.get("class_token", True) or arguments.get("num_reg_tokens"))
+    if "use_rot_pos_emb" in arguments and not arguments["use_rot_pos_emb"]:
+        known["rope"] = "none"
+        known["rope_grid"] = None
+    elif "use_rot_pos_emb" in arguments:
+        theirs = tuple(arguments.get(name, default) for name, default in ROPE_ARGUMENTS.items())
+        rows = {}
+        for name, (kind, base, axes, offset, pairs) in ROPES.items():
+            grid_offset = offset if kind == "index" else 0.0
+            rows[(ROPE_TYPES[kind], base, GRID_INDEXING[axes], grid_offset, pairs == "halves")] = name
+        if theirs not in rows:
+            raise ValueError(f"this timm model has rotary positions {theirs}, which is not supported")
+        known["rope"] = rows[theirs]
+        known["rope_grid"] = arguments.get("ref_feat_shape")
+    return known
 
 
 def refuse_unsupported(stored: dict[str, Tensor], architecture: str) -> None:
@@ -218,17 +265,24 @@ def save(
             reasons.append("representation layer")
         if config.positions_at != "stem" or config.positions not in ("none", "learned", "learned2d", "sincos2d"):
             reasons.append(f"{config.positions} positions at {config.positions_at}")
+        if config.pre_norm and config.patch_bias:
+            reasons.append("bias of the patch embedding before a norm")
     if reasons:
         raise ValueError(f"timm's VisionTransformer has no {', no '.join(reasons)}; save as npz or safetensors")
     assert isinstance(config, ViTConfig)
-    if config.norm_eps != 1e-6:
+    if config.norm_eps not in (1e-5, 1e-6):
         warnings.warn(f"timm computes norm_eps 1e-6, not {config.norm_eps}: logits will differ", stacklevel=3)
+    # Only Eva has rotary positions, SwiGLU with LayerNorm, and projections in which only the keys have no bias.
+    arguments_of = vit_arguments
+    if config.rope != "none" or config.qkv_bias == "qv" or (config.activation == "swiglu" and config.norm == "layer"):
+        arguments_of = eva_arguments
+    architecture, arguments = arguments_of(config)
     described = {
-        "architecture": ARCHITECTURE,
+        "architecture": architecture,
         "num_classes": config.classes,
         "num_features": config.width,
         "global_pool": THEIR_POOLS[config.pool],
-        # Arguments that make timm's VisionTransformer compute this model.
+        # Arguments that make timm's module compute this model.
         "model_args": {
             "img_size": list(config.image_size),
             "patch_size": list(config.patch),
@@ -238,12 +292,11 @@ def save(
             "mlp_ratio": (config.mlp + 0.5) / config.width,  # timm truncates the product
             "global_pool": THEIR_POOLS[config.pool],
             "class_token": config.pool == "token",
-            "reg_tokens": config.registers,
             "no_embed_class": not config.position_slots,
-            "pos_embed": "none" if config.positions == "none" else "learn",
-            "fc_norm": False,
-            "act_layer": config.activation,
             "num_classes": config.classes,
+            "init_values": config.layer_scale,
+            "qk_norm": config.qk_norm,
+            **arguments,
         },
         "pretrained_cfg": {
             "num_classes": config.classes,
@@ -258,4 +311,110 @@ def save(
         described["label_names"] = list(class_names[: config.classes])
     # The number of entries does not change: timm's no_embed_class tells whether prefix tokens have entries.
     state, config = with_learned_positions(state, config, config.position_slots)
-    return write(state, config, layout_of({})), json.dumps(described, indent=2) + "\n"
+    if not config.patch_bias and not config.pre_norm:
+        # timm has no patch embedding without a bias here; zeros change nothing.
+        config = replace(config, patch_bias=True)
+        state = {**state, "embedding.bias": torch.zeros(config.width)}
+    stored = write(state, config, layout_for(config, architecture))
+    frequencies = [stored.pop(f"rope.freqs.{layer}") for layer in range(config.depth) if config.rope == "mixed"]
+    if frequencies:
+        stored["rope.freqs"] = torch.stack(frequencies, dim=1)
+    return stored, json.dumps(described, indent=2) + "\n"
+
+
+def refuse(reasons: dict[str, bool]) -> None:
+    """Raise ValueError naming the parts of a model that timm's module does not have."""
+    wrong = [reason for reason, applies in reasons.items() if applies]
+    if wrong:
+        raise ValueError(f"timm has no {', no '.join(wrong)} in this model; save as safetensors")
+
+
+def vit_arguments(config: ViTConfig) -> tuple[str, ConfigFields]:
+    """Return an architecture with the right kind and epsilon of norms, and the arguments of VisionTransformer."""
+    architecture = ARCHITECTURE
+    if config.norm == "rms":
+        architecture = "aimv2_large_patch14_224"
+    elif config.norm_eps == 1e-5:
+        architecture = "vit_base_patch16_clip_224"
+    is_aim = config.norm == "rms"
+    refuse(
+        {
+            "separate width of a MAP head": config.map_heads is not None or config.map_mlp is not None,
+            "norm of patches": config.patch_norm != is_aim,
+            "missing biases": config.block_bias == is_aim,
+            "GELU": is_aim and config.activation != "swiglu",
+            "RMSNorm with this epsilon": is_aim and config.norm_eps != 1e-5,
+        }
+    )
+    return architecture, {
+        "reg_tokens": config.registers,
+        "pos_embed": "none" if config.positions == "none" else "learn",
+        "pre_norm": config.pre_norm,
+        "final_norm": config.last_norm != "none",
+        "fc_norm": config.last_norm == "pooled",
+        "pool_include_prefix": config.pool_prefix,
+        "qkv_bias": config.qkv_bias == "all",
+        "proj_bias": config.block_bias,
+        "scale_attn_norm": config.attention_norm,
+        "scale_mlp_norm": config.mlp_norm,
+        "act_layer": "silu" if config.activation == "swiglu" else config.activation,
+    }
+
+
+def eva_arguments(config: ViTConfig) -> tuple[str, ConfigFields]:
+    """Return an architecture with the right epsilon of norms, and the arguments of Eva."""
+    kind, base, axes, offset, pairs = ROPES.get(config.rope, ROPES["eva02"])
+    has_prefix_pooled = config.pool == "map" and config.prefix_tokens > 0
+    refuse(
+        {
+            "RMSNorm": config.norm == "rms",
+            "norm of patches": config.patch_norm,
+            "missing biases": not config.block_bias,
+            f"{config.activation}": config.activation not in ("gelu", "swiglu"),
+            "pooling of the other tokens": config.pool_prefix != has_prefix_pooled,
+        }
+    )
+    arguments: ConfigFields = {
+        "num_reg_tokens": config.registers,
+        "use_abs_pos_emb": config.positions != "none",
+        "use_pre_transformer_norm": config.pre_norm,
+        "use_post_transformer_norm": config.last_norm == "tokens",
+        "use_fc_norm": config.last_norm == "pooled",
+        "attn_type": "rope" if config.qkv_bias == "all" else "eva",
+        "qkv_fused": True,
+        "qkv_bias": config.qkv_bias != "none",
+        "scale_attn_inner": config.attention_norm,
+        "scale_mlp": config.mlp_norm,
+        "swiglu_mlp": config.activation == "swiglu",
+        "swiglu_align_to": 0,
+        "use_rot_pos_emb": config.rope != "none",
+        "rope_type": ROPE_TYPES[kind],
+        "rope_temperature": base,
+        "rope_grid_indexing": GRID_INDEXING[axes],
+        "rope_grid_offset": offset if kind == "index" else 0.0,
+        "rope_rotate_half": pairs == "halves",
+        "ref_feat_shape": config.rope_grid,
+        "dynamic_img_size": False,
+    }
+    if config.pool == "map":
+        arguments["attn_pool_num_heads"] = config.map_heads or config.heads
+        arguments["attn_pool_mlp_ratio"] = ((config.map_mlp or config.mlp) + 0.5) / config.width
+    architecture = "vit_base_patch16_dinov3" if config.norm_eps == 1e-5 else "eva02_base_patch14_224"
+    return architecture, arguments
+
+
+def layout_for(config: ViTConfig, architecture: str) -> Layout:
+    """Return the layout of timm's module of this architecture and config."""
+    names = []
+    is_eva = not architecture.startswith(("vit_base_patch16_224", "vit_base_patch16_clip", "aimv2"))
+    if is_eva and config.layer_scale is not None:
+        names.append("gamma_1")
+    if config.activation != "swiglu":
+        names.append("mlp.up")
+    elif config.mlp_norm or not is_eva:
+        names.append("mlp.fc1_g.weight")
+    else:
+        names.append("mlp.gate_up")
+    if config.qkv_bias == "qv":
+        names.append("attn.q_bias")
+    return layout_of_names(names)

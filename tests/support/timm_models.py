@@ -93,9 +93,9 @@ def randomise(theirs: torch.nn.Module, seed: int) -> None:
     start = 0
     for name, parameter in theirs.named_parameters():
         # The pool is much cheaper than fresh values for matrices with millions of entries.
-        places = (torch.arange(parameter.numel()) + start) % len(pool)
-        start += parameter.numel()
-        values = pool[places].view(parameter.shape)
+        end = start + parameter.numel()
+        values = pool.repeat(-(-end // len(pool)))[start:end].view(parameter.shape)
+        start = end % len(pool)
         if parameter.ndim >= 2 and not name.endswith(("_token", "pos_embed", "latent", "freqs")):
             parameter.copy_(values / math.sqrt(parameter[0].numel()))
         elif "norm" in name and name.endswith("weight"):
