@@ -242,7 +242,8 @@ def source_names(cfg: SetConfig) -> Names:
     if cfg.source == "shards":
         return ()
     if cfg.source == "tars":
-        names = reader_of(cfg, "tars:tars_classes")(cfg.path)
+        # With a class list, labels that are texts refer to its names.
+        names = reader_of(cfg, "tars:tars_classes")(cfg.path, with_labels=not (cfg.names or cfg.classes_of))
         return names
     known = known_set(cfg)
     if known is not None:

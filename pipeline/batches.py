@@ -46,7 +46,7 @@ from models.catalog import normalise
 from pipeline import config
 from pipeline.hooks import masked_by
 from pipeline.losses import LOSSES, dense_targets, mixup
-from pipeline.phases import phase_at
+from pipeline.training_config import phase_at
 from pipeline.training_data import training_loader
 
 if TYPE_CHECKING:

@@ -50,6 +50,7 @@ from pipeline.identity import (
     worker_name,
     workers_per_gpu,
 )
+from pipeline.objects import send_as_json
 
 LONGEST_LIST = 8  # maximum number of nodes in a log line
 LARGE_PIECE = 80 << 20  # bytes; more than the 64 MB heap that glibc gives each thread
@@ -91,7 +92,8 @@ def join_group(timeout_s: float) -> torch.device:
     # Tests create the group themselves. No backend of `jobs` does, because worker errors carry a rank.
     if not dist.is_initialized():
         dist.init_process_group(backend, timeout=timeout, device_id=bound_device)
-    dist.new_group = partial(dist.new_group, timeout=timeout)  # applies to callers that pass no time-out too
+    send_as_json()
+    dist.new_group = partial(dist.new_group, timeout=timeout)  # also for callers that pass no time-out
     deepspeed.init_distributed(dist_init_required=False, verbose=False)
     return device
 

@@ -44,9 +44,8 @@ from pipeline.hooks import Hook, HookOptions, StageEvaluator, build_config, load
 from pipeline.identity import package_versions
 from pipeline.monitoring.telemetry import Telemetry
 from pipeline.monitoring.watchdog import Phases
-from pipeline.phases import Phase, has_one_shape, smaller_sizes
 from pipeline.process_group import check_start, device_name, fetch_init, join_group, log_network, processor
-from pipeline.training_config import TrainConfig
+from pipeline.training_config import Phase, TrainConfig, has_one_shape, smaller_sizes
 from pipeline.training_data import batch_arithmetic, cache_line, steps_of, training_order
 from pipeline.values import counted
 from pipeline.worker import Group, Job, Progress, Setup, StageData, StopRequest, TrainingLog

@@ -39,8 +39,8 @@ from pipeline.checkpoints.reader import export
 from pipeline.engine.engine import on_device
 from pipeline.monitoring.telemetry import Window, account, log_line, memory_gb, peak_flops, read_metrics
 from pipeline.optimization import learning_rate
-from pipeline.phases import flops_of
 from pipeline.start import Worker, read_task, set_up
+from pipeline.training_config import flops_of
 from pipeline.worker import Progress, handle_sigterm
 
 BAD_GRACE = 10_000  # until this many samples were seen, max_bad_fraction is relative to this number

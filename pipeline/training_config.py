@@ -7,9 +7,11 @@ An extra adds its own keys in a subclass (pipeline/hooks.py). The config of a st
 and its keys stay flat. The core learns about an extra's keys only through the methods at the end of TrainConfig.
 """
 
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import models
 from data.checks import at_least, check_name, more_than_0
 from data.errors import ConfigError
 from data.images.augment import AugmentConfig
@@ -19,7 +21,9 @@ from data.remote.config import CacheConfig
 from models import ModelConfig
 from pipeline.config import Tags, require, tags
 from pipeline.optimization import Loss, OptimConfig
-from pipeline.phases import Phase
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 L2 = 2.0**10  # penalty of the ridge regression (big_vision configs/common_fewshot.py): fixed, never tuned
 # Seeds are 64-bit numbers: the sample order and torch's generators accept no others.
@@ -132,7 +136,58 @@ class SavingConfig:
 
 
 @dataclass(frozen=True)
-class TrainConfig(SavingConfig):
+class EngineConfig:
+    """How the engine computes a step."""
+
+    exact_parts: int = 0  # 1, 2, 4 …: same bits with any number of workers up to this (docs/exact.md); 0: off
+    precision: Literal["bf16", "fp32"] = "bf16"  # of weights and activations; gradient sums and optimizer are fp32
+    zero: int = 2  # DeepSpeed ZeRO stage: workers shard optimizer state (1), also gradients (2), also weights (3)
+    checkpoint_blocks: int = 0  # number of blocks that recompute their activations in the backward pass
+    compile: bool = False  # torch.compile, block by block
+    # path of your own ds_config.json; it may only tune data movement (overlap_comm, bucket sizes:
+    # docs/design/step.md)
+    deepspeed: str | None = None
+
+    RESUME: ClassVar[Tags] = tags(forbid="precision", warn="exact_parts zero checkpoint_blocks compile deepspeed")
+
+    def __post_init__(self) -> None:
+        at_least(self, 0, "checkpoint_blocks")
+        require(self.zero in (0, 1, 2, 3), f"zero is {self.zero}, expected a ZeRO stage 0, 1, 2 or 3")
+        # Measured: with this setup DeepSpeed takes an Adam step during initialisation, which changes the weights.
+        is_phantom = self.zero == 0 and self.precision == "bf16"
+        require(
+            not is_phantom,
+            "zero is 0 with precision bf16: DeepSpeed would take an extra optimizer step at start-up\n"
+            "  use zero=1 or precision=fp32",
+        )
+        parts = self.exact_parts
+        is_power_of_two = parts & (parts - 1) == 0  # true for 0, too
+        require(parts >= 0 and is_power_of_two, f"exact_parts is {parts}, expected 0 (off), 1, 2, 4, 8, …")
+        require(
+            not (parts and self.deepspeed),
+            "exact_parts trains without DeepSpeed, so your deepspeed file would have no effect\n"
+            "  remove exact_parts or deepspeed",
+        )
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A range of steps, counted from 0, with one image size and one number of kept patches.
+
+    Without extras a stage is a single phase of whole images (`TrainConfig.phases`). Phases are pure functions of the
+    step, so a resume repeats them at any world size.
+    """
+
+    steps: range
+    image_size: int  # side in pixels
+    patches: int = 0  # of an image; 0: not counted
+    kept: int | None = None  # patches of an image that the model sees; None: all
+    # (step, ids (b, 3): epoch, shard, sample) → (b, kept), which patches; None: all
+    draw_patches: "Callable[[int, Tensor], Tensor] | None" = None
+
+
+@dataclass(frozen=True)
+class TrainConfig(SavingConfig, EngineConfig):
     """The config of a trained stage; defaults: the paper's ViT-B/16 pretraining on JFT-300M (table 3) but `optim.clip`.
 
     The objective "masked" (paper, B.1.2) trains a "Masked-…" model; its `target`, `corrupted`, `masked` and `swapped`
@@ -154,14 +209,6 @@ class TrainConfig(SavingConfig):
     batch_size: int = 4096  # images per step, of all workers together
     micro_batch: int = 64  # images per worker and forward pass; accumulation is derived
     uneven: bool = False  # allow the workers' shares of a batch to differ by one sample
-    exact_parts: int = 0  # 1, 2, 4 …: same bits with any number of workers up to this (docs/exact.md); 0: off
-    precision: Literal["bf16", "fp32"] = "bf16"  # of weights and activations; gradient sums and optimizer: fp32
-    zero: int = 2  # DeepSpeed ZeRO stage: workers shard optimizer state (1), also gradients (2), also weights (3)
-    checkpoint_blocks: int = 0  # number of blocks that recompute their activations in the backward pass
-    compile: bool = False  # torch.compile, block by block
-    # path of your own ds_config.json, which may only tune data movement (overlap_comm, bucket sizes:
-    # docs/design/step.md)
-    deepspeed: str | None = None
     seed: int = 0  # seed of initial weights, sample order, augmentation, mixup and dropout
     evaluate_every: int = 0  # steps between evaluations; 0: only at the end
     probe: ProbeConfig = field(default_factory=ProbeConfig)  # few-shot probe during training, at every evaluation
@@ -172,8 +219,8 @@ class TrainConfig(SavingConfig):
 
     RESUME: ClassVar[Tags] = tags(
         forbid="data model init new_head optim objective loss label_smoothing mixup polyak steps passes batch_size "
-        "precision seed",
-        warn="micro_batch uneven exact_parts zero checkpoint_blocks compile deepspeed evaluate_every probe",
+        "seed",
+        warn="micro_batch uneven evaluate_every probe",
         free="log_every max_skipped timeout_s stall_s",
     )
 
@@ -183,18 +230,11 @@ class TrainConfig(SavingConfig):
         return 0 if self.objective == "masked" else self.data.max_labels
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.zero in (0, 1, 2, 3), f"zero is {self.zero}, expected a ZeRO stage 0, 1, 2 or 3")
-        # Measured: with this setup DeepSpeed takes an Adam step during initialisation, which changes the weights.
-        is_phantom = self.zero == 0 and self.precision == "bf16"
-        require(
-            not is_phantom,
-            "zero is 0 with precision bf16: DeepSpeed would take an extra optimizer step at start-up\n"
-            "  use zero=1 or precision=fp32",
-        )
+        SavingConfig.__post_init__(self)
+        EngineConfig.__post_init__(self)
         require(0 <= self.label_smoothing < 1, f"label_smoothing is {self.label_smoothing}, expected 0 to 1")
         require(0 <= self.polyak < 1, f"polyak is {self.polyak}, expected 0 (off) to less than 1, for example 0.9999")
-        at_least(self, 0, "mixup evaluate_every checkpoint_blocks")
+        at_least(self, 0, "mixup evaluate_every")
         more_than_0(self, "timeout_s stall_s")
         require(MIN_SEED <= self.seed <= MAX_SEED, f"seed is {self.seed}, expected {MIN_SEED} to {MAX_SEED}")
         uses_labels = bool(self.mixup or self.label_smoothing or self.data.evaluate)
@@ -211,21 +251,14 @@ class TrainConfig(SavingConfig):
             f"mixup is {self.mixup} with micro_batch 1: it blends images of the same micro-batch, so nothing would be "
             "mixed\n  expected a micro_batch of 2 or more\n  type micro_batch=2, or mixup=0",
         )
-        parts = self.exact_parts
-        is_power_of_two = parts & (parts - 1) == 0  # true for 0, too
-        require(parts >= 0 and is_power_of_two, f"exact_parts is {parts}, expected 0 (off), 1, 2, 4, 8, …")
-        if parts > 0:
+        if self.exact_parts:
             # A part must consist of whole micro-batches, because two parts cannot share the gradient of one.
-            unit = parts * self.micro_batch
+            unit = self.exact_parts * self.micro_batch
             require(
                 self.batch_size % unit == 0 and not self.uneven,
-                f"exact_parts {parts} needs equal parts of whole micro-batches, but batch_size {self.batch_size} is "
-                f"not a multiple of {parts} × micro_batch {self.micro_batch} = {unit}, or uneven is true",
-            )
-            require(
-                not self.deepspeed,
-                "exact_parts trains without DeepSpeed, so your deepspeed file would have no effect\n"
-                "  remove exact_parts or deepspeed",
+                f"exact_parts {self.exact_parts} needs equal parts of whole micro-batches, but batch_size "
+                f"{self.batch_size} is not a multiple of {self.exact_parts} × micro_batch {self.micro_batch} = {unit}, "
+                "or uneven is true",
             )
         if self.data.mixture:
             # Every set must get at least one sample in a batch.
@@ -264,3 +297,47 @@ def check_ops(ops: str | None) -> None:
         shape_of(ops)
     except ValueError as error:
         raise ConfigError(f"preprocess: {error}") from None
+
+
+# ------------------------------------------------------------------------ phases of a stage
+
+
+def phase_at(step: int, phases: Sequence[Phase]) -> Phase:
+    """Return the phase of a step, counted from 0; the last phase for steps beyond the end."""
+    for phase in phases:
+        if step < phase.steps.stop:
+            return phase
+    return phases[-1]
+
+
+def has_whole_images(phases: Sequence[Phase]) -> bool:
+    """Return whether the model sees all patches of an image in any phase."""
+    return any(phase.kept is None for phase in phases)
+
+
+def has_one_shape(phases: Sequence[Phase], model: ModelConfig) -> bool:
+    """Return whether every phase has whole images of the model's own size, like evaluation."""
+    return all(phase.kept is None and phase.image_size == model.image_size[0] for phase in phases)
+
+
+def smaller_sizes(phases: Sequence[Phase], model: ModelConfig) -> tuple[tuple[int, int], ...]:
+    """Return the image sizes of these phases that differ from the model's own, without repetitions, in order."""
+    sizes = []
+    for phase in phases:
+        size = (phase.image_size, phase.image_size)
+        if phase.image_size != model.image_size[0] and size not in sizes:
+            sizes.append(size)
+    return tuple(sizes)
+
+
+def flops_of(phases: Sequence[Phase], model: ModelConfig, steps: range, batch_size: int) -> int:
+    """Return the floating-point operations of training these steps, counted from 0."""
+    total = 0
+    for phase in phases:
+        common = range(max(steps.start, phase.steps.start), min(steps.stop, phase.steps.stop))
+        if common:
+            model_of_phase = model
+            if phase.image_size != model.image_size[0]:  # the model's own size need not be square
+                model_of_phase = replace(model, image_size=(phase.image_size, phase.image_size))
+            total += models.training_flops(model_of_phase, len(common) * batch_size, phase.kept)
+    return total

@@ -22,8 +22,7 @@ from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 from pipeline.engine.engine import Engine
 from pipeline.monitoring.telemetry import Telemetry, Window
 from pipeline.monitoring.watchdog import STOP_FILE, Phases, node_folder
-from pipeline.phases import Phase
-from pipeline.training_config import TrainConfig
+from pipeline.training_config import Phase, TrainConfig
 from pipeline.training_data import Arithmetic
 
 

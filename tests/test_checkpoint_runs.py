@@ -264,7 +264,7 @@ def test_who_runs_out_of_memory_is_named_with_what_to_lower(twin, run) -> None:
         "worker 1 on .*, in reduce of step 22: MemoryError",
         "worker 1 on .*, in reduce of step 27: OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB",
     ]
-    found, hint = incidents(stage(run)), "; lower micro_batch or data.processes, or raise checkpoint_blocks"
+    found, hint = incidents(stage(run)), "; to use less memory, decrease .*"
     assert len(found) == 4 and all(re.fullmatch(e + hint, f) for e, f in zip(expected, found, strict=True)), found
     assert_same(run, twin)
 

@@ -319,7 +319,7 @@ def test_a_host_that_gives_notice_costs_no_step_and_is_no_incident(rounds, clust
             cluster.join(victim)
         assert driver.wait(AGAIN_S) == 0, driver.said
         print(f"FAULT_SEED={SEED} round {number}: {victim} gave notice; trained again {again_s:.1f} s later")
-        assert f"leaving the cluster: {victim} (its node is drained)" in driver.said
+        assert f"leaving the cluster: {victim} (its node is being drained)" in driver.said
         assert not (stage(run) / "incidents.txt").exists() and "is slow" not in driver.said
         taken = [step for record in read_metrics(stage(run)) for step in steps_of(record)]
         assert taken == list(range(1, 201)), "every step once"
@@ -350,14 +350,14 @@ def test_a_run_goes_on_with_fewer_workers_and_with_more_as_hosts_are_lost_for_go
     before_join = time.monotonic()
     cluster.join(cluster.names[1])
     join_s = time.monotonic() - before_join
-    grown_s = driver.until(has_said(driver, "growing from 1 to 2 workers, resuming from step "), AGAIN_S)
+    grown_s = driver.until(has_said(driver, "scaling up from 1 to 2 workers, resuming from step "), AGAIN_S)
     more_s = driver.until(has_said(driver, "attempt 3: "), AGAIN_S)
     assert driver.wait(2 * AGAIN_S) == 0, driver.said
     print(f"two hosts lost: noticed after {noticed_s:.1f} s, one worker trained {again_s:.1f} s later; ", end="")
     print(f"a host joined in {join_s:.1f} s; stopped {grown_s:.1f} s later, two trained {more_s:.1f} s after that")
     assert [record["world"] for record in read_metrics(stage(run), "start")] == [2, 1, 2]
     assert (stage(run) / "incidents.txt").read_text().count("its node ") == 1
-    (grown,) = re.findall(r"growing from 1 to 2 workers, resuming from step (\d+)", driver.said)
+    (grown,) = re.findall(r"scaling up from 1 to 2 workers, resuming from step (\d+)", driver.said)
     steps = {attempt: [] for attempt in (1, 2, 3)}
     for record in read_metrics(stage(run)):
         steps[record["attempt"]].append(record["step"])
@@ -637,7 +637,7 @@ def test_a_run_directory_of_each_host_alone_is_refused_by_preflight_and_by_run(c
     for name in cluster.names:
         cluster.network[name].run("mkdir -p /tmp/alone")
     code, said_here = preflight(cluster, run)
-    assert code == 69 and re.search("^FAIL workers .*, created by the driver, did not appear on h", said_here, re.M)
+    assert code == 69 and re.search("^FAIL workers .*the driver's folder .* did not appear on h", said_here, re.M)
     recipe = shared / "alone.yaml"
     recipe.write_text(SMALL)
     driver = Driver(cluster, [str(recipe), f"run={run}", "cluster.backend=ray", *OVERRIDES], shared / "alone")

@@ -21,6 +21,7 @@ Names = tuple[str, ...]
 NO_NAMES: Mapping[str, int] = {}
 MOST_SHOWN = 5  # maximum number of names in a message
 MOST_DIGITS = 4300  # maximum length of a number that int() accepts
+FEW_NAMES = 1000  # up to this many classes may have a single image each; more texts that rarely repeat are captions
 NO_LABEL = "no label"
 NO_NAME = "label is a text that no class list has"  # reason for skipping a sample
 NO_TEXT = "label is not text"
@@ -55,6 +56,11 @@ def gap_in_ids(used: int, classes: int) -> str:
         f"only {used:,} of the class ids 0 to {classes - 1:,} occur in labels: a model needs {classes:,} outputs; "
         "if the largest id is a mistake, correct it"
     )
+
+
+def are_captions(texts: int, samples: int) -> bool:
+    """Return whether labels that are so many different texts are captions: they rarely repeat, unlike class names."""
+    return texts > max(FEW_NAMES, samples // 2)
 
 
 def are_pairs(class_counts: Sequence[int], labelled: int) -> bool:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -49,6 +50,7 @@ LARGEST_RECORD = 2048  # blocks; larger --blocking-factor values of GNU tar are 
 REGULAR = (b"0", b"\0", b"7")
 EXTENSIONS = (b"L", b"K", b"x", b"X", b"g")  # GNU's long name and long link; PAX, Solaris' PAX, PAX for all members
 GNU_SPARSE = b"S"
+WITHOUT_CONTENT = (b"1", b"2", b"3", b"4", b"5", b"6")  # links, devices, folders, pipes
 # First bytes of compressed files, and the program that decompresses them.
 COMPRESSORS = {
     b"\x1f\x8b": "gzip",
@@ -59,6 +61,9 @@ COMPRESSORS = {
 }
 # The reason for which members are skipped whose key would end at a dot within their names (IMG.1.jpg).
 DOTTED = "name with a dot before its extension"
+HIDDEN = "hidden file"  # whose name begins with a dot
+PARENT = "name with a folder .."
+REPEATED = "key of an earlier sample"  # such samples are kept
 ABSENT = (0, 0)  # offset and size of a member that a sample does not have
 
 
@@ -133,7 +138,11 @@ def walk(tar: memoryview | bytes, name: str, *, lenient: bool = False, rename: b
         for stored_name, offset, size in members(tar, name, result.refused):
             member = normal_name(stored_name)
             if member is None:
-                result.refused.add("name with a folder ..", stored_name)
+                result.refused.add(PARENT, stored_name)
+                continue
+            # macOS writes a `._1.jpg` next to a 1.jpg; it is no image.
+            if member.rpartition(b"/")[2].startswith(b"."):
+                result.refused.add(HIDDEN, member)
                 continue
             member_key, extension = split_name(member)
             if rename and is_dotted(extension):
@@ -168,6 +177,7 @@ def walk(tar: memoryview | bytes, name: str, *, lenient: bool = False, rename: b
     # both, and this costs one pass over the rows.
     rows = result.rows
     if all(row.image_size and row.label_size for row in rows):
+        count_repeated(result)
         return result
     labels: dict[bytes, list[int]] = {}  # {key: numbers of its rows with only a label}
     for number, row in enumerate(rows):
@@ -182,7 +192,17 @@ def walk(tar: memoryview | bytes, name: str, *, lenient: bool = False, rename: b
             joined[number] = row._replace(label=rows[label].label, label_size=rows[label].label_size)
             used_labels.add(label)
     result.rows = [row for number, row in enumerate(joined) if number not in used_labels]
+    count_repeated(result)
     return result
+
+
+def count_repeated(result: Walk) -> None:
+    """Count the samples that have the key of an earlier one, as after `tar -r` of a changed file."""
+    keys = {row.key for row in result.rows}
+    if len(keys) < len(result.rows):
+        for key, count in Counter(row.key for row in result.rows).items():
+            if count > 1:
+                result.refused.add(REPEATED, key, count - 1)
 
 
 def first_part(extensions: Iterable[str], parts: Mapping[str, Part], absent: Part) -> Part:
@@ -259,16 +279,17 @@ def members(tar: memoryview | bytes, name: str, refused: Refusals) -> Iterator[t
             return
         try:
             size = read_number(header[124:136]) if records.size is None else records.size
-            # The checksum counts its own 8 bytes as spaces.
-            checksum = sum(header) - sum(header[148:156]) + 8 * ord(" ")
-            is_header = checksum == read_number(header[148:156])
+            is_valid = has_checksum(header)
         except ValueError:
-            is_header = False
-        if not is_header:
+            is_valid = False
+        if not is_valid:
             check_uncompressed(tar, name)
             raise DataError(f"{name}: no valid tar header at byte {position}; a shard must be an uncompressed tar")
         start = position + BLOCK
         kind = header[156:157]
+        # Some programs give a link the size of its target, or a folder a size, and store no content.
+        if kind in WITHOUT_CONTENT and size > 0 and is_header_or_end(tar, start):
+            size = 0
         if kind == GNU_SPARSE:
             start = after_sparse_map(tar, header, start)
         # Slicing past the end would silently return a truncated image.
@@ -304,6 +325,23 @@ def members(tar: memoryview | bytes, name: str, refused: Refusals) -> Iterator[t
             refused.add("link or device", records.name or member)
         # An extension header applies to one member only.
         records = PaxRecords()
+
+
+def has_checksum(header: bytes) -> bool:
+    """Return whether a header has its own checksum; raises ValueError if that is not a number."""
+    # The checksum counts its own 8 bytes as spaces.
+    return sum(header) - sum(header[148:156]) + 8 * ord(" ") == read_number(header[148:156])
+
+
+def is_header_or_end(tar: memoryview | bytes, position: int) -> bool:
+    """Return whether the next header, or the end of the tar, is at this position."""
+    block = bytes(tar[position : position + BLOCK])
+    if not block.strip(b"\0"):
+        return True
+    try:
+        return has_checksum(block)
+    except ValueError:
+        return False
 
 
 def check_uncompressed(tar: memoryview | bytes, name: str) -> None:

@@ -48,10 +48,57 @@ TESTED = {"s3fs": "2026.9.0", "gcsfs": "2026.10.1", "adlfs": "2026.8.0"}
 SCHEMES = (*CLIENTS, "https")
 LONGEST_PAUSE_S = 30.0  # longest pause between two attempts
 WARN_AT_ATTEMPT = 2  # counted from 0; two failed attempts may be a short interruption
+# How long a denied request is retried: time for credentials that are just being renewed. Each retry reads them again.
+DENIED_S = 30.0
+RENEW = (
+    "renew them (aws sso login, gcloud auth application-default login, az login, or new values in the file or "
+    "variables that the client reads), then run the same command again"
+)
+CHECK_KEYS = "check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, and AWS_ENDPOINT_URL"
+# Stores' error codes and clients' exceptions that deny a request: what happened, and what to type.
+DENIALS = {
+    # S3: https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html
+    "ExpiredToken": f"the credentials have expired: {RENEW}",
+    "TokenRefreshRequired": f"the credentials have expired: {RENEW}",
+    "InvalidToken": f"the session token is invalid: {RENEW}",
+    "InvalidAccessKeyId": f"the store does not know this access key: {CHECK_KEYS}",
+    "SignatureDoesNotMatch": f"the secret key does not belong to the access key: {CHECK_KEYS}",
+    "AccessDenied": (
+        "the credentials are valid, but not for this request: allow s3:GetObject, s3:PutObject, s3:DeleteObject and "
+        "s3:ListBucket on the bucket"
+    ),
+    "RequestTimeTooSkewed": (
+        "this machine's clock differs from the store's by more than 15 minutes, and the credentials are not the cause: "
+        "type timedatectl set-ntp true, or set the clock"
+    ),
+    # botocore, before any request
+    "NoCredentialsError": f"there are no credentials in the environment: {CHECK_KEYS}",
+    "PartialCredentialsError": f"the credentials are incomplete: {CHECK_KEYS}",
+    "CredentialRetrievalError": f"the credentials cannot be renewed: {RENEW}",
+    "TokenRetrievalError": f"the login has expired: {RENEW}",
+    "UnauthorizedSSOTokenError": f"the login has expired: {RENEW}",
+    # Google
+    "RefreshError": f"the credentials cannot be renewed: {RENEW}",
+    "DefaultCredentialsError": "there are no credentials: set GOOGLE_APPLICATION_CREDENTIALS, or use the node's",
+    # Azure: https://learn.microsoft.com/rest/api/storageservices/common-rest-api-error-codes
+    "AuthenticationFailed": f"the credentials are wrong or expired, or this machine's clock is wrong: {RENEW}",
+    "AuthorizationFailure": "the storage account or its network rules do not allow this request: change them",
+    "AuthorizationPermissionMismatch": "the credentials lack the role Storage Blob Data Contributor on the container",
+    "InsufficientAccountPermissions": "the credentials are valid, but not for this request: allow read, write and list",
+}
+DENIED = "check the credentials in the environment (docs/storage.md)"  # the remedy for a denial without a known code
 
 
 class Refused(DataError):
     """A request that will never be allowed, so it is not retried."""
+
+
+class Denied(PermissionError):
+    """A store rejects the credentials, or they do not allow the request; `code` is the store's name for it."""
+
+    def __init__(self, code: str) -> None:
+        super().__init__(code)
+        self.code = code
 
 
 def check_url(url: str) -> None:
@@ -175,9 +222,10 @@ class Retry:
         """Return the result of `ask`, with retries; `address` is the name for messages.
 
         Raises at once: FileNotFoundError, because retries do not help; DataError if the store's client is not installed
-        or an address is refused; StorageError for an error page. Raises StorageError if all attempts fail or
-        `stopped()` is true.
+        or an address is refused; StorageError for an error page. Raises StorageError if all attempts fail, if the store
+        has denied the requests for DENIED_S, or if `stopped()` is true.
         """
+        bucket = "/".join(address.split("/")[:3])
         reason = ""
         attempt = 0
         # Read `attempts` anew each time: an ending command lowers it for its threads.
@@ -186,19 +234,25 @@ class Retry:
                 raise StorageError(f"{address}: stopped before the response arrived")
             try:
                 with denied_as_such():
-                    return ask()
+                    answer = ask()
+                _denied_since.pop(bucket, None)
+                return answer
             except FileNotFoundError:
                 raise FileNotFoundError(f"{address}: this object or its bucket does not exist") from None
             except PatchlineError:
                 raise
-            except PermissionError:
-                reason = "PermissionError"
+            except Denied as error:
+                reason = error.code
                 # The credentials may have expired: the next attempt reads them from the environment again.
                 forget_credentials()
+                # If other requests have been denied for so long, this one needs no retries.
+                if time.monotonic() >= _denied_since.setdefault(bucket, time.monotonic()) + DENIED_S:
+                    raise denial(address, reason, attempt + 1) from None
             except Exception as error:
                 reason = type(error).__name__
             if attempt == WARN_AT_ATTEMPT:
-                logging.getLogger(__name__).warning("%s: request failed (%s), retrying", address, reason)
+                remedy = f": {DENIALS[reason]}" if reason in DENIALS else ""
+                logging.getLogger(__name__).warning("%s: request failed (%s), retrying%s", address, reason, remedy)
             if attempt + 1 < self.attempts:
                 # A random part, so that many workers and nodes do not retry at the same moment.
                 pause_s = random.uniform(0, min(LONGEST_PAUSE_S, self.backoff_s * 2**attempt))
@@ -207,9 +261,19 @@ class Retry:
                     time.sleep(min(0.1, max(0.0, ends_at - time.monotonic())))
             attempt += 1
 
-        is_denied = reason == "PermissionError" or "Credentials" in reason
-        remedy = "check the credentials in the environment" if is_denied else "run again when the store responds"
-        raise StorageError(f"{address}: no response after {attempt} attempts, last error {reason}; {remedy}")
+        if bucket in _denied_since:
+            raise denial(address, reason, attempt)
+        raise StorageError(
+            f"{address}: no response after {attempt} attempts, last error {reason}; run again when the store responds"
+        )
+
+
+_denied_since: dict[str, float] = {}  # by bucket: when the store began to deny this process's requests
+
+
+def denial(address: str, code: str, attempts: int) -> StorageError:
+    """Return the error for a request that the store has denied, with what to type."""
+    return StorageError(f"{address}: denied after {attempts} attempts: {code}; {DENIALS.get(code, DENIED)}")
 
 
 # --------------------------------------------------------------------------------------------- s3, gs, az
@@ -217,14 +281,38 @@ class Retry:
 
 @contextmanager
 def denied_as_such() -> Iterator[None]:
-    """Context manager that raises PermissionError for responses 401 and 403, which each client reports differently."""
+    """Context manager that raises Denied if the store denies a request, which each client reports differently."""
     try:
         yield
-    except Exception as error:
-        code = getattr(error, "status_code", getattr(error, "code", None))
-        if code in (401, 403) or str(error).startswith("Forbidden"):
-            raise PermissionError("denied") from None
+    except Denied:
         raise
+    except Exception as error:
+        code = denial_code(error)
+        if code:
+            # Without the cause, whose text may contain secrets.
+            raise Denied(code) from None
+        raise
+
+
+def denial_code(error: BaseException) -> str:
+    """Return why a store denies a request, most often a key of DENIALS; "" if it does not deny it."""
+    link: BaseException | None = error
+    while link is not None:
+        response = getattr(link, "response", None)  # botocore's, a dict
+        names = [type(link).__name__, getattr(link, "error_code", None)]  # Azure's code is a str or an enum
+        if isinstance(response, dict):
+            names.append(response.get("Error", {}).get("Code"))
+        for name in names:
+            name = getattr(name, "value", name)
+            if name in DENIALS:
+                return str(name)
+        link = link.__cause__ or link.__context__
+    status = getattr(error, "status_code", getattr(error, "code", None))
+    if status in (401, 403):
+        return f"HTTP {status}"
+    # A PermissionError of the local disk has a number.
+    is_denied = isinstance(error, PermissionError) and error.errno is None
+    return "HTTP 403" if is_denied or str(error).startswith("Forbidden") else ""
 
 
 def forget_credentials() -> None:

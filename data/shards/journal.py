@@ -19,11 +19,9 @@ import psutil
 from data.errors import DataError
 from data.index.document import SUFFIX, write_index
 from data.index.index import Index, Refusals
-from data.index.names import NO_NAME, Names, preview
+from data.index.names import NO_NAME, Names, are_captions, preview
 from data.index.shard import Shard
 from data.seal import Journal
-
-FEW_NAMES = 1000  # up to this many classes may have a single image each; more texts that rarely repeat are captions
 
 
 class Record(NamedTuple):
@@ -103,8 +101,7 @@ class IndexJournal:
             texts.add_all(record.texts, name)
 
         samples = sum(shard.samples for shard in shards)
-        are_captions = len(texts.counts) > max(FEW_NAMES, samples // 2)
-        if texts.counts and not samples_of_class and not are_captions:
+        if texts.counts and not samples_of_class and not are_captions(len(texts.counts), samples):
             names = tuple(sorted(texts.counts))
             if self.classes and len(names) > self.classes:
                 raise DataError(

@@ -155,7 +155,7 @@ def keys_of(names: Sequence[str]) -> list[str]:
         return keys
     for number, name in enumerate(names):
         if times[keys[number]] > 1:
-            keys[number] += "_" + Path(name).suffix[1:].lower()
+            keys[number] += "_" + Path(name).suffix[1:]
     first: dict[str, str] = {}
     for key, name in zip(keys, names, strict=True):
         if key in first:

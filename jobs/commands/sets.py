@@ -75,6 +75,7 @@ Location = Annotated[
     str | None, typer.Option("--at", help="URL from which runs read the shards; default: the URL given.")
 ]
 
+IndexPath = Annotated[str, typer.Argument(metavar="set", help="An index file, or the folder that contains it.")]
 Name = Annotated[str | None, typer.Option(help="Name of the data set; default: the name of its folder.")]
 Classes = Annotated[
     int | None, typer.Option(min=1, help="Number of classes (labels must be smaller); default: taken from the labels.")

@@ -11,7 +11,6 @@ This module does not import torch: the page of a run of a million steps takes on
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -34,7 +33,6 @@ from pipeline import artifacts
 from pipeline.monitoring.telemetry import Account, Record, account, read_metrics
 from pipeline.values import counted, duration
 
-BAD_SAMPLE = re.compile(r"bad sample \d+ replaced: (?P<sample>.*): (?P<reason>[^:]*)$")
 LEASE_PERIODS = 1.2  # time to observe the lease of another machine: 6 s, because `report` must not wait longer
 DRAW = "-seed-"  # part of a metric's name if the value is of a single draw of the few-shot samples
 CLOCK = "%Y-%m-%d %H:%M"
@@ -169,16 +167,6 @@ class StageHistory:
         with open(path, "rb") as file:
             file.seek(max(0, path.stat().st_size - LOG_TAIL))
             return file.read().decode(errors="replace").splitlines()
-
-    @property
-    def named_bad_samples(self) -> dict[str, list[str]]:
-        """Return the bad samples in the log, by reason; each worker logs its first and then every thousandth."""
-        samples: dict[str, list[str]] = {}
-        for line in self.log_lines:
-            match = BAD_SAMPLE.search(line)
-            if match is not None:
-                samples.setdefault(match["reason"], []).append(match["sample"])
-        return samples
 
 
 @dataclass(frozen=True)

@@ -255,12 +255,16 @@ class Saver:
                 f"{self.saving.max_failed_saves}",
             )
             if self.failures_in_a_row >= self.saving.max_failed_saves:
+                remedy = "  remove that cause, then run the same command again"
+                if self.checkpoints.storage.keeps_sets_locally:
+                    remedy = (
+                        "  expected: a writable disk with room, inodes and quota for "
+                        f"keep={self.saving.keep} checkpoints and one more\n"
+                        "  remove that cause (if bytes are missing: free space under "
+                        f"{self.checkpoints.address}, or lower keep), then run the same command again"
+                    )
                 raise CheckpointError(
-                    f"{self.failures_in_a_row} consecutive saves failed, the last with: {self.failure}\n"
-                    "  expected: a writable disk with room, inodes and quota for "
-                    f"keep={self.saving.keep} checkpoints and one more\n"
-                    f"  fix the cause (if the disk is full: free space under {self.checkpoints.address}, or lower "
-                    "keep), then run the same command again"
+                    f"{self.failures_in_a_row} consecutive saves failed, the last with: {self.failure}\n{remedy}"
                 )
         else:
             self.failures_in_a_row = 0

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from data.files import memory_text
-from data.optional import load_optional
 from pipeline.training_config import TrainConfig
 
 Settings: TypeAlias = Mapping[str, Any]  # a DeepSpeed configuration, or a section of one, as JSON values
@@ -66,6 +65,8 @@ def deepspeed_config(
         ours["data_types"] = {"grad_accum_dtype": "fp32"}
     if user_file is None:
         return ours
+    from data.optional import load_optional  # imported here, because few stages have such a file
+
     merged: Settings = load_optional("pipeline.extras.tuning:merge_file", "deepspeed")(ours, user_file, zero)
     return merged
 

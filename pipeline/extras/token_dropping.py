@@ -25,8 +25,7 @@ from data.draws import key_of, mix
 from models import ModelConfig
 from pipeline.config import Tags, require, tags
 from pipeline.hooks import Hook
-from pipeline.phases import Phase
-from pipeline.training_config import TrainConfig
+from pipeline.training_config import Phase, TrainConfig
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -40,13 +40,14 @@ from data.extras.sources.tables import (
     label_text,
     naming_parquet,
     table_columns,
+    table_entries,
 )
 from data.images.decode import BadImage, read_header
 from data.index.document import SUFFIX, load_index
 from data.index.names import PAIRS, NoLabel, are_pairs, gap_in_ids, parse_labels, preview
 from data.index.shard import COMPRESSED, IMAGES, is_image
 from data.index.tar import DOTTED, first_part, mapped, walk
-from data.sources.folders import files_of, images_below, refuse_loop
+from data.sources.folders import files_of, images_below, keys_of, refuse_loop
 from data.sources.walk import HIDDEN, SYSTEM_FOLDERS, class_folders_in
 
 TRAIN = ("train", "training")
@@ -439,6 +440,7 @@ def inspect_folder(root: Path, unlabelled: bool, report: Report) -> FoundSet:
         if here:
             image_set.notes.append(f"{len(here):,} images outside the class folders are excluded, first {here[0].name}")
     image_set.images = len(paths)
+    keys_of([str(path.relative_to(root)) for path in paths])  # raises the error of packing
     alike = len(image_set.class_counts) - len(set(map(str.lower, image_set.class_counts)))
     if alike:
         image_set.notes.append(f"{alike} class names differ from another one only in upper and lower case")
@@ -489,11 +491,10 @@ def inspect_table(place: str, unlabelled: bool, report: Report) -> FoundSet:
             f"{path}: the files {preview(missing)} do not exist\n"
             f"  expected absolute paths, or paths relative to {path.parent}; move the table or correct the paths"
         )
-    repeated = len(names) - len(set(names))
-    if repeated:
-        image_set.notes.append(
-            f"{repeated:,} rows repeat the image of another row: the image counts twice, and one copy may be held out"
-        )
+    # The errors of packing, which would otherwise come only with `run`.
+    keys_of(names)
+    if image_set.labelled:
+        table_entries(path, names, labels)
     image_set.open_some(images)
     return image_set
 

@@ -54,6 +54,7 @@ def storage(request, local, tmp_path_factory):
 def faulty(storage):
     storage.gets.clear()
     urls.forget_credentials()
+    urls._denied_since.clear()
     yield storage
     storage.fault = lambda path: None
 
@@ -93,7 +94,8 @@ def test_expired_credentials_are_read_again_from_the_environment(faulty, tmp_pat
 def test_storage_that_never_answers_is_named_without_secrets(faulty, tmp_path, code, caplog):
     faulty.fault = lambda path: code
     cache = Cache(CacheConfig(str(tmp_path), attempts=3, backoff_s=0.001, timeout_s=1.0))
-    with pytest.raises(StorageError, match=r"://images/set/train-000000.tar: no response after 3 attempts") as error:
+    outcome = "denied" if code == 403 else "no response"
+    with pytest.raises(StorageError, match=rf"://images/set/train-000000.tar: {outcome} after 3 attempts") as error:
         cache.path(faulty.index.location(0), faulty.index.shards[0])
     assert "very-secret" not in str(error.value) and "train-000000.tar: request failed (" in caplog.text
     assert ("check the credentials in the environment" in str(error.value)) == (code == 403)

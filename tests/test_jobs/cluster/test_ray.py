@@ -42,7 +42,9 @@ def test_server_that_is_not_a_ray_head_is_reported_at_once(monkeypatch) -> None:
 
 def test_dashboard_address_is_refused(monkeypatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
-    with pytest.raises(ClusterError, match=r"is the address of a dashboard\n[\s\S]*jobs submit"):
+    with pytest.raises(
+        ClusterError, match=r"is the address of a dashboard, which only submit accepts\n[\s\S]*jobs submit"
+    ):
         connect(ClusterConfig())
 
 
@@ -51,7 +53,7 @@ def test_dashboard_address_is_refused(monkeypatch) -> None:
     [
         (
             "Version mismatch: The cluster was started with:\n    Ray: 2.9.0\n    Python: 3.8",
-            "runs other versions",
+            "uses other versions",
         ),
         ("Unauthenticated: InvalidAuthToken: Authentication token is missing or incorrect", "refuses the connection"),
         ("Failed to connect to GCS", "cannot join the cluster"),
@@ -84,6 +86,8 @@ def test_failed_start_of_an_embedded_cluster_is_explained_with_advice(answer, re
 
     monkeypatch.setattr(embedded.subprocess, "Popen", start_guard)
     monkeypatch.setattr(embedded, "short_directory", lambda: tmp_path)
-    with pytest.raises(ClusterError, match=rf"^an embedded Ray cluster did not start: {reason}\nit needs .*\ntype "):
+    with pytest.raises(
+        ClusterError, match=rf"^the embedded Ray cluster did not start: {reason}\n  it needs .*\n  to run without Ray"
+    ):
         connect(ClusterConfig())
     assert processes_started[0].returncode == 0 and not embedded.is_started()

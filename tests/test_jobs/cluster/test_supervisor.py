@@ -89,7 +89,7 @@ class Stand:
         ends = self.script.pop(0)
         self.worlds.append(cluster.world)
         node = SimpleNamespace(node_id=f"id{cluster.world}")
-        group = SimpleNamespace(drain_events={}, links=[SimpleNamespace(agent=node)], folder=folder)
+        group = SimpleNamespace(drain_events={}, links=[SimpleNamespace(agent=node)], folder=folder, remarks=[])
         group.places = lambda: {1: PhaseReport(7, "forward", 3, "")}
 
         def run(function: Any, task: Any, on_tick: Any) -> Any:
@@ -159,13 +159,13 @@ ENDINGS = [
     (
         [Ends("OSError: no", kind="PermissionError")] * 2,
         74,
-        "2 attempts in a row made no new checkpoint; the next one would",
+        "2 attempts in a row have made no new checkpoint; the next would",
     ),
-    ([DIES] * 4, 70, "4 attempts in a row made no new checkpoint; the next one would start from the beginning"),
+    ([DIES] * 4, 70, "4 attempts in a row have made no new checkpoint; the next would start from the beginning"),
     (
         [dataclasses.replace(DIES, commits=5)] + [DIES] * 4,
         70,
-        "4 attempts in a row made no .*; the next one .* from step 5",
+        "4 attempts in a row have made no .*; the next .* from step 5",
     ),
     ([Ends("DataError: shard 7", 65, "DataError")], 65, "^pretrain: shard 7$"),
     ([Ends("Preempted: stopped at step 9", 75, "Preempted", stops=True)], 75, "^stopped at step 9$"),
@@ -176,7 +176,7 @@ ENDINGS = [
     (
         [Ends("Preempted: at 9", 75, drained=(1, None), commits=9)],
         75,
-        "this command runs on that node; stopped at step 9; run the same",
+        "; stopped at step 9, because this command runs on that node; run the same",
     ),
 ]
 
@@ -217,11 +217,11 @@ def test_a_stage_moves_off_nodes_grows_and_falls_back_without_a_restart(tmp_path
     stand = Stand(tmp_path, script)
     assert stand.supervise(monkeypatch, (4, 2)) == VALUE
     assert stand.log == [
-        "leaving the cluster: n0 (its node is drained), n1 (its node is drained); "
+        "leaving the cluster: n0 (its node is being drained), n1 (its node is being drained); "
         "moving the workers to other nodes, resuming from step 5",
-        "growing from 2 to 4 workers, resuming from step 8",
+        "scaling up from 2 to 4 workers, resuming from step 8",
         "worker 1 on n1, in forward of step 4: killed by SIGKILL; "
-        "no commit with 4 workers: falling back to 2 workers on their previous nodes, resuming from step 8",
+        "no commit with 4 workers, so falling back to 2 workers on the previous nodes and resuming from step 8",
     ]
     reserve = ("reserve", (4, 2))
     assert stand.asked == [
@@ -244,7 +244,11 @@ def test_out_of_memory_incident_suggests_settings(cause, tmp_path) -> None:
     supervisor.write_incident(
         context, 3, WorkerGroupError(2, "n2", cause, "stacks"), {1: PhaseReport(7, "forward", 3, "")}
     )
-    remedy = "" if cause == "other" else "; lower micro_batch or data.processes, or raise checkpoint_blocks"
+    remedy = (
+        ""
+        if cause == "other"
+        else "; to use less memory, decrease micro_batch or data.processes, or increase checkpoint_blocks"
+    )
     text = (context.directory / "incidents.txt").read_text().splitlines()
     assert text[0].endswith(f" attempt 3: worker 2 on n2: {cause}{remedy}") and text[1:] == ["stacks"]
 
@@ -299,12 +303,16 @@ def test_stuck_worker_ends_the_attempt(tmp_path) -> None:
     judged = SimpleNamespace(silent_failure=lambda rank, cause: WorkerGroupError(rank, f"n{rank}", cause))
     group = SimpleNamespace(folder=tmp_path, drain_events={}, have_all_ended=lambda: False, places=lambda: places)
     group.is_frozen = lambda rank: False
+    silent = [True]
+    group.has_silent_agent = lambda: silent[0]
     group.evidence = lambda: judged
     watch = Watch(2, stall_s=60.0, clock=lambda: now[0])
     growth = Growth((), 60.0, lambda: 0, lambda: -1)
     attempt = Attempt(stand.context(), 1, group, watch, growth, can_commit=True)  # type: ignore[arg-type]
     attempt.look()
     now[0] = 61.0
+    attempt.look()  # nothing is known about the worker: its agent is silent
+    silent[0] = False
     with pytest.raises(WorkerGroupError, match="worker 1 on n1: "):
         attempt.look()
 

@@ -274,7 +274,7 @@ def test_an_interrupted_pack_stage_resumes_and_makes_the_same_data_set(tmp_path,
         (["resize.init=@fewshot"], 78, "circle"),
         (["resize.init=/nowhere"], 65, "no weights.safetensors in /nowhere"),
         (["pretrain.data.train=/nowhere"], 65, "this index does not exist"),
-        (["pretrain.data.train=null"], 78, "pretrain.data.train is missing: no images to train on"),
+        (["pretrain.data.train=null"], 78, "pretrain.data.train is missing: there are no images to train on"),
         ([MIXTURE, "pretrain.data.mixture.a.train=/nowhere"], 65, "pretrain.data.mixture.a.train: /nowhere"),
         (
             [MIXTURE, "pretrain.data.mixture.a.train=@shards/a"],
@@ -318,7 +318,10 @@ def test_warm_up_as_long_as_the_stage_is_reported(recipe, capsys):
     words = ["plan", str(recipe), "finetune.optim.schedule.warmup_steps=4", "pretrain.steps=6"]
     assert main(words) == 0
     out = capsys.readouterr().out
-    assert "finetune: the warm-up is as long as the stage, 4 steps, so the learning rate ends at 75% of optim.lr" in out
+    assert (
+        "finetune: the warm-up is as long as the stage (4 steps), so the learning rate only reaches 75% of optim.lr"
+        in out
+    )
     assert "pretrain: the warm-up is as long" not in out
 
 

@@ -249,10 +249,12 @@ def test_submission_is_retried_until_a_new_head_accepts_jobs(monkeypatch, capsys
 
     assert submission._submit_when_possible(submit_job) == "digits-001" and len(asked) == 3
     said = capsys.readouterr().out
-    assert said == "waiting up to 300 s for the agent of the cluster's head, which runs jobs\n"
+    assert said == "waiting up to 300 s for the head's agent, which runs jobs, to start\n"
     asked.clear()
     monkeypatch.setattr(submission, "AGENT_WAIT_S", 0.0)
-    with pytest.raises(ClusterError, match="the cluster's head accepts no jobs: its agent has not started within 0 s"):
+    with pytest.raises(
+        ClusterError, match="the cluster's head does not accept jobs: its agent has not started within 0 s"
+    ):
         submission._submit_when_possible(submit_job)
 
 
@@ -294,7 +296,7 @@ class Head:
     ("end", "code", "text"),
     [
         ("silent", 69, "the cluster's head at http://head:8265 has not answered for "),
-        ("forgets", 69, "does not know job x-001: it was restarted"),
+        ("forgets", 69, "was restarted and does not know job x-001 any more"),
         ("killed", 69, "job x-001 ended without an exit code from Patchline: FAILED, exit code -9"),
         ("shell", 69, "job x-001 ended without an exit code from Patchline: FAILED, exit code 137"),
         ("place", 69, "job x-001 ended without an exit code from Patchline: FAILED, exit code None"),
@@ -341,7 +343,7 @@ def test_a_checkout_too_large_to_ship_is_refused_with_its_largest_entries(checko
     with pytest.raises(UsageError) as caught:
         submission.check_upload_size(inspect_checkout(checkout), checkout)
     assert "the checkout has 110 MiB" in str(caught.value)
-    assert "largest: images/a.tar 90 MiB, images/b.tar 20 MiB," in str(caught.value)
+    assert "largest entries: images/a.tar 90 MiB, images/b.tar 20 MiB," in str(caught.value)
     (checkout / ".rayignore").write_text("images/a.tar\n")
     assert submission.check_upload_size(inspect_checkout(checkout), checkout) < 21 * 2**20
 
