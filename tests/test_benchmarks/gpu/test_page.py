@@ -57,7 +57,7 @@ def test_page_names_the_hardware_and_lists_the_speeds():
     text = text_of(MACHINE)
     assert "- GPU 1 × NVIDIA H100" in text
     assert cells(text, "| copy ") == ["copy", "2.5", "TB/s", ""]
-    assert "meaningless" not in text and "say nothing" not in text
+    assert "says nothing" not in text and "say nothing" not in text
     assert "the numbers say nothing about a GPU" in text_of(MACHINE, device="cpu")
 
 
