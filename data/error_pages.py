@@ -15,7 +15,7 @@ import re
 from data.checks import printable
 
 LONGEST = 1 << 18  # bytes; error pages are shorter
-MOST_SHOWN = 200  # characters of the words
+MOST_SHOWN = 200  # maximum number of characters of the page's text in a message
 STARTS = (b"<?xml", b"<error", b"<!doctype html", b"<html", b"<head", b"<body", b"<listbucketresult")
 TAG = re.compile(r"<(script|style).*?</\1>|<[^>]*>", re.DOTALL | re.IGNORECASE)
 WORDS_OF_JSON = ("code", "status", "reason", "title", "message", "msg", "error_description", "detail", "error", "fault")

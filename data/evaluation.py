@@ -46,7 +46,7 @@ class EvaluationBatch:
 class LoadedSample:
     """One preprocessed sample: its image and labels, or the reason it is bad."""
 
-    place: tuple[int, int]  # shard, sample
+    place: tuple[int, int]  # (shard, sample) numbers
     image: np.ndarray | None
     labels: tuple[int, ...]
     problem: BadSample | None

@@ -104,7 +104,7 @@ def check_model(cfg: TrainConfig, model: ModelConfig, classes: Mapping[str, int]
         f"data.augment.squash is {squash}, smaller than the crop of {height} pixels\n  expected {height} or more",
     )
     cfg.check_architecture(model, key.removesuffix("model"))
-    if cfg.objective == "masked":  # ignores labels
+    if cfg.objective == "masked":  # this objective ignores labels
         return
     for path, number in classes.items():
         if number > model.classes:

@@ -63,7 +63,7 @@ COMPRESSORS = {
 DOTTED = "name with a dot before its extension"
 HIDDEN = "hidden file"  # whose name begins with a dot
 PARENT = "name with a folder .."
-REPEATED = "key of an earlier sample"  # such samples are kept
+REPEATED = "key of an earlier sample"  # samples counted for this reason are kept
 ABSENT = (0, 0)  # offset and size of a member that a sample does not have
 
 
@@ -383,7 +383,7 @@ def check_end(tar: memoryview | bytes, name: str, position: int) -> None:
     padding = len(tar) - position
     if padding <= USUAL_PADDING:
         return
-    # A writer with larger records fills the last one, so the file size is a multiple of the record.
+    # Writers with larger records pad the last one, so the file size is a multiple of the record size.
     record = 32
     while record <= LARGEST_RECORD:
         if len(tar) % (record * BLOCK) == 0 and padding <= (2 + record) * BLOCK:

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 Answer = TypeVar("Answer")
-CLIENTS = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}  # scheme: client package
-PROTOCOLS = {"s3": "s3", "gs": "gs", "az": "abfs"}  # scheme: fsspec's name for it
+CLIENTS = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}  # scheme → client package
+PROTOCOLS = {"s3": "s3", "gs": "gs", "az": "abfs"}  # scheme → fsspec's name for the protocol
 TESTED = {"s3fs": "2026.9.0", "gcsfs": "2026.10.1", "adlfs": "2026.8.0"}
 SCHEMES = (*CLIENTS, "https")
 LONGEST_PAUSE_S = 30.0  # longest pause between two attempts
@@ -360,7 +360,7 @@ def client(scheme: str, timeout_s: float) -> AbstractFileSystem:
     # new version keeps its retries elsewhere, the attribute is missing and the version is rejected.
     try:
         if scheme == "s3":
-            filesystem.retries = min(filesystem.retries, 1)  # s3fs's loop around botocore's
+            filesystem.retries = min(filesystem.retries, 1)  # s3fs's own retries, around those of botocore
         elif scheme == "gs":
             asked_once = type(filesystem)._request.__wrapped__  # without gcsfs's six attempts in 35 s
             filesystem._request = partial(asked_once, filesystem)

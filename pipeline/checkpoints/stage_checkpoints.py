@@ -93,9 +93,9 @@ class StageCheckpoints:
         self.storage = storage
         self.stage = stage
         self.sends_metrics = sends_metrics
-        self.folder = f"{stage}/{folder}"  # in the storage
+        self.folder = f"{stage}/{folder}"  # path in the storage
         self.address = storage.address(self.folder)  # used in messages
-        self.local = storage.local / stage / folder  # on this node
+        self.local = storage.local / stage / folder  # path on this node
         self.refused = 0  # checkpoints quarantined during this start
 
     # ------------------------------------------------------------------------ listing and reading

@@ -37,7 +37,7 @@ SLOW_CHECKS = 30
 SLOW_SHARE = 0.9
 NODE_FOLDER = "PATCHLINE_NODE_FOLDER"  # worker environment variable: its attempt's node-local folder
 STOP_FILE = "stop"  # created in the node's folder when the driver asks the worker group to commit and exit
-PHASE_FILE = "rank-{:05d}.phase"  # in the node's folder
+PHASE_FILE = "rank-{:05d}.phase"  # name of a phase file in the node's folder
 
 
 def node_folder(attempt_folder: Path) -> Path:
@@ -53,7 +53,7 @@ class Phases:
 
     def __init__(self, folder: Path, rank: int, stall_s: float) -> None:
         self.stall_s = stall_s
-        self.entered = 0  # phases entered so far
+        self.entered = 0  # number of phases entered so far
         folder.mkdir(parents=True, exist_ok=True)
         self.handle = os.open(node_folder(folder) / PHASE_FILE.format(rank), os.O_WRONLY | os.O_CREAT, 0o666)
         self.log = open(folder / f"rank-{rank:05d}.log", "a")  # noqa: SIM115 (faulthandler writes until close)
@@ -102,7 +102,7 @@ class Phases:
 class PhaseReport:
     """A worker's current phase, and how many phases it has entered: the worker with the fewest is behind."""
 
-    entered: int  # phases entered so far
+    entered: int  # number of phases entered so far
     phase: str
     step: int  # number of completed steps
     shard: str

@@ -73,7 +73,7 @@ class Assumptions:
 class Rate:
     """Training speed for a number of workers, and its source."""
 
-    images_per_s: float  # total of all workers
+    images_per_s: float  # total speed of all workers
     source: str
     trial: Trial  # the trial with the nearest number of workers, for the times of saves and restarts
 
