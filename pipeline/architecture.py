@@ -130,7 +130,7 @@ def check_shape(ops: str | None, model: ModelConfig, key: str) -> None:
     )
 
 
-# Resize ops that have an equivalent in other libraries, and its name in models/weights/preprocessing.py.
+# Resize ops with an equivalent in other libraries, and its name in models/weights/preprocessing.py.
 INTERPOLATIONS = {
     "resize": "bilinear",
     "resize_float": "bilinear",

@@ -58,7 +58,7 @@ SEAL_BYTES = 20
 ZEROS = bytes(8)  # storage that lost a block returns zeros; a record contains no zero byte
 CUT_OFF = "the line before this one is incomplete: its writer was killed"
 OF_ONE_SEED = re.compile(r"-seed-\d+$")  # matches a few-shot result of a single seed: "5shot-seed-0"
-NOT_SCORES = ("time", "seconds")  # numbers in an evaluation's record that are not metrics
+NOT_SCORES = ("time", "seconds")  # numbers in an evaluation's record other than metrics
 
 
 def log_line(report: Record) -> str:
