@@ -21,7 +21,7 @@ from jobs.kinds import load_kinds
 from jobs.recipe import campaign
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.run.session import run_campaign
-from pipeline.phases import flops_of
+from pipeline.training_config import flops_of
 from pipeline.training_data import steps_of
 
 TRAINED_IMAGES = 10_000

@@ -11,7 +11,7 @@ The folder of sets; every name includes the attempt, so two attempts never share
         MANIFEST.json
         REFUSED.json             marker: set aside; never tried again, never deleted by us
         SWEPT.json               marker: its attempt ended during the save; only two small objects remain
-An owner that was suspended before it created the manifest cannot publish later: before a newer attempt looks for a set,
+An owner suspended before it created the manifest cannot publish later: before a newer attempt reads the sets,
 it creates the missing MANIFEST.json of every unpublished set (`sweep`), and each name can be created only once.
 
 Every failed request is retried (`data.remote.urls.Retry`); if all retries fail, a StorageError names the address.
@@ -38,16 +38,16 @@ from data.remote.urls import CLIENTS, Retry, client, forget_credentials, read_ra
 Answer = TypeVar("Answer")
 Value = TypeVar("Value")
 
-ATTEMPTS = 10  # per request: about a minute if the store rejects each at once
-DISCARD_ATTEMPTS = 3  # per request: the save has already failed, perhaps because the store is unreachable
-LAST_ATTEMPTS = 3  # per request when the command ends: an unreachable store must not delay it by minutes
+ATTEMPTS = 10  # attempts per request: about a minute if the store rejects each immediately
+DISCARD_ATTEMPTS = 3  # fewer, because the save has already failed, perhaps because the store is unreachable
+LAST_ATTEMPTS = 3  # when the command ends: an unreachable store must not delay it by minutes
 BACKOFF_S = 0.5  # longest pause before the second attempt; doubled each time
-TIMEOUT_S = 30.0  # of silence, after which a request fails
-PIECE = 16 << 20  # bytes per request of `fetch`, which limits what a broken response costs
-AT_ONCE = 8  # parallel requests of `each`
+TIMEOUT_S = 30.0  # a request fails after this long without data
+PIECE = 16 << 20  # bytes per request of `fetch`; a broken response loses at most this much
+AT_ONCE = 8  # number of parallel requests in `each`
 REFUSED = "REFUSED.json"
 SWEPT = "SWEPT.json"
-FETCHING = "fetching.lock"  # in the local folder of a stage's sets
+FETCHING = "fetching.lock"  # lock file in the local folder of a stage's sets
 
 # A forked process must open new connections: using those of its parent would hang.
 os.register_at_fork(after_in_child=forget_credentials)
@@ -62,7 +62,7 @@ class Bucket:
     is_shared: Literal[False] = False
     is_consistent = True
     keeps_sets_locally = False
-    set_aside_as = f"with a {REFUSED} each"
+    set_aside_as = f"with a {REFUSED} file in each"
     restore_hint = f"repair one and delete its {REFUSED}"
 
     def __init__(self, url: str, local: Path, attempts: int | None = None) -> None:
@@ -109,7 +109,7 @@ class Bucket:
         if is_created_twice:
             raise StorageError(
                 f"{self.url}: the store replaced an existing object although the request forbade it\n"
-                "  expected a store with conditional writes (If-None-Match: * on S3), which keep two owners apart\n"
+                "  expected a store with conditional writes (If-None-Match: * on S3), to keep owners apart\n"
                 "  use another store, or a folder: run=/elsewhere"
             )
 
@@ -190,7 +190,7 @@ class Bucket:
         finally:
             temporary.unlink(missing_ok=True)
         raise CheckpointError(
-            f"{self.address(name)} has changed: fetched twice, its sha256 is not that of its record\n"
+            f"{self.address(name)} has changed: two downloads had a sha256 that differs from its record\n"
             "  restore the object from a copy, then run the same command again"
         )
 

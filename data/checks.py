@@ -32,8 +32,8 @@ def check_name(name: object, what: str, remedy: str) -> None:
     is_name = isinstance(name, str) and NAME.fullmatch(name) is not None and name not in (".", "..")
     if not is_name:
         raise ConfigError(
-            f"{what} is called {name!r}\n"
-            "  expected 1 to 64 of the characters A-Z a-z 0-9 . _ - and neither . nor .. alone\n"
+            f"{what} is named {name!r}\n"
+            "  expected 1 to 64 of the characters A-Z a-z 0-9 . _ -, and not just . or ..\n"
             f"  {remedy}"
         )
 
@@ -53,7 +53,7 @@ def check_file_name(name: object, source: str, *, folders: bool = True) -> str:
         expected = "a path below the folder" if folders else "the name of a file or folder, without slashes"
         raise DataError(
             f"{source}: unsafe name {printable(repr(name)[:200])}\n"
-            f"  expected {expected}, without empty parts, '.', '..' and NUL, so that nothing outside is overwritten\n"
+            f"  expected {expected}, without empty parts, '.', '..' and NUL, so that no file elsewhere is overwritten\n"
             "  rename or delete this entry, or find out who wrote it; then run the same command again"
         )
     return name
@@ -65,7 +65,7 @@ def check_sha256(digest: object, source: str) -> str:
         return digest
     raise DataError(
         f"{source}: {printable(repr(digest)[:200])} is not a sha256\n"
-        "  expected 64 of the characters 0-9 a-f; make this file again, or restore it from a copy"
+        "  expected 64 hexadecimal digits; create this file again, or restore it from a copy"
     )
 
 

@@ -23,7 +23,7 @@ class ExitCode(IntEnum):
 
 
 class PatchlineError(Exception):
-    """An error for the user; its text says what was found, what was expected and what to type, one line each."""
+    """An error for the user; its message has one line each for the problem, the expectation and the remedy."""
 
     exit_code: int | None = ExitCode.INTERNAL
 

@@ -20,7 +20,6 @@ from data.errors import ConfigError
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # Each worker gets its own values (worker.RankInfo): one value for all of them would break the group.
 OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
-MALLOC_VARIABLE = "GLIBC_TUNABLES"  # read by glibc's malloc when a process starts (jobs/cluster/fork_server.py)
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ def check_environment(environment: Mapping[str, str], place: str = "") -> None:
             problem = f"{name!r} is not a variable name\n  expected letters, digits and _, for example NCCL_DEBUG"
         elif name in OURS:
             problem = f"{name} must not be set here: every worker gets its own value\n  remove it"
-        elif name == MALLOC_VARIABLE:
+        elif name == "GLIBC_TUNABLES":  # read by glibc's malloc (jobs/cluster/fork_server.py)
             problem = (
                 f"{name} must not be set here: Patchline sets it for workers on CPUs\n"
                 "  remove it; for workers on GPUs, set it in the environment of the nodes"

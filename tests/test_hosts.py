@@ -667,7 +667,7 @@ def test_a_node_with_another_torch_is_left_out_and_too_few_are_refused(cluster, 
         # Whether it has a worker or is the spare one: it is named, and not rank 0 or whoever differs from it.
         code, of_two = preflight(cluster, shared / "preflight", "cluster.workers=2")
         assert code == 69 and re.search(
-            r"^FAIL versions    (worker \d on|node) h1 has torch 2.12.0, 2 of 3 nodes ", of_two, re.M
+            r"^FAIL versions    (worker \d on|node) h1 has torch 2.12.0, 2 of 3 nodes have ", of_two, re.M
         )
         # A worker on every host fails with it; with two it depends on where Ray places them.
         run = shared / "unlike"
@@ -675,7 +675,7 @@ def test_a_node_with_another_torch_is_left_out_and_too_few_are_refused(cluster, 
         assert driver.wait(2 * AGAIN_S) == 0, driver.said
         print(driver.said)
         (line,) = (line for line in driver.said.splitlines() if "left out" in line)
-        assert "excluded from this campaign: h1 (node h1 has torch 2.12.0, 2 of 3 nodes " in line
+        assert "excluded from this campaign: h1 (node h1 has torch 2.12.0, 2 of 3 nodes have " in line
         assert sorted(newest_nodes(run).values()) == ["h0", "h2"]
         driver = begin(cluster, shared / "too-few", "cluster.workers=3", "pretrain.batch_size=12")
         assert driver.wait(2 * AGAIN_S) == 69, driver.said

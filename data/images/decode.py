@@ -3,8 +3,8 @@
 1. `read_header` returns format and size, and rejects unsupported, too large and truncated files.
 2. `decode_whole` decodes a whole image with OpenCV; `decode_crop` decodes only a box, for JPEGs at a reduced scale.
 3. For JPEGs, libjpeg-turbo decodes only the box, through a thin binding, `jpeg.cpp`. It is compiled at first use (in
-   less than a second, cached in the user's cache folder) against the libjpeg-turbo inside Pillow's wheel. If that is
-   impossible, OpenCV decodes the whole image at the same scale and the box is cropped: equal pixels, but slower.
+   less than a second, cached in the user's cache folder) against the libjpeg-turbo inside Pillow's wheel. Without a
+   compiler, OpenCV decodes the whole image at the same scale and the box is cropped: equal pixels, but slower.
    docs/design/decoding.md has the measurements.
 
 Orientation tags are ignored, as in TensorFlow's decoders; 16-bit images lose their low byte, alpha is dropped, grey
@@ -33,8 +33,8 @@ import numpy as np
 from data.files import is_own, state_folder
 from data.seal import read_entry, write_entry
 
-MAX_BYTES = 100_000_000  # of one encoded image
-MAX_PIXELS = 100_000_000  # according to the header: 300 MB decoded
+MAX_BYTES = 100_000_000  # maximum size of an encoded image
+MAX_PIXELS = 100_000_000  # maximum size of an image according to its header: 300 MB decoded
 
 # Scans of a JPEG. libjpeg writes 10 for a progressive photograph and 18 for CMYK. An empty scan takes 20 bytes but
 # makes libjpeg process all blocks again: 500 of them in 68 kB cost 4 times as much as the image, 2,000 cost 13 times.
@@ -54,7 +54,7 @@ PNG_START = b"\x89PNG\r\n\x1a\n"
 ANIMATION = b"acTL"  # the chunk that makes a PNG an animation (APNG)
 
 SOURCE = Path(__file__).with_name("jpeg.cpp")
-COMPILE_TIMEOUT_S = 120  # it takes 0.3 to 1.5 s
+COMPILE_TIMEOUT_S = 120  # compiling takes 0.3 to 1.5 s
 
 # OpenCV's flags for JPEGs at 1/2, 1/4 or 1/8 scale; the reduced ones return BGR.
 REDUCED = {
@@ -86,7 +86,7 @@ class Header:
     height: int
     width: int
     channels: int = 3
-    has_adobe_marker: bool = False  # of a JPEG: decides how four channels become RGB
+    has_adobe_marker: bool = False  # determines how a JPEG with four channels is converted to RGB
 
 
 # ----------------------------------------------------------------------------- headers
@@ -128,7 +128,7 @@ def read_jpeg(data: bytes) -> Header:
     """Read the size from the last frame header before the first scan; raises BadImage, struct.error and IndexError.
 
     Markers are found as libjpeg finds them (jdmarker.c), so that this header and the decoder never disagree: bytes
-    between segments that are not a marker are skipped, any number of 0xFF may precede a marker, and restart markers
+    between segments are skipped unless they are a marker, any number of 0xFF may precede a marker, and restart markers
     have no length.
     """
     header = None
@@ -224,12 +224,12 @@ def decode_cmyk(data: bytes, header: Header) -> np.ndarray:
 
     try:
         with Image.open(io.BytesIO(data), formats=["JPEG"]) as image:
-            # Pillow always inverts: these are 255 minus the stored values.
+            # Pillow always inverts the values: these are 255 minus the stored ones.
             inverted = np.asarray(image, np.uint16)
     except (OSError, SyntaxError, ValueError, struct.error, Image.DecompressionBombError):
         raise BadImage("not decodable") from None
     if inverted.shape != (header.height, header.width, 4):
-        raise BadImage("sides other than in its header")
+        raise BadImage("size differs from the header")
     values = 255 - inverted if header.has_adobe_marker else inverted
     return (values[..., :3] * values[..., 3:] // 255).astype(np.uint8)
 
@@ -278,7 +278,7 @@ def decode_crop(data: bytes, header: Header, box: Box, covering: int) -> np.ndar
         image = decode_whole(data, header)
         # The box was drawn for the size in the header; it does not apply to an image of another size.
         if image.shape[:2] != (header.height, header.width):
-            raise BadImage("sides other than in its header")
+            raise BadImage("size differs from the header")
         return image[y : y + h, x : x + w]
 
     denominator = reduction(min(h, w), covering)
@@ -344,7 +344,7 @@ def compile_binding() -> Path:
             libjpeg = Path(str(file.locate())).resolve()
             break
     if libjpeg is None:
-        raise FileNotFoundError("this Pillow contains no libjpeg; install its wheel")
+        raise FileNotFoundError("this build of Pillow contains no libjpeg; install Pillow's wheel")
     digest = sha256(SOURCE.read_bytes() + str(libjpeg).encode() + os.uname().machine.encode()).hexdigest()
     path = state_folder() / f"jpeg-{digest[:16]}.so"
     # Never load a library that another user has put into a shared cache folder. The sha256 at the end of the file does

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -35,8 +36,8 @@ from data.index.index import Refusals
 from data.index.names import preview
 from data.index.shard import COMPRESSED, FIELDS, IMAGES, SampleRow, label_digest, sample_digest
 
-Part = TypeVar("Part")  # what is recorded of a member
-LABELS = ("cls", "json")  # in order of preference
+Part = TypeVar("Part")  # the information recorded about a member
+LABELS = ("cls", "json")  # extensions of labels, in order of preference
 IGNORED = ("txt", "id", "idx", "index", "url", "width", "height")
 BLOCK = 512  # bytes; headers and contents begin at multiples of it (POSIX ustar)
 MAX_EXTENSION = 1 << 16  # bytes of a PAX or long-name header; real ones are below 1 kB, malicious ones may be larger
@@ -49,6 +50,7 @@ LARGEST_RECORD = 2048  # blocks; larger --blocking-factor values of GNU tar are 
 REGULAR = (b"0", b"\0", b"7")
 EXTENSIONS = (b"L", b"K", b"x", b"X", b"g")  # GNU's long name and long link; PAX, Solaris' PAX, PAX for all members
 GNU_SPARSE = b"S"
+WITHOUT_CONTENT = (b"1", b"2", b"3", b"4", b"5", b"6")  # links, devices, folders, pipes
 # First bytes of compressed files, and the program that decompresses them.
 COMPRESSORS = {
     b"\x1f\x8b": "gzip",
@@ -59,6 +61,9 @@ COMPRESSORS = {
 }
 # The reason for which members are skipped whose key would end at a dot within their names (IMG.1.jpg).
 DOTTED = "name with a dot before its extension"
+HIDDEN = "hidden file"  # whose name begins with a dot
+PARENT = "name with a folder .."
+REPEATED = "key of an earlier sample"  # such samples are kept
 ABSENT = (0, 0)  # offset and size of a member that a sample does not have
 
 
@@ -133,7 +138,11 @@ def walk(tar: memoryview | bytes, name: str, *, lenient: bool = False, rename: b
         for stored_name, offset, size in members(tar, name, result.refused):
             member = normal_name(stored_name)
             if member is None:
-                result.refused.add("name with a folder ..", stored_name)
+                result.refused.add(PARENT, stored_name)
+                continue
+            # macOS writes a `._1.jpg` next to a 1.jpg; it is no image.
+            if member.rpartition(b"/")[2].startswith(b"."):
+                result.refused.add(HIDDEN, member)
                 continue
             member_key, extension = split_name(member)
             if rename and is_dotted(extension):
@@ -168,6 +177,7 @@ def walk(tar: memoryview | bytes, name: str, *, lenient: bool = False, rename: b
     # both, and this costs one pass over the rows.
     rows = result.rows
     if all(row.image_size and row.label_size for row in rows):
+        count_repeated(result)
         return result
     labels: dict[bytes, list[int]] = {}  # {key: numbers of its rows with only a label}
     for number, row in enumerate(rows):
@@ -182,7 +192,17 @@ def walk(tar: memoryview | bytes, name: str, *, lenient: bool = False, rename: b
             joined[number] = row._replace(label=rows[label].label, label_size=rows[label].label_size)
             used_labels.add(label)
     result.rows = [row for number, row in enumerate(joined) if number not in used_labels]
+    count_repeated(result)
     return result
+
+
+def count_repeated(result: Walk) -> None:
+    """Count the samples that have the key of an earlier one, as after `tar -r` of a changed file."""
+    keys = {row.key for row in result.rows}
+    if len(keys) < len(result.rows):
+        for key, count in Counter(row.key for row in result.rows).items():
+            if count > 1:
+                result.refused.add(REPEATED, key, count - 1)
 
 
 def first_part(extensions: Iterable[str], parts: Mapping[str, Part], absent: Part) -> Part:
@@ -212,9 +232,10 @@ def split_name(member: bytes) -> tuple[bytes, str]:
 
 
 def refuse_dotted(dotted: Iterable[tuple[str, bytes | str]], parts: Mapping[str, object], refused: Refusals) -> None:
-    """Count members (extension, name) of a sample that has these parts and are called like an image or label.
+    """Count a sample's members (extension, name) with a dotted extension that ends like an image or label.
 
-    In a sample with an image, a.seg.png is an additional member; otherwise its key probably ends too early.
+    If the sample has an image (among its `parts`), a.seg.png is an additional member; otherwise the dot was probably
+    meant to be part of the key.
     """
     has_image = not parts.keys().isdisjoint(IMAGES)
     for extension, member in dotted:
@@ -246,28 +267,29 @@ def members(tar: memoryview | bytes, name: str, refused: Refusals) -> Iterator[t
     truncated, a header is invalid, or data may follow its end. `name` is the tar's, for messages.
     """
     position = 0
-    records = PaxRecords()  # from extension headers, about the following member
+    records = PaxRecords()  # records of extension headers, which apply to the next member
     while True:
         header = bytes(tar[position : position + BLOCK])
         if len(header) < BLOCK:
             check_uncompressed(tar, name)
-            raise DataError(f"{name}: cut short at byte {position}; copy or pack it again")
+            raise DataError(f"{name}: truncated at byte {position}; copy or pack it again")
         # A block of zeros ends a tar.
         if header == bytes(BLOCK):
             check_end(tar, name, position)
             return
         try:
             size = read_number(header[124:136]) if records.size is None else records.size
-            # The checksum counts its own 8 bytes as spaces.
-            checksum = sum(header) - sum(header[148:156]) + 8 * ord(" ")
-            is_header = checksum == read_number(header[148:156])
+            is_valid = has_checksum(header)
         except ValueError:
-            is_header = False
-        if not is_header:
+            is_valid = False
+        if not is_valid:
             check_uncompressed(tar, name)
             raise DataError(f"{name}: no valid tar header at byte {position}; a shard must be an uncompressed tar")
         start = position + BLOCK
         kind = header[156:157]
+        # Some programs give a link the size of its target, or a folder a size, and store no content.
+        if kind in WITHOUT_CONTENT and size > 0 and is_header_or_end(tar, start):
+            size = 0
         if kind == GNU_SPARSE:
             start = after_sparse_map(tar, header, start)
         # Slicing past the end would silently return a truncated image.
@@ -305,6 +327,23 @@ def members(tar: memoryview | bytes, name: str, refused: Refusals) -> Iterator[t
         records = PaxRecords()
 
 
+def has_checksum(header: bytes) -> bool:
+    """Return whether a header has its own checksum; raises ValueError if that is not a number."""
+    # The checksum counts its own 8 bytes as spaces.
+    return sum(header) - sum(header[148:156]) + 8 * ord(" ") == read_number(header[148:156])
+
+
+def is_header_or_end(tar: memoryview | bytes, position: int) -> bool:
+    """Return whether the next header, or the end of the tar, is at this position."""
+    block = bytes(tar[position : position + BLOCK])
+    if not block.strip(b"\0"):
+        return True
+    try:
+        return has_checksum(block)
+    except ValueError:
+        return False
+
+
 def check_uncompressed(tar: memoryview | bytes, name: str) -> None:
     """Raise DataError if a file starts like a compressed one, or is an error page that was saved as a tar."""
     for start, program in COMPRESSORS.items():
@@ -321,8 +360,8 @@ def check_uncompressed(tar: memoryview | bytes, name: str) -> None:
 def after_sparse_map(tar: memoryview | bytes, header: bytes, start: int) -> int:
     """Return where the content of a GNU sparse member starts: after the blocks that continue its map of holes.
 
-    The header has room for four holes; a flag says whether a block with 21 more follows, and so on (GNU tar manual,
-    "Storing Sparse Files").
+    The header has room for four holes; a flag indicates whether a block with 21 more follows, and so on (GNU tar
+    manual, "Storing Sparse Files").
     """
     is_continued = header[482] != 0
     while is_continued and start + BLOCK <= len(tar):
@@ -358,7 +397,7 @@ def check_end(tar: memoryview | bytes, name: str, position: int) -> None:
 
 
 def read_number(digits: bytes) -> int:
-    """Return a number of a header, in octal digits or, if its first byte says so, in base 256; raises ValueError."""
+    """Parse a number in a header: octal digits or, if the first byte marks it, base 256; raises ValueError."""
     # Eleven octal digits are limited to 8 GiB; larger sizes use base 256.
     if digits[0] == 0x80:
         return int.from_bytes(digits[1:], "big")
@@ -371,7 +410,7 @@ def read_number(digits: bytes) -> int:
 
 @dataclass(frozen=True)
 class PaxRecords:
-    """What extension headers say about the member that follows them."""
+    """The contents of extension headers, which apply to the following member."""
 
     name: bytes | None = None
     size: int | None = None  # bytes stored, for sizes beyond 8 GiB
@@ -423,13 +462,13 @@ def check_nothing_excluded(folder: str | os.PathLike[str]) -> None:
                 below.append(f"{path.name}/{tar.name}")
     if compressed:
         raise DataError(
-            f"{folder}: {preview(compressed)} would be left out: compressed tars\n"
+            f"{folder}: {preview(compressed)} would be ignored: compressed tars\n"
             "  expected uncompressed tars, in which samples can be read at any offset: uncompress them (gzip -d, "
             f"zstd -d), or type those you mean: {folder}/*.tar"
         )
     if below:
         raise DataError(
-            f"{folder}: {preview(below)} would be left out: they are in sub-folders\n"
+            f"{folder}: {preview(below)} would be ignored: they are in sub-folders\n"
             f"  expected tars in the folder itself; type all of them: {folder}/*.tar {folder}/*/*.tar"
         )
 

@@ -9,7 +9,7 @@ On a Ray cluster, the agent is an actor; without Ray, it is an object in the dri
        NodeReport(workers=[WorkerState(rank=3, pid=4711, place=PhaseReport(812, "reduce", 1200, ""), …), …])
 
    The agent determines what only the worker's node knows: its exit code or signal, whether it is suspended by a signal,
-   and whether it was killed by the kernel's out-of-memory killer.
+   and whether it was killed by the kernel's out-of-memory killer. A suspended fork server is killed and replaced.
 4. `stop` requests the workers to commit and exit; `end` kills the remaining processes of an attempt.
 
 When the driver ends, so do the agent and its workers (fork_server.py).
@@ -18,6 +18,7 @@ When the driver ends, so do the agent and its workers (fork_server.py).
 import dataclasses
 import fcntl
 import json
+import math
 import os
 import shutil
 import signal
@@ -44,11 +45,14 @@ from pipeline.monitoring.watchdog import STOP_FILE, PhaseReport, read_phase
 
 VMSTAT = Path("/proc/vmstat")  # counts OOM kills of all cgroups; readable in any container
 OOM_WINDOW_S = 10.0  # maximum time from an OOM kill to the worker's end; a large process takes a while to die
-OOM_LOOK_S = 1.0  # interval between reads of the kernel's counter
+LOOK_S = 1.0  # interval between reads of the kernel's counter and of the fork server's state
 MEMORY = Path("/dev/shm")
 FOLDER_PREFIX = "pl-agent-"
 LOCK = "lock"
 END_S = 10.0  # maximum wait for killed workers to disappear
+# A fork server that a signal such as SIGSTOP has suspended for this long is killed: it can neither start workers nor
+# report that one has ended.
+FROZEN_S = 10.0
 STATUS = Path("/proc/self/status")  # Linux
 
 _umask_lock = threading.Lock()
@@ -92,9 +96,9 @@ class NodeReport:
     news: int  # number of events on this node so far; the next poll sends it back
     workers: list[WorkerState] = field(default_factory=list)
     sigterm_ranks: list[int] = field(default_factory=list)  # ranks of the workers that have received SIGTERM
-    changes: list[Change] = field(
-        default_factory=list
-    )  # changed files, if the node does not share the driver's storage
+    # Changed files, if the node does not share the driver's storage.
+    changes: list[Change] = field(default_factory=list)
+    fault: str = ""  # why the agent has killed its fork server in this attempt
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,7 @@ class NodeAgent:
     slots: int  # number of workers placed on the node
     call: Callable[..., "Future[Any]"]  # calls a method of Agent by name, with these arguments
     visible_gpus: str = ""  # CUDA_VISIBLE_DEVICES of its workers; "": as in the node's environment
+    is_up: bool = False  # it has answered before, so it is not starting: silence means that it is frozen
 
 
 class Agent:
@@ -124,6 +129,8 @@ class Agent:
         self.workers: dict[int, WorkerState] = {}  # workers of the running attempt, by rank
         self.ended_pids: set[int] = set()  # pids of this attempt's ended workers
         self.files: NodeFiles | None = None
+        self.stopped_since = math.inf  # when the fork server was first seen stopped by a signal; inf if it runs
+        self.fault = ""  # why the fork server was killed in this attempt
         self.oom_kills = OomKills()
 
         # This agent's folder is in memory, so that workers can report their phase even if the disk is full. The agent
@@ -146,17 +153,23 @@ class Agent:
                 self.server = ForkServer(self.base, has_gpus=self.has_gpus)
                 threading.Thread(target=self._hear, args=(self.server,), name="fork server", daemon=True).start()
 
+    def ping(self) -> None:
+        """Answer at once, even during `listen` and `start`, which may take minutes: the driver's sign of life."""
+
     def listen(self) -> int:
         """Return the port of the store that rank 0 of the next attempt will serve on this node."""
         self.warm_up()
         with self.changed:
             self.port = 0
+            self.fault = ""
             assert self.server is not None
             self.server.connection.send(Listen(self.address))
             # The fork server answers only after all its imports.
-            self.changed.wait_for(lambda: self.port or self.server is None)
+            while not self.port and self.server is not None:
+                self.changed.wait(LOOK_S)
+                self._end_frozen_server(FROZEN_S)
             if self.server is None:
-                raise RuntimeError(f"the fork server of {socket.gethostname()} has died")
+                raise RuntimeError(self.fault or f"the fork server of {socket.gethostname()} has died")
             return self.port
 
     def start(self, request: StartRequest) -> bool:
@@ -169,6 +182,7 @@ class Agent:
         with self.changed:
             self.folder = request.folder
             self.files = None
+            self.fault = ""
             if request.token:
                 files = NodeFiles(request.folder)
                 if files.begin(request.token, request.carried, request.earlier):
@@ -206,8 +220,9 @@ class Agent:
             if self.files is not None:
                 self.files.acknowledge(acknowledged)
             while self.news == news and time.monotonic() < deadline:
-                self.changed.wait(min(OOM_LOOK_S, max(0.0, deadline - time.monotonic())))
+                self.changed.wait(min(LOOK_S, max(0.0, deadline - time.monotonic())))
                 self.oom_kills.are_recent()
+            self._end_frozen_server(FROZEN_S)
             self._read_records()
             sigterm_ranks = []
             for worker in self.workers.values():
@@ -220,7 +235,7 @@ class Agent:
             changes = self.files.look() if self.files is not None else []
             # Return copies: without Ray, the driver would get these objects, which change when the attempt ends.
             states = [dataclasses.replace(worker) for worker in self.workers.values()]
-            return NodeReport(self.news, states, sigterm_ranks, changes)
+            return NodeReport(self.news, states, sigterm_ranks, changes, self.fault)
 
     def acknowledge(self, acknowledged: Mapping[str, Mark]) -> None:
         """Record which file changes the driver has written."""
@@ -237,9 +252,14 @@ class Agent:
             self._read_records()
             return any(worker.record is not None for worker in self.workers.values())
 
-    def end(self) -> None:
-        """Kill the attempt's workers and their data loaders, and wait until they are gone."""
+    def end(self) -> str:
+        """Kill the attempt's workers and their data loaders, and wait until they are gone.
+
+        Returns why the fork server had to be killed; "" if it works.
+        """
         with self.changed:
+            # A suspended fork server would not report that its workers have ended.
+            self._end_frozen_server(0.0)
             # Wait for all forks: a worker has no pid before its fork.
             self.changed.wait_for(
                 lambda: self.server is None or all(state.pid for state in self.workers.values()), END_S
@@ -260,6 +280,7 @@ class Agent:
             self.port = 0
             if self.node_folder != self.base:
                 shutil.rmtree(self.node_folder, ignore_errors=True)
+            return self.fault
 
     def close(self) -> None:
         """Stop the fork server and all processes of this agent."""
@@ -304,7 +325,7 @@ class Agent:
                 if worker.pid and not worker.has_ended:
                     kill_group(worker.pid)
                 if not worker.has_ended:
-                    worker.death = "its node's fork server died (killed, or crashed)"
+                    worker.death = self.fault or "its node's fork server died (killed, or crashed)"
             has_died = self.server is server
             if has_died:
                 self.server = None
@@ -312,6 +333,19 @@ class Agent:
             self.changed.notify_all()
         if has_died:
             server.close()
+
+    def _end_frozen_server(self, limit_s: float) -> None:
+        """Kill the fork server if a signal has stopped it for `limit_s`; called repeatedly, with the lock held."""
+        if self.server is None or not self.server.is_stopped():
+            self.stopped_since = math.inf
+            return
+        now = time.monotonic()
+        self.stopped_since = min(self.stopped_since, now)
+        if now >= self.stopped_since + limit_s:
+            stopped_s = now - self.stopped_since
+            self.fault = f"its node's fork server was frozen: stopped by a signal for {stopped_s:.0f} s, then killed"
+            # `_hear` ends its workers, and the next attempt starts another one.
+            self.server.process.kill()
 
     def _read_records(self) -> None:
         for worker in self.workers.values():

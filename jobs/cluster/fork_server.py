@@ -31,9 +31,10 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+import psutil
+
 from data.files import import_path
 from jobs.cluster.worker import STOP_SIGNALS, WorkerSpec, outlive, run_worker
-from jobs.cluster_config import MALLOC_VARIABLE
 
 # Modules imported once for all workers, in addition to DeepSpeed.
 PRELOAD = (
@@ -43,6 +44,7 @@ PRELOAD = (
     "torch.fx.experimental.symbolic_shapes",
     "torch.utils.tensorboard",  # used by rank 0 to write event files
 )
+MALLOC_VARIABLE = "GLIBC_TUNABLES"  # read by glibc's malloc when a process starts
 IMPORTS = "imports"  # the argument that enables these imports
 # glibc settings for workers on CPUs, which reuse the memory of earlier steps (keep_freed_memory in
 # pipeline/process_group.py):
@@ -120,10 +122,19 @@ class ForkServer:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
 
+    def is_stopped(self) -> bool:
+        """Return whether a signal such as SIGSTOP has stopped the process."""
+        with suppress(psutil.Error):
+            return psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED
+        return False
+
     def close(self) -> None:
         """End the process and all its workers; wait until it has ended."""
         with suppress(OSError):
             os.close(self.lifeline)
+        # A stopped process would never see the closed lifeline; its workers do.
+        if self.is_stopped():
+            self.process.kill()
         self.process.wait()
         self.connection.close()
 

@@ -80,6 +80,9 @@ class ThisMachine:
         """
         return [""] * len(asked)
 
+    def give_up(self, agent: NodeAgent) -> None:
+        """End an agent that does not answer, with its workers, and avoid its node; the next attempt starts another."""
+
     def room(self) -> int:
         """Return how many workers the cluster can hold now, including the running ones. Thread-safe."""
         return 0  # this machine never gets more places

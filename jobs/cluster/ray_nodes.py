@@ -39,6 +39,7 @@ class RayNodes(RayPlaces):
         super().__init__(cluster, is_embedded=is_embedded)
         self.own_node = str(ray.get_runtime_context().get_node_id())
         self.actors: dict[str, Any] = {}  # this process's running agents, by node id
+        self.warmed_up: dict[str, Any] = {}  # each agent's answer to its first call, by node id
         self.used: Set[str] = frozenset()  # ids of the nodes with workers of the last attempt
         self.actors_started = 0
         self.group_id = ""  # the placement group that `gpu_ids` belongs to
@@ -105,6 +106,7 @@ class RayNodes(RayPlaces):
                     slots=sum(bundles.values()),
                     call=partial(call_actor, self.start_agent(node_id)),
                     visible_gpus=self.gpu_ids.get(node_id, ""),
+                    is_up=len(ray.wait([self.warmed_up[node_id]], timeout=0)[0]) > 0,
                 )
             )
         return agents
@@ -135,7 +137,7 @@ class RayNodes(RayPlaces):
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
             )
             self.actors[node_id] = remote.remote(self.cluster.gpus_per_worker > 0)
-            self.actors[node_id].warm_up.remote()
+            self.warmed_up[node_id] = self.actors[node_id].warm_up.remote()
         return self.actors[node_id]
 
     def end_agent(self, node_id: str) -> None:
@@ -143,6 +145,12 @@ class RayNodes(RayPlaces):
         with suppress(Exception):
             ray.kill(self.actors[node_id])
         self.actors.pop(node_id, None)
+
+    def give_up(self, agent: NodeAgent) -> None:
+        """End an agent that does not answer, with its workers, and avoid its node."""
+        self.avoid([agent.node_id])
+        # Ray kills a frozen process after 5 s; its fork server and workers end with it.
+        self.end_agent(agent.node_id)
 
     def losses_of(self, asked: Sequence[tuple[NodeAgent, BaseException | None]]) -> list[str]:
         """Return for each agent how it or its node was lost, or "" if it was not; stop using lost ones.

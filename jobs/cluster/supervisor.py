@@ -146,6 +146,8 @@ def supervise(
             failure = error
         finally:
             growth.has_ended.set()
+            for remark in group.remarks:
+                context.log(remark)
             # Workers may have written log lines after the last poll.
             context.poll(number, 0)
         # 10.
@@ -186,7 +188,8 @@ class Attempt:
         # ended, they enter no new phases: the remaining time is cleanup and not a stall.
         if not group.have_all_ended():
             stuck = self.watch.find_stall(group.places(), group.is_frozen)
-            if stuck is not None:
+            # If an agent stays silent, the worker group ends the attempt soon, and names the agent.
+            if stuck is not None and not group.has_silent_agent():
                 raise group.evidence().silent_failure(stuck.rank, stuck.cause)
             # A slow worker does not end the attempt; only log which worker it is.
             slow = self.watch.slow()

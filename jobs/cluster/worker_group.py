@@ -5,6 +5,7 @@
 2. The driver polls all agents with the same deadline, about once a second; an agent with news answers at once. The
    driver updates the state of every worker and calls `on_tick`, which may raise to end the attempt. Each answer is a
    heartbeat: after MISSED_BEATS without one, the driver probes the node. A node that does not answer either is lost.
+   If only the agent is silent, the driver replaces it after AGENT_SILENT_S.
 3. At the end, the agents always kill the remaining workers: no worker is running when `run` returns.
 4. If all workers have returned, rank 0's value is the result. Otherwise, failure.py finds the worker that failed first.
 """
@@ -41,6 +42,11 @@ TOGETHER_S = 0.05  # agents with the same deadline answer within this time
 MISSED_BEATS = 6
 # The same limit after a worker has reported a lost peer: probe earlier, because the cause is determined after 1.5 s.
 MISSED_BEATS_PEER = 1
+# An agent that has not answered for this long, although its node does, is suspended (SIGSTOP) or stuck: it is ended,
+# its node is avoided, and the attempt fails. A driver that was itself suspended counts at most MISSED_BEATS of that
+# time.
+AGENT_SILENT_S = 30.0
+SILENT_BEATS = 3  # heartbeats that an agent may miss before the last known phases of its workers are outdated
 STATUS_POLL_S = 1.0  # interval between queries for draining and spare nodes
 STOP_AGAIN_S = 5.0  # interval between requests to commit and exit
 END_S = 20.0  # maximum wait for agents to kill their workers
@@ -63,7 +69,10 @@ class AgentLink:
     agent: NodeAgent
     ranks: list[RankInfo]
     answer: "Future[Any] | None" = None  # the pending poll
+    called: float = 0.0  # time of that poll
     asked: float = 0.0  # time of that poll, or of the last probe of the node
+    silent_s: float = 0.0  # how long the agent has not answered although its node did, up to the last probe
+    is_up: bool = False  # the agent has answered before; until then it may be starting
     news: int = 0
     acknowledged: dict[str, Mark] = field(default_factory=dict)  # changes written since the last poll
     has_own_folder: bool = False  # the node shares no storage with the driver
@@ -107,6 +116,7 @@ class WorkerGroup:
         self.addresses: dict[int, str] = {}  # addresses of the workers' nodes, by rank
         # Rank of a worker on the node → event; None stands for the driver's node, from which the driver cannot move.
         self.drain_events: dict[int | None, DrainEvent] = {}
+        self.remarks: list[str] = []  # about agents that were replaced without harm to the attempt; for the log
         self.stop_requested = -math.inf
         self.has_ended = threading.Event()
         self.draining: set[str] = set()  # ids of draining nodes; like `spare`, set by a thread
@@ -125,6 +135,11 @@ class WorkerGroup:
     def is_frozen(self, rank: int) -> bool:
         """Return whether a worker is suspended by a signal such as SIGSTOP."""
         return rank in self.states and self.states[rank].is_stopped
+
+    def has_silent_agent(self) -> bool:
+        """Return whether an agent has stopped answering: the last known phases of its workers are outdated."""
+        now = self.clock()
+        return any(link.answer is not None and now >= link.called + SILENT_BEATS * POLL_S for link in self.links)
 
     def request_stop(self) -> bool:
         """Request the workers to commit and exit; return whether any of them has started."""
@@ -235,7 +250,7 @@ class WorkerGroup:
                 infos.append(info)
                 self.node_names[info.rank] = agent.name
                 self.addresses[info.rank] = agent.address
-            self.links.append(AgentLink(agent, infos))
+            self.links.append(AgentLink(agent, infos, is_up=agent.is_up))
 
         # Nodes without shared storage get the folder names and carried files of earlier attempts (None for a missing
         # file).
@@ -274,8 +289,14 @@ class WorkerGroup:
             link.asked = self.clock()
         for link, future in calls:
             cause = ""
+            sign_of_life = link.agent.call("ping")
             while not cause and not wait([future], POLL_S / 4).done:
                 on_tick()
+                if sign_of_life.done() and sign_of_life.exception() is None:
+                    link.is_up = True
+                    link.asked = self.clock()
+                    link.silent_s = 0.0
+                    sign_of_life = link.agent.call("ping")
                 # An agent may take long to start, so probe its node to decide whether to wait.
                 self.check_nodes([link], MISSED_BEATS)
                 cause = link.loss
@@ -284,15 +305,18 @@ class WorkerGroup:
                         f"its node's agent did not start within {self.cluster.start_timeout_s:.0f} s "
                         "(cluster.start_timeout_s)"
                     )
+                    self.nodes.give_up(link.agent)
             if not cause:
                 try:
                     answers.append(future.result())
+                    link.is_up = True
                     continue
                 except PatchlineError:
                     raise
                 except Exception as error:
                     (loss,) = self.nodes.losses_of([(link.agent, error)])
                     cause = loss or f"its node's agent failed: {error}"
+                    self.nodes.avoid([link.agent.node_id])
             raise WorkerGroupError(link.ranks[0].rank, link.agent.name, cause)
         return answers
 
@@ -304,6 +328,7 @@ class WorkerGroup:
                 # Use the same deadline for all agents, so that they report the workers' phases at the same moment.
                 link.answer = link.agent.call("poll", link.news, POLL_S - now % POLL_S, link.acknowledged)
                 link.acknowledged = {}
+                link.called = now
                 link.asked = now
         answers = [link.answer for link in self.links if link.answer is not None]
         done, _ = wait(answers, wait_s, return_when=FIRST_COMPLETED)
@@ -331,6 +356,11 @@ class WorkerGroup:
                 continue
 
             link.news = report.news
+            link.is_up = True
+            link.silent_s = 0.0
+            if report.fault:
+                # Its workers have ended with the fork server, so the attempt fails; the next one avoids the node.
+                self.nodes.avoid([link.agent.node_id])
             for state in report.workers:
                 self.states[state.rank] = state
             for rank in report.sigterm_ranks:
@@ -362,7 +392,20 @@ class WorkerGroup:
         while ending and self.clock() < deadline:
             wait([answer for _, answer in ending], POLL_S)
             self.check_nodes([link for link, answer in ending if not answer.done()], MISSED_BEATS_PEER)
-            ending = [(link, answer) for link, answer in ending if not link.loss and not answer.done()]
+            silent = []
+            for link, answer in ending:
+                if not answer.done() and not link.loss:
+                    silent.append((link, answer))
+                elif answer.done() and answer.exception() is None and answer.result():
+                    self.remarks.append(f"{link.agent.name}: {answer.result()}")
+            ending = silent
+        # Otherwise the next attempt would wait for them.
+        for link, _ in ending:
+            self.remarks.append(
+                f"{link.agent.name}: its agent did not end its workers within {END_S:.0f} s; the next attempt starts "
+                "another agent, if possible on another node"
+            )
+            self.nodes.give_up(link.agent)
 
     def check_nodes(self, links: Sequence[AgentLink], limit: int) -> None:
         """Probe the nodes of agents that have missed `limit` heartbeats, and record which nodes are lost.
@@ -374,6 +417,15 @@ class WorkerGroup:
         if not silent:
             return
         for link, loss in zip(silent, self.nodes.losses_of([(link.agent, link.error) for link in silent]), strict=True):
+            # Without an error, the agent has been silent since it was asked.
+            if not loss and link.error is None and link.is_up:
+                link.silent_s += min(now - link.asked, MISSED_BEATS * POLL_S)
+                if link.silent_s >= AGENT_SILENT_S:
+                    loss = (
+                        f"its node's agent has not answered for {link.silent_s:.0f} s, but the node accepts connections"
+                        " (agent frozen by a signal, or node overloaded)"
+                    )
+                    self.nodes.give_up(link.agent)
             link.loss = loss
             link.error = None
             # If the node has answered, count its missed heartbeats from now.

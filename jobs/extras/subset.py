@@ -10,11 +10,10 @@ import typer
 
 from data.errors import UsageError
 from jobs.commands.arguments import Debug, stoppable
-from jobs.commands.sets import CacheFolder, Name, Workers, cache_config, refuse_file
+from jobs.commands.sets import CacheFolder, IndexPath, Name, Workers, cache_config, refuse_file
 from jobs.named_stages import find_set
 from jobs.terminal import ProgressMeter, echo
 
-IndexPath = Annotated[str, typer.Argument(metavar="set", help="An index file, or the folder that contains it.")]
 SubsetFolder = Annotated[
     list[str], typer.Option(help="Folder for the subset's index and tables; with several parts, one for each.")
 ]

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from data.files import memory_text
-from data.optional import load_optional
 from pipeline.training_config import TrainConfig
 
 Settings: TypeAlias = Mapping[str, Any]  # a DeepSpeed configuration, or a section of one, as JSON values
@@ -66,6 +65,8 @@ def deepspeed_config(
         ours["data_types"] = {"grad_accum_dtype": "fp32"}
     if user_file is None:
         return ours
+    from data.optional import load_optional  # imported here, because few stages have such a file
+
     merged: Settings = load_optional("pipeline.extras.tuning:merge_file", "deepspeed")(ours, user_file, zero)
     return merged
 
@@ -76,7 +77,7 @@ def bucket_size(parameters: int) -> int:
 
 
 def reduction_line(zero_optimization: Settings, parameters: int, world: int, exact_parts: int = 0) -> str:
-    """Return a text about the reduction of gradients over workers: the pieces, and whether it overlaps with backward.
+    """Describe the reduction of gradients over workers: the buckets, and whether it overlaps with the backward pass.
 
     `zero_optimization` is that section of `deepspeed_config`. Returns "" for a single worker.
     """

@@ -28,7 +28,7 @@ from data.evaluation import EvaluationBatch
 from data.index.index import Index
 from models.catalog import normalise
 
-# N samples of the set, b rows of a batch, D features, L most labels of a sample, K best classes
+# N: samples in the set, b: rows of a batch, D: features, L: maximum number of labels per sample, K: best classes
 
 BLOCK = 4096  # rows read at a time: 12 MiB of 768 features
 FEATURE_BYTES = 4  # float32
@@ -41,7 +41,7 @@ class FeatureStore:
 
     def __init__(self, index: Index, folder: Path) -> None:
         self.index = index
-        self.folder = folder  # for the unnamed file
+        self.folder = folder  # folder for the unnamed file
         self.starts = index.starts
         self.is_there = np.zeros(index.samples, bool)
         self.all_labels = np.empty((0, 1), np.int64)  # (N, L) after the first batch, padded with −1

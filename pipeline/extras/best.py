@@ -114,8 +114,8 @@ class KeepBest(Hook):
             return ""
         count, best = since
         return (
-            f"{counted(count, 'evaluation')} without a better {metric} than {best['value']:.4f} at step "
-            f"{best['step']}, patience is {patience}"
+            f"{metric} has not improved in {counted(count, 'evaluation')} (patience {patience}): "
+            f"the best is {best['value']:.4f} at step {best['step']}"
         )
 
     def choose(self) -> ExportChoice | None:

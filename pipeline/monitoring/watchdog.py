@@ -26,11 +26,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-STEP = ("data", "forward", "backward", "reduce", "save")  # phases of the training loop, in which a slow worker shows
+STEP = ("data", "forward", "backward", "reduce", "save")  # phases of the training loop, used to detect slow workers
 WAITING = ("backward", "reduce", "save")  # phases with collectives: a worker here may be waiting for the others
 # A worker dumps its stacks into its log at this share of the time-out, before the driver ends it.
 DUMP_AT = 0.8
-LINE_BYTES = 2048  # fixed length of a phase file, so that a short line leaves nothing of a longer one
+LINE_BYTES = 2048  # fixed length of a phase file, so that a short line overwrites a longer one completely
 LONGEST_SHARD = 150  # characters; each may take twelve bytes in JSON, and a truncated line would not be valid JSON
 # A worker is slow if it was the only late one in this share of this many checks; the driver checks once a second.
 SLOW_CHECKS = 30
@@ -65,7 +65,7 @@ class Phases:
         """
         self.entered += 1
         if len(shard) > LONGEST_SHARD:
-            # Names of shards differ at the end.
+            # Keep the end of the name, because shard names differ there.
             shard = "…" + shard[1 - LONGEST_SHARD :]
         line = json.dumps({"entered": self.entered, "phase": phase, "step": step, "shard": shard}).encode()
         # A single write of fixed length at a fixed place: the driver may read at any moment and finds a whole line.
@@ -76,7 +76,7 @@ class Phases:
 
     @contextmanager
     def rank_0_phase(self, phase: str, step: int, is_rank_0: bool) -> Iterator[None]:
-        """Enter `phase` on rank 0 and "wait" on the others; afterwards rank 0 enters "wait" too.
+        """Context manager that enters `phase` on rank 0 and "wait" on the others; at its end rank 0 enters "wait" too.
 
         All workers enter both phases, so that their counts remain comparable.
         """
@@ -104,7 +104,7 @@ class PhaseReport:
 
     entered: int  # phases entered so far
     phase: str
-    step: int  # completed steps
+    step: int  # number of completed steps
     shard: str
 
     def __str__(self) -> str:
@@ -129,7 +129,7 @@ def read_phase(folder: Path, rank: int) -> PhaseReport | None:
 
 @dataclass(frozen=True)
 class Stall:
-    """A worker that holds up the worker group, and the reason."""
+    """A worker that blocks the worker group, and the reason."""
 
     rank: int
     cause: str
@@ -150,17 +150,17 @@ class Watch:
         self.start_s = max(start_s, stall_s)
         self.clock = clock
         self.last_sign: float | None = None  # when any worker last entered a new phase; initially the first check
-        self.places: dict[int, PhaseReport] = {}  # by rank, as last reported
+        self.places: dict[int, PhaseReport] = {}  # rank → last reported phase
         self.checks = 0  # checks during training steps since `slow` last returned a result
-        self.behind: Counter[int] = Counter()  # by rank: in how many of these checks all others waited for it
+        self.behind: Counter[int] = Counter()  # rank → number of these checks in which all others waited for it
 
     def find_stall(self, reported: Mapping[int, PhaseReport], frozen: Callable[[int], bool]) -> Stall | None:
-        """Return the worker that has held up the others for longer than the time-out; None while any worker moves.
+        """Return the worker that has blocked the others for longer than the time-out; None while any makes progress.
 
         `reported` are the workers' phases by rank, from about the same moment. `frozen` returns whether the process of
         a rank is stopped by a signal.
         """
-        # Counted from the first check, because there may be no report of any worker for a long time.
+        # Measure from the first check, because no worker may have reported anything for a long time.
         if self.last_sign is None:
             self.last_sign = self.clock()
         for rank, place in reported.items():
@@ -177,7 +177,7 @@ class Watch:
             self.checks += 1
             if self.world > 1:
                 last = min(self.places, key=lambda rank: self.places[rank].entered)
-                # Being ahead is not waiting: a worker that computes would not finish sooner if the last one arrived.
+                # A worker ahead of the others is not waiting: it would not finish sooner if the last one arrived.
                 waiting = 0
                 for place in self.places.values():
                     waiting += place.phase in WAITING and place.entered > self.places[last].entered
@@ -191,28 +191,28 @@ class Watch:
         if idle_s <= limit_s:
             return None
 
-        # Late are the workers without a report or, if all have reported, those with the fewest phases.
+        # The late workers are those without a report or, if all have reported, those with the fewest phases.
         if has_all:
             fewest = min(place.entered for place in self.places.values())
             late = [rank for rank in range(self.world) if self.places[rank].entered == fewest]
         else:
             late = [rank for rank in range(self.world) if rank not in self.places]
-        # A worker stopped by a signal explains why the others do not move.
+        # A worker stopped by a signal explains why the others make no progress.
         for rank in late:
             if frozen(rank):
-                return Stall(rank, f"frozen: stopped by a signal, {idle_s:.0f}s without progress")
-        # More cannot be found out from outside.
+                return Stall(rank, f"frozen: stopped by a signal, no progress for {idle_s:.0f}s")
+        # Nothing else can be determined from outside the process.
         rank = late[0]
         if not has_all:
-            cause = f"does not start, {idle_s:.0f}s without progress"
+            cause = f"not started: no progress for {idle_s:.0f}s"
         elif self.places[rank].phase == "data":
             # In this phase a worker waits only for the storage and its own decoding processes.
-            cause = f"stalled reader: {idle_s:.0f}s without a batch"
+            cause = f"stalled reader: no batch for {idle_s:.0f}s"
         elif self.world == 1:
             cause = f"stuck for {idle_s:.0f}s"
         elif len(late) == self.world:
             # All are in the same phase: no single worker is to blame, so name the collective.
-            cause = f"stuck collective: all {self.world} workers are there for {idle_s:.0f}s"
+            cause = f"stuck collective: all {self.world} workers have been in it for {idle_s:.0f}s"
         else:
             cause = f"stuck for {idle_s:.0f}s; the other workers are waiting for it"
         return Stall(rank, cause)

@@ -17,6 +17,7 @@ import pytest
 from data.remote import urls
 
 Files = dict[str, Path]  # key → file
+Fault = int | str | bytes | tuple[int, str] | None
 AT_ONCE = 1 << 16  # bytes that the proxy sends at once
 
 
@@ -38,17 +39,19 @@ class Proxy:
     `fault` is asked about the path of every read and answers None, an HTTP status, "short" (half of the content, under
     the length of all of it) or "stall" (no answer for 1.5 s). `fault_of_any` is asked about the method and path of
     every other request, and may also answer "torn" (the store gets half of the content) or "deaf" (the request is
-    done, and its answer lost). "whole" answers a read as a store does that ignores ranges: with all of the object.
-    Bytes are the content of an answer with status 200, such as an error page.
+    done, and its answer lost). A pair such as (400, "ExpiredToken") is a status and S3's code for it. "whole" answers a
+    read as a store does that ignores ranges: with all of the object. Bytes are the content of an answer with status
+    200, such as an error page.
     `pace` is told of every few bytes of a read before they are sent, so that it may hold them back.
     """
 
     def __init__(self) -> None:
         self.upstream = 0  # port of the store
-        self.fault: Callable[[str], int | str | bytes | None] = lambda path: None
-        self.fault_of_any: Callable[[str, str], int | str | bytes | None] = lambda method, path: None
+        self.fault: Callable[[str], Fault] = lambda path: None
+        self.fault_of_any: Callable[[str, str], Fault] = lambda method, path: None
         self.pace: Callable[[int], object] = lambda piece_bytes: None
         self.gets: list[str] = []
+        self.access_key = ""  # S3's, of the last request
         # A real store looks for the name and writes it in one; moto's threads can look all before one has written.
         self.one_write_at_a_time = threading.Lock()
 
@@ -60,6 +63,8 @@ class Proxy:
             protocol_version = "HTTP/1.0"
 
             def handle_request(self):
+                # "AWS4-HMAC-SHA256 Credential=KEY/20261128/us-east-1/s3/aws4_request, …"
+                proxy.access_key = self.headers.get("Authorization", "").partition("Credential=")[2].partition("/")[0]
                 is_read = self.command == "GET" and ("Range" in self.headers or "x-ms-range" in self.headers)
                 if is_read:
                     fault = proxy.fault(self.path)
@@ -71,10 +76,15 @@ class Proxy:
                     time.sleep(1.5)
                 elif fault == "deaf":
                     self.pass_on(body)
-                elif isinstance(fault, int):
-                    self.send_response(fault)
-                    self.send_header("Content-Length", "0")
+                elif isinstance(fault, int | tuple):
+                    status, code = fault if isinstance(fault, tuple) else (fault, "")
+                    content = f"<Error><Code>{code}</Code></Error>".encode() if code else b""
+                    if self.command == "HEAD":
+                        content = b""
+                    self.send_response(status)
+                    self.send_header("Content-Length", str(len(content)))
                     self.end_headers()
+                    self.wfile.write(content)
                 elif isinstance(fault, bytes):
                     self.send_response(200)
                     self.send_header("Content-Length", str(len(fault)))

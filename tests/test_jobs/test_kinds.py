@@ -122,7 +122,7 @@ def test_check_results_are_in_the_order_of_the_checks(recipe: Path) -> None:
     assert failure.text == "pretrain.data.train: /nowhere: this index does not exist"
     assert results["finetune"] == []
     assert [result.text for result in results["fewshot"]] == ["fewshot.init: no weights.safetensors in /neither"]
-    assert results["fewshot"][0].remedy == "  give a folder that holds one, or @stage"
+    assert results["fewshot"][0].remedy == "  pass a folder that contains this file, or @stage"
 
 
 def test_a_kind_whose_module_is_missing_is_refused_only_if_a_recipe_uses_it(recipe) -> None:

@@ -8,14 +8,13 @@ import typer
 from data.checks import printable
 from data.errors import DataError, ExitCode
 from jobs.commands.arguments import Debug, stoppable
-from jobs.commands.sets import CacheFolder, Name, Workers, cache_config, refuse_file, summary
+from jobs.commands.sets import CacheFolder, IndexPath, Name, Workers, cache_config, refuse_file, summary
 from jobs.named_stages import find_set
 from jobs.terminal import ProgressMeter, echo
 
 if TYPE_CHECKING:
     from data.extras.doctor.doctor import Report
 
-IndexPath = Annotated[str, typer.Argument(metavar="set", help="An index file, or the folder that contains it.")]
 Page = Annotated[str | None, typer.Option(metavar="FILE.html", help="Also write a self-contained HTML report.")]
 World = Annotated[int, typer.Option(min=1, help="Number of training workers for which to give advice.")]
 RepairedFolder = Annotated[str, typer.Argument(help="Folder for the new data set; not the folder of the old one.")]

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from jobs.commands.arguments import Debug, stoppable
-from jobs.commands.sets import cache_config, refuse_file
+from jobs.commands.sets import CacheFolder, cache_config, refuse_file
 from jobs.commands.weights import find_weights
 from jobs.named_stages import find_set
 from jobs.terminal import ProgressMeter, echo
@@ -24,7 +24,6 @@ Weights = Annotated[
     str | None, typer.Option(help="Also compare features computed with these weights: Patchline, .npz, timm, HF.")
 ]
 Cosine = Annotated[float, typer.Option(min=0.0, max=1.0, help="With --weights: minimum cosine similarity of a match.")]
-CacheFolder = Annotated[str | None, typer.Option("--cache", help="For URLs: folder for downloaded shards.")]
 Workers = Annotated[int, typer.Option(min=0, help="Number of shards to process in parallel; 0: one per CPU core.")]
 
 REPORT = "report.txt"

@@ -26,6 +26,7 @@ from data.extras.survey.survey import FoundSet, Sets, one_place, survey
 from data.files import write_atomically
 from data.index.names import preview
 from data.index.shard import IMAGES
+from data.walk import matching
 from jobs.named_stages import find_stage, near_path
 from jobs.recipe.key import model_at
 from jobs.terminal import ProgressMeter, activity, as_typed, echo
@@ -62,15 +63,15 @@ def new(
     """
     # 1. Check the arguments before the images are counted.
     place = one_place(places)
-    if "://" not in place and not Path(place).exists() and not list(Path(place).parent.glob(Path(place).name)):
+    if "://" not in place and not all(path.exists() for path in matching(place)):
         raise DataError(
             f"no file or folder at {place}{near_path(place)}\n"
             "  expected a folder of images, tars, a table or parquet files"
         )
-    name = name_of(place)
-    recipe = Path(output or f"{name}.yaml")
+    recipe = Path(output or f"{name_of(place)}.yaml")
     if recipe.is_dir():
-        raise UsageError(f"--output {recipe} is a folder\n  expected a file name, for example {recipe / name}.yaml")
+        example = recipe / f"{name_of(place)}.yaml"
+        raise UsageError(f"--output {recipe} is a folder\n  expected a file name, for example {example}")
     if recipe.exists():
         raise UsageError(
             f"{recipe} already exists and is not overwritten\n  type --output OTHER.yaml, or delete it first"
@@ -152,17 +153,29 @@ def new(
     if minutes is None:
         minutes = MINUTES_ON_GPU if machine.gpus else MINUTES_ON_CPU
     choice = choose(sets, machine, 60 * minutes, name=model, init=init)
+    name = unused_run_name(recipe)
     write_recipe(recipe, name, sets, choice, machine)
     echo(f"next: python -m jobs run {shlex.quote(str(recipe))}")
     echo(f"  this writes runs/{name}; to resume after an interruption, type the same command again")
 
 
+def unused_run_name(recipe: Path) -> str:
+    """Return the name of a recipe's run: that of its file, with a number if runs/ already has a run of this name."""
+    name = re.sub(r"[^\w-]+", "-", recipe.stem).strip("-") or "images"
+    unused = name
+    number = 2
+    while Path("runs", unused).exists():
+        unused = f"{name}-{number}"
+        number += 1
+    return unused
+
+
 def name_of(place: str) -> str:
-    """Derive a run's name from the path of its images: photos for photos/train, cifar10 for cifar10-train-*.tar."""
+    """Derive a recipe's name from the path of its images: photos for photos/train, cifar10 for cifar10-train-*.tar."""
     path = Path(place)
     if path.name in ("", ".", ".."):
         path = path.resolve()
-    stem = re.sub(r"[-_.]?\*.*|(\.\w+)+$", "", path.name)
+    stem = re.sub(r"[-_.]?[*{].*|(\.\w+)+$", "", path.name)
     stem = re.sub(r"[-_.]*(train|training)[-_.]*$", "", stem, flags=re.IGNORECASE) or path.resolve().parent.name
     return re.sub(r"[^\w-]+", "-", stem).strip("-") or "images"
 

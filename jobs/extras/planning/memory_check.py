@@ -11,8 +11,7 @@ from data.errors import ConfigError
 from jobs.resolved_recipe import MEMORY, Available, CheckResult, Context, Stage
 from jobs.stages.training import TrainingExtra, allowed_worlds
 from models import ModelConfig
-from pipeline.phases import has_whole_images
-from pipeline.training_config import TrainConfig
+from pipeline.training_config import TrainConfig, has_whole_images
 
 MANY = 1_000_000  # number of steps that is enough for each phase of the schedule to occur
 

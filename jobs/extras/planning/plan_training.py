@@ -32,7 +32,7 @@ from pipeline.extras.plan.cost import (
     seconds_with_failures,
 )
 from pipeline.extras.plan.trial import read_trials
-from pipeline.phases import flops_of, has_one_shape
+from pipeline.training_config import flops_of, has_one_shape
 from pipeline.training_data import batch_arithmetic, cache_line, steps_of, training_order
 from pipeline.values import amount, counted, duration, milliseconds
 

@@ -14,9 +14,8 @@ from jobs.stages.training import allowed_worlds
 from pipeline.extras.plan.cost import GPUS, MOST_SHARE, Assumptions
 from pipeline.extras.plan.memory import GIB, describe_need, memory_need
 from pipeline.extras.plan.memory_traces import TraceFailed
-from pipeline.phases import has_whole_images
 from pipeline.process_group import memory_free
-from pipeline.training_config import TrainConfig
+from pipeline.training_config import TrainConfig, has_whole_images
 from pipeline.training_data import steps_of
 
 GPU_FLOPS = MOST_SHARE * GPUS["h100"].peak  # FLOP/s of a GPU in the best case

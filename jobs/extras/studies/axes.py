@@ -15,8 +15,7 @@ from jobs.resolved_recipe import Stage, index_if_made
 from models import ModelConfig
 from pipeline import artifacts
 from pipeline.monitoring.telemetry import account, read_metrics
-from pipeline.phases import flops_of
-from pipeline.training_config import TrainConfig
+from pipeline.training_config import TrainConfig, flops_of
 
 # Axes of a trained stage that are known in advance for each step: those of `axes_at`.
 AT_A_STEP = ("parameters", "gmacs", "exaflops", "samples", "steps")

@@ -28,8 +28,7 @@ from pipeline.config import require
 from pipeline.extras.branches import BranchConfig
 from pipeline.extras.power_law import law_of
 from pipeline.optimization import learning_rate
-from pipeline.phases import has_one_shape
-from pipeline.training_config import TrainConfig
+from pipeline.training_config import TrainConfig, has_one_shape
 
 MANY = 1_000_000  # steps: enough for each phase of the schedule to occur
 # Fields in which a branch may differ from its trunk, of those that must not change on resume.

@@ -212,7 +212,7 @@ def check_fits(cfg: TrainConfig, model: ModelConfig, world: int, limit: int, *, 
             f"{name}.checkpoint_blocks={all_blocks} {name}.zero={LAST_STAGE} together need {memory_text(size)}"
         )
     raise ConfigError(
-        f"{name}: a worker needs {memory_text(needed_now)} of device memory, but only {memory_text(limit)} available\n"
+        f"{name}: a worker needs {memory_text(needed_now)} of device memory, but only {memory_text(limit)} is free\n"
         f"  {way_out}"
     )
 

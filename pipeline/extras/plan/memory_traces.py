@@ -191,7 +191,7 @@ def run_tracer(step: StepToTrace) -> str:
         "PYTHONPATH": import_path(),
     }
     values = dataclasses.asdict(step)
-    del values["file"]  # only part of the cache key: the tracer reads the file itself
+    del values["file"]  # used only in the cache key, because the tracer reads the file itself
     question = json.dumps(values)
     done = subprocess.run(
         [sys.executable, "-m", TRACER], input=question, capture_output=True, text=True, env=environment, cwd=ROOT

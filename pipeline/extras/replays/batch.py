@@ -28,8 +28,7 @@ from pipeline.checkpoints.manifest import committed, read_manifest, step_of
 from pipeline.checkpoints.stage_checkpoints import checkpoints_in
 from pipeline.extras.recorded_config import recorded_config
 from pipeline.monitoring.telemetry import Record, read_metrics, steps_in
-from pipeline.phases import phase_at
-from pipeline.training_config import TrainConfig
+from pipeline.training_config import TrainConfig, phase_at
 from pipeline.training_data import steps_of, training_loader, training_order
 
 # B images of the global batch, S image side, L largest number of labels of a sample

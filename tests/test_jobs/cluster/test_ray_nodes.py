@@ -11,6 +11,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from data.errors import ClusterError
 from data.files import import_path
-from jobs.cluster import embedded, ray_nodes, ray_places
+from jobs.cluster import embedded, ray_nodes, ray_places, worker_group
 from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster.ray import connect, disconnect
 from jobs.cluster.supervisor import supervise
@@ -449,6 +450,64 @@ def test_worker_on_the_lost_node_is_blamed_instead_of_its_peer(nodes, tmp_path) 
     group = reserve(ClusterConfig(workers=2), "/runs/a")
     assert time.monotonic() - began < 5
     assert lost[0] not in placement_group_table(group)["bundles_to_node_id"].values()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["between stages", "before the workers start", "during the stage", "at its end"])
+def test_frozen_agent_is_named_and_replaced_and_its_node_avoided(phase, nodes, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(worker_group, "AGENT_SILENT_S", 12.0)
+    said: list[str] = []
+    agents: dict[str, psutil.Process] = {}  # by node id
+    victim: list[str] = []  # the node id of the frozen agent
+    names = {name: str(tmp_path / name) for name in ("ready", "finish", "ended")}
+
+    def freeze(worker: dict[str, Any]) -> None:
+        if not victim:
+            victim.append(worker["node_id"])
+            agents[worker["node_id"]].suspend()
+
+    def tick(attempt: int, _step: int) -> None:
+        workers = records(context.attempt_folder(attempt))
+        has_stepped = (tmp_path / "ready0").exists() and (tmp_path / "ready1").exists()
+        for worker in workers:
+            with suppress(psutil.Error, AttributeError):
+                agents[worker["node_id"]] = psutil.Process(worker["pid"]).parent().parent()  # type: ignore[union-attr]
+        if has_stepped and len(workers) == 2:
+            if phase == "during the stage" and attempt == 1:
+                freeze(workers[1])
+            else:
+                Path(names["finish"]).touch()
+        if phase == "at its end" and (tmp_path / "ended1").exists():
+            freeze(workers[1])
+
+    def run_stage() -> dict[str, Any]:
+        def task(attempt: int) -> dict[str, Any]:
+            for path in (*tmp_path.glob("ready*"), *tmp_path.glob("finish"), *tmp_path.glob("ended*")):
+                path.unlink()
+            return names | {"folder": str(context.attempt_folder(attempt)), "lingers_s": 3.0}
+
+        # `stall_s` is shorter than the agent's limit: no worker must be blamed instead of the agent.
+        return supervise(worker_functions.step_until_told, task, context, worlds=(2,), stall_s=5.0)
+
+    two_workers = ClusterConfig(workers=2, backoff_s=0.1)
+    context = pretrain_context(tmp_path / "run", two_workers, log=said.append, poll=tick)
+    nodes_in(two_workers).avoided.clear()  # of earlier tests
+    attempt = 1
+    if phase in ("between stages", "before the workers start"):
+        assert run_stage()["step"] > 0
+        # Rank 0's agent opens the workers' store; that of rank 1 only starts its worker.
+        freeze(records(context.attempt_folder(1))[0 if phase == "between stages" else 1])
+        attempt = 2
+    began = time.monotonic()
+    assert run_stage()["step"] > 0
+    assert time.monotonic() - began < 100, "12 s to notice, and two starts; without a limit, one wait takes 300 s"
+
+    (failed,) = [line for line in said if "restarting" in line]
+    assert "its node's agent has not answered for 12 s, but the node accepts connections" in failed, said
+    assert f" on {os.uname().nodename}" in failed and "stuck" not in failed
+    workers = records(context.attempt_folder(attempt + 1))
+    assert len(workers) == 2 and victim[0] not in {worker["node_id"] for worker in workers}
+    wait_until(lambda: not agents[victim[0]].is_running(), 30)
 
 
 @pytest.mark.parametrize(

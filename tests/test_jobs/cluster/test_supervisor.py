@@ -89,7 +89,7 @@ class Stand:
         ends = self.script.pop(0)
         self.worlds.append(cluster.world)
         node = SimpleNamespace(node_id=f"id{cluster.world}")
-        group = SimpleNamespace(drain_events={}, links=[SimpleNamespace(agent=node)], folder=folder)
+        group = SimpleNamespace(drain_events={}, links=[SimpleNamespace(agent=node)], folder=folder, remarks=[])
         group.places = lambda: {1: PhaseReport(7, "forward", 3, "")}
 
         def run(function: Any, task: Any, on_tick: Any) -> Any:
@@ -303,12 +303,16 @@ def test_stuck_worker_ends_the_attempt(tmp_path) -> None:
     judged = SimpleNamespace(silent_failure=lambda rank, cause: WorkerGroupError(rank, f"n{rank}", cause))
     group = SimpleNamespace(folder=tmp_path, drain_events={}, have_all_ended=lambda: False, places=lambda: places)
     group.is_frozen = lambda rank: False
+    silent = [True]
+    group.has_silent_agent = lambda: silent[0]
     group.evidence = lambda: judged
     watch = Watch(2, stall_s=60.0, clock=lambda: now[0])
     growth = Growth((), 60.0, lambda: 0, lambda: -1)
     attempt = Attempt(stand.context(), 1, group, watch, growth, can_commit=True)  # type: ignore[arg-type]
     attempt.look()
     now[0] = 61.0
+    attempt.look()  # nothing is known about the worker: its agent is silent
+    silent[0] = False
     with pytest.raises(WorkerGroupError, match="worker 1 on n1: "):
         attempt.look()
 

@@ -259,7 +259,7 @@ def test_worker_stopped_by_a_signal_is_detected_and_named(backend, two, tmp_path
             raise group.evidence().silent_failure(stuck.rank, stuck.cause)
 
     task = {"folder": str(folder), "ready": str(tmp_path / "ready")}
-    with pytest.raises(WorkerGroupError, match=r"worker 1 on .*: frozen: stopped by a signal, \d+s without progress"):
+    with pytest.raises(WorkerGroupError, match=r"worker 1 on .*: frozen: stopped by a signal, no progress for \d+s"):
         group.run(worker_functions.step_for_ever, task, look)
     assert not alive(folder)
 
@@ -291,6 +291,50 @@ def test_workers_die_with_their_fork_server_or_agent_and_the_next_attempt_has_a_
         run(sleep, task, two[backend], tmp_path, kill)
     wait_until(lambda: not alive(tmp_path / "attempt"), 10 if victim == "RayAgent" else 0)
     (tmp_path / "stop").touch()
+    assert run(sleep, task, two[backend], tmp_path, name="next") == "stopped"
+
+
+@pytest.mark.parametrize("phase", ["before the workers start", "during the stage", "at its end"])
+@pytest.mark.parametrize("backend", ["processes", pytest.param("ray", marks=pytest.mark.slow)])
+def test_frozen_fork_server_is_named_and_replaced(backend, phase, two, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("jobs.cluster.agent.FROZEN_S", 2.0)  # of the agent in this process; Ray's waits 10 s
+    ready = tmp_path / "ready"
+    stop = tmp_path / "stop"
+    sleep = worker_functions.sleep_until_told
+    task = {"ready": str(ready), "stop": str(stop)}
+    servers: list[psutil.Process] = []
+
+    def note_server() -> None:
+        if ready.exists() and not servers:
+            (pid, _) = alive(tmp_path / "warm")
+            servers.extend(filter(None, [psutil.Process(pid).parent()]))
+            stop.touch()
+
+    assert run(sleep, task, two[backend], tmp_path, note_server, name="warm") == "stopped"
+    ready.unlink()
+    stop.unlink()
+    (server,) = servers
+    if phase == "before the workers start":
+        server.suspend()
+
+    def freeze() -> None:
+        if ready.exists():
+            server.suspend()
+            if phase == "at its end":
+                stop.touch()
+
+    began = time.monotonic()
+    if phase == "at its end":
+        # Workers report their results without the fork server.
+        assert run(sleep, task, two[backend], tmp_path, freeze) == "stopped"
+    else:
+        cause = r"its node's (agent failed: .*)?fork server was frozen: stopped by a signal for \d+ s, then killed"
+        with pytest.raises(WorkerGroupError, match=cause) as caught:
+            run(sleep, task, two[backend], tmp_path, freeze)
+        assert caught.value.node == os.uname().nodename
+    assert time.monotonic() - began < 100, "the limit is 10 s; without it, the start of a stage waits for 300 s"
+    wait_until(lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE)
+    stop.touch()
     assert run(sleep, task, two[backend], tmp_path, name="next") == "stopped"
 
 

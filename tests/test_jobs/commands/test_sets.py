@@ -90,8 +90,8 @@ def test_other_sources_can_be_packed(photos, tmp_path, capsys, source, samples, 
         (["pack", "foldr", "PHOTOS", "OUT"], 64, "foldr"),
         (["pack", "imagenet-validation", "FILE", "OUT"], 65, "the classes of these images are unknown"),
         (["pack", "folder", "PHOTOS", "OUT", "--classes", "1"], 65, "expected one or more of 0 … 0"),
-        (["pack", "tars", "PHOTOS", "OUT"], 65, "no *.tar here"),
-        (["pack", "parquet", "PHOTOS", "OUT"], 65, "no *.parquet here"),
+        (["pack", "tars", "PHOTOS", "OUT"], 65, "no files match *.tar"),
+        (["pack", "parquet", "PHOTOS", "OUT"], 65, "no files match *.parquet"),
         (
             ["pack", "folder", "PHOTOS", "OUT", "--workers", "0"],
             64,
@@ -103,7 +103,7 @@ def test_other_sources_can_be_packed(photos, tmp_path, capsys, source, samples, 
         (
             ["index", "s3://", "--output", "OUT"],
             65,
-            "contains no bucket or host, expected one, as in s3://bucket/train",
+            "has no bucket or host; expected a URL like s3://bucket/train",
         ),
         (["index", "PHOTOS", "--output", "FILE"], 64, "expected a folder for the shards"),
         (["pack", "digits", "-", "FILE"], 64, "expected a folder for the shards"),
@@ -178,7 +178,7 @@ def test_an_index_does_not_overwrite_the_tables_of_another_one(photos, tmp_path,
     assert main(["index", str(tmp_path / "one"), "--name", "b", *place]) == 0, "the same tars"
     capsys.readouterr()
     assert main(["index", str(tmp_path / "two"), "--name", "c", *place]) == 65
-    assert "has a train-000000.tar of" in capsys.readouterr().err
+    assert "has another train-000000.tar, whose table would be lost" in capsys.readouterr().err
 
 
 def test_samples_skipped_by_indexing_are_reported(tmp_path, capsys):
@@ -212,7 +212,7 @@ def test_the_name_of_a_data_set_must_be_a_file_name(photos, broken, tmp_path, ca
         ["data", "repair", str(broken), str(tmp_path / "set")],
     ):
         assert main([*words, "--name", name]) == 78
-        assert f"a set is called {name!r}\n  expected 1 to 64 of the characters" in capsys.readouterr().err
+        assert f"a set is named {name!r}\n  expected 1 to 64 of the characters" in capsys.readouterr().err
     assert sorted(tmp_path.rglob("*")) == before, "nothing was written, here or elsewhere"
 
 

@@ -289,11 +289,11 @@ def test_an_interrupted_pack_stage_resumes_and_makes_the_same_data_set(tmp_path,
         (
             ["pretrain.data.tail=drop", *LARGE],
             78,
-            "1,442 samples do not fill one batch of 2,048, and tail=drop excludes",
+            "1,442 samples do not fill a batch of 2,048, and tail=drop would skip",
         ),
         (["pretrain.optim.lr=1e-6"], 78, "pretrain.optim.lr 1e-06 is below pretrain.optim.schedule.end 1e-05"),
         (["pretrain.mixup=0.8", "pretrain.micro_batch=1"], 78, "type micro_batch=2, or mixup=0"),
-        (["pretrain.data.drop=[x.tar]"], 65, "data.drop: 0 shards are called x.tar"),
+        (["pretrain.data.drop=[x.tar]"], 65, "data.drop: 0 shards match x.tar"),
         (["cluster.workers=0"], 78, "workers is 0"),
         (["nonsense"], 78, "expected key=value"),
     ],
@@ -310,7 +310,7 @@ def test_mixture_whose_set_is_smaller_than_its_share_of_a_batch_is_refused_with_
     words.append(f"pretrain.data={{train: null, evaluate: null, tail: drop, mixture: {{{sets}}}}}")
     assert main(words) == 78
     # Half of the batch is larger than the 355 test images.
-    assert "pretrain: 355 samples do not fill one batch of 512, and tail=drop" in capsys.readouterr().err
+    assert "pretrain: 355 samples do not fill a batch of 512, and tail=drop" in capsys.readouterr().err
     assert not list((recipe.parent / "run").glob("pretrain-*/attempts/*"))
 
 
@@ -337,9 +337,9 @@ def test_warm_up_as_long_as_the_stage_is_reported(recipe, capsys):
         (
             ["finetune.optim.schedule.warmup_steps=5"],
             78,
-            "finetune: 5 warm-up steps are more than the stage has steps: 4",
+            "finetune: 5 warm-up steps exceed the length of the stage, 4 steps",
         ),
-        (["finetune.optim.schedule.cooldown_steps=3"], 78, "2 warm-up steps and 3 of cool-down are more than"),
+        (["finetune.optim.schedule.cooldown_steps=3"], 78, "2 warm-up steps and 3 of cool-down exceed"),
         # 0.02 passes over 1,442 samples are two batches of 16
         (["pretrain.steps=null", "pretrain.passes=0.02"], 78, "type pretrain.optim.schedule.warmup_steps=0"),
         (["pretrain.stall_s=-1"], 78, "stall_s is -1.0, expected more than 0"),
@@ -348,8 +348,8 @@ def test_warm_up_as_long_as_the_stage_is_reported(recipe, capsys):
         (["pretrain.optim.lr=nan"], 78, "optim.lr is nan, expected more than 0"),
         (["pretrain.model.head_bias=nan"], 78, "head_bias must be a number, found nan"),
         (["shqrds.kind=1"], 78, "shqrds.kind is 1, expected one of pack, pretrain"),
-        (["={kind: resize}"], 78, "={kind: resize} is not an override\n  expected key=value"),
-        (["more/words={kind: resize, init: '@pretrain'}"], 78, "a stage is called 'more/words'"),
+        (["={kind: resize}"], 78, "invalid override ={kind: resize}\n  expected key=value"),
+        (["more/words={kind: resize, init: '@pretrain'}"], 78, "a stage is named 'more/words'"),
         (["run=3"], 78, "run is 3, expected a folder\n  type run=./3"),
         (["run="], 78, "run is empty, expected a folder\n  type run=runs/tiny"),
         (["probe={kind: fewshot, init: '@resize'}"], 78, "probe.probe.train and probe.probe.test are missing"),
@@ -376,18 +376,18 @@ def test_warm_up_as_long_as_the_stage_is_reported(recipe, capsys):
             78,
             "run is ~nobody-here/x, but there is no such user\n  type the path",
         ),
-        (["pretrain.steps=99999999999999999999"], 78, "expected 576,460,752,303,423,487 steps at most"),
-        (["pretrain.model.name="], 78, "pretrain.model.name is null, expected one such as S/16, B/16"),
-        (["pretrain.model.name=1"], 78, "pretrain.model.name is 1, expected one such as S/16, B/16"),
+        (["pretrain.steps=99999999999999999999"], 78, "expected at most 576,460,752,303,423,487 steps"),
+        (["pretrain.model.name="], 78, "pretrain.model.name is null, expected a name like S/16, B/16"),
+        (["pretrain.model.name=1"], 78, "pretrain.model.name is 1, expected a name like S/16, B/16"),
         (["fewshot.probe.shots=[1.5]"], 78, "fewshot.probe.shots is 1.5, expected a whole number"),
         (["fewshot.preprocess=resize(0)"], 78, "fewshot: preprocess: preprocessing op resize(0): a side of 0 pixels"),
         (
             ["pretrain.data.preprocess=resize(8)"],
             78,
-            "pretrain.data.preprocess: 'resize(8)' makes images of 8×8, expected the model's 16×16\n"
+            "pretrain.data.preprocess: 'resize(8)' produces 8×8 images, but the model expects 16×16\n"
             "  type 'pretrain.data.preprocess=resize((16, 16))'",
         ),
-        (["fewshot.preprocess=decode"], 78, "fewshot.preprocess: 'decode' makes images of 1024×1024"),
+        (["fewshot.preprocess=decode"], 78, "fewshot.preprocess: 'decode' produces 1024×1024 images"),
     ],
 )
 def test_plan_refuses_what_run_would(recipe, capsys, overrides, code, message):
@@ -402,7 +402,7 @@ def test_plan_refuses_what_run_would(recipe, capsys, overrides, code, message):
 def test_a_stage_name_must_not_be_a_path_out_of_the_run(recipe, capsys):
     recipe.write_text(recipe.read_text() + '"../../elsewhere": {kind: resize, init: "@pretrain"}\n')
     assert main(["run", str(recipe)]) == 78
-    assert "a stage is called '../../elsewhere'" in capsys.readouterr().err
+    assert "a stage is named '../../elsewhere'" in capsys.readouterr().err
     assert [path.name for path in recipe.parent.parent.glob("elsewhere*")] == []
 
 
@@ -454,7 +454,7 @@ def test_a_short_shard_of_a_later_stage_is_found_before_the_first_one_runs(recip
         for command in ("plan", "run"):
             assert main([command, str(recipe), override]) == 65
             said.append(error_of(capsys))
-        assert "test-000002.tar: 0 bytes, the index says " in said[0] and said[0] == said[1]
+        assert "test-000002.tar: 0 bytes, the index lists " in said[0] and said[0] == said[1]
     assert not list((recipe.parent / "run").glob("pretrain-*")), "no step was trained in vain"
 
 

@@ -5,6 +5,7 @@ loopback, behind a proxy that can fail.
 """
 
 import json
+import math
 import os
 import random
 import shutil
@@ -204,6 +205,28 @@ def test_second_owner_is_refused_and_a_frozen_owner_cannot_commit(proxy, drive, 
     # The store is unchanged since the second ended.
     assert drive("three", f"run={run}", *longer).wait(300) == 0
     assert (tmp_path / "three.log").read_text().count("skipped, finished with the same config and inputs") == 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("renewed_after_s", [5.0, math.inf])
+def test_credentials_that_expire_during_a_run_are_named_or_renewed(renewed_after_s, proxy, drive, tmp_path) -> None:
+    driver = drive("one", f"run={RUN.format(name='expired')}", "pretrain.micro_batch=1", "pretrain.log_every=1")
+    wait_for(tmp_path / "one.log", "checkpoint step 10 committed")
+    expired = time.monotonic()
+    proxy.fault_of_any = lambda method, path: (
+        (400, "ExpiredToken") if time.monotonic() < expired + renewed_after_s else None
+    )
+    exit_code = driver.wait(600)
+    seconds = time.monotonic() - expired
+    said = (tmp_path / "one.log").read_text()
+    print(f"exit code {exit_code} after {seconds:.0f} s\n{said}")
+    if renewed_after_s == math.inf:
+        assert exit_code in (69, 74)
+        assert "denied after" in said and "ExpiredToken; the credentials have expired: renew them" in said
+        assert seconds < 240, "30 s for the first denied request, at most a few for each other one"
+    else:
+        assert exit_code == 0 and "FAILED" not in said
 
 
 CREDENTIALS = """

@@ -60,15 +60,15 @@ def put(group: list[Phases], *phases: str) -> None:
 
 READER = "data of step 8, shard train-000003.tar"
 WAITED_FOR = "stuck for 11s; the other workers are waiting for it"
-COLLECTIVE = "stuck collective: all 3 workers are there for 11s"
-FROZEN = "frozen: stopped by a signal, 11s without progress"
+COLLECTIVE = "stuck collective: all 3 workers have been in it for 11s"
+FROZEN = "frozen: stopped by a signal, no progress for 11s"
 VERDICTS = [  # phases of the three workers, the stopped rank; expected rank, phase and cause
-    (("reduce", "data", "reduce"), None, 1, READER, "stalled reader: 11s without a batch"),
+    (("reduce", "data", "reduce"), None, 1, READER, "stalled reader: no batch for 11s"),
     (("reduce", "reduce", "forward"), None, 2, "forward of step 8", WAITED_FOR),
     (("reduce", "reduce", "reduce"), None, 0, "reduce of step 8", COLLECTIVE),
     (("reduce", "backward", "reduce"), 1, 1, "backward of step 8", FROZEN),
     (("reduce", "reduce", "reduce"), 2, 2, "reduce of step 8", FROZEN),
-    (("data", "data", "reduce"), None, 0, READER, "stalled reader: 11s without a batch"),
+    (("data", "data", "reduce"), None, 0, READER, "stalled reader: no batch for 11s"),
 ]
 
 
@@ -97,7 +97,7 @@ def test_every_phase_is_watched(tmp_path, group, watch, clock) -> None:
         worker.enter("join", 0)
     assert watch.find_stall(awake) is late.find_stall(awake) is None
     clock.now = 11
-    assert watch.find_stall(awake) == Stall(2, "does not start, 11s without progress")
+    assert watch.find_stall(awake) == Stall(2, "not started: no progress for 11s")
     assert late.find_stall(awake) is None, "importing takes its time"
     clock.now = 12
     with group[0].rank_0_phase("restore", 0, True):  # rank 0 restores while the others wait
@@ -117,7 +117,7 @@ def test_first_worker_that_does_not_start_is_named_unless_another_is_stopped(gro
     group[0].enter("join", 0)
     watch.find_stall(awake)
     clock.now = 11
-    assert watch.find_stall(awake) == Stall(1, "does not start, 11s without progress")
+    assert watch.find_stall(awake) == Stall(1, "not started: no progress for 11s")
     clock.now = 22
     assert watch.find_stall(lambda rank: rank == 2).rank == 2
 

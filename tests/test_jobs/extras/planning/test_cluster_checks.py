@@ -91,7 +91,7 @@ def check_changed(change: str) -> list[CheckResult]:
 @pytest.mark.parametrize(
     ("change", "subject", "level", "text"),
     [
-        ('workers.1.identity.code = "b"', "code", "FAIL", "worker 1 on n1 runs other code than this command"),
+        ('workers.1.identity.code = "b"', "code", "FAIL", "worker 1 on n1 runs different code from this command"),
         ('workers.2.identity.packages.torch = "2.12"', "versions", "FAIL", "worker 2 on n2 has torch 2.12, 2 of 3"),
         ('workers.2.identity.packages.numpy = "2.2"', "versions", "WARN", "worker 2 on n2 has numpy 2.2"),
         ('workers.1.identity.device = "H100"', "workers", "WARN", "worker 1 on n1 has device H100"),
@@ -143,7 +143,7 @@ def test_a_run_in_an_object_store_needs_no_shared_folder(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("change", "subject", "text"),
     [
-        ({"identity": {"code": "b"}}, "code", "node n9 runs other code than this command"),
+        ({"identity": {"code": "b"}}, "code", "node n9 runs different code from this command"),
         ({"folder": {"sees_driver": False}}, "run folder", "not shared: node n9 does not see"),
         ({"sets": {"/data": {"error": "gone"}}}, "data", "node n9 cannot read /data: gone"),
         ({"machine": {"open_files": 256}}, "open files", "256 for a worker on n9, about 536 needed"),

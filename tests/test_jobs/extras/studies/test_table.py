@@ -113,7 +113,7 @@ def test_runs_without_metrics_have_a_table_of_their_axes_and_share_common_stages
         (["finetune.sweep.held_out.data.evaluate=null"], "finetune.grid: finetune.lr-0.01 does not report 'accuracy'"),
         (["finetune.stepz=3"], "unknown key finetune.stepz; did you mean 'steps'?"),
         (["finetune.sweep.grid.optim.lrr=[1]"], "unknown key finetune.optim.lrr; did you mean 'lr'?"),
-        (["finetune.sweep.each={'a/b': null}"], "a stage is called 'finetune.a/b.lr-0.01'"),
+        (["finetune.sweep.each={'a/b': null}"], "a stage is named 'finetune.a/b.lr-0.01'"),
         (
             ["fewshot.init=@finetune"],
             "the table of a sweep\n  expected one of the sweep's runs: @finetune.seed-0, @fin",
