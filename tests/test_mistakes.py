@@ -134,7 +134,7 @@ COMMANDS = """
 
 # The same for `plan tiny.yaml`, with the arguments after it.
 KEYS = """
-78 lr=1e-3                          => lr is 0.001, expected a stage's section|type for example pretrain.optim.lr=0.001
+78 lr=1e-3                          => lr is 0.001, expected a stage's section|for example pretrain.optim.lr=0.001
 78 optim.lr=1e-3                    => optim is a key of a stage (pretrain.optim), not a stage
 78 Pretrain.steps=3                 => unknown stage or key Pretrain; did you mean 'pretrain'?
 78 pretrain.lr=1e-3                 => unknown key pretrain.lr; did you mean pretrain.optim.lr?
