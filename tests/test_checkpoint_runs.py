@@ -612,7 +612,7 @@ def test_a_stretch_of_non_finite_steps_is_excluded_once_and_spikes_are_kept_for_
     assert "step 36: gradient norm" in said(run) and f"jobs replay {stage(run)} step=36" in said(run)
     assert main(["replay", str(stage(run)), "step=15"]) == 0 and main(["replay", str(run), "step=36"]) == 0
     out = capsys.readouterr().out
-    assert "attempt 2: gradient norm" in out and "(from the spike at step 36: " in out
+    assert "attempt 2: gradient norm" in out and "(recorded with the spike at step 36: " in out
 
 
 @pytest.mark.parametrize(("save_every", "left"), [(5, 10), pytest.param(2, 12, marks=pytest.mark.slow)])
