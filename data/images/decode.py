@@ -92,6 +92,7 @@ class Header:
     width: int
     channels: int = 3
     has_adobe_marker: bool = False  # determines how a JPEG with four channels is converted to RGB
+    unsupported: str = ""  # why its pixels cannot be decoded; "" if they may be
 
 
 # ----------------------------------------------------------------------------- headers
@@ -159,11 +160,8 @@ def read_jpeg(data: bytes) -> Header:
         (length,) = struct.unpack_from(">H", data, at + 2)
         if marker in FRAMES:
             bits, height, width, channels = struct.unpack_from(">BHHB", data, at + 4)
-            if marker in UNSUPPORTED:
-                raise BadImage(UNSUPPORTED[marker])
-            if bits != 8:
-                raise BadImage(f"JPEG of {bits} bits")
-            header = Header("jpeg", height, width, channels)
+            unsupported = UNSUPPORTED.get(marker, "") if bits == 8 else f"JPEG of {bits} bits"
+            header = Header("jpeg", height, width, channels, unsupported=unsupported)
             frame = marker
         elif marker == APP14 and length >= ADOBE_BYTES and data[at + 4 : at + 9] == b"Adobe":
             has_adobe_marker = True
@@ -218,6 +216,8 @@ def decode(data: bytes) -> np.ndarray:
 
 def decode_whole(data: bytes, header: Header) -> np.ndarray:
     """Decode a whole image whose header is already checked; as `decode` otherwise."""
+    if header.unsupported:
+        raise BadImage(header.unsupported)
     if header.channels == 4:
         return decode_cmyk(data, header)
     return opencv_decode(data, cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION)
@@ -285,7 +285,7 @@ def decode_crop(data: bytes, header: Header, box: Box, covering: int) -> np.ndar
     """
     y, x, h, w = box
     # The binding supports JPEGs of one or three channels; other images are decoded completely and cropped.
-    if header.kind != "jpeg" or header.channels == 4:
+    if header.kind != "jpeg" or header.channels == 4 or header.unsupported:
         image = decode_whole(data, header)
         # The box was drawn for the size in the header; it does not apply to an image of another size.
         if image.shape[:2] != (header.height, header.width):
