@@ -20,7 +20,7 @@ import os
 import struct
 import subprocess
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, files
@@ -92,7 +92,7 @@ class Header:
     width: int
     channels: int = 3
     has_adobe_marker: bool = False  # determines how a JPEG with four channels is converted to RGB
-    unsupported: str = ""  # why its pixels cannot be decoded; "" if they may be
+    unsupported: str = field(default="", compare=False)  # why its pixels cannot be decoded; "" if they may be
 
 
 # ----------------------------------------------------------------------------- headers
