@@ -12,7 +12,6 @@
 """
 
 import json
-import math
 import re
 import shlex
 from pathlib import Path
@@ -55,6 +54,7 @@ def new(
     output: str | None,
     minutes: float | None,
     unlabelled: bool,
+    probe: bool = False,
 ) -> None:
     """Write a recipe for the images at a path, or at all paths to which the shell expanded a pattern.
 
@@ -88,6 +88,8 @@ def new(
             raise UsageError("--init already determines the model: that of the weights\n  omit --model")
         # Raises ConfigError if there is no model of this name.
         model_config({"name": model, "image_size": 224, "classes": 2})
+    if probe and init is None:
+        raise UsageError("--probe evaluates the features of weights\n  add --init WEIGHTS")
     if init is not None:
         init = find_stage(init)
         if is_foreign(init):
@@ -137,6 +139,11 @@ def new(
         echo(f"held out: {sets.held_out}% of each class, because no part is named val or test")
     elif sets.train.classes:
         echo("held out: nothing, because most classes have too few images; accuracy is not measured")
+
+    if probe and init is not None:
+        write_probe(recipe, name, sets, init)
+        echo(f"next: python -m jobs run {shlex.quote(str(recipe))}")
+        return
 
     # 3. Choose how to train on them.
     from jobs.extras.new.training import MINUTES_ON_CPU, MINUTES_ON_GPU, choose, this_machine
@@ -188,17 +195,8 @@ def describe(image_set: FoundSet) -> None:
         echo(f"  {note}")
 
 
-def write_recipe(path: Path, name: str, sets: Sets, choice: "TrainingChoice", machine: "Machine") -> None:
-    """Render the recipe: the data sets of its stages, and one line with a reason for each choice."""
-    # 1. The cluster.
-    cluster: dict[str, Any] = {"backend": "processes", "workers": machine.workers}
-    cores_of_worker = max(1, machine.cores // machine.workers)
-    if machine.gpus:
-        cluster["gpus_per_worker"] = 1
-    if cores_of_worker > 1:
-        cluster["cpus_per_worker"] = cores_of_worker
-
-    # 2. The inputs of the stages: sets without an index are packed first, then a part of them is held out.
+def inputs_of(sets: Sets) -> tuple[dict[str, dict[str, Any]], dict[str, str], str]:
+    """Return the sets to pack, the quoted paths for training and evaluation, and the path of what is held out from."""
     places = {}
     packed = {}
     for set_name, image_set in (("train", sets.train), ("test", sets.test)):
@@ -217,6 +215,21 @@ def write_recipe(path: Path, name: str, sets: Sets, choice: "TrainingChoice", ma
     path_of_parts = places["train"]
     if sets.held_out:
         places = {"train": '"@parts/train"', "test": '"@parts/held-out"'}
+    return packed, places, path_of_parts
+
+
+def write_recipe(path: Path, name: str, sets: Sets, choice: "TrainingChoice", machine: "Machine") -> None:
+    """Render the recipe: the data sets of its stages, and one line with a reason for each choice."""
+    # 1. The cluster.
+    cluster: dict[str, Any] = {"backend": "processes", "workers": machine.workers}
+    cores_of_worker = max(1, machine.cores // machine.workers)
+    if machine.gpus:
+        cluster["gpus_per_worker"] = 1
+    if cores_of_worker > 1:
+        cluster["cpus_per_worker"] = cores_of_worker
+
+    # 2. The inputs of the stages: sets without an index are packed first, then a part of them is held out.
+    packed, places, path_of_parts = inputs_of(sets)
     if choice.init is not None:
         places["init"] = quoted(choice.init)
 
@@ -225,15 +238,8 @@ def write_recipe(path: Path, name: str, sets: Sets, choice: "TrainingChoice", ma
     if passes == "1":
         unit = "pass"
     seconds = duration(choice.steps * choice.batch_size / choice.rate)
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.filters["flow"] = flow_yaml
-    text = environment.get_template("new.yaml.jinja").render(
+    text = render(
+        "new.yaml.jinja",
         train=sets.train,
         percent=sets.held_out,
         choice=choice,
@@ -247,8 +253,7 @@ def write_recipe(path: Path, name: str, sets: Sets, choice: "TrainingChoice", ma
         path_of_parts=path_of_parts,
         places=places,
         processes=min(16, max(1, cores_of_worker - 1)),
-        # 0.03 at batch size 512, scaled with the square root of the batch size.
-        lr_of_finetuning=f"{0.03 * math.sqrt(choice.batch_size / 512):.1g}",
+        lr_of_finetuning=f"{choice.finetuning.lr_at(choice.batch_size):.1g}" if choice.finetuning else "",
         passes=passes,
         duration=seconds,
     )
@@ -262,6 +267,46 @@ def write_recipe(path: Path, name: str, sets: Sets, choice: "TrainingChoice", ma
             f"  longer than --minutes: fewer than {choice.steps} steps would train nothing\n"
             "  choose a smaller --model, or more --minutes"
         )
+
+
+def write_probe(path: Path, name: str, sets: Sets, init: str) -> None:
+    """Render the recipe of a linear probe: frozen features of the weights, and classifiers fitted to them."""
+    packed, places, path_of_parts = inputs_of(sets)
+    if "test" not in places:
+        raise UsageError(
+            "--probe needs images to measure accuracy on, but no part is named val or test and the classes have too "
+            "few images to hold some out\n  add a folder val"
+        )
+    from pipeline.evaluation import any_weights
+
+    recorded = any_weights.recorded_preprocessing(init)
+    preprocessing = "not recorded: resized to the model's size" if recorded is None else f"recorded: {recorded.ops}"
+    text = render(
+        "probe.yaml.jinja",
+        train=sets.train,
+        percent=sets.held_out,
+        name=name,
+        path_in_shell=shlex.quote(str(path)),
+        packed=packed,
+        path_of_parts=path_of_parts,
+        places={**places, "init": quoted(init)},
+        preprocessing=preprocessing,
+    )
+    write_atomically(path, as_typed(text))
+    echo(f"wrote {path}: a linear probe and nearest neighbours on features of {init}")
+
+
+def render(template: str, **values: Any) -> str:
+    """Render a template of this folder."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["flow"] = flow_yaml
+    return environment.get_template(template).render(**values)
 
 
 def quoted(path: str) -> str:
