@@ -35,6 +35,7 @@ from data.files import error_text, locked, state_folder, write_atomically
 from data.index.index import Index, Origin, Refusals, digest_of
 from data.index.names import Names
 from data.index.shard import MappedShards, Shard, is_image, open_columns, write_columns
+from data.walk import class_folders_in, files_below
 
 SCHEMA = 1
 SUFFIX = ".index.json"
@@ -127,9 +128,9 @@ def json_in(folder: Path) -> Path:
 def image_folders(folder: Path) -> int:
     """Count the sub-folders that contain images, judging by the first files of each."""
     folders = 0
-    for child in folder.glob("[!.]*/"):
+    for name in class_folders_in(folder) if folder.is_dir() else ():
         # Listing a folder of a million images would take too long for an error message.
-        files = itertools.islice(child.rglob("[!.]*.*"), 100)
+        files = itertools.islice(files_below(folder / name, Counter(), in_order=False), 100)
         folders += any(map(is_image, files))
     return folders
 

@@ -46,6 +46,7 @@ from data.remote.config import CacheConfig
 from data.remote.urls import check_url, list_tars, size_of
 from data.shards.journal import IndexJournal, Record
 from data.shards.parallel import Progress, in_parallel, set_on_error
+from data.walk import matching
 
 MOST_ERRORS = 20  # unusable shards that an error lists individually
 DECODED = 4  # samples decoded per shard
@@ -369,21 +370,6 @@ def local_tars(source: str | os.PathLike[str] | list[str]) -> TarList:
     for path in paths:
         tars.sizes[str(path.relative_to(tars.directory))] = path.stat().st_size
     return tars
-
-
-def matching(pattern: str) -> list[Path]:
-    """Return the files of a path with `{000..999}` or `*`, as the shell and remote URLs expand them.
-
-    A path of an existing file, and one that matches nothing, are returned as they are.
-    """
-    if Path(pattern).exists():
-        return [Path(pattern)]
-    paths: list[Path] = []
-    for name in braceexpand(pattern, escape=False):
-        path = Path(name)
-        matches = sorted(path.parent.glob(path.name)) if "*" in path.name else []
-        paths += matches or [path]
-    return paths
 
 
 def remote_tars(urls: Sequence[str], cache: Cache, workers: int, stopped: threading.Event) -> TarList:

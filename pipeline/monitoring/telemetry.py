@@ -55,6 +55,7 @@ TENSORBOARD_GROUPS = {"train": "1 train", "evaluate": "2 evaluate"}
 TAIL_BYTES = 1 << 20
 SEAL = re.compile(rb', "crc": "([0-9a-f]{8})"}')  # the end of each record: CRC-32 of the line's bytes before it
 SEAL_BYTES = 20
+KIND = b'{"kind": '  # the beginning of each record
 ZEROS = bytes(8)  # storage that lost a block returns zeros; a record contains no zero byte
 CUT_OFF = "the line before this one is incomplete: its writer was killed"
 OF_ONE_SEED = re.compile(r"-seed-\d+$")  # matches a few-shot result of a single seed: "5shot-seed-0"
@@ -352,53 +353,72 @@ def read_metrics(directory: Path, kind: str | None = "train", damage: list[str] 
     path = directory / "metrics.jsonl"
     if not path.exists():
         return []
-    content = path.read_bytes()
-    records: list[Record] = []
-    problems = damaged_lines(content)
+    # Line by line, because the file of a long run has hundreds of megabytes.
+    with open(path, "rb") as file:
+        problems = damaged_lines(lines_of(file))
     if problems:
         message = damage_message(path, problems)
         if damage is None:
             raise DataError(message)
         damage.append(message)
-    for record in records_in(content.splitlines(), path):
-        if kind is None or record["kind"] == kind:
-            records.append(record)
+    records: list[Record] = []
+    with open(path, "rb") as file:
+        lines = lines_of(file)
+        # The kind is the first field, so records of other kinds need not be parsed.
+        if kind is not None:
+            beginning = KIND + json.dumps(kind).encode()
+            lines = (line for line in lines_of(file) if line.startswith(beginning) or not line.startswith(KIND))
+        for record in records_in(lines, path):
+            if kind is None or record["kind"] == kind:
+                records.append(record)
     return records
 
 
-def damaged_lines(content: bytes) -> dict[int, str]:
+def lines_of(file: Iterable[bytes]) -> Iterator[bytes]:
+    """Iterate the lines of an open file with their line breaks, and split them like `bytes.splitlines`."""
+    for line in file:
+        yield from line.splitlines(keepends=True)
+
+
+def damaged_lines(lines: Iterable[bytes]) -> dict[int, str]:
     """Return {line number from 1: problem} of the damaged lines of metrics.jsonl.
 
     Incomplete lines do not count: the last one, if its line break is missing, and one before a note in parentheses,
     which the next writer adds. Lines before the first digest may be from a version that wrote none.
     """
-    lines = content.splitlines()
     is_sealed = False  # a line above had a digest
     problems: dict[int, str] = {}
-    for number, line in enumerate(lines):
+    without_digest = 0  # number of the line before, if it has no digest and is torn if a note follows
+    for number, line_with_break in enumerate(lines, 1):
+        line = line_with_break.rstrip(b"\r\n")
+        if without_digest and not is_note(line):
+            problems[without_digest] = "its digest is missing"
+        without_digest = 0
         if ZEROS in line:
-            problems[number + 1] = f"it contains {line.count(0)} zero bytes"
+            problems[number] = f"it contains {line.count(0)} zero bytes"
             continue
         seal = SEAL.fullmatch(line[-SEAL_BYTES:])
         if seal is not None:
             is_sealed = True
             digest = f"{zlib.crc32(line[:-SEAL_BYTES]):08x}"
             if digest != seal[1].decode():
-                problems[number + 1] = f"its digest is {digest}, expected {seal[1].decode()}"
+                problems[number] = f"its digest is {digest}, expected {seal[1].decode()}"
             continue
         if SEAL.search(line):
-            problems[number + 1] = "a record continues after its digest"
+            problems[number] = "a record continues after its digest"
             continue
         if has_altered_seal(line):
-            problems[number + 1] = "its digest is altered"
+            problems[number] = "its digest is altered"
             continue
         if not is_sealed or not line or is_note(line):
             continue
         # A complete record ends with a brace; an incomplete line is the beginning of a record or of a note.
-        is_before_note = number + 1 < len(lines) and is_note(lines[number + 1])
-        is_cut_off = number + 1 == len(lines) and not content.endswith(b"\n")
-        if is_json_object(line) or not (is_before_note or is_cut_off):
-            problems[number + 1] = "its digest is missing"
+        if is_json_object(line):
+            problems[number] = "its digest is missing"
+        elif line != line_with_break:
+            without_digest = number
+    if without_digest:
+        problems[without_digest] = "its digest is missing"
     return problems
 
 
@@ -473,7 +493,8 @@ def scores_of(record: Record) -> dict[str, float]:
 
 def records_in(lines: Iterable[bytes], path: Path) -> Iterator[MetricsRecord]:
     """Iterate the records in lines of metrics.jsonl without their digests; skip incomplete and damaged lines."""
-    for line in lines:
+    for line_with_break in lines:
+        line = line_with_break.rstrip(b"\r\n")
         seal = SEAL.fullmatch(line[-SEAL_BYTES:])
         if seal is not None and zlib.crc32(line[:-SEAL_BYTES]) != int(seal[1], 16):
             continue

@@ -106,6 +106,31 @@ def test_a_store_that_never_answers_is_named_without_secrets(code, message, run,
     assert "very-secret" not in str(error.value)
 
 
+def test_each_request_of_a_listing_is_retried_alone(run, proxy, bucket, monkeypatch) -> None:
+    """Every other request fails: a listing of many requests that are retried together would never succeed."""
+    prefix = run.removeprefix(f"s3://{BUCKET}/")
+    monkeypatch.setattr(bucket_module, "PAGE_OBJECTS", 10)
+    for number in range(25):
+        bucket.put_object(Key=f"{prefix}/many/{number:04d}", Body=b"x")
+    bucket.put_object(Key=f"{prefix}/many2", Body=b"x")
+    bucket.put_object(Key=f"{prefix}/console/", Body=b"")
+    asked: list[str] = []
+
+    def fail_every_other(method: str, path: str) -> int | None:
+        asked.append(path)
+        return 503 if len(asked) % 2 else None
+
+    proxy.fault_of_any = fail_every_other
+    assert Bucket(run, SCRATCH, 2).list("many") == {f"many/{number:04d}": 1 for number in range(25)}
+    assert len(asked) == 6, "three pages, each asked twice"
+    asked.clear()
+    assert Bucket(run, SCRATCH, 2).list("empty") == {} and len(asked) == 2
+    asked.clear()
+    assert Bucket(run, SCRATCH, 2).list("console") == {}
+    proxy.fault_of_any = lambda method, path: None
+    assert Bucket("s3://no-such-bucket/run", SCRATCH, 2).list() == {}
+
+
 @pytest.mark.parametrize(
     ("status", "code", "remedy"),
     [

@@ -48,7 +48,8 @@ from data.index.names import PAIRS, NoLabel, are_pairs, gap_in_ids, parse_labels
 from data.index.shard import COMPRESSED, IMAGES, is_image
 from data.index.tar import DOTTED, first_part, mapped, walk
 from data.sources.folders import files_of, images_below, keys_of, refuse_loop
-from data.sources.walk import HIDDEN, SYSTEM_FOLDERS, class_folders_in
+from data.sources.numbering import check_unicode_forms
+from data.walk import HIDDEN, SYSTEM_FOLDERS, class_folders_in, matching
 
 TRAIN = ("train", "training")
 # Names of the part to evaluate on, in order of preference: a test set is used only if there is no validation set.
@@ -233,6 +234,7 @@ def survey(place: str, *, unlabelled: bool = False, report: Report) -> Sets:
         train.notes.append(f"{test_place} is not used for evaluation: its images have no labels of these classes")
         return Sets(train)
     if lacking and not train.are_ids:
+        check_unicode_forms(lacking, list(train.class_counts), test_place, train_place)
         raise DataError(
             f"{test_place}: the classes {preview(lacking)} do not occur in {train_place}\n"
             "  expected only the training classes; remove the others"
@@ -287,13 +289,14 @@ def parts_of(place: str) -> tuple[str, str | None]:
         for suffix in (".tar", ".parquet", ".csv"):
             kinds.append(parts_of_files(sorted(path.glob(f"[!.]*{suffix}"))))
     elif not path.exists():
-        kinds = [parts_of_files(sorted(path.parent.glob(path.name)))]
+        kinds = [parts_of_files(matching(place))]
     else:
         kinds = []
     for parts in kinds:
         train, test = train_and_test(parts)
         # A single folder named train could be a class (of trains) if it has no sub-folders.
-        if train is not None and (test is not None or has_folders(Path(train))):
+        is_part = train is not None and (test is not None or has_folders(Path(train)) or tables_in(Path(train)))
+        if train is not None and is_part:
             return train, test
     # 2. The path itself is the train part of a pair: train.tar next to test.tar, or photos/train next to photos/val. A
     #    pattern selects only the files that it matches.
@@ -391,7 +394,7 @@ def inspect(place: str, unlabelled: bool, report: Report) -> FoundSet:
         for suffix in (".tar", ".parquet"):
             if any(path.glob(f"[!.]*{suffix}")):
                 return INSPECTORS[suffix](place, unlabelled, report)
-        tables = list(filter(is_table, sorted([*path.glob("[!.]*.csv"), *path.glob("[!.]*.jsonl")])))
+        tables = tables_in(path)
         if len(tables) == 1:
             return inspect_table(str(tables[0]), unlabelled, report)
         for suffix in COMPRESSED:
@@ -457,6 +460,11 @@ def inspect_folder(root: Path, unlabelled: bool, report: Report) -> FoundSet:
         image_set.notes.append(f"{kinds}: excluded, because they are not {', '.join(IMAGES)}")
     image_set.open_some(list(zip(paths, repeat(0), repeat(-1), strict=False)))
     return image_set
+
+
+def tables_in(folder: Path) -> list[Path]:
+    """Return the tables of paths in a folder, such as the metadata.csv or metadata.jsonl of Hugging Face's folders."""
+    return list(filter(is_table, sorted([*folder.glob("[!.]*.csv"), *folder.glob("[!.]*.jsonl")])))
 
 
 def is_table(path: Path) -> bool:

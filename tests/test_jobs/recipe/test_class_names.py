@@ -362,7 +362,7 @@ def test_plan_refuses_conflicting_class_names_and_reports_missing_ones(three_set
     assert main(["plan", campaign(three_sets, c="c", new_head="true")]) == 65
     assert "fewshot: probe.train" in capsys.readouterr().err, "a head of its own has names of its own; a probe has two"
     assert main(["plan", campaign(three_sets, b="d")]) == 0
-    assert f"none in data.evaluate ({three_sets}/d): labels of the sets cannot be compared" in capsys.readouterr().out
+    assert f"no class names in data.evaluate ({three_sets}/d), so labels cannot be compared" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("train", "new_head", "expected"), [("c", "true", "bird cat cow"), ("d", "true", ""),

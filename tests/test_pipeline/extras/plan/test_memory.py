@@ -206,7 +206,7 @@ def test_plan_and_preflight_continue_if_a_step_cannot_be_traced(recipe, capsys, 
     assert main(["plan", str(recipe), *limited]) == 0
     said = capsys.readouterr().out
     assert said.count("  memory  unknown: the step could not be traced: by hand") == 2
-    assert "finetune: cannot tell whether it fits cluster.gpu_memory_gb=5: the step could not" in said
+    assert "finetune: cannot determine whether it fits into cluster.gpu_memory_gb=5: the step could not" in said
 
     campaign = load(recipe, [])
     assert stage_requirements(campaign, campaign.stage("pretrain"), 2).memory_bytes is None
