@@ -127,7 +127,7 @@ def test_a_curve_is_the_mean_over_the_runs_of_a_row(x, tmp_path, capsys):
 
 def test_the_curve_of_a_branch_cannot_be_drawn_over_seconds(tmp_path):
     tables = {"t": trained_table(tmp_path / "other", init="@trunk", begin=4)}
-    with pytest.raises(DataError, match="seconds is not known for every step of the runs of 'a' of t"):
+    with pytest.raises(DataError, match="seconds is unknown for some steps of the runs of 'a' of t"):
         draw(tmp_path, {"tables": tables, "y": "loss", "x": "seconds", "curve": True})
 
 
