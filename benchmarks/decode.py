@@ -274,7 +274,7 @@ def run_rounds(args: argparse.Namespace) -> dict[str, list[float]]:
     for name, decoder in DECODERS.items():
         python = python_of(decoder.needs, args.python)
         if python is None:
-            print(f"left out: {name}: needs {decoder.needs}; name a --python that has it", file=sys.stderr)
+            print(f"skipped {name}: needs {decoder.needs}; name a --python that has it", file=sys.stderr)
             continue
         if python not in interpreters:
             interpreters[python] = Interpreter(python, args.shards)

@@ -22,7 +22,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -44,6 +44,7 @@ LAST_ATTEMPTS = 3  # when the command ends: an unreachable store must not delay 
 BACKOFF_S = 0.5  # longest pause before the second attempt; doubled each time
 TIMEOUT_S = 30.0  # a request fails after this long without data
 PIECE = 16 << 20  # bytes per request of `fetch`; a broken response loses at most this much
+PAGE_OBJECTS = 1000  # objects per response of a listing: S3's maximum
 AT_ONCE = 8  # number of parallel requests in `each`
 REFUSED = "REFUSED.json"
 SWEPT = "SWEPT.json"
@@ -129,17 +130,42 @@ class Bucket:
             return None
 
     def list(self, folder: str = "") -> dict[str, int]:
+        objects: dict[str, int] = {}
         try:
-            entries = self.request(folder, lambda client, path: client.find(path, detail=True))
+            if self.scheme == "s3":
+                for page in self.s3_pages(folder):
+                    objects |= page
+            else:
+                entries = self.request(folder, lambda client, path: client.find(path, detail=True))
+                for path, entry in entries.items():
+                    if entry.get("type") != "directory":
+                        objects[path] = entry["size"]
         except FileNotFoundError:
             return {}
         sizes = {}
-        for path, entry in sorted(entries.items()):
+        for path, size in sorted(objects.items()):
             # The consoles of some stores create an empty object as a folder.
-            if entry.get("type") != "directory" and not path.endswith("/"):
-                name = check_file_name(path.removeprefix(f"{self.path}/"), self.address())
-                sizes[name] = entry["size"]
+            if not path.endswith("/"):
+                sizes[check_file_name(path.removeprefix(f"{self.path}/"), self.address())] = size
         return sizes
+
+    def s3_pages(self, folder: str) -> Iterator[dict[str, int]]:
+        """Iterate {path: size} of at most PAGE_OBJECTS each below a folder; every page is a request, retried alone.
+
+        `find` makes three requests for an empty folder and one for each page, all of which would be retried together.
+        """
+        bucket, _, prefix = f"{self.path}/{folder}".rstrip("/").partition("/")
+        token: dict[str, str] = {}
+
+        def ask(client: Any, _: str) -> Any:
+            return client.call_s3("list_objects_v2", Bucket=bucket, Prefix=f"{prefix}/", MaxKeys=PAGE_OBJECTS, **token)
+
+        while True:
+            answer = self.request(folder, ask)
+            yield {f"{bucket}/{entry['Key']}": entry["Size"] for entry in answer.get("Contents", [])}
+            if not answer.get("NextContinuationToken"):
+                return
+            token = {"ContinuationToken": answer["NextContinuationToken"]}
 
     def delete(self, names: Iterable[str]) -> None:
         def delete_one(name: str) -> None:

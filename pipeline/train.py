@@ -172,7 +172,7 @@ class StepOutcome(NamedTuple):
     """The outcome of a step, on this worker and on all workers."""
 
     mean_loss: float
-    bad_samples: int  # on all workers
+    bad_samples: int  # number of bad samples on all workers
     stopping: bool  # whether any worker was requested to stop
     all_written: bool  # whether every worker has written its file of the save in flight
     planned: Ids  # samples of the global batch, as counted in the ledger

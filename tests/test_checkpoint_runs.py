@@ -243,7 +243,7 @@ HANGS = {
 }
 
 
-@pytest.mark.parametrize("places", [("reduce", "data"), pytest.param(tuple(HANGS), marks=SOAK)])
+@pytest.mark.parametrize("places", [("reduce",), pytest.param(tuple(HANGS), marks=SOAK)])
 def test_a_run_that_hangs_anywhere_is_ended_named_and_goes_on(places, few, twin, run) -> None:
     patch = f"hanging {','.join(places)}"
     assert finish(run, "pretrain.stall_s=8", f"pretrain.data.evaluate={few}", patch=patch) == 0, said(run)
@@ -251,7 +251,8 @@ def test_a_run_that_hangs_anywhere_is_ended_named_and_goes_on(places, few, twin,
         assert re.fullmatch(HANGS[place], found), said(run)
     stacks = (stage(run) / "incidents.txt").read_text()
     assert stacks.count("Timeout (0:00:0") >= len(places) - 1, "who is stopped writes nothing, the others do"
-    assert "in micro_batches" in stacks
+    if "data" in places:
+        assert "in micro_batches" in stacks
     assert_same(run, twin)
 
 

@@ -227,7 +227,7 @@ RECIPES: dict[str, tuple[str | bytes, int, str]] = {
     "a list": ("- pretrain\n", 78, "is not a mapping|expected `key: value` lines"),
     "a text": ("pretrain\n", 78, "is not a mapping|expected `key: value` lines"),
     "tabs": (TINY.replace("  steps", "\tsteps"), 78, "line 8: found a tab|expected spaces"),
-    "a key twice": (TINY + "  steps: 30\n", 78, "line 12: found duplicate key steps|remove one of the two"),
+    "a key twice": (TINY + "  steps: 30\n", 78, "line 12: found duplicate key steps|remove one of the duplicates"),
     "one space more": (TINY.replace("  steps", "   steps"), 78, "line 8|the keys of a section in the same column"),
     "no indentation": (TINY.replace("\n  ", "\n"), 78, "pretrain is null|or make it a section"),
     "no space behind a colon": (TINY.replace("steps: 24", "steps:24"), 78, "line 8|steps:24|with a space after"),

@@ -194,11 +194,7 @@ class Attempt:
             # A slow worker does not end the attempt; only log which worker it is.
             slow = self.watch.slow()
             if slow is not None:
-                rank, share = slow
-                context.log(
-                    f"worker {rank} on {group.node_names[rank]} is slow: "
-                    f"in {share:.0%} of the checks, all other workers were waiting for it"
-                )
+                context.log(f"worker {slow.rank} on {group.node_names[slow.rank]} is slow: {slow.cause}")
         if self.growth.target is None and self.growth.is_due():
             room = f"room for {self.growth.target} workers, currently {self.watch.world}"
             context.log(f"{room}: committing this step, then continuing with more workers")
