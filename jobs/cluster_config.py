@@ -4,8 +4,8 @@
     python -m jobs submit RECIPE --env NCCL_DEBUG=INFO
 
 Secrets belong in the environment of the nodes: Ray shows a job's environment to everybody who can list jobs, and
-recipes are stored in many places. Patchline itself sets the variables for a worker's rank and for
-glibc's malloc.
+recipes are stored in many places. Patchline itself sets the variables for a worker's rank and
+for glibc's malloc.
 """
 
 import os
@@ -44,9 +44,7 @@ class ClusterConfig:
     wait_s: float | None = None  # maximum time to wait for places in the cluster; None: no limit
     patience_s: float = 60.0  # if `workers` is a range: time to wait for more workers than there is room for
     environment: dict[str, str] = field(default_factory=dict)  # variables for every worker, by name; no secrets
-    scratch: str = (
-        ""  # local folder on each node for runs at s3://…; "": in PATCHLINE_CACHE, or the user's cache folder
-    )
+    scratch: str = ""  # local folder on each node for runs at s3://…; empty: in PATCHLINE_CACHE or the user's cache
 
     RESUME: ClassVar[Mapping[str, str]] = dict.fromkeys(
         [
