@@ -129,7 +129,7 @@ class Replays:
         for override in self.overrides:
             if not override.startswith("cluster."):
                 raise UsageError(
-                    f"{override} is not a key of the cluster\n  expected for example cluster.workers={world}"
+                    f"{override} is not a key of the cluster\n  expected a key such as cluster.workers={world}"
                 )
         defaults = {"backend": "processes", "workers": world, "cpus_per_worker": start.get("threads", 1)}
         values = with_overrides({"cluster": defaults}, self.overrides)["cluster"]

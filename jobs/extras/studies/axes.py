@@ -4,7 +4,7 @@ In:  the folder of a finished stage and, if it trained, its metrics.jsonl
 Out: {"parameters": 86567656, "gmacs": 17.56, "exaflops": 1.27, "images": 1281167, "samples": 12000000, "steps": 2930,
      "seconds": 3600.0, "images_per_s": 3333.3}
 
-Compute is counted in the same way as by `plan`. `seconds` covers only the steps that contribute to the weights: no
+Compute is counted as in `plan`. `seconds` covers only the steps that contribute to the weights: no
 startup, evaluations or repeated steps.
 """
 

@@ -54,7 +54,7 @@ NO_NAME = re.compile(r"[^A-Za-z0-9._-]")  # a character not allowed in a stage's
 
 @dataclass(frozen=True)
 class SweepConfig:
-    """What varies between several runs of a stage; a table of all runs is made at the end (docs/studies.md)."""
+    """What varies between several runs of a stage; a table of all runs is written at the end (docs/studies.md)."""
 
     each: dict[str, Any] = field(default_factory=dict)  # runs by name, with the fields that differ for each
     # lists of values; one run for every combination. Names of `each` may override grid and held_out
@@ -133,7 +133,8 @@ def expand(recipe: Sections, kinds: Kinds, check: Callable[[str, Section], objec
             if parent is not None:
                 has_seeds = parent.seed is not None and bool(sweep.seeds)
                 require(
-                    not has_seeds, f"{where}.seeds: the runs that {name} reads already have seeds\n  remove one of them"
+                    not has_seeds,
+                    f"{where}.seeds: the runs that {name} reads already have seeds\n  remove the seeds of one of the sweeps",
                 )
                 # Use the parent run's seed, unless the section sets one.
                 kind = kinds.get(str(base["kind"]))
@@ -244,7 +245,7 @@ def parents_of(name: str, stars: Collection[str], tables_above: Mapping[str, Map
         require(
             not parents or parents.keys() == runs.keys(),
             f"{name} reads the runs of {', '.join(sorted(stars))}, which have different suffixes: "
-            f"{', '.join(parents)}; {', '.join(runs)}\n  expected sweeps of which one reads the runs of the other",
+            f"{', '.join(parents)}; {', '.join(runs)}\n  expected one of the sweeps to read the runs of the other",
         )
         parents = parents or runs
     return parents

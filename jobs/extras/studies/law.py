@@ -36,7 +36,7 @@ OWN = ("steps", "passes", "init", "begin", "law", "model", "new_head", "keep_bes
 
 
 class Compute(NamedTuple):
-    """ExaFLOPs of a recipe's training stages, counted in the same way as by `plan`."""
+    """ExaFLOPs of a recipe's training stages, counted as in `plan`."""
 
     planned: float  # compute of the recipe; a branch counts only its steps after `begin`
     apart: float  # compute if every branch were a separate run from step 0 and there were no trunks

@@ -186,7 +186,7 @@ def test_the_final_runs_get_the_best_value_and_keep_their_keys(protocol, capsys)
     artifacts.write_record(table, {**document, "chosen": {"optim.lr": 0.01}})
     with pytest.raises(DataError) as error:
         load(protocol, [])
-    assert f"{folder} has run with other values than those chosen by finetune.grid now: optim.lr: 0.1 → 0.01" in str(
+    assert f"{folder} was run with values that finetune.grid no longer chooses: optim.lr: 0.1 → 0.01" in str(
         error.value
     )
 
