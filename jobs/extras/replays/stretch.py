@@ -136,8 +136,8 @@ class Replays:
         cluster = config.build(ClusterConfig, values, "cluster")
         if not self.stage.cfg.exact_parts and (cluster.least, cluster.most) != (world, world):
             raise UsageError(
-                f"step {last} of {self.name} was trained by {world} workers, but cluster.workers is {cluster.workers}, "
-                f"which changes the bits without exact_parts\n  type cluster.workers={world}"
+                f"step {last} of {self.name} was trained by {world} workers, but cluster.workers is {cluster.workers}; "
+                f"without exact_parts, another number of workers gives different results\n  type cluster.workers={world}"
             )
         return cluster
 

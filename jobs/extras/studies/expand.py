@@ -134,7 +134,7 @@ def expand(recipe: Sections, kinds: Kinds, check: Callable[[str, Section], objec
                 has_seeds = parent.seed is not None and bool(sweep.seeds)
                 require(
                     not has_seeds,
-                    f"{where}.seeds: the runs that {name} reads already have seeds\n  remove the seeds of one of the sweeps",
+                    f"{where}.seeds: the runs that {name} reads already have seeds\n  remove one of the two lists",
                 )
                 # Use the parent run's seed, unless the section sets one.
                 kind = kinds.get(str(base["kind"]))

@@ -155,7 +155,9 @@ class Figure(StageKind):
                 curve = list(curve_of(cfg, row))
                 points += curve
                 if not curve:
-                    context.log(f"{context.stage.name}: {row.name} of {row.table} has no curve: its runs diverged")
+                    context.log(
+                        f"{context.stage.name}: {row.name} of {row.table} has no curve, because its runs diverged"
+                    )
             # Skip rows without metrics: their runs have diverged.
             elif row.means or cfg.y in row.values:
                 points.append(point_of(cfg, row))
