@@ -283,7 +283,7 @@ def foreign_preprocessing(path: str, config: "models.ModelConfig") -> "models.Pr
     except ValueError as error:
         echo(f"note     the recorded preprocessing is not used: {error}")
         return None
-    echo(f"note     the recorded preprocessing, {preprocessing.ops}, is scaled to the size of the weights")
+    echo(f"note     the recorded preprocessing, {preprocessing.ops}, is scaled to the image size of the weights")
     return scaled
 
 
