@@ -41,6 +41,7 @@ from pipeline.monitoring.telemetry import Window, account, log_line, memory_gb, 
 from pipeline.optimization import learning_rate
 from pipeline.start import Worker, read_task, set_up
 from pipeline.training_config import flops_of
+from pipeline.variables import recorded
 from pipeline.worker import Progress, handle_sigterm
 
 BAD_GRACE = 10_000  # until this many samples were seen, max_bad_fraction is relative to this number
@@ -353,7 +354,7 @@ def begin_save(worker: Worker, progress: Progress) -> None:
         world=worker.group.world,
         zero=worker.cfg.zero,
         # Only fields that must not change on resume; if the resume is refused, the error lists the differing keys.
-        config=config.tagged(worker.cfg, "forbid"),
+        config=recorded(config.tagged(worker.cfg, "forbid")),
         key=worker.job.key,
         code=worker.job.code,
         bad_samples=progress.bad_samples,
