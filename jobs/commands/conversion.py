@@ -1,7 +1,7 @@
 """`patchline import|export`: convert weights from and to other formats, and report how they were mapped.
 
-patchline import vit_b16.npz weights/b16                         then in a recipe: init: weights/b16
-patchline import sincos.npz weights/s16 'image_size=[224, 224]'  a setting that the file does not contain
+patchline import vit_b16.npz weights/b16                         use it in a recipe as init: weights/b16
+patchline import sincos.npz weights/s16 'image_size=[224, 224]'  add a setting missing from the file
 patchline export runs/digits/finetune-1a2b3c4d digits-hf --format hf
 """
 
@@ -35,7 +35,7 @@ from pipeline.evaluation import any_weights
 from pipeline.identity import code_version
 from pipeline.training_config import check_ops
 
-if TYPE_CHECKING:  # torch takes a second to import; usage errors do not wait for it
+if TYPE_CHECKING:  # torch takes a second to import, which would delay usage errors
     from torch import Tensor
 
 # Errors that torch, numpy, safetensors and our checks raise for an unreadable file.
@@ -103,7 +103,7 @@ def import_foreign(
     if len(names) > model.config.classes:
         raise DataError(
             f"{class_list or path} has {len(names):,} class names, but the model has {model.config.classes:,} "
-            "classes\n  expected one name per class in the order of the outputs: --names FILE"
+            "classes\n  expected one name per class, in the order of the model's outputs: --names FILE"
         )
     preprocessing = foreign_preprocessing(path, model.config)
     with atomic_folder(Path(directory)) as made:
@@ -128,18 +128,18 @@ def export(
     directory = find_weights(directory)
     if preprocess is not None:
         check_ops(preprocess)
-    # 1. Refuse target names from which readers would infer another format.
+    # 1. Refuse a target whose name suggests another format to programs that read it.
     refuse_existing(path)
     is_file = format in ("npz", "pth")
     if is_file and Path(path).suffix != f".{format}":
         raise UsageError(
-            f"{path} does not end in .{format}, so readers would not recognize the format; nothing was written\n"
+            f"{path} does not end in .{format}, so other programs would not recognize the format; nothing was written\n"
             f"  type {path}.{format}"
         )
     for suffix in ("npz", "pth"):
         if not is_file and f".{suffix}" in Path(path).name:
             raise UsageError(
-                f"--format {format} writes a folder, but {path} is the name of an .{suffix} file; nothing was written\n"
+                f"--format {format} writes a folder, but {path} is named like an .{suffix} file; nothing was written\n"
                 f"  expected a name without .{suffix}, or --format {suffix}"
             )
 
@@ -182,8 +182,8 @@ def export(
             except ValueError as error:
                 raise UsageError(f"{directory} cannot be exported as {format}: {error}") from None
 
-        # 3. Read the weights back as other programs would, and compare the models. A single file has no config: the
-        # image size must be given.
+        # 3. Read the weights back as other programs would, and compare the models. A single file does not contain the
+        # image size.
         changes: dict[str, object] = {}
         if is_file:
             changes["image_size"] = config.image_size
@@ -208,7 +208,7 @@ def export(
     image = torch.rand(1, 3, *config.image_size, generator=generator) * 2 - 1
     with torch.no_grad():
         largest = (outputs(model, image) - outputs(exported, image)).abs().max()
-    # Warnings about the format are notes if the outputs are equal.
+    # If the outputs are equal, warnings about the format are only notes.
     label = "note   "
     verdict = ": the weights are exact"
     if largest:
@@ -216,30 +216,30 @@ def export(
         verdict = ""
     remarks = [str(warning.message) for warning in inexact]
     if preprocessing and is_file:
-        remarks.insert(0, f"an .{format} cannot store the preprocessing; its users need to know {preprocessing.ops}")
+        remarks.insert(0, f"an .{format} file cannot store the preprocessing; tell its users: {preprocessing.ops}")
     if names and is_file:
-        remarks.insert(0, f"an .{format} cannot store class names")
+        remarks.insert(0, f"an .{format} file cannot store class names")
     for remark in remarks:
         echo(f"{label}  {remark}")
-    echo(f"checked  read back; outputs for one random image differ by at most {largest:.1e}{verdict}")
+    echo(f"checked  exported weights read back; outputs for one random image differ by at most {largest:.1e}{verdict}")
     if format in ("timm", "hf"):
-        echo("open     load the folder, not only the tensors: its config.json selects the activation")
+        echo("open     load the whole folder, not only the tensors: its config.json selects the activation")
     if format == "hf" and config.classes > 1 and loss is None:
         echo(
-            "loss     no record of whether sigmoid or softmax trained the head: transformers uses softmax; "
+            "loss     unknown whether the head was trained with sigmoid or softmax; transformers assumes softmax; "
             'for sigmoid, set "problem_type": "multi_label_classification" in config.json'
         )
     echo(f"written  {path}")
 
 
 def refuse_existing(target: str) -> None:
-    """Raise UsageError if the target is a file, a folder that is not empty, or inside a run directory."""
+    """Raise UsageError if the target is a file, a non-empty folder, or inside a run directory."""
     path = Path(target)
     for folder in path.absolute().parents:
         if stage_at(folder) is not None or stages_in(folder):
             raise UsageError(
                 f"{target} is inside the run directory {folder}, which is reserved for stages; nothing was written\n"
-                "  type the source first, then a target outside of the run"
+                "  type the source first, then a target outside the run directory"
             )
     is_occupied = path.is_file() or (path.is_dir() and any(path.iterdir()))
     if is_occupied:
@@ -247,7 +247,7 @@ def refuse_existing(target: str) -> None:
 
 
 def verify(path: str, log: Callable[[str], None]) -> None:
-    """Verify our weights by their recorded digests and log the result; weights of other projects have no digests.
+    """Verify our weights by their recorded digests and log the result; other projects' weights have no digests.
 
     Raises DataError if a digest differs.
     """
@@ -283,12 +283,12 @@ def foreign_preprocessing(path: str, config: "models.ModelConfig") -> "models.Pr
     except ValueError as error:
         echo(f"note     the recorded preprocessing is not used: {error}")
         return None
-    echo(f"note     the recorded preprocessing, {preprocessing.ops}, is scaled to the size of the weights")
+    echo(f"note     the recorded preprocessing, {preprocessing.ops}, is scaled to the image size of the weights")
     return scaled
 
 
 def load(path: str, overrides: Mapping[str, object]) -> "models.Model":
-    """Load a model from a path. Raises DataError, which names the file, if it cannot be read."""
+    """Load a model from a path. Raises DataError with the path if the model cannot be read."""
     changes: dict[str, Any] = dict(overrides)
     # Convert only the errors that a bad file causes, so that a bug in Patchline is reported as a bug.
     try:
@@ -314,7 +314,7 @@ def report(
 ) -> None:
     """Print a model's architecture, class names, preprocessing, verification result and numerics."""
     config = model.config
-    # 1. The architecture. All tensors were mapped: the loader refuses files with missing or unknown tensors.
+    # 1. The architecture. The loader refuses files with missing or unknown tensors, so all tensors were mapped.
     height, width = config.image_size
     fields = []
     for name in ("width", "depth", "heads", "patch", "pool", "positions", "representation"):
@@ -328,9 +328,9 @@ def report(
     echo(f"model    {'  '.join(fields)}")
     echo(f"mapped   {len(model.state_dict())} tensors, none missing, none unknown")
 
-    # 2. The class names. Without them the class order of data sets cannot be checked.
+    # 2. The class names. Without them, the class order of data sets cannot be checked.
     if config.classes and not names:
-        echo("classes  no names: cannot check whether a data set numbers its classes as these weights do")
+        echo("classes  no names, so the class order of data sets cannot be checked against these weights")
     elif config.classes:
         line = f"classes  {preview(names)}"
         if len(names) < config.classes:
@@ -345,7 +345,7 @@ def report(
         echo(f"pixels   {preprocessing.ops}, {values}")
     else:
         default = f"resize({config.image_size})"
-        echo(f"pixels   {values}; preprocessing not recorded; exports use evaluation's default, {default}")
+        echo(f"pixels   {values}; preprocessing not recorded; exports use the evaluation default, {default}")
     for line in verification:
         echo(line)
 
@@ -362,7 +362,7 @@ def report(
 
 
 def outputs(model: "models.Model", image: "Tensor") -> "Tensor":
-    """Return a model's logits, or its features for a masked model, which has no logits."""
+    """Return a model's logits; for a masked model, which has none, return its features."""
     config = model.config
     if config.family == "masked":
         features: Any = model.features

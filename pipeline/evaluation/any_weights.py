@@ -20,7 +20,7 @@ from data.errors import DataError
 from models.weights.folder import CONFIG, THEIR_CONFIG, THEIR_PREPROCESSOR, THEIR_WEIGHTS
 from pipeline import artifacts
 
-# Errors of unreadable files: torch, numpy, safetensors and our own checks each raise their own.
+# Errors raised for unreadable files; torch, numpy, safetensors and our own checks raise different types.
 UNREADABLE = (ValueError, OSError, EOFError, KeyError, TypeError, zipfile.BadZipFile, safetensors.SafetensorError)
 
 
@@ -51,7 +51,7 @@ def digest_of(path: str, log: Callable[[str], None]) -> str:
         return artifacts.check_weights(Path(path), log).sha256
     file, *configs = files_of(path)
     digest = artifacts.digest_of(file)["sha256"]
-    # The files next to the weights decide the model and its pixels, and the part after a colon which tensors are read.
+    # The files next to the weights determine the model and its pixels; the part after a colon selects the tensors.
     described = []
     for config in configs:
         if config.is_file():
@@ -73,14 +73,14 @@ def load(path: str, overrides: Mapping[str, object]) -> "models.Model":
 
 
 def training_sets(path: str) -> tuple[list[dict[str, str | None]], str]:
-    """Return the sets that weights were trained on, {"path", "digest", "part_of"} each, and where the records end.
+    """Return the training sets of weights, {"path", "digest", "part_of"} each, and where the records end.
 
     The second value is the path at which the records end, or "" if they are complete. The records are the
     provenance.json of the weights' stage, of the stage that it started from, and so on, with the sets' digests at that
     time. Foreign, imported and exported weights have no such record. Raises DataError for an altered record.
     """
     sets: dict[str, dict[str, str | None]] = {}
-    sha256: str | None = None  # of the weights that the previous stage started from
+    sha256: str | None = None  # digest of the weights that the previous stage started from
     while True:
         folder = Path(path)
         inputs = None
@@ -114,7 +114,7 @@ def recorded_preprocessing(path: str, size: tuple[int, int] | None = None) -> mo
 
 
 def recorded_loss(path: str) -> str | None:
-    """Return the loss that trained the head of weights, sigmoid or softmax; None if no record says it.
+    """Return the loss that trained the head of weights, sigmoid or softmax; None if it is not recorded.
 
     The records are those of the stage that trained them, also after a resize, an import or an export, and the
     `problem_type` of a transformers folder. Raises DataError for an altered record.
@@ -148,7 +148,7 @@ def recorded_form(path: str) -> dict[str, Any] | None:
 
 def recorded(path: str, name: str, read: Callable[[str], Any]) -> Any:
     """Return a value in the records of weights, or what `read` finds next to foreign weights; None if it is unknown."""
-    sha256: str | None = None  # of the weights that the previous stage started from
+    sha256: str | None = None  # digest of the weights that the previous stage started from
     while True:
         folder = Path(path)
         if not folder.is_dir():

@@ -26,7 +26,7 @@ from data.shards.parallel import Progress
 from data.shards.reader import ShardReader
 from models.catalog import normalise
 
-# T test images, D features
+# T: number of test images, D: number of features
 
 JOURNAL = "embedding.partial"
 BATCH = 64  # images per forward pass

@@ -18,8 +18,7 @@ from pipeline.batches import (
     seed_of_micro_batch,
     without_rows,
 )
-from pipeline.phases import Phase
-from pipeline.training_config import TrainConfig
+from pipeline.training_config import Phase, TrainConfig
 
 pytestmark = pytest.mark.quick
 

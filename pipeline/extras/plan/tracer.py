@@ -50,9 +50,8 @@ from pipeline.config import build as build_config
 from pipeline.engine.deepspeed import import_deepspeed, one_order_of_layers
 from pipeline.engine.engine import Engine
 from pipeline.extras.plan.memory_traces import Kind, Moment
-from pipeline.phases import Phase
 from pipeline.start import Worker, build_engine
-from pipeline.training_config import TrainConfig
+from pipeline.training_config import Phase, TrainConfig
 
 SMALL = 2  # images per micro-batch; not 1, because tensors with an axis of length 1 are copied less often
 LARGE = 3

@@ -132,7 +132,7 @@ def test_invalid_conversions_are_refused_and_nothing_is_written(ours, tmp_path, 
         (["import", str(torn), str(tmp_path / "x")], 65, "cannot load"),
         (["import", str(empty), str(tmp_path / "x")], 65, f"cannot load {empty}"),
         (["import", str(tmp_path / "nowhere"), str(tmp_path / "x")], 65, "no file or folder at"),
-        (["export", str(ours), str(tmp_path / "x"), "--format", "npz"], 64, "does not end in .npz, so readers"),
+        (["export", str(ours), str(tmp_path / "x"), "--format", "npz"], 64, "does not end in .npz, so other programs"),
         (["export", str(ours), str(tmp_path / "x.npz"), "--format", "hf"], 64, "a name without .npz"),
         (["export", str(tmp_path / "nowhere"), str(tmp_path / "x"), "--format", "hf"], 65, "no file or folder at"),
         (["import", str(ours), str(tmp_path / "x"), "heads=5"], 65, "heads"),
@@ -249,7 +249,7 @@ def test_problem_type_follows_the_loss_through_import_and_export(loss, ours, tmp
     ]
     assert [main(command) for command in commands] == [0, 0, 0, 0]
     out = capsys.readouterr().out
-    assert ("no record of whether sigmoid or softmax trained the head" in out) == (loss is None)
+    assert ("unknown whether the head was trained with sigmoid or softmax" in out) == (loss is None)
     expected = {"sigmoid": "multi_label_classification", "softmax": "single_label_classification", None: None}[loss]
     for folder in ("hf", "last"):
         assert json.loads((tmp_path / folder / "config.json").read_text()).get("problem_type") == expected

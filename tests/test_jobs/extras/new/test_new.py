@@ -182,13 +182,15 @@ def test_an_existing_recipe_is_not_overwritten(tmp_path, capsys):
     Path("input.yaml").write_text("mine")
     assert main(["new", str(folder)]) == 64
     assert Path("input.yaml").read_text() == "mine"
-    assert "input.yaml exists already" in capsys.readouterr().err
+    assert "input.yaml already exists" in capsys.readouterr().err
 
 
 def test_a_given_model_gets_images_of_at_least_64_patches(tmp_path, capsys):
     folder = class_folders(tmp_path / "input", three_digits())
     new(folder, "--model", "mu/8", "--minutes", "0.0001")
-    assert "longer than --minutes: fewer than 10 steps would train nothing" in capsys.readouterr().out
+    assert (
+        "this takes longer than --minutes, because a useful training needs at least 10 steps" in capsys.readouterr().out
+    )
     Path("recipe.yaml").unlink()
     stage = new(folder, "--model", "mu/8").stages[-1]
     assert stage.model == models.config_of("mu/8", 64, 3)
@@ -302,11 +304,17 @@ def test_new_explains_training_without_labels_and_how_to_add_classes(tmp_path, c
     cases = [
         (
             photos / "eins",
-            f"if it is one class and 'null', 'zwei' next to it are others, type python -m jobs new {photos}",
+            f"and the folders 'null', 'zwei' next to it are other classes, type python -m jobs new {photos}",
         ),
-        (flat_folder(tmp_path / "alone" / "flat", three_digits()), "for classes sort the images into a sub-folder"),
-        (table_without_labels(tmp_path / "table", three_digits()), "for classes give the table a column label"),
-        (tars(tmp_path / "tars", three_digits(), lambda _: {}), "for classes put a .cls or .json"),
+        (
+            flat_folder(tmp_path / "alone" / "flat", three_digits()),
+            "to train on classes, sort the images into one subfolder",
+        ),
+        (
+            table_without_labels(tmp_path / "table", three_digits()),
+            "to train on classes, add a column label to the table",
+        ),
+        (tars(tmp_path / "tars", three_digits(), lambda _: {}), "to train on classes, add a .cls or .json"),
     ]
     for place, how in cases:
         new(place)
@@ -317,7 +325,7 @@ def test_new_explains_training_without_labels_and_how_to_add_classes(tmp_path, c
     assert "no labels" not in capsys.readouterr().out, "the user asked for it"
 
 
-def test_the_current_folder_similar_classes_and_repeated_rows_are_reported(tmp_path, monkeypatch, capsys):
+def test_the_current_folder_similar_classes_and_repeated_rows_are_named(tmp_path, monkeypatch, capsys):
     folder = class_folders(tmp_path / "input", three_digits())
     (folder / "eins").rename(folder / "NULL")
     new(folder)
@@ -329,8 +337,8 @@ def test_the_current_folder_similar_classes_and_repeated_rows_are_reported(tmp_p
     assert f"type cd {tmp_path}, then python -m jobs new input" in capsys.readouterr().err
     rows = table(tmp_path / "rows", three_digits())
     rows.write_text(rows.read_text() + rows.read_text().splitlines()[-1] + "\n")
-    new(rows)
-    assert "1 rows repeat the image of another row" in capsys.readouterr().out
+    assert main(["new", str(rows), "--output", "rows.yaml"]) == 65
+    assert "are the same file" in capsys.readouterr().err
 
 
 def test_the_recipe_shows_commands_as_the_user_typed_them(tmp_path, monkeypatch):
@@ -354,3 +362,21 @@ def test_the_median_size_is_printed_and_grey_images_are_read(tmp_path, capsys):
     stage = new(tmp_path / "mixed").stages[-1]
     assert "12 images of 2 classes (a 6, b 6), median size 400 × 300 px" in capsys.readouterr().out
     assert stage.model.image_size == (64, 64)
+
+
+def test_each_recipe_has_a_run_of_its_own(tmp_path, capsys):
+    samples = three_digits()
+    (tmp_path / "input").mkdir()
+    rows = table(tmp_path / "input" / "rows", samples)
+    folder = class_folders(tmp_path / "input" / "mine", samples)
+    mine = rows.rename(rows.parent / "mine.csv")
+    assert main(["new", str(folder), "--minutes", "0.01"]) == 0
+    # The default name of the second recipe is that of the first, which is not overwritten.
+    assert main(["new", str(mine), "--minutes", "0.01"]) == 64
+    assert "mine.yaml exists already" in capsys.readouterr().err
+    assert main(["new", str(mine), "--output", "other.yaml", "--minutes", "0.01"]) == 0
+    Path("runs/third").mkdir(parents=True)
+    assert main(["new", str(mine), "--output", "third.yaml", "--minutes", "0.01"]) == 0
+    runs = [str(load(Path(f"{name}.yaml"), []).run) for name in ("mine", "other", "third")]
+    assert [Path(run).name for run in runs] == ["mine", "other", "third-2"]
+    assert "it writes runs/third-2 here" in capsys.readouterr().out
