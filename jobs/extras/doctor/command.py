@@ -1,4 +1,4 @@
-"""`patchline data check|stats|repair|list`: read every sample, report problems, repack the good ones, list all."""
+"""`patchline data check|stats|repair|list`: check every sample, show statistics, repack good samples, list samples."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 MOST_LABELS = 1000  # classes of a sample that are listed
 Page = Annotated[str | None, typer.Option(metavar="FILE.html", help="Also write a self-contained HTML report.")]
-World = Annotated[int, typer.Option(min=1, help="Number of training workers for which to give advice.")]
+World = Annotated[int, typer.Option(min=1, help="Assume this many training workers in the advice.")]
 RepairedFolder = Annotated[str, typer.Argument(help="Folder for the new data set; not the folder of the old one.")]
 Unique = Annotated[bool, typer.Option("--unique", help="Keep only the first copy of each duplicate image.")]
 

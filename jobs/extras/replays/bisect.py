@@ -116,8 +116,8 @@ def bisect_step(replays: Replays, step: int, metric: str) -> None:
         replays.log(f"no spike: {shown}, normal is {usual:.4g}")
     elif outcome["is_found"]:
         replays.log(
-            f"{shown} with {len(samples)} of {batch_size} samples and {outcome['value_without']:.4g} without, after "
-            f"{outcome['replays']} repetitions of the step:"
+            f"{shown} with {len(samples)} of {batch_size} samples, and {outcome['value_without']:.4g} without them, "
+            f"after {outcome['replays']} repetitions of the step:"
         )
     else:
         replays.log(

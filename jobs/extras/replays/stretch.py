@@ -129,15 +129,15 @@ class Replays:
         for override in self.overrides:
             if not override.startswith("cluster."):
                 raise UsageError(
-                    f"{override} is not a key of the cluster\n  expected for example cluster.workers={world}"
+                    f"{override} is not a key of the cluster\n  expected a key such as cluster.workers={world}"
                 )
         defaults = {"backend": "processes", "workers": world, "cpus_per_worker": start.get("threads", 1)}
         values = with_overrides({"cluster": defaults}, self.overrides)["cluster"]
         cluster = config.build(ClusterConfig, values, "cluster")
         if not self.stage.cfg.exact_parts and (cluster.least, cluster.most) != (world, world):
             raise UsageError(
-                f"step {last} of {self.name} was trained by {world} workers, but cluster.workers is {cluster.workers}, "
-                f"which changes the bits without exact_parts\n  type cluster.workers={world}"
+                f"step {last} of {self.name} was trained by {world} workers, but cluster.workers is {cluster.workers}; "
+                f"without exact_parts, another number of workers gives different results\n  type cluster.workers={world}"
             )
         return cluster
 
