@@ -128,9 +128,7 @@ class ViTConfig:
     norm_eps: float = 1e-6  # added to the variance in LayerNorm
     stem: tuple[int, ...] | None = None  # units per stage of a ResNet before the patches; None: plain ViT
     stem_width: int = 64  # channels of the stem's root
-    pixel_mean: tuple[float, float, float] = (
-        HALF  # of R, G and B in pixels from 0 to 1, which become (pixel - mean) / std
-    )
+    pixel_mean: tuple[float, float, float] = HALF  # of R, G and B from 0 to 1: pixels become (pixel - mean) / std
     pixel_std: tuple[float, float, float] = HALF  # of R, G and B; with the default mean and std, pixels are -1 to 1
     # SWITCHES: departures of later ViTs. With the defaults, none of them adds a parameter or takes time.
     patch_bias: bool = True  # whether the patch embedding has a bias (CLIP: no)
