@@ -221,8 +221,8 @@ def take_step(worker: Worker, step: int, batches: Iterator[Batch]) -> StepOutcom
 def count_step(worker: Worker, progress: Progress, outcome: StepOutcome) -> None:
     """Collective: add a completed step to the progress and the records; raise if the run cannot continue.
 
-    Raises RolledBack or Diverged after too many steps in a row with a non-finite gradient, DataError after too many
-    bad samples, CheckpointError after too many failed saves in a row.
+    Raises RolledBack or Diverged after too many consecutive steps with a non-finite gradient, DataError after too many
+    bad samples, CheckpointError after too many consecutive failed saves.
     """
     health = worker.health
     saver = worker.saver
