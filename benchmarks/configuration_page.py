@@ -40,7 +40,7 @@ TYPES: dict[object, str] = {
     int: "whole number",
     float: "number",
     bool: "`true` or `false`",
-    str: "text",
+    str: "string",
     dict: "section",
     Any: "any value",
 }
@@ -323,10 +323,10 @@ def most_changed() -> list[str]:
     for key in all_keys(ClusterConfig):
         keys[f"cluster.{key.name}"] = key
     keys["run"] = Key("run", "`runs/<the recipe's name>`", "path", "", "")
-    keys["model.name"] = Key("model.name", "required", "text", "", "")
+    keys["model.name"] = Key("model.name", "required", "string", "", "")
     keys["model.image_size"] = Key("model.image_size", "required", "whole number", "", "")
     keys["model.classes"] = Key("model.classes", "required", "whole number", "", "")
-    keys["data.train"] = dataclasses.replace(keys["data.train"], default="required", values="text")
+    keys["data.train"] = dataclasses.replace(keys["data.train"], default="required", values="string")
     units = {"model.image_size": "pixels", "save_every": "steps", "data.augment.min_area": "0 to 1"}
     lines = ["| key | default | values, unit | meaning |", "|---|---|---|---|"]
     for row in MOST_CHANGED.splitlines():

@@ -75,7 +75,7 @@ class RunOwned(PatchlineError):
 
 
 class Preempted(PatchlineError):
-    """The run was asked to stop and has committed; run the same command again to resume."""
+    """The run received a stop request and has committed; run the same command again to resume."""
 
     exit_code = ExitCode.PREEMPTED
 

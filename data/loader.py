@@ -114,7 +114,7 @@ class TrainLoader:
         self.timeout_s = timeout_s
         self.cache = cache or CacheConfig()
         self.prefetcher: Prefetcher | None = None  # set while shards are fetched in the background
-        self.stopped = False  # permanently: no further downloads
+        self.stopped = False  # whether downloads have been stopped permanently
         self.has_warned = False  # whether the end of range reads was logged
 
         self.parts = split_slots(slots, micro_batch, accumulation)

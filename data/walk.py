@@ -1,7 +1,7 @@
 """Find the files below a folder: one walk for every source of images.
 
-Links are followed, as torchvision and timm do; a link to a folder above itself is not. Hidden files, and folders that
-operating systems and storage devices create, are skipped and counted, never read as images or classes.
+Links are followed, as in torchvision and timm, except links to a folder above themselves. Hidden files, and folders
+that operating systems and storage devices create, are skipped and counted, never read as images or classes.
 
     photos/cat/1.jpg                        photos/cat/1.jpg
     photos/cat/more -> /store/more    →     photos/cat/more/7.jpg       (from the link)

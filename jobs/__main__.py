@@ -177,6 +177,11 @@ COMMANDS = CommandTable(
                 "Pack the good samples of a data set into a new one.",
                 "shards/train shards/repaired",
             ),
+            "data list": (
+                "jobs.extras.doctor.command:list_samples",
+                "List the samples of a data set with their classes.",
+                "runs/photos/parts/held-out",
+            ),
             "leaks": (
                 "jobs.extras.leaks.command:leaks",
                 "Find training images that are also in a test set.",
@@ -261,7 +266,7 @@ COMMANDS = CommandTable(
     watchers=WATCHERS,
     groups={
         "checkpoints": "List, verify, inspect, compare, export or prune checkpoints.",
-        "data": "Check, describe or repair a packed data set.",
+        "data": "Check, describe, repair or list a packed data set.",
     },
 )
 

@@ -45,7 +45,7 @@ class Reads(Enum):
 
 @dataclass(frozen=True)
 class SharedClasses:
-    """Data sets, and optionally weights, in which a class id must mean the same class."""
+    """Data sets, and optionally weights, that must agree on the meaning of class ids."""
 
     sets: Mapping[str, str]  # field → path, or "@stage/set"
     with_head: bool = False  # include the weights at `init`, if the stage keeps their head
@@ -396,7 +396,7 @@ class Available:
         return self.indexes[value]
 
     def classes(self, value: str) -> int | None:
-        """Return the number of classes of a data set, or their minimum before packing; None if it is unknown."""
+        """Return the number of classes of a data set, or a lower bound before it is packed; None if unknown."""
         index = self.index(value)
         if index is not None:
             return index.classes

@@ -204,7 +204,7 @@ def _read_section(
                 raise ConfigError(f"unknown key {path}; did you mean {stage_path}.{other}?")
             hint = did_you_mean(str(name), known)
             for key in known:
-                if "".join(word[0] for word in key.split("_")) == name:  # bs of batch_size
+                if "".join(word[0] for word in key.split("_")) == name:  # an abbreviation, such as bs for batch_size
                     hint = f"; did you mean {key!r}?"
             if "known:" in hint and len(known) > MOST_NAMES:
                 hint = "\n  all keys: docs/configuration.md, or python -m jobs plan RECIPE --resolved"

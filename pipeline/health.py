@@ -60,7 +60,7 @@ class Health:
     ) -> None:
         self.cfg = cfg
         self.hooks = hooks
-        self.directory = directory  # the stage's folder
+        self.directory = directory  # folder of the stage
         self.checkpoints = checkpoints
         self.telemetry = telemetry
         self.recent: deque[StepRecord] = deque(maxlen=RECENT)

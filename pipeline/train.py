@@ -173,7 +173,7 @@ class StepOutcome(NamedTuple):
     """The outcome of a step, on this worker and on all workers."""
 
     mean_loss: float
-    bad_samples: int  # on all workers
+    bad_samples: int  # number of bad samples on all workers
     stopping: bool  # whether any worker was requested to stop
     all_written: bool  # whether every worker has written its file of the save in flight
     planned: Ids  # samples of the global batch, as counted in the ledger
@@ -221,8 +221,8 @@ def take_step(worker: Worker, step: int, batches: Iterator[Batch]) -> StepOutcom
 def count_step(worker: Worker, progress: Progress, outcome: StepOutcome) -> None:
     """Collective: add a completed step to the progress and the records; raise if the run cannot continue.
 
-    Raises RolledBack or Diverged after too many steps in a row with a non-finite gradient, DataError after too many
-    bad samples, CheckpointError after too many failed saves in a row.
+    Raises RolledBack or Diverged after too many consecutive steps with a non-finite gradient, DataError after too many
+    bad samples, CheckpointError after too many consecutive failed saves.
     """
     health = worker.health
     saver = worker.saver

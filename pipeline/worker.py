@@ -120,7 +120,7 @@ class StageData:
 
 @dataclass
 class TrainingLog:
-    """The steps that have not been reported yet, and the learning rate of the last step."""
+    """The unreported steps, and the learning rate of the last step."""
 
     window: Window = field(default_factory=Window)  # steps since the last record
     since_line: Window = field(default_factory=Window)  # recorded steps since the last log line

@@ -88,7 +88,7 @@ COMMANDS = """
 64 export weights out --format onnx           => 'onnx' is not one of
 65 export runs/none out --format hf           => no file or folder at runs/none
 65 export photos out --format hf              => cannot load photos|contains neither model.json
-64 new photos --minutes 0                     => --minutes 0: expected a training time greater than 0|type --minutes 10
+64 new photos --minutes 0                     => expected a training time greater than 0|type --minutes 10
 78 new photos --model S16                     => S16 is not a model name; did you mean S/16?
 65 new photos --init photos                   => contains no weights|expected RUN/STAGE
 64 new loose --init weights                   => --init needs labels for fine-tuning|omit --init
@@ -134,7 +134,7 @@ COMMANDS = """
 
 # The same for `plan tiny.yaml`, with the arguments after it.
 KEYS = """
-78 lr=1e-3                          => lr is 0.001, expected a stage's section|type for example pretrain.optim.lr=0.001
+78 lr=1e-3                          => lr is 0.001, expected a stage's section|for example pretrain.optim.lr=0.001
 78 optim.lr=1e-3                    => optim is a key of a stage (pretrain.optim), not a stage
 78 Pretrain.steps=3                 => unknown stage or key Pretrain; did you mean 'pretrain'?
 78 pretrain.lr=1e-3                 => unknown key pretrain.lr; did you mean pretrain.optim.lr?
@@ -227,7 +227,7 @@ RECIPES: dict[str, tuple[str | bytes, int, str]] = {
     "a list": ("- pretrain\n", 78, "is not a mapping|expected `key: value` lines"),
     "a text": ("pretrain\n", 78, "is not a mapping|expected `key: value` lines"),
     "tabs": (TINY.replace("  steps", "\tsteps"), 78, "line 8: found a tab|expected spaces"),
-    "a key twice": (TINY + "  steps: 30\n", 78, "line 12: found duplicate key steps|remove one of the two"),
+    "a key twice": (TINY + "  steps: 30\n", 78, "line 12: found duplicate key steps|remove one of the duplicates"),
     "one space more": (TINY.replace("  steps", "   steps"), 78, "line 8|the keys of a section in the same column"),
     "no indentation": (TINY.replace("\n  ", "\n"), 78, "pretrain is null|or make it a section"),
     "no space behind a colon": (TINY.replace("steps: 24", "steps:24"), 78, "line 8|steps:24|with a space after"),

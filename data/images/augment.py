@@ -75,7 +75,7 @@ class Encoded:
 
     row: int
     bytes: int
-    sides: tuple[int, int]  # height, width
+    sides: tuple[int, int]  # (height, width) in pixels
     box: Box
     flip: bool
 

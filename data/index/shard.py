@@ -63,7 +63,7 @@ class Shard:
     samples: int
     bytes: int
     sha256: str
-    table: str = ""  # sha256 of its table
+    table: str = ""  # sha256 of the shard's table
 
 
 def is_image(path: Path) -> bool:

@@ -241,7 +241,7 @@ class Prefetcher:
         self.slots = slots
         self.cfg = cfg
         self.step = step  # step that training has reached
-        self.changed = threading.Condition()  # guards step and stopped
+        self.changed = threading.Condition()  # guards `step` and `stopped`
         self.stopped = False
         self.failure: StorageError | None = None  # the latest storage error
         # Let `stop` end downloads: otherwise the process would wait for them at exit.

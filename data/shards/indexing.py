@@ -378,7 +378,7 @@ def remote_tars(urls: Sequence[str], cache: Cache, workers: int, stopped: thread
     Each URL names one tar, several with `{000..999}` or `*`, or a folder. `stopped` is set on errors, to end retries.
     """
     timeout_s = cache.cfg.timeout_s
-    sizes: dict[str, int] = {}  # URL: bytes
+    sizes: dict[str, int] = {}  # URL → size in bytes
     named: list[str] = []  # individually named tars
     for pattern in urls:
         for url in braceexpand(pattern, escape=False):

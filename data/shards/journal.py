@@ -28,7 +28,7 @@ class Record(NamedTuple):
     """Everything recorded about a finished shard."""
 
     shard: Shard
-    class_counts: Mapping[int, int]  # class: samples
+    class_counts: Mapping[int, int]  # class id → number of samples
     refused: Refusals  # skipped members of the tar, and unusable samples
     texts: Refusals  # text labels: class names, if the set has no ids
 

@@ -25,7 +25,7 @@ from operator import call
 from typing import TypeVar
 
 Result = TypeVar("Result")
-Progress = Callable[[int, int], None]  # finished jobs, all jobs
+Progress = Callable[[int, int], None]  # called with (finished jobs, all jobs)
 
 
 @contextmanager

@@ -70,7 +70,7 @@ def check_sizes(sets: Sequence[Index], dropped: Sequence[str] = (), option: str 
 
     `option` is the config key that excludes shards, or ""; `dropped` are the shards that it already excludes.
     """
-    problems: dict[str, str] = {}  # path: problem
+    problems: dict[str, str] = {}  # path → problem
     for index in sets:
         problems |= unusable_shards(index)
     if not problems:

@@ -105,7 +105,7 @@ def check_seed(seed: int | None) -> None:
 class Labels(NamedTuple):
     """The labels of all samples, concatenated: those of sample n are `values[ends[n − 1] : ends[n]]`."""
 
-    values: np.ndarray  # int32
+    values: np.ndarray  # int32 class ids
     ends: np.ndarray  # (N,) int64
 
     def any_of_sample(self, marked: np.ndarray) -> np.ndarray:
@@ -205,7 +205,7 @@ def read_all_labels(
 ) -> Labels:
     """Return the labels of all samples, or only of the `wanted` (N,) samples."""
     jobs = []
-    counts = np.zeros(index.samples, np.int32)  # labels of each sample
+    counts = np.zeros(index.samples, np.int32)  # number of labels of each sample
     rows_of_jobs = []
     for number in range(len(index.shards)):
         rows = index.rows(number)

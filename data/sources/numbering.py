@@ -122,7 +122,7 @@ def number(
     name: str = "the set",
     giver: str = "the class list",
 ) -> Numbering:
-    """Return the numbering that maps a source's `own` names to the ids of `target`; without `target`, to their own.
+    """Return the numbering from a source's `own` names to the ids of `target`, or to new ids without `target`.
 
     If the source has no names, its ids are taken as those of `target`. `rename` and `keep` refer to the source's
     classes. `name` and `giver` are the names of both sets for messages. Raises DataError if `target` lacks names.

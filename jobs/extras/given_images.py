@@ -5,10 +5,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from data.sources.walk import files_below
-
 from data.errors import UsageError
 from data.index.shard import IMAGES
+from data.walk import files_below
 from jobs.named_stages import near_path
 
 

@@ -18,7 +18,7 @@ Section: TypeAlias = Mapping[str, object]  # nested plain values, not yet valida
 
 
 def resolved(campaign: Campaign) -> str:
-    """Return the campaign as YAML with every default written out.
+    """Return the campaign as YAML with all defaults written out.
 
     If a section expands to several stages, the first is written in full; the others list only their differences.
     """

@@ -68,7 +68,7 @@ class Manifest:
     # Ranges of masked samples: (first step that masks them, …), see pipeline/extras/replays/masking.py.
     masked: Sequence[Sequence[int]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)  # empty: a step is evaluated after its commit
-    files: dict[str, ChunkedRecord] = field(default_factory=dict)  # by file name
+    files: dict[str, ChunkedRecord] = field(default_factory=dict)  # file name → record
     schema: int = SCHEMA
 
     @property

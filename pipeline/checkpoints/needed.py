@@ -14,7 +14,7 @@ from typing import TypedDict
 
 from pipeline.monitoring.telemetry import Record, read_metrics, scores_of
 
-EVALUATIONS = "evaluations"  # folder of a stage
+EVALUATIONS = "evaluations"  # name of a folder in a stage
 REQUESTED = ".requested"
 
 

@@ -56,7 +56,7 @@ class Conditions:
     is_gpu: bool
     world: int  # number of workers
     zero: int  # ZeRO stage
-    exact_parts: int = 0  # 0: plain mode
+    exact_parts: int = 0  # number of parts in exact mode; 0: plain mode
     is_compiled: bool = False
     decodes_on_gpu: bool = False
     pools: bool = False  # the model has a ResNet's max pooling

@@ -314,7 +314,7 @@ def clipping(norm: float, limit: float) -> float:
     """Return the factor that clips a gradient of this norm; 1.0 if there is no limit or the norm is below it."""
     if not limit:
         return 1.0
-    return min(1.0, limit / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
+    return min(1.0, limit / (norm + 1e-6))  # same formula as torch.nn.utils.clip_grad_norm_
 
 
 def on_device(values: Sequence[float], device: torch.device) -> Tensor:

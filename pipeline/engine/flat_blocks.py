@@ -40,7 +40,7 @@ class FlatMember:
     """The location of an original parameter: a range of elements in a parameter that the engine holds."""
 
     holder: str  # name of the engine's parameter; the original name if the parameter was not merged
-    start: int  # first element in it
+    start: int  # first element in that parameter
     size: int  # number of elements
 
 
@@ -103,7 +103,7 @@ class FlatBlocks:
         self.decayed = set(decayed)
         self._views: list[tuple[nn.Module, Views]] = []  # (block, its views)
         for block_name, block in models.blocks(model).items():
-            names_of: dict[str, list[str]] = {DECAYED: [], REST: []}  # in the block
+            names_of: dict[str, list[str]] = {DECAYED: [], REST: []}  # flat parameter → original names in the block
             for name, _ in block.named_parameters():
                 is_decayed = f"{block_name}.{name}" in self.decayed
                 names_of[DECAYED if is_decayed else REST].append(name)

@@ -307,7 +307,7 @@ class Evaluator:
                         shards += f" … {index.shards[last].name}"
                 phases.enter("evaluate", step, shards)
                 batch = next(batches)
-                # Enter the phase again: a waiting worker then has one phase more than a worker that is still reading.
+                # Enter the phase again: a waiting worker then has one phase more than one still reading.
                 phases.enter("evaluate", step, shards)
                 yield batch
                 being_read = samples.rows[(number + 2) * size : (number + 3) * size]

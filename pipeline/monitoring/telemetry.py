@@ -59,7 +59,7 @@ KIND = b'{"kind": '  # the beginning of each record
 ZEROS = bytes(8)  # storage that lost a block returns zeros; a record contains no zero byte
 CUT_OFF = "the line before this one is incomplete: its writer was killed"
 OF_ONE_SEED = re.compile(r"-seed-\d+$")  # matches a few-shot result of a single seed: "5shot-seed-0"
-NOT_SCORES = ("time", "seconds")  # numbers in an evaluation's record that are not metrics
+NOT_SCORES = ("time", "seconds")  # numbers in an evaluation's record other than metrics
 
 
 def log_line(report: Record) -> str:
@@ -139,7 +139,7 @@ class Window:
         self.since = time.monotonic()
         self.losses: list[float] = []
         self.norms: list[float] = []
-        self.waits: list[Wait] = []  # one for each micro-batch
+        self.waits: list[Wait] = []  # one wait for each micro-batch
         self.traces: list[Sequence[list[float]]] = []  # one for each step, only in exact mode
         self.stalled_s = 0.0  # time blocked by checkpoints
         self.evaluated_s = 0.0
@@ -520,9 +520,9 @@ class Account:
     """
 
     start: float = 0.0  # from the claim of the first attempt to its first step
-    data: float = 0.0  # waiting for batches
+    data: float = 0.0  # time spent waiting for batches
     compute: float = 0.0  # training steps, without the lost ones
-    checkpoint: float = 0.0  # blocked by saves
+    checkpoint: float = 0.0  # time blocked by saves
     lost: float = 0.0  # steps that a later attempt repeated
     recovery: float = 0.0  # from an attempt's last record, or the start of the resuming command, to the next first step
     other: float = 0.0  # evaluation and the end of the stage

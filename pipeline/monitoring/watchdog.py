@@ -46,7 +46,7 @@ SLOW_EXCESS = 0.2
 LEAST_TURNS = 3  # micro-batches of each worker before their times are compared
 NODE_FOLDER = "PATCHLINE_NODE_FOLDER"  # worker environment variable: its attempt's node-local folder
 STOP_FILE = "stop"  # created in the node's folder when the driver asks the worker group to commit and exit
-PHASE_FILE = "rank-{:05d}.phase"  # in the node's folder
+PHASE_FILE = "rank-{:05d}.phase"  # name of a phase file in the node's folder
 
 
 def node_folder(attempt_folder: Path) -> Path:
@@ -62,9 +62,9 @@ class Phases:
 
     def __init__(self, folder: Path, rank: int, stall_s: float) -> None:
         self.stall_s = stall_s
-        self.entered = 0  # phases entered so far
-        self.own_s = 0.0  # time in the phases of OWN so far
-        self.turns = 0  # forward passes so far
+        self.entered = 0  # number of phases entered so far
+        self.own_s = 0.0  # seconds in the phases of OWN so far
+        self.turns = 0  # number of forward passes so far
         self.own_since: float | None = None  # when the present phase began, if it is one of OWN
         folder.mkdir(parents=True, exist_ok=True)
         self.handle = os.open(node_folder(folder) / PHASE_FILE.format(rank), os.O_WRONLY | os.O_CREAT, 0o666)
@@ -120,7 +120,7 @@ class Phases:
 class PhaseReport:
     """A worker's current phase, and how many phases it has entered: the worker with the fewest is behind."""
 
-    entered: int  # phases entered so far
+    entered: int  # number of phases entered so far
     phase: str
     step: int  # number of completed steps
     shard: str

@@ -96,7 +96,7 @@ def test_a_store_that_fails_often_costs_time_and_nothing_else(run, proxy, bucket
     ("code", "message"),
     [
         (503, r"no response after 3 attempts, last error \w+; run again"),
-        (403, "denied after 3 attempts: HTTP 403; credentials come from the environment"),
+        (403, "denied after 3 attempts: HTTP 403; check the credentials in the environment"),
     ],
 )
 def test_a_store_that_never_answers_is_named_without_secrets(code, message, run, proxy) -> None:

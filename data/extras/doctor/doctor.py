@@ -45,7 +45,7 @@ from data.shards.parallel import Progress, in_parallel
 from data.shards.reader import read_labels
 from data.sources.samples import RawSample, Sample, kind_of
 
-GRID = 24  # thumbnails on the page
+GRID = 24  # number of thumbnails on the page
 HASH_PARTS = 256  # files that the hashes are split into, so that each file fits in memory
 
 

@@ -31,7 +31,7 @@ COARSE = 4.0  # pixels; larger structures add nothing to the filter of `candidat
 class Candidate(NamedTuple):
     """A pair that passed the filter: one image in full, and a crop of the other."""
 
-    train: int  # number in the batch
+    train: int  # number of the training image in the batch
     test: int
     is_whole_train: bool  # True: the training image in full and a crop of the test image; False: vice versa
     crop: int

@@ -70,7 +70,7 @@ class ShardMatches(NamedTuple):
 
     matches: list[Match]
     samples: int
-    bad: int  # undecodable samples
+    bad: int  # number of undecodable samples
     flat: int  # samples without structure, compared only by bytes and pixels
 
 
@@ -159,7 +159,7 @@ def find_leaks(
             for match in (*embeddings.records[key].matches, *pixels.matches):
                 matches[match.row, match.test] = match  # a match by pixels replaces one by features
             records[key] = pixels._replace(matches=sorted(matches.values()))
-    bad = int(np.load(signatures / "bad.npy").sum())  # undecodable test images
+    bad = int(np.load(signatures / "bad.npy").sum())  # number of undecodable test images
     leaks = document(train, test, records, bad, settings)
     write_leaks(output / DOCUMENT, leaks)
     (output / JOURNAL).unlink()
@@ -180,7 +180,7 @@ def write_signatures(
     folder.mkdir(exist_ok=True)
     paths = []  # signature files, one per shard
     missing = []
-    total = 0  # samples of all sets
+    total = 0  # number of samples in all sets
     for index in sets:
         total += index.samples
         for number, shard in enumerate(index.shards):

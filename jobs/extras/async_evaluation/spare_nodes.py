@@ -67,6 +67,6 @@ class SpareBundle(RayNodes):
             remove_placement_group(self.training.borrowed.pop().group)
 
     def close(self) -> None:
-        """End the agents that ran evaluations."""
+        """Stop the agents that ran evaluations."""
         for node_id in list(self.actors):
             self.end_agent(node_id)

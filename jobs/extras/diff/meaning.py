@@ -147,7 +147,7 @@ def of_campaign(campaign: Campaign) -> Iterator[ComparedStage]:
 
 
 def of_run(path: Path, kinds: Kinds) -> Iterator[ComparedStage]:
-    """Yield the stages of a run that train or evaluate. Raises ConfigError if another version has written them."""
+    """Yield the stages of a run that train or evaluate. Raises ConfigError if a different version wrote them."""
     for stage in read_run(path).stages:
         record = stage.record
         kind = kinds.get(record.get("kind", ""))

@@ -1,5 +1,6 @@
-"""`patchline data check|stats|repair`: read every sample of a data set, report problems, repack the good samples."""
+"""`patchline data check|stats|repair|list`: check every sample, show statistics, repack good samples, list samples."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,8 +16,9 @@ from jobs.terminal import ProgressMeter, echo
 if TYPE_CHECKING:
     from data.extras.doctor.doctor import Report
 
+MOST_LABELS = 1000  # classes of a sample that are listed
 Page = Annotated[str | None, typer.Option(metavar="FILE.html", help="Also write a self-contained HTML report.")]
-World = Annotated[int, typer.Option(min=1, help="Number of training workers for which to give advice.")]
+World = Annotated[int, typer.Option(min=1, help="Assume this many training workers in the advice.")]
 RepairedFolder = Annotated[str, typer.Argument(help="Folder for the new data set; not the folder of the old one.")]
 Unique = Annotated[bool, typer.Option("--unique", help="Keep only the first copy of each duplicate image.")]
 
@@ -95,6 +97,29 @@ def repair(
     first, *refused = summary(repaired)
     for line in (f"{first}; {index.samples - repaired.samples:,} samples excluded", *refused):
         echo(line)
+
+
+def list_samples(
+    sets: Annotated[list[str], typer.Argument(help="Index files, or the folders that contain them.")],
+    cache: CacheFolder = None,
+    _debug: Debug = False,
+) -> None:
+    """Print a line for each sample: key, tar, classes and set, separated by tabs."""
+    from data.images.decode import BadImage
+    from data.index.document import load_index
+    from data.shards.reader import ShardReader, read_labels
+
+    for path in sets:
+        index = load_index(find_set(path))
+        reader = ShardReader(index, verify=False, cache=cache_config(cache))
+        for number, shard in enumerate(index.shards):
+            for key, raw in zip(index.keys(number), reader.labels(number), strict=True):
+                # A sample without a usable label has an empty column.
+                classes = ""
+                with suppress(BadImage):
+                    classes = ", ".join(map(index.class_name, read_labels(raw, index, MOST_LABELS)))
+                # A key with a tab would look like two columns; `printable` escapes it.
+                typer.echo("\t".join(map(printable, (key, shard.name, classes, index.name))))
 
 
 def examine(path: str, *, decode: bool, page: str | None, world: int, workers: int, cache: str | None) -> "Report":

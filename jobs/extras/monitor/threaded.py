@@ -20,7 +20,7 @@ from jobs.run.watchers import Watcher
 
 SHOW_EVERY_S = 5.0
 SILENT_S = 5.0  # after this long without a message (usually two per second), show the stage as waiting
-CLOSE_S = 5.0  # maximum wait for the last call, because Ray's head may not answer
+CLOSE_S = 5.0  # maximum wait for the last call, because Ray's head may not respond
 
 
 class ThreadedWatcher(Watcher):
@@ -76,7 +76,7 @@ class ThreadedWatcher(Watcher):
         close_s = CLOSE_S if self.close_s is None else self.close_s
         self.thread.join(close_s)
         if self.thread.is_alive():
-            self.log(f"{self.name}: no answer within {close_s:g} s; the last values may be missing")
+            self.log(f"{self.name}: no response within {close_s:g} s; the last values may be missing")
 
     # -------------------------------------------------------------------- the thread
 

@@ -36,7 +36,7 @@ class StageRequirements:
     gradient_bytes: int  # bytes in one reduction over all workers
     reductions: float  # number of reductions of gradient_bytes per step
     compute_s: float | None  # compute time of a step, assumed by `plan` for GPUs; None on CPUs
-    memory_bytes: int | None  # states and activations of a worker, estimated as by `plan`; None: unknown
+    memory_bytes: int | None  # states and activations of a worker, estimated as in `plan`; None: unknown
     snapshot_bytes: int  # a worker's share of a checkpoint, in host memory
     checkpoint_bytes: int  # size of a checkpoint of all workers
     disk_bytes: int  # disk space for all future checkpoints and weights
@@ -273,7 +273,7 @@ def clocks(facts: ClusterFacts) -> Iterator[CheckVerdict]:
     furthest = ""
     for who, folder in facts.folders:
         if folder["skew_s"] is None or folder["uncertainty_s"] is None:
-            yield CheckVerdict("WARN", f"not measured, because {worker_name(who)} got no answer from the driver")
+            yield CheckVerdict("WARN", f"not measured, because {worker_name(who)} got no response from the driver")
             return
         if abs(folder["skew_s"]) >= abs(worst_s):
             worst_s = folder["skew_s"]

@@ -79,7 +79,7 @@ def preflight(campaign: Campaign) -> int:
             results += [nothing_measured(failure), *results_of("preflight", facts, NODES)]
         for node, why in silent.items():
             remedy = "check that node, or remove it from the cluster, because an attempt may run there"
-            results.append(CheckResult("WARN", "workers", f"node {node} did not answer: {why}", remedy))
+            results.append(CheckResult("WARN", "workers", f"node {node} did not respond: {why}", remedy))
     except (PatchlineError, WorkerGroupError, OSError) as error:
         results.append(nothing_measured(error))
 

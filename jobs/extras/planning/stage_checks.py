@@ -24,7 +24,7 @@ MOST_PROCESSES = 128  # maximum number of decoding processes to recommend per GP
 
 
 class CheckVerdict(NamedTuple):
-    """The result of a check, with its reason and what to type."""
+    """The result of a check, with its reason and remedy."""
 
     level: Literal["OK", "WARN", "FAIL"]
     text: str

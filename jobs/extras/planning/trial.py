@@ -194,7 +194,7 @@ def try_stage(campaign: Campaign, stage: Stage) -> None:
         f"a save pauses training for {milliseconds(result.save_stall_s)} and commits after "
         f"{milliseconds(result.save_s)}"
     )
-    echo(f"{stage.name}   after a start, steps are steady after {milliseconds(result.until_steady_s)}")
+    echo(f"{stage.name}   step times are steady from {milliseconds(result.until_steady_s)} after the start")
     echo(f"{stage.name}   saved in {path}, which python -m jobs plan RECIPE uses")
 
 

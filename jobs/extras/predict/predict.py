@@ -100,7 +100,7 @@ def predict(weights: str, paths: list[str], table: Path, top: int, batch_size: i
     if recorded is None:
         echo(f"no preprocessing is recorded with the weights; used the evaluation default, {ops}")
     if bad:
-        echo(f"skipped {counted(len(bad), 'undecodable image')}; the first is {bad[0].file}: {bad[0].problem}")
+        echo(f"skipped {counted(len(bad), 'undecodable image')}, for example {bad[0].file}: {bad[0].problem}")
     first: dict[str, int] = {}
     for row in rows:
         if row.labels:

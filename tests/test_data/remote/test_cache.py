@@ -98,7 +98,7 @@ def test_storage_that_never_answers_is_named_without_secrets(faulty, tmp_path, c
     with pytest.raises(StorageError, match=rf"://images/set/train-000000.tar: {outcome} after 3 attempts") as error:
         cache.path(faulty.index.location(0), faulty.index.shards[0])
     assert "very-secret" not in str(error.value) and "train-000000.tar: request failed (" in caplog.text
-    assert ("credentials come from the environment" in str(error.value)) == (code == 403)
+    assert ("check the credentials in the environment" in str(error.value)) == (code == 403)
 
 
 @pytest.mark.parametrize("storage", ["s3"], indirect=True)

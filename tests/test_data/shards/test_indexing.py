@@ -109,7 +109,7 @@ def test_tars_that_were_appended_to_each_other_are_refused(tmp_path, capsys):
     (tmp_path / "a.tar").write_bytes(first + second)
     assert len(read_by_webdataset(tmp_path / "a.tar")) == 3
     assert main(["index", str(tmp_path), "--name", "t"]) == 65
-    assert f"bytes more follow at byte {len(first)}" in capsys.readouterr().err
+    assert f"more bytes follow at byte {len(first)}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("beside", ["b.tar.gz", "b.tgz", "below/b.tar"])
@@ -127,7 +127,7 @@ def test_tars_that_would_be_left_out_are_named(tmp_path, capsys, beside):
 def test_a_set_of_which_nothing_can_be_used_ends_with_an_error(tmp_path, capsys):
     cases = {
         "text": ([("a.txt", b"x")], "0 samples"),
-        "pages": ([("a.jpg", b"<html>"), ("a.cls", b"1")], "none of the sampled files could be decoded as an image"),
+        "pages": ([("a.jpg", b"<html>"), ("a.cls", b"1")], "none of the decoded samples is an image"),
         "labels": ([("a.jpg", picture(1))], "no sample has a usable label"),
     }
     for name, (members, reason) in cases.items():

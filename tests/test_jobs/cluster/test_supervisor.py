@@ -170,9 +170,9 @@ ENDINGS = [
     (
         [Ends("OSError: no", kind="PermissionError")] * 2,
         74,
-        "2 attempts in a row have made no new checkpoint; the next would",
+        "2 attempts in a row ended without a new checkpoint; the next would",
     ),
-    ([DIES] * 4, 70, "4 attempts in a row have made no new checkpoint; the next would start from the beginning"),
+    ([DIES] * 4, 70, "4 attempts in a row ended without a new checkpoint; the next would start from the beginning"),
     (
         [dataclasses.replace(DIES, commits=5)] + [DIES] * 4,
         70,
