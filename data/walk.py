@@ -1,7 +1,7 @@
 """Find the files below a folder: one walk for every source of images.
 
-Links are followed, as torchvision and timm do; a link to a folder above itself is not. Hidden files, and folders that
-operating systems and storage devices create, are skipped and counted, never read as images or classes.
+Links are followed, as in torchvision and timm, except links to a folder above themselves. Hidden files, and folders
+that operating systems and storage devices create, are skipped and counted, never read as images or classes.
 
     photos/cat/1.jpg                        photos/cat/1.jpg
     photos/cat/more -> /store/more    →     photos/cat/more/7.jpg       (from the link)
@@ -25,7 +25,7 @@ SYSTEM_FOLDERS = frozenset(
         *("__MACOSX", "Network Trash Folder", "Temporary Items"),
     }
 )
-HIDDEN = "hidden file"  # or a file in a hidden folder, such as .ipynb_checkpoints
+HIDDEN = "hidden file"  # includes files in hidden folders, such as .ipynb_checkpoints
 LOOP = "link to a folder above it"
 NO_FILE = "broken link or device"
 

@@ -111,7 +111,7 @@ class Lease:
     """The lease of this command on a run: inside `with Lease(storage, log):`, the command owns the run.
 
     Entering the block raises RunOwned if another command owns the run, ConfigError if the run directory cannot be
-    created, and StorageError if the storage does not answer or does not support exclusive creation of files.
+    created, and StorageError if the storage does not respond or does not support exclusive creation of files.
     """
 
     def __init__(self, storage: Storage, log: Log) -> None:
@@ -157,7 +157,9 @@ class Lease:
         try:
             self.renew(is_released=True)
         except (PatchlineError, OSError) as error:
-            self.log(f"could not release the lease of {self.storage.address()}; the next command has to wait: {error}")
+            self.log(
+                f"could not release the lease of {self.storage.address()}; the next command will have to wait: {error}"
+            )
 
     def take(self) -> None:
         """Take over the run. Raises RunOwned if its owner is alive, StorageError."""
@@ -212,7 +214,7 @@ class Lease:
         gap_s = now - self.awake_s
         self.awake_s = now
         if gap_s > PERIOD_S:
-            # If the storage does not answer, continue: the next commit reads it again.
+            # If the storage does not respond, continue: the next commit reads it again.
             with suppress(StorageError, OSError):
                 self.check()
 

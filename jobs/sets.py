@@ -70,7 +70,7 @@ class SetConfig:
     only: str | None = None  # subset: file of the samples to include
     but: str | None = None  # subset: file of the samples to exclude, or a leaks.json
     part: str | None = None  # subset: first:stop in samples or percent, such as ":98%"; with a seed, drawn per class
-    shots: int | None = None  # subset: number of samples per class, drawn with the seed, as by the few-shot probe
+    shots: int | None = None  # subset: number of samples per class, drawn with the seed, as in the few-shot probe
     seed: int | None = None  # subset: seed of shots or part
     names: str | None = None  # file of class names in the order of ids: one per line, or .json
     classes_of: str | None = None  # use the class numbering of this data set: an index, its folder, or "@stage/set"
@@ -141,7 +141,7 @@ class SetConfig:
             has_classes = any([self.names, self.classes_of, self.rename, self.classes, self.keep])
             require(
                 self.source in UNLABELLED and not has_classes,
-                f"unlabelled needs one of the sources {', '.join(UNLABELLED)}, and no class settings\n"
+                f"unlabelled works only with the sources {', '.join(UNLABELLED)}, and without class settings\n"
                 "  remove names, classes_of, rename, classes and keep",
             )
         # `task`, `split` and `partial` apply only to data sets whose published samples are known.

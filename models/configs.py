@@ -80,7 +80,7 @@ CELLS = {"mean_color": 1, "downsized": 4}  # the target of a patch is a grid of 
 # Departures of later ViTs from the paper's; each is off by default.
 SWITCHES = (
     *("patch_bias", "patch_norm", "pre_norm", "last_norm", "norm", "layer_scale", "qk_norm", "attention_norm"),
-    *("mlp_norm", "qkv_bias", "block_bias", "rope", "rope_grid", "pool_prefix", "map_mlp"),
+    *("mlp_norm", "qkv_bias", "block_bias", "rope", "rope_grid", "pool_prefix", "map_heads", "map_mlp"),
 )
 # Fields that may differ between source and target; any other difference would silently change the computation.
 FREE = (
@@ -146,6 +146,7 @@ class ViTConfig:
     rope: str = "none"  # rotary positions in every attention, a row of ROPES; may be combined with a table
     rope_grid: tuple[int, int] | None = None  # patch grid to which coordinates are scaled (EVA-02: that of pretraining)
     pool_prefix: bool = False  # whether pooling by mean or MAP reads the registers too (Perception Encoder)
+    map_heads: int | None = None  # attention heads of the MAP head; None: those of a block
     map_mlp: int | None = None  # hidden width of the MAP head's MLP; None: that of a block
 
     family = "vit"
@@ -187,17 +188,19 @@ class ViTConfig:
             is_valid = len(values) == 3 and all(isinstance(value, int | float) for value in values)
             if not is_valid or not all(map(math.isfinite, values)) or (name == "pixel_std" and min(values) <= 0):
                 raise ValueError(f"{name} must be three numbers for R, G and B, found {values!r}")
-        for name in ("representation", "map_mlp"):
+        for name in ("representation", "map_heads", "map_mlp"):
             if getattr(self, name) is not None:
                 checks.at_least(self, 1, (name,))
+        if self.pool != "map" and (self.map_heads, self.map_mlp) != (None, None):
+            raise ValueError(f"map_heads and map_mlp are fields of the MAP head, found pool={self.pool}")
+        if self.map_heads is not None:
+            checks.multiple("width", self.width, self.map_heads, f"{self.map_heads} heads of the MAP head")
         checks.multiple("width", self.width, self.heads, f"{self.heads} heads")
         # Two axes, and two channels of each pair.
         if self.rope != "none":
             checks.multiple("channels of a head", self.width // self.heads, 4, "4 parts of a rotation")
         if self.rope_grid is not None and (self.rope == "none" or ROPES[self.rope][0] != "index"):
             raise ValueError(f"rope_grid scales coordinates that are counted in patches, found rope={self.rope}")
-        if self.map_mlp is not None and self.pool != "map":
-            raise ValueError(f"map_mlp is a field of the MAP head, found pool={self.pool}")
         if self.pool_prefix and self.pool == "token":
             raise ValueError("pool_prefix extends a mean or MAP pooling, found pool=token")
         if self.activation == "swiglu" and self.pool == "map":

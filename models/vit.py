@@ -285,7 +285,7 @@ class MapHead(nn.Module):
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
-        self.heads = config.heads
+        self.heads = config.map_heads or config.heads
         self.probe = nn.Parameter(torch.empty(1, 1, config.width))
         self.q = nn.Linear(config.width, config.width)
         self.kv = nn.Linear(config.width, 2 * config.width)

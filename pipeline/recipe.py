@@ -144,7 +144,7 @@ def with_overrides(values: DictConfig | Mapping[str, object], overrides: Sequenc
             change: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"{key}={value}"]))
         except YAMLError:
             raise ConfigError(
-                f"cannot read the override {override}\n"
+                f"invalid override {override}\n"
                 "  expected a value, a [list,of,them] or a {key: value}\n"
                 f"  if it contains spaces, brackets or commas, quote the whole override: '{key}=…'"
             ) from None

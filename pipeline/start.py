@@ -97,7 +97,7 @@ def set_up(task: WorkerTask) -> tuple[Worker, Progress]:
     with group.phases.rank_0_phase("restore", 0, group.rank == 0):
         chosen = restore.choose_together(checkpoints, job.attempt, log)
     if chosen is not None:
-        # A checkpoint that was copied here from another stage would load without an error if its shapes match.
+        # A checkpoint copied here from another stage would load without an error if its shapes match.
         check_stage(cfg, job, chosen.manifest, checkpoints.address)
 
     # 2. Build everything. When resuming, do not read the weights of `init`: they may have been deleted.

@@ -172,7 +172,7 @@ class StepOutcome(NamedTuple):
     """The outcome of a step, on this worker and on all workers."""
 
     mean_loss: float
-    bad_samples: int  # on all workers
+    bad_samples: int  # number of bad samples on all workers
     stopping: bool  # whether any worker was requested to stop
     all_written: bool  # whether every worker has written its file of the save in flight
     planned: Ids  # samples of the global batch, as counted in the ledger
@@ -226,7 +226,7 @@ def count_step(worker: Worker, progress: Progress, outcome: StepOutcome) -> None
     health = worker.health
     saver = worker.saver
     norm = worker.engine.gradient_norm
-    # The ledger covers the planned samples, whatever replaced the bad ones.
+    # The ledger covers the planned samples, not the replacements of bad ones.
     progress.ledger = progress.ledger.update(progress.step, *outcome.planned)
     progress.step += 1
     progress.bad_samples += outcome.bad_samples

@@ -243,7 +243,7 @@ HANGS = {
 }
 
 
-@pytest.mark.parametrize("places", [("reduce", "data"), pytest.param(tuple(HANGS), marks=SOAK)])
+@pytest.mark.parametrize("places", [("reduce",), pytest.param(tuple(HANGS), marks=SOAK)])
 def test_a_run_that_hangs_anywhere_is_ended_named_and_goes_on(places, few, twin, run) -> None:
     patch = f"hanging {','.join(places)}"
     assert finish(run, "pretrain.stall_s=8", f"pretrain.data.evaluate={few}", patch=patch) == 0, said(run)
@@ -251,7 +251,8 @@ def test_a_run_that_hangs_anywhere_is_ended_named_and_goes_on(places, few, twin,
         assert re.fullmatch(HANGS[place], found), said(run)
     stacks = (stage(run) / "incidents.txt").read_text()
     assert stacks.count("Timeout (0:00:0") >= len(places) - 1, "who is stopped writes nothing, the others do"
-    assert "in micro_batches" in stacks
+    if "data" in places:
+        assert "in micro_batches" in stacks
     assert_same(run, twin)
 
 
@@ -611,7 +612,7 @@ def test_a_stretch_of_non_finite_steps_is_excluded_once_and_spikes_are_kept_for_
     assert "step 36: gradient norm" in said(run) and f"jobs replay {stage(run)} step=36" in said(run)
     assert main(["replay", str(stage(run)), "step=15"]) == 0 and main(["replay", str(run), "step=36"]) == 0
     out = capsys.readouterr().out
-    assert "attempt 2: gradient norm" in out and "(from the spike at step 36: " in out
+    assert "attempt 2: gradient norm" in out and "(recorded with the spike at step 36: " in out
 
 
 @pytest.mark.parametrize(("save_every", "left"), [(5, 10), pytest.param(2, 12, marks=pytest.mark.slow)])

@@ -461,7 +461,7 @@ def test_whoever_follows_a_submitted_run_is_told_that_the_head_is_gone_and_goes_
         began = time.monotonic()
         assert follower.wait(AGAIN_S) == 69, before.read_text()
         print(f"head cut off: followed no more after {time.monotonic() - began:.0f} s")
-        assert "the cluster's head at http://h0:8265 has not answered for " in before.read_text()
+        assert "the cluster's head at http://h0:8265 has not responded for " in before.read_text()
 
         network["h0"].kill()
         told = network["h1"].run(f"{login} python -m jobs status {run}")

@@ -230,7 +230,7 @@ def decode_cmyk(data: bytes, header: Header) -> np.ndarray:
 
     try:
         with Image.open(io.BytesIO(data), formats=["JPEG"]) as image:
-            # Pillow always inverts: these are 255 minus the stored values.
+            # Pillow always inverts the values: these are 255 minus the stored ones.
             inverted = np.asarray(image, np.uint16)
     except (OSError, SyntaxError, ValueError, struct.error, Image.DecompressionBombError):
         raise BadImage("not decodable") from None
@@ -352,7 +352,7 @@ def compile_binding() -> Path:
             libjpeg = Path(str(file.locate())).resolve()
             break
     if libjpeg is None:
-        raise FileNotFoundError("this Pillow contains no libjpeg; install its wheel")
+        raise FileNotFoundError("this build of Pillow contains no libjpeg; install Pillow's wheel")
     digest = sha256(SOURCE.read_bytes() + str(libjpeg).encode() + os.uname().machine.encode()).hexdigest()
     path = state_folder() / f"jpeg-{digest[:16]}.so"
     # Never load a library that another user has put into a shared cache folder. The sha256 at the end of the file does

@@ -164,7 +164,7 @@ def read_json(path: Path, text: bytes) -> tuple[dict[str, Any], Sequence[Shard]]
     if seal != seal_of(content) or digest != digest_of(shards, class_counts, names, origin):
         maker = "index" if origin is None else "subset"
         raise DataError(f"{path}: its digest does not match its contents; run `python -m jobs {maker}` again")
-    # Digests become file names in the cache, and names become paths; a seal does not tell who wrote it.
+    # Digests become file names in the cache, and names become paths; a seal does not authenticate the writer.
     for shard in shards:
         check_sha256(shard.sha256, str(path))
         place = shard.name.partition("://")[2] if isinstance(shard.name, str) and "://" in shard.name else shard.name

@@ -19,7 +19,7 @@ from data.errors import DataError
 
 Names = tuple[str, ...]
 NO_NAMES: Mapping[str, int] = {}
-MOST_SHOWN = 5  # names that a message lists before it abbreviates
+MOST_SHOWN = 5  # maximum number of names in a message
 MOST_DIGITS = 4300  # maximum length of a number that int() accepts
 FEW_NAMES = 1000  # up to this many classes may have a single image each; more texts that rarely repeat are captions
 NO_LABEL = "no label"
@@ -121,7 +121,7 @@ def preview(names: Sequence[str]) -> str:
 class NoLabel(ValueError):
     """A label without class ids. `texts` are its possible class names; `reason` groups such labels in reports.
 
-    `are_names` tells that the label consists only of such texts: with a class list of these names it would be valid.
+    `are_names` means that the label consists only of these texts: with a class list of these names it would be valid.
     """
 
     def __init__(self, message: str, texts: Sequence[str] = (), are_names: bool = False, reason: str = NO_LABEL):
@@ -148,7 +148,7 @@ def parse_labels(raw: bytes, ids: Mapping[str, int] = NO_NAMES) -> tuple[int, ..
     if text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS:
         return (int(text),)
     if "\0" in text:
-        raise NoLabel("binary, not text", reason=NO_TEXT)
+        raise NoLabel("label is binary, not text", reason=NO_TEXT)
     is_json = text[:1] in ("[", "{") or (text[:1] == '"' and text[-1:] == '"' and len(text) > 1)
     if is_json:
         try:
@@ -157,7 +157,7 @@ def parse_labels(raw: bytes, ids: Mapping[str, int] = NO_NAMES) -> tuple[int, ..
             raise NoLabel(str(error)) from None
         # A few thousand nested brackets raise RecursionError, which is not a ValueError.
         except RecursionError:
-            raise NoLabel("nested too deeply") from None
+            raise NoLabel("label JSON is nested too deeply") from None
         if isinstance(values, dict):
             values = values.get("labels", values.get("label", values.get("cls", [])))
         if not isinstance(values, list):

@@ -36,7 +36,7 @@ from data.index.index import Refusals
 from data.index.names import preview
 from data.index.shard import COMPRESSED, FIELDS, IMAGES, SampleRow, label_digest, sample_digest
 
-Part = TypeVar("Part")  # what is recorded of a member
+Part = TypeVar("Part")  # the information recorded about a member
 LABELS = ("cls", "json")  # extensions of labels, in order of preference
 IGNORED = ("txt", "id", "idx", "index", "url", "width", "height")
 KNOWN = frozenset(IMAGES + LABELS + IGNORED)
@@ -49,7 +49,7 @@ MAX_LABEL = 1 << 20  # bytes; JFT images have a few labels, not a million
 MAX_IMAGE = 1 << 32  # bytes; a table stores sizes in 32 bits
 USUAL_PADDING = (2 + 20) * BLOCK  # bytes of zeros after the last member: two blocks, and up to a record of 20 (POSIX)
 LARGEST_RECORD = 2048  # blocks; larger --blocking-factor values of GNU tar are only for tapes
-# Types of members (POSIX ustar, GNU tar): 7 was for contiguous files, which are regular files on every system today.
+# Types of members (POSIX ustar, GNU tar). Type 7, for contiguous files, is an ordinary file on all current systems.
 REGULAR = (b"0", b"\0", b"7")
 EXTENSIONS = (b"L", b"K", b"x", b"X", b"g")  # GNU's long name and long link; PAX, Solaris' PAX, PAX for all members
 GNU_SPARSE = b"S"
@@ -62,12 +62,12 @@ COMPRESSORS = {
     b"BZh": "bzip2",
     b"\x04\x22\x4d\x18": "lz4",
 }
-# The reason for which members are skipped whose key would end at a dot within their names (IMG.1.jpg).
+# Reason for skipping a member whose key would end at a dot inside its name (IMG.1.jpg).
 DOTTED = "name with a dot before its extension"
-HIDDEN = "hidden file"  # whose name begins with a dot
+HIDDEN = "hidden file"  # a file whose name begins with a dot
 PARENT = "name with a folder .."
-REPEATED = "key of an earlier sample"  # such samples are kept
-ABSENT = (0, 0)  # offset and size of a member that a sample does not have
+REPEATED = "key of an earlier sample"  # samples counted for this reason are kept
+ABSENT = (0, 0)  # offset and size of a missing member
 
 
 @dataclass
@@ -76,7 +76,7 @@ class Walk:
 
     rows: list[SampleRow] = field(default_factory=list)
     refused: Refusals = field(default_factory=Refusals)  # skipped members, by reason
-    broken: str = ""  # why the walk stopped before the tar's end
+    broken: str = ""  # reason why the walk stopped before the tar's end
 
     def add(self, key: bytes, parts: dict[str, tuple[int, int]]) -> None:
         """Add the row of a sample, given {extension: (offset, size)} of its members."""
@@ -136,7 +136,7 @@ def walk(tar: memoryview | bytes, name: str, *, lenient: bool = False, rename: b
     result = Walk()
     key = b""
     parts: dict[str, tuple[int, int]] = {}  # {extension: (offset, size)} of the current sample
-    dotted: list[tuple[str, bytes]] = []  # (extension, name) of its members that are images, such as a.seg.png
+    dotted: list[tuple[str, bytes]] = []  # (extension, name) of members like a.seg.png
     try:
         for stored_name, offset, size in members(tar, name, result.refused):
             member = normal_name(stored_name)
@@ -144,7 +144,7 @@ def walk(tar: memoryview | bytes, name: str, *, lenient: bool = False, rename: b
                 result.refused.add(PARENT, stored_name)
                 continue
             member_key, extension = split_name(member)
-            # macOS writes a `._1.jpg` next to a 1.jpg; it is no image.
+            # macOS writes `._1.jpg` next to 1.jpg, which is not an image.
             if not member_key or member_key.endswith(b"/"):
                 result.refused.add(HIDDEN, member)
                 continue
@@ -203,7 +203,7 @@ def walk(tar: memoryview | bytes, name: str, *, lenient: bool = False, rename: b
 
 
 def count_repeated(result: Walk) -> None:
-    """Count the samples that have the key of an earlier one, as after `tar -r` of a changed file."""
+    """Count samples with the key of an earlier one, which `tar -r` of a changed file creates."""
     keys = {row.key for row in result.rows}
     if len(keys) < len(result.rows):
         for key, count in Counter(row.key for row in result.rows).items():
@@ -222,7 +222,7 @@ def first_part(extensions: Iterable[str], parts: Mapping[str, Part], absent: Par
 def normal_name(name: bytes) -> bytes | None:
     """Return a member's name in the form that becomes a key: `./a//b.jpg` and `/a/b.jpg` → `a/b.jpg`.
 
-    The same file gets the same key however its tar was written. A name with `..` has no such form: None.
+    A file thus gets the same key, regardless of the program that wrote the tar. Returns None for a name with `..`.
     """
     if b"./" not in name and b"//" not in name and not name.startswith(b"/"):
         return name
@@ -239,9 +239,10 @@ def split_name(member: bytes) -> tuple[bytes, str]:
 
 
 def refuse_dotted(dotted: Iterable[tuple[str, bytes | str]], parts: Mapping[str, object], refused: Refusals) -> None:
-    """Count members (extension, name) of a sample that has these parts and are called like an image or label.
+    """Count a sample's members (extension, name) with a dotted extension that ends like an image or label.
 
-    In a sample with an image, a.seg.png is an additional member; otherwise its key probably ends too early.
+    If the sample has an image (among its `parts`), a.seg.png is an additional member; otherwise the dot was probably
+    meant to be part of the key.
     """
     has_image = not parts.keys().isdisjoint(IMAGES)
     for extension, member in dotted:
@@ -269,8 +270,8 @@ def split_at_last_dot(member: bytes) -> tuple[bytes, str]:
 def members(tar: memoryview | bytes, name: str, refused: Refusals) -> Iterator[tuple[bytes, int, int]]:
     """Yield (name, offset, size) of every regular file; supports ustar, GNU long names, PAX paths and sizes.
 
-    Sparse files are not stored as they are: they are counted under their real names. Raises DataError if the tar is
-    truncated, a header is invalid, or data may follow its end. `name` is the tar's, for messages.
+    Sparse files are not usable in place: they are counted under their real names. Raises DataError if the tar is
+    truncated, a header is invalid, or data may follow its end. `name` is the name of the tar in messages.
     """
     position = 0
     records = NO_RECORDS  # records of extension headers, which apply to the next member
@@ -353,7 +354,7 @@ def is_header_or_end(tar: memoryview | bytes, position: int) -> bool:
 
 
 def check_uncompressed(tar: memoryview | bytes, name: str) -> None:
-    """Raise DataError if a file starts like a compressed one, or is an error page that was saved as a tar."""
+    """Raise DataError if a file is compressed, or is an error page saved as a tar."""
     for start, program in COMPRESSORS.items():
         if bytes(tar[: len(start)]) == start:
             raise DataError(
@@ -362,14 +363,14 @@ def check_uncompressed(tar: memoryview | bytes, name: str) -> None:
             )
     words = words_of(bytes(tar[: LONGEST + 1]))
     if words:
-        raise DataError(f"{name}: an error page that was saved as a tar: {words}\n  download the tar again")
+        raise DataError(f"{name}: an error page was saved as a tar: {words}\n  download the tar again")
 
 
 def after_sparse_map(tar: memoryview | bytes, header: bytes, start: int) -> int:
     """Return where the content of a GNU sparse member starts: after the blocks that continue its map of holes.
 
-    The header has room for four holes; a flag says whether a block with 21 more follows, and so on (GNU tar manual,
-    "Storing Sparse Files").
+    The header has room for four holes; a flag indicates whether a block with 21 more follows, and so on (GNU tar
+    manual, "Storing Sparse Files").
     """
     is_continued = header[482] != 0
     while is_continued and start + BLOCK <= len(tar):
@@ -384,14 +385,14 @@ def check_end(tar: memoryview | bytes, name: str, position: int) -> None:
     for start in range(position, len(tar), BLOCK):
         if bytes(tar[start : start + BLOCK]).strip(b"\0"):
             raise DataError(
-                f"{name}: the tar ends at byte {position}, and {len(tar) - start:,} bytes more follow at byte {start}\n"
-                "  expected a single tar: these may be several, one appended to the other; readers see only the first\n"
+                f"{name}: the tar ends at byte {position}, but {len(tar) - start:,} more bytes follow at byte {start}\n"
+                "  expected a single tar: this may be several concatenated tars, of which readers see only the first\n"
                 "  split the file there, or extract it with `tar --ignore-zeros -xf` and pack the files again"
             )
     padding = len(tar) - position
     if padding <= USUAL_PADDING:
         return
-    # A writer with larger records fills the last one, so the file size is a multiple of the record.
+    # Writers with larger records pad the last one, so the file size is a multiple of the record size.
     record = 32
     while record <= LARGEST_RECORD:
         if len(tar) % (record * BLOCK) == 0 and padding <= (2 + record) * BLOCK:
@@ -399,13 +400,13 @@ def check_end(tar: memoryview | bytes, name: str, position: int) -> None:
         record *= 2
     raise DataError(
         f"{name}: nothing but zeros from byte {position} to its end, {padding:,} of {len(tar):,} bytes\n"
-        f"  expected {USUAL_PADDING:,} at most after the last member: a copy that broke off may have left these\n"
+        f"  expected {USUAL_PADDING:,} at most after the last member: they may come from an interrupted copy\n"
         "  copy or pack it again; or, if no member is missing, extract it and pack the files again"
     )
 
 
 def read_number(digits: bytes) -> int:
-    """Return a number of a header, in octal digits or, if its first byte says so, in base 256; raises ValueError."""
+    """Parse a number in a header: octal digits or, if the first byte marks it, base 256; raises ValueError."""
     # Eleven octal digits are limited to 8 GiB; larger sizes use base 256.
     if digits[0] == 0x80:
         return int.from_bytes(digits[1:], "big")
@@ -418,7 +419,7 @@ def read_number(digits: bytes) -> int:
 
 @dataclass(frozen=True)
 class PaxRecords:
-    """What extension headers say about the member that follows them."""
+    """The contents of extension headers, which apply to the following member."""
 
     name: bytes | None = None
     size: int | None = None  # bytes stored, for sizes beyond 8 GiB

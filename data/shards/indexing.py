@@ -91,7 +91,7 @@ def build_index(
     urls = [path for path in sources if "://" in path]
     is_mixed = 0 < len(urls) < len(sources)
     if is_mixed or (urls and output is None):
-        raise DataError(f"{redacted(urls[0])}: pass only URLs, and a local folder for the index (--output)")
+        raise DataError(f"{redacted(urls[0])}: expected only URLs, and a local folder for the index (--output)")
     if at and "://" in at:
         check_kept(at)
 
@@ -282,7 +282,7 @@ def problem_of(index: Index, *, unlabelled: bool) -> str:
                 "names: python -m jobs pack tars FOLDER NEW-FOLDER"
             )
     elif failed == tried:
-        reason = "none of the decoded samples is an image"
+        reason = "none of the sampled files could be decoded as an image"
     elif not index.classes and not unlabelled:
         reason = "no sample has a usable label"
         expected += "\n  to index images without labels for objective: masked, add --unlabelled"
@@ -378,8 +378,8 @@ def remote_tars(urls: Sequence[str], cache: Cache, workers: int, stopped: thread
     Each URL names one tar, several with `{000..999}` or `*`, or a folder. `stopped` is set on errors, to end retries.
     """
     timeout_s = cache.cfg.timeout_s
-    sizes: dict[str, int] = {}  # URL: bytes
-    named: list[str] = []  # individual tars
+    sizes: dict[str, int] = {}  # URL → size in bytes
+    named: list[str] = []  # individually named tars
     for pattern in urls:
         for url in braceexpand(pattern, escape=False):
             check_kept(url)

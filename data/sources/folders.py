@@ -105,7 +105,7 @@ def folder_classes(root: str | os.PathLike[str], skipped: Counter[str] | None = 
         images = sum(map(is_image, files))
         tars = sum(path.suffix == ".tar" for path in files)
         contents = f"; found {images} images, {tars} tars" if images or tars else ""
-        remedy = f"sort the images into class folders, as {root}/cat/1.jpg; --unlabelled packs them without labels"
+        remedy = f"sort the images into class folders, as in {root}/cat/1.jpg, or add --unlabelled"
         if tars:
             remedy = f"tars need no packing: python -m jobs index {root}"
         raise DataError(f"{root}: expected one sub-folder per class, found none{contents}\n  {remedy}")

@@ -9,7 +9,7 @@
 4. For a checkpoint, `owned` returns views of what this worker owns of a parameter; `refresh` is called after a restore.
 
 DeepSpeed's own `step` would look for overflow and compute the norm parameter by parameter, reading each from the
-device. Everything else that it does is done here in the same order, with its own functions.
+device. All its other actions are repeated here in the same order, with DeepSpeed's own functions.
 
 In:  ZeRO 2, two workers; on rank 0 the gradient of "head.weight", elements 0 … 4, is in DeepSpeed's buckets
 Out: one fp32 tensor for each parameter group on rank 0, and after `apply` the same weights on both workers
@@ -264,9 +264,10 @@ class Replicas(ZeroState):
         return [p.grad for p in self.flats if p.grad is not None]
 
     def apply(self) -> None:
-        """Do nothing: the next call of the engine's `step` steps the optimizer; at the other stages it does not.
+        """Do nothing: at ZeRO 0 the engine's own `step` steps the optimizer, and skips parameters without a gradient.
 
-        There, a parameter whose gradient was removed by `drop` is skipped.
+        `drop` removes the gradients of a step that must be skipped. At the other stages `step` does not step the
+        optimizer.
         """
 
     def step_flat(self, number: int) -> None:

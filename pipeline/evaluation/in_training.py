@@ -216,7 +216,7 @@ class LoopEvaluator(StageEvaluator):
             ) from None
         except EvaluationFailed as error:
             report_failure(worker, progress, error, "the stage ends; its last step is committed")
-            # If a protocol failed rather than a set, its message already says what to do.
+            # If a protocol failed, rather than a set, its message already contains a remedy.
             remedy = "correct the cause"
             if error.path is not None:
                 remedy = "repair the set"
@@ -231,7 +231,7 @@ class LoopEvaluator(StageEvaluator):
     def evaluate(self, worker: Setup, progress: Progress, remark: str = "") -> None:
         """Collective: evaluate the engine's weights on the recipe's sets, and report the values.
 
-        Raises EvaluationFailed and EvaluationStopped, on all workers alike.
+        Raises EvaluationFailed and EvaluationStopped on all workers.
         """
         group = worker.group
         began = time.monotonic()

@@ -26,7 +26,7 @@ from pipeline.config import require
 from pipeline.evaluation.features import Beat, FeatureStore
 from pipeline.evaluation.protocols import L2, PROTOCOLS, FewShotConfig, LinearConfig, LogisticConfig, NeighboursConfig
 
-# N readable rows of the test set, D features, C classes, L most labels of a sample
+# N: readable rows of the test set, D: features, C: classes, L: maximum number of labels per sample
 
 BIAS = 100.0  # value of the constant feature: large, so that its weight is almost unregularised
 TEST_BLOCK = 1024  # test rows of kNN; with a block of 4,096 training rows: 16 MiB of similarities

@@ -96,7 +96,7 @@ def test_a_store_that_fails_often_costs_time_and_nothing_else(run, proxy, bucket
     ("code", "message"),
     [
         (503, r"no response after 3 attempts, last error \w+; run again"),
-        (403, "denied after 3 attempts: HTTP 403; credentials come from the environment"),
+        (403, "denied after 3 attempts: HTTP 403; check the credentials in the environment"),
     ],
 )
 def test_a_store_that_never_answers_is_named_without_secrets(code, message, run, proxy) -> None:
@@ -104,6 +104,31 @@ def test_a_store_that_never_answers_is_named_without_secrets(code, message, run,
     with pytest.raises(StorageError, match=f"{run}/a.json: {message}") as error:
         Bucket(run, SCRATCH, 3).put("a.json", b"{}")
     assert "very-secret" not in str(error.value)
+
+
+def test_each_request_of_a_listing_is_retried_alone(run, proxy, bucket, monkeypatch) -> None:
+    """Every other request fails: a listing of many requests that are retried together would never succeed."""
+    prefix = run.removeprefix(f"s3://{BUCKET}/")
+    monkeypatch.setattr(bucket_module, "PAGE_OBJECTS", 10)
+    for number in range(25):
+        bucket.put_object(Key=f"{prefix}/many/{number:04d}", Body=b"x")
+    bucket.put_object(Key=f"{prefix}/many2", Body=b"x")
+    bucket.put_object(Key=f"{prefix}/console/", Body=b"")
+    asked: list[str] = []
+
+    def fail_every_other(method: str, path: str) -> int | None:
+        asked.append(path)
+        return 503 if len(asked) % 2 else None
+
+    proxy.fault_of_any = fail_every_other
+    assert Bucket(run, SCRATCH, 2).list("many") == {f"many/{number:04d}": 1 for number in range(25)}
+    assert len(asked) == 6, "three pages, each asked twice"
+    asked.clear()
+    assert Bucket(run, SCRATCH, 2).list("empty") == {} and len(asked) == 2
+    asked.clear()
+    assert Bucket(run, SCRATCH, 2).list("console") == {}
+    proxy.fault_of_any = lambda method, path: None
+    assert Bucket("s3://no-such-bucket/run", SCRATCH, 2).list() == {}
 
 
 @pytest.mark.parametrize(

@@ -193,7 +193,7 @@ def test_a_missing_and_a_cut_file_make_the_one_before_be_loaded(group, run, buck
     bucket.Object(f"{prefix}/{key(30, 'rank-00000.safetensors')}").delete()
     chosen, said = start(run, tmp_path / "other", monkeypatch)
     assert_is_step(chosen, 20)
-    assert "4 bytes, the manifest lists" in said[0] and "missing ['rank-00000.safetensors']" in said[1]
+    assert "4 bytes, expected " in said[0] and "missing ['rank-00000.safetensors']" in said[1]
 
 
 def test_a_transfer_that_flips_a_bit_is_made_again_and_blames_no_checkpoint(group, run, tmp_path, monkeypatch) -> None:

@@ -60,7 +60,7 @@ def tars(
     excluded = Refusals()
     renamed = Refusals()
     is_usable = False
-    used: Counter[str] = Counter()  # names of tars
+    used: Counter[str] = Counter()  # how often each tar name occurs
     for path in paths_of(source):
         # `train-000.tar.gz` → `train-000`
         stem = path.name
@@ -116,7 +116,7 @@ def tars(
 def paths_of(source: str | os.PathLike[str] | Sequence[str]) -> list[Path]:
     """Return the tars of a folder, a pattern, or a list; compressed ones of a folder only if it has no others.
 
-    Raises DataError if there are none, or if some of a folder would be left out.
+    Raises DataError if there are none, or if some tars of a folder would be ignored.
     """
     if not isinstance(source, str | os.PathLike):
         return list(map(Path, source))

@@ -214,7 +214,7 @@ def survey(place: str, *, unlabelled: bool = False, report: Report) -> Sets:
     without_label = train.images - train.labelled
     if train.classes == 0 and train.first_unreadable and not unlabelled:
         raise DataError(
-            f"{train_place}: no label can be used, the first because: {train.first_unreadable}\n"
+            f"{train_place}: no label is usable; the first one failed with: {train.first_unreadable}\n"
             "  expected class ids (7, or 3 17) or class names; to train without labels, add --unlabelled"
         )
     if train.classes and without_label:

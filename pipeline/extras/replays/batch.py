@@ -1,4 +1,4 @@
-"""Read the records of a trained stage that are needed to replay its steps, and rebuild the global batch of a step.
+"""Read the records of a trained stage needed to replay its steps, and rebuild the global batch of a step.
 
 1. task.json contains the config and the sets of the stage.
 2. metrics.jsonl contains the results of each step, and the shards that each attempt excluded.
@@ -40,7 +40,7 @@ class Rebuilt(NamedTuple):
     images: np.ndarray  # (B, S, S, 3) uint8
     labels: np.ndarray  # (B, L), padded with -1
     ids: np.ndarray  # (B, 3): epoch, shard, sample in the shard
-    bad: list[BadSample]  # samples that were replaced
+    bad: list[BadSample]  # replaced samples
     source: Index  # combined index of all training sets, to which the shard numbers in `ids` refer
 
 

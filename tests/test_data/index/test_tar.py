@@ -328,7 +328,7 @@ def test_the_content_of_a_link_is_stepped_over(size: int) -> None:
 
 
 ENDS = {
-    "no end": (b"", "cut short"),
+    "no end": (b"", "truncated"),
     "one block": (bytes(BLOCK), ""),
     "two blocks": (bytes(2 * BLOCK), ""),
     "record of 20": (bytes(20 * BLOCK), ""),

@@ -98,7 +98,7 @@ def test_storage_that_never_answers_is_named_without_secrets(faulty, tmp_path, c
     with pytest.raises(StorageError, match=rf"://images/set/train-000000.tar: {outcome} after 3 attempts") as error:
         cache.path(faulty.index.location(0), faulty.index.shards[0])
     assert "very-secret" not in str(error.value) and "train-000000.tar: request failed (" in caplog.text
-    assert ("credentials come from the environment" in str(error.value)) == (code == 403)
+    assert ("check the credentials in the environment" in str(error.value)) == (code == 403)
 
 
 @pytest.mark.parametrize("storage", ["s3"], indirect=True)
@@ -134,7 +134,7 @@ def test_a_cache_too_small_for_the_shards_in_use_is_named_before_the_run(faulty,
     for limit, fits in ((total, True), (total - 1, False)):
         assert main(["plan", str(recipe), *options, f"pretrain.data.cache.limit_bytes={limit}"]) == 0
         said = capsys.readouterr().out
-        assert "a worker needs 8 shards, 0.00" in said
+        assert "a worker needs 8 remote shards (0.00" in said
         assert (
             f"THEY DO NOT FIT and would be downloaded repeatedly; set data.cache.limit_bytes={total}" in said
         ) != fits
@@ -264,7 +264,7 @@ def test_a_run_reads_remote_sets_through_the_cache_that_its_recipe_names(faulty,
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        (["s3://images/set", "/data/set"], "pass only URLs"),
+        (["s3://images/set", "/data/set"], "expected only URLs"),
         (["https://host/set"], "https cannot list"),
         (["https://user:secret@host/a.tar"], "https://host/a.tar: the index would store the password or signature"),
         (["https://host/a.tar?sig=secret"], "https://host/a.tar: the index would store the password or signature"),

@@ -195,5 +195,5 @@ def test_an_error_page_of_a_web_server_is_quoted_at_once(tmp_path: Path, monkeyp
 
 def test_an_error_page_saved_as_a_tar_is_quoted(tmp_path: Path) -> None:
     (tmp_path / "a.tar").write_bytes(SIGN_IN)
-    with pytest.raises(DataError, match="an error page that was saved as a tar: Sign in to the proxy"):
+    with pytest.raises(DataError, match="an error page was saved as a tar: Sign in to the proxy"):
         build_index(tmp_path, name="train")

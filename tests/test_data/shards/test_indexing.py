@@ -109,7 +109,7 @@ def test_tars_that_were_appended_to_each_other_are_refused(tmp_path, capsys):
     (tmp_path / "a.tar").write_bytes(first + second)
     assert len(read_by_webdataset(tmp_path / "a.tar")) == 3
     assert main(["index", str(tmp_path), "--name", "t"]) == 65
-    assert f"bytes more follow at byte {len(first)}" in capsys.readouterr().err
+    assert f"more bytes follow at byte {len(first)}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("beside", ["b.tar.gz", "b.tgz", "below/b.tar"])

@@ -93,7 +93,7 @@ def test_plan_prints_the_allowed_worlds_and_resolves_the_range(recipe, capsys) -
     out = capsys.readouterr().out
     assert "cluster        1 to 6 workers (processes)\n" in out
     assert "  batch   16 = 4 workers × micro_batch 4 × accumulation 1\n" in out
-    assert "  workers 4, 2 or 1, depending on available nodes; lines per worker are for 1\n" in out
+    assert "  workers 4, 2 or 1, depending on available nodes; values per worker are for 1\n" in out
     assert main([*words, "--resolved"]) == 0
     assert "  workers:\n    least: 1\n    most: 6\n" in capsys.readouterr().out
     assert main([*words[:3], "cluster.workers.most=9", "pretrain.uneven=true"]) == 0

@@ -84,7 +84,7 @@ def test_failed_collective_names_the_lost_peer_without_the_librarys_message(tmp_
     left(group, 0, **PEER_LOST)
     failure = group.evidence().first_failure()
     assert str(failure) == (
-        "worker 0 on n0: a collective failed: worker 1 on n1 was lost or did not answer, "
+        "worker 0 on n0: a collective failed: worker 1 on n1 was lost or did not respond, "
         "but no worker is known to have died"
     )
     # It may have been chance, so a second time is not a repetition of the same exception.
@@ -92,9 +92,9 @@ def test_failed_collective_names_the_lost_peer_without_the_librarys_message(tmp_
 
 
 def test_lost_node_is_blamed_unless_a_worker_has_requested_an_exit_code(tmp_path) -> None:
-    group = group_of(tmp_path, 3, n1="its node does not answer")
+    group = group_of(tmp_path, 3, n1="its node does not respond")
     left(group, 0, **PEER_LOST)
-    assert str(group.evidence().first_failure()) == "worker 1 on n1: its node does not answer"
+    assert str(group.evidence().first_failure()) == "worker 1 on n1: its node does not respond"
     left(group, 1, **PEER_LOST)
     assert "a collective failed" in str(group.evidence().first_failure()), "a worker that recorded its end was not lost"
     # A drained node disappears as soon as its worker has committed and ended.
@@ -136,7 +136,7 @@ class SilentNodes:
         self.times += 1
         names = [agent.name for agent, _ in asked]
         self.asked.extend(names)
-        return ["its node does not answer" if name in self.dead else "" for name in names]
+        return ["its node does not respond" if name in self.dead else "" for name in names]
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_silent_agent_of_a_living_node_is_named_and_given_up_unless_it_is_starti
     assert lost == lost_after
     assert nodes.given_up == (["n1"] if lost_after else [])
     if lost_after:
-        assert "its node's agent has not answered for 30 s, but the node accepts connections" in link.loss
+        assert "its node's agent has not responded for 30 s, but the node accepts connections" in link.loss
         assert set(group.evidence().losses) == {1}
 
 

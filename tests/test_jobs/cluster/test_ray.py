@@ -25,7 +25,7 @@ def test_address_without_a_server_is_reported_at_once(monkeypatch) -> None:
         server.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{server.getsockname()[1]}"  # bound, so that no other process uses it, but not listening
         monkeypatch.setenv("RAY_ADDRESS", address)
-        with pytest.raises(ClusterError, match=f"no answer at RAY_ADDRESS={address}"):
+        with pytest.raises(ClusterError, match=f"no response at RAY_ADDRESS={address}"):
             connect(ClusterConfig())
 
 
@@ -35,7 +35,7 @@ def test_server_that_is_not_a_ray_head_is_reported_at_once(monkeypatch) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.server_port}")
-        with pytest.raises(ClusterError, match="is not a Ray head: another server answers there"):
+        with pytest.raises(ClusterError, match="is not a Ray head: another server responds there"):
             connect(ClusterConfig())
         server.shutdown()
 

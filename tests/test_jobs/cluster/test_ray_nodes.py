@@ -444,7 +444,7 @@ def test_worker_on_the_lost_node_is_blamed_instead_of_its_peer(nodes, tmp_path) 
     peer = records(tmp_path / "attempt")[1]
     assert "gloo/transport" in peer["error"], "the peer has noticed"
     assert caught.value.rank == 0
-    assert caught.value.cause in ("its node does not answer", "its node left the cluster")
+    assert caught.value.cause in ("its node does not respond", "its node left the cluster")
     # Ray may take 15 s to find out; the next attempt does not wait for that.
     began = time.monotonic()
     group = reserve(ClusterConfig(workers=2), "/runs/a")
@@ -503,7 +503,7 @@ def test_frozen_agent_is_named_and_replaced_and_its_node_avoided(phase, nodes, t
     assert time.monotonic() - began < 100, "12 s to notice, and two starts; without a limit, one wait takes 300 s"
 
     (failed,) = [line for line in said if "restarting" in line]
-    assert "its node's agent has not answered for 12 s, but the node accepts connections" in failed, said
+    assert "its node's agent has not responded for 12 s, but the node accepts connections" in failed, said
     assert f" on {os.uname().nodename}" in failed and "stuck" not in failed
     workers = records(context.attempt_folder(attempt + 1))
     assert len(workers) == 2 and victim[0] not in {worker["node_id"] for worker in workers}

@@ -229,7 +229,7 @@ def test_lost_node_and_lost_agent_are_distinguished(two, monkeypatch) -> None:
             "its node left the cluster",
         ]
         raylet.close()
-        assert nodes.losses_of([(node, None)]) == ["its node does not answer"]
+        assert nodes.losses_of([(node, None)]) == ["its node does not respond"]
         assert {"before", "n"} <= nodes.avoided.keys() and nodes.reservation is None
         # Sixteen silent nodes cost one request to Ray and a single timeout.
         rows = [row | {"NodeID": str(number)} for number in range(16)]
@@ -237,7 +237,7 @@ def test_lost_node_and_lost_agent_are_distinguished(two, monkeypatch) -> None:
         patched.setattr(ray, "nodes", lambda: questions.append(time.monotonic()) or rows)
         patched.setattr("jobs.cluster.ray_nodes.takes_connections", lambda _: time.sleep(0.2))
         silent = [(dataclasses.replace(node, node_id=str(number)), None) for number in range(16)]
-        assert set(nodes.losses_of(silent)) == {"its node does not answer"} and len(questions) == 1
+        assert set(nodes.losses_of(silent)) == {"its node does not respond"} and len(questions) == 1
         assert time.monotonic() - questions[0] < 16 * 0.2
 
 

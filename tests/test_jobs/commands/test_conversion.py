@@ -112,7 +112,7 @@ def test_a_setting_that_the_file_lacks_is_required_by_name(tmp_path, capsys):
 
 
 def test_invalid_conversions_are_refused_and_nothing_is_written(ours, tmp_path, capsys):
-    gap = models.build("mu/8", 16, 5, pool="gap")
+    gap = models.build("mu/8", 16, 5, pool="map")
     models.save(gap, tmp_path / "gap")
     torn = tmp_path / "torn.npz"
     torn.write_bytes(b"PK\x03\x04 not whole")
@@ -121,7 +121,7 @@ def test_invalid_conversions_are_refused_and_nothing_is_written(ours, tmp_path, 
     (tmp_path / "run" / "pretrain-1a2b3c4d").mkdir(parents=True)
     (tmp_path / "run" / "pretrain-1a2b3c4d" / "stage.json").touch()
     cases = [
-        (["export", str(tmp_path / "gap"), str(tmp_path / "x"), "--format", "hf"], 64, "pooling by gap"),
+        (["export", str(tmp_path / "gap"), str(tmp_path / "x"), "--format", "hf"], 64, "pooling by map"),
         (
             ["export", str(ours), str(tmp_path / "x"), "--format", "onnx"],
             64,

@@ -271,7 +271,7 @@ def test_an_interrupted_pack_stage_resumes_and_makes_the_same_data_set(tmp_path,
         (["pretrain.model.image_size=20"], 78, "nearest image_size: 16 or 24"),
         (["pretrain.model.classes=7"], 65, "labels up to 9, but the model has only 7 classes"),
         (["finetune.init=@resizee"], 78, "did you mean 'resize'"),
-        (["resize.init=@fewshot"], 78, "circle"),
+        (["resize.init=@fewshot"], 78, "cycle"),
         (["resize.init=/nowhere"], 65, "no weights.safetensors in /nowhere"),
         (["pretrain.data.train=/nowhere"], 65, "this index does not exist"),
         (["pretrain.data.train=null"], 78, "pretrain.data.train is missing: there are no images to train on"),
@@ -370,7 +370,7 @@ def test_warm_up_as_long_as_the_stage_is_reported(recipe, capsys):
         ),
         (["run=/"], 78, "run is /, expected a separate folder\n  type run=/NAME"),
         ([f"run={'x' * 300}"], 78, "run contains a name of 300 bytes: xxx"),
-        (["run=/dev/null/x"], 78, "/dev/null is a file\n  expected the folder of a run"),
+        (["run=/dev/null/x"], 78, "/dev/null is a file\n  expected a run directory"),
         (
             ["run=~nobody-here/x"],
             78,
@@ -478,13 +478,13 @@ def test_a_forbidden_change_of_an_unfinished_stage_is_refused_with_the_differenc
     capsys.readouterr()
     assert main(["run", str(recipe), "pretrain.optim.lr=0.003"]) == 78
     said = error_of(capsys)
-    assert "another config:\n    optim.lr: 0.002 → 0.003\n" in said, "and nothing else"
+    assert "its config has changed:\n    optim.lr: 0.002 → 0.003\n" in said, "and nothing else"
 
     # `plan` reports the same, and the effect of `--fresh`.
     assert main(["plan", str(recipe), "pretrain.optim.lr=0.003"]) == 78
     assert error_of(capsys) == said
     assert main(["plan", str(recipe), "pretrain.optim.lr=0.003", "--fresh"]) == 0
-    assert "unfinished with another config, would start over" in capsys.readouterr().out
+    assert "unfinished with another config, would restart from step 0" in capsys.readouterr().out
 
     # There is no conflict after a later stage of the same name, started with `--fresh`, has finished.
     later = folder.with_name("pretrain-0123abcd")

@@ -143,7 +143,7 @@ def test_ids_and_names_in_one_column_are_refused(tmp_path, capsys):
         ("a.jsonl", '{"name": "tench"}\n"goldfish"\n', ("tench", "goldfish")),
         ("a.txt", "tench\n\ngoldfish\n", "class 1 has no name"),
         ("a.json", '{"2": "goldfish", "0": "tench"}', "class 1 has no name"),
-        ("a.txt", "", "it names no classes"),
+        ("a.txt", "", "it contains no class names"),
         ("a.json", "tench", "expected one class name per line"),
     ],
 )
@@ -252,7 +252,7 @@ def test_unknown_names_and_ambiguous_class_lists_are_refused(texts, tmp_path, ca
     assert "sample 1 has label 'great white shark', which is not one of the 2 class names" in capsys.readouterr().err
     (tmp_path / "numbers.txt").write_text("7\n1\n")
     assert main(["index", str(texts), "--names", f"{tmp_path}/numbers.txt"]) == 65
-    assert "class 0 is called 7, which as a label is the id of class 7" in capsys.readouterr().err
+    assert "class 0 has the name 7, which as a label would mean class 7" in capsys.readouterr().err
     assert main(["pack", "tars", str(texts), f"{tmp_path}/p", "--names", f"{tmp_path}/classes.txt"]) == 0
     assert main(["pack", "tars", str(texts), f"{tmp_path}/q", "--names", f"{tmp_path}/nowhere.txt"]) == 65
 
@@ -362,7 +362,7 @@ def test_plan_refuses_conflicting_class_names_and_reports_missing_ones(three_set
     assert main(["plan", campaign(three_sets, c="c", new_head="true")]) == 65
     assert "fewshot: probe.train" in capsys.readouterr().err, "a head of its own has names of its own; a probe has two"
     assert main(["plan", campaign(three_sets, b="d")]) == 0
-    assert f"none in data.evaluate ({three_sets}/d): labels of the sets cannot be compared" in capsys.readouterr().out
+    assert f"no class names in data.evaluate ({three_sets}/d), so labels cannot be compared" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("train", "new_head", "expected"), [("c", "true", "bird cat cow"), ("d", "true", ""),

@@ -48,6 +48,21 @@ def test_the_pinned_torchvision_is_the_one_for_the_pinned_torch():
         {"positions": "learned2d"},
         {"positions": "none", "pool": "gap"},
         {"classes": 0},
+        # Later ViTs in timm's VisionTransformer.
+        {"pre_norm": True, "patch_bias": False, "norm_eps": 1e-5, "activation": "quick_gelu"},
+        {"layer_scale": 0.1, "qk_norm": True, "qkv_bias": "none", "patch_bias": False},
+        {"pool": "gap", "last_norm": "pooled", "attention_norm": True, "mlp_norm": True},
+        {"last_norm": "none", "registers": 2},
+        {"pool": "gap", "norm": "rms", "norm_eps": 1e-5, "activation": "swiglu", "block_bias": False}
+        | {"qkv_bias": "none", "patch_norm": True},
+        # In timm's Eva.
+        {"rope": "dinov3", "layer_scale": 0.1, "qkv_bias": "qv", "norm_eps": 1e-5, "registers": 4, "positions": "none"}
+        | {"activation": "gelu"},
+        {"rope": "eva02", "rope_grid": (3, 3), "activation": "swiglu", "mlp_norm": True, "attention_norm": True},
+        {"rope": "axial", "qkv_bias": "none", "activation": "swiglu", "pool": "gap", "last_norm": "pooled"},
+        {"rope": "mixed", "activation": "gelu", "qk_norm": True},
+        {"rope": "pe", "pool": "map", "registers": 1, "pool_prefix": True, "map_heads": 4, "map_mlp": 60}
+        | {"activation": "gelu", "pre_norm": True, "patch_bias": False},
     ],
 )
 def test_timm_opens_our_directory_and_agrees(options, timm, tmp_path):

@@ -153,9 +153,9 @@ CLIENTS = {
 }
 LOGGED = {
     "fails": [
-        "wandb: RuntimeError: no route to host; the run continues, and monitoring resumes once the problem is gone"
+        "wandb: RuntimeError: no route to host; the run continues, and monitoring resumes when the problem is solved"
     ],
-    "hangs": ["wandb: no answer within 0.5 s; the last values may be missing"],
+    "hangs": ["wandb: no response within 0.5 s; the last values may be missing"],
 }
 
 

@@ -295,7 +295,7 @@ class Head:
 @pytest.mark.parametrize(
     ("end", "code", "text"),
     [
-        ("silent", 69, "the cluster's head at http://head:8265 has not answered for "),
+        ("silent", 69, "the cluster's head at http://head:8265 has not responded for "),
         ("forgets", 69, "was restarted and does not know job x-001 any more"),
         ("killed", 69, "job x-001 ended without an exit code from Patchline: FAILED, exit code -9"),
         ("shell", 69, "job x-001 ended without an exit code from Patchline: FAILED, exit code 137"),
@@ -462,5 +462,5 @@ def test_list_reports_an_address_without_a_server_at_once(monkeypatch) -> None:
         server.bind((LOOPBACK, 0))  # bound, so that no other process uses the port, but not listening
         address = f"{LOOPBACK}:{server.getsockname()[1]}"
         monkeypatch.setenv("RAY_ADDRESS", address)
-        with pytest.raises(ClusterError, match=f"no answer at RAY_ADDRESS={address}"):
+        with pytest.raises(ClusterError, match=f"no response at RAY_ADDRESS={address}"):
             submission.list_jobs()
