@@ -19,6 +19,7 @@ import models
 from data.errors import DataError
 from models.weights.folder import CONFIG, THEIR_CONFIG, THEIR_PREPROCESSOR, THEIR_WEIGHTS
 from pipeline import artifacts
+from pipeline.variables import restored
 
 # Errors raised for unreadable files; torch, numpy, safetensors and our own checks raise different types.
 UNREADABLE = (ValueError, OSError, EOFError, KeyError, TypeError, zipfile.BadZipFile, safetensors.SafetensorError)
@@ -85,7 +86,8 @@ def training_sets(path: str) -> tuple[list[dict[str, str | None]], str]:
         folder = Path(path)
         inputs = None
         if (folder / artifacts.PROVENANCE).is_file():
-            inputs = artifacts.read_record(folder / artifacts.PROVENANCE).get("inputs")
+            path_of_record = folder / artifacts.PROVENANCE
+            inputs = restored(artifacts.read_record(path_of_record).get("inputs"), path_of_record)
         # If other weights have replaced them, this record lists the sets of the other weights.
         is_other = sha256 is not None and sha256 != artifacts.recorded_sha256(folder)
         if inputs is None or is_other:
@@ -162,5 +164,5 @@ def recorded(path: str, name: str, read: Callable[[str], Any]) -> Any:
         value = record.get(name, record.get("config", {}).get(name))
         if value is not None or "init" not in record.get("inputs", {}):
             return value
-        path = record["inputs"]["init"]["path"]
+        path = restored(record["inputs"]["init"]["path"], folder / artifacts.PROVENANCE)
         sha256 = record["inputs"]["init"]["digest"]

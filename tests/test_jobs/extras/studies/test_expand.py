@@ -203,7 +203,7 @@ def test_an_impossible_chain_is_refused(sections, message):
         ({"grid": {"lr": []}}, "p.sweep.grid.lr is [], expected a list of values"),
         ({"grid": {"lr": [1, 1]}}, "p.sweep.grid.lr has 1 twice"),
         ({"grid": {"lr": ["a/b", "a b"]}}, "p.sweep.grid: two runs would have the same name lr-a_b"),
-        ({"grid": {"a.lr": [1], "a": {"lr": [2]}}}, "p.sweep.grid has a.lr twice: as a.lr and in a section"),
+        ({"grid": {"a.lr": [1], "a": {"lr": [2]}}}, "p.sweep.grid has a.lr twice: as a dotted key and in a section"),
         ({"grid": {"kind.lr": [1]}}, "p.sweep sets kind.lr, but kind is 'pretrain', not a section"),
         ({"seeds": [1, 1]}, "p.sweep: seeds has 1 twice"),
         ({"held_out": {"init": "x"}, "seeds": [1]}, "held_out needs a grid: add grid, or remove held_out"),
