@@ -163,7 +163,7 @@ def test_folders_and_tables_are_read_alike_by_pack_and_new(source: str, case: st
 
 # ------------------------------------------------------------------------------------------------ others' cases
 
-CASES = Path(__file__).parents[4] / "shared" / "cases" / "data"
+CASES = Path(__file__).parents[5] / "shared" / "cases" / "data"
 
 
 @pytest.mark.skipif(not CASES.is_dir(), reason="the cases are not on this machine")
