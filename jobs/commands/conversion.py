@@ -108,14 +108,14 @@ def import_foreign(
     preprocessing = foreign_preprocessing(path, model.config)
     with atomic_folder(Path(directory)) as made:
         models.save(model, made, writing=atomic_file, class_names=names, preprocessing=preprocessing)
-        record = {"imported": str(Path(path).resolve()), "overrides": changes, "code": code_version()}
-        # For an export: the loss of the head, and the family of transformers if several compute the same.
-        for name, value in (
-            ("loss", any_weights.recorded_loss(path)),
-            ("model_type", any_weights.recorded_model_type(path)),
-        ):
-            if value is not None:
-                record[name] = value
+        record: dict[str, object] = {
+            "imported": str(Path(path).resolve()),
+            "overrides": changes,
+            "code": code_version(),
+        }
+        # For an export: the loss of the head, and the form in which the weights came.
+        origin = {"loss": any_weights.recorded_loss(path), "form": any_weights.recorded_form(path)}
+        record |= {name: value for name, value in origin.items() if value is not None}
         artifacts.record_weights(made, record)
     report(model, path, names, preprocessing, verification)
     echo(f"written  {directory}")
@@ -152,7 +152,7 @@ def export(
     config = model.config
     preprocessing = any_weights.recorded_preprocessing(directory)
     loss = any_weights.recorded_loss(directory)
-    model_type = any_weights.recorded_model_type(directory)
+    form = any_weights.recorded_form(directory)
     if preprocess is not None:
         preprocessing = preprocessing_of(preprocess, config)
         height, width = config.image_size
@@ -177,7 +177,7 @@ def export(
                     class_names=names,
                     preprocessing=preprocessing,
                     loss=loss,
-                    model_type=model_type,
+                    form=form,
                 )
             except ValueError as error:
                 raise UsageError(f"{directory} cannot be exported as {format}: {error}") from None
@@ -193,10 +193,9 @@ def export(
         except DataError as error:
             raise DataError(str(error).replace(str(made), path)) from None
         if format == "safetensors":
-            record = {"exported": str(Path(directory).resolve()), "code": code_version()}
-            for name, value in (("loss", loss), ("model_type", model_type)):
-                if value is not None:
-                    record[name] = value
+            record: dict[str, object] = {"exported": str(Path(directory).resolve()), "code": code_version()}
+            origin: dict[str, object] = {"loss": loss, "form": form}
+            record |= {name: value for name, value in origin.items() if value is not None}
             artifacts.record_weights(made, record)
     report(model, directory, names, preprocessing, verification)
     # 4. Report differences between the configs, and between the outputs for one random image.

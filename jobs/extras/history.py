@@ -32,6 +32,7 @@ from jobs.run.reading import outcome_of, read_command, read_incidents, stage_fol
 from pipeline import artifacts
 from pipeline.monitoring.telemetry import Account, Record, account, read_metrics
 from pipeline.values import counted, duration
+from pipeline.variables import restored
 
 LEASE_PERIODS = 1.2  # watch another machine's lease for 6 s only, because `report` must not wait longer
 DRAW = "-seed-"  # part of a metric's name if the metric is for a single draw of few-shot samples
@@ -139,7 +140,7 @@ class StageHistory:
         sets: dict[str, Index | str] = {}
         for name, path in paths.items():
             try:
-                sets[name] = load_index(path)
+                sets[name] = load_index(restored(path, self.folder / artifacts.TASK))
             except (DataError, OSError) as error:
                 sets[name] = f"{path} cannot be read now: {str(error).splitlines()[0]}"
         return sets

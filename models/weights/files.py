@@ -185,6 +185,27 @@ def load(path: str | Path, **config: object) -> Model:
     return module(*timm.load(stored, described, fields))
 
 
+def form_of(path: str | Path) -> dict[str, Any]:
+    """Return the form of foreign weights, so that an export can have the same; empty if files do not tell it.
+
+    It is transformers' model_type, or timm's architecture with its arguments.
+    """
+    from safetensors.torch import load_file
+
+    from models.weights import timm
+
+    file = Path(path)
+    if file.is_dir():
+        file = file / THEIR_WEIGHTS
+    config_file = file.parent / THEIR_CONFIG
+    if file.suffix != ".safetensors" or not config_file.is_file():
+        return {}
+    described = json.loads(config_file.read_text())
+    if "model_type" in described:
+        return {"model_type": described["model_type"]}
+    return timm.form_of(load_file(file), described)
+
+
 def pixel_fields(folder: Path, described: dict[str, Any], is_hf: bool) -> ConfigFields:
     """Return the mean and deviation by which timm or transformers normalises the pixels of a folder's weights."""
     from models.weights import hf
@@ -213,14 +234,14 @@ def save(
     class_names: Sequence[str] = (),
     preprocessing: Preprocessing | None = None,
     loss: str | None = None,
-    model_type: str | None = None,
+    form: dict[str, Any] | None = None,
 ) -> None:
     """Write the model so that readers of the format compute the same logits; ValueError if that is impossible.
 
     format: safetensors (our directory), npz or pth (files of vit_jax, and of DINOv2 or DINOv3, without class names and
     preprocessing), timm or hf (directories for these libraries). Without `preprocessing`, timm and hf get evaluation's
     default: squash the image to the model's size. `loss`, sigmoid or softmax, trained the head: hf stores it as
-    `problem_type`. `model_type` is the family of transformers that hf prefers if several compute the same.
+    `problem_type`. `form` (`form_of`) is that in which the weights were imported, which timm and hf prefer.
     """
     path = Path(path)
     if format == "safetensors":
@@ -248,10 +269,11 @@ def save(
     if isinstance(model.config, ViTConfig):
         preprocessing = replace(preprocessing, mean=model.config.pixel_mean, std=model.config.pixel_std)
     if format == "timm":
-        tensors, described = timm.save(model.state_dict(), model.config, class_names, preprocessing)
+        tensors, described = timm.save(model.state_dict(), model.config, class_names, preprocessing, form)
         texts = {THEIR_CONFIG: described}
     else:
-        tensors, described = hf.save(model.state_dict(), model.config, class_names, loss, model_type)
+        family = (form or {}).get("model_type")
+        tensors, described = hf.save(model.state_dict(), model.config, class_names, loss, family)
         texts = {THEIR_PREPROCESSOR: json.dumps(preprocessing.for_hf(), indent=2) + "\n", THEIR_CONFIG: described}
     path.mkdir(parents=True, exist_ok=True)
     write_tensors(path / THEIR_WEIGHTS, tensors, writing)

@@ -212,7 +212,7 @@ class DeiT(Family):
     prefix = "deit."
     slots = 2
     pixels = (IMAGENET_MEAN, IMAGENET_STD)
-    rules = (*Family.rules, (r"^prefix\.registers$", "embeddings.distillation_token"))
+    rules: Rules = (*Family.rules, (r"^prefix\.registers$", "embeddings.distillation_token"))
 
     def adapt(self, stored: dict[str, Tensor], prefix: str, known: ConfigFields) -> dict[str, Tensor]:
         if "distillation_classifier.weight" in stored:
@@ -252,7 +252,7 @@ class DINOv2(Family):
     prefix = "dinov2."
     pixels = (IMAGENET_MEAN, IMAGENET_STD)
     defaults: ClassVar[Mapping[str, object]] = {**Family.defaults, "layer_norm_eps": 1e-6, "layerscale_value": 1.0}
-    rules = (
+    rules: Rules = (
         *((pattern, name) for pattern, name in Family.rules if "norm" not in pattern and "mlp" not in pattern),
         (r"\.scale([12])\.gamma$", r".layer_scale\1.lambda1"),
         (r"\.mlp\.up\.", ".mlp.fc1."),
@@ -324,7 +324,7 @@ class DINOv2WithRegisters(DINOv2):
     bare = "Dinov2WithRegistersModel"
     prefix = "dinov2_with_registers."
     slots = 0
-    rules = (*DINOv2.rules, (r"^prefix\.registers$", "embeddings.register_tokens"))
+    rules: Rules = (*DINOv2.rules, (r"^prefix\.registers$", "embeddings.register_tokens"))
 
     def adapt(self, stored: dict[str, Tensor], prefix: str, known: ConfigFields) -> dict[str, Tensor]:
         stored = super().adapt(stored, prefix, known)
@@ -371,7 +371,7 @@ class DINOv3(Family):
         "proj_bias": True,
         "mlp_bias": True,
     }
-    rules = (
+    rules: Rules = (
         (r"^embedding\.", "embeddings.patch_embeddings."),
         (r"^prefix\.cls$", "embeddings.cls_token"),
         (r"^prefix\.registers$", "embeddings.register_tokens"),
@@ -464,7 +464,7 @@ class CLIP(Family):
         "num_attention_heads": 12,
         "image_size": 224,
     }
-    rules = (
+    rules: Rules = (
         (r"^embedding\.", "embeddings.patch_embedding."),
         (r"^prefix\.cls$", "embeddings.class_embedding"),
         (r"^positions\.0\.table$", "embeddings.position_embedding.weight"),
@@ -546,7 +546,7 @@ class SigLIP(CLIP):
         "image_size": 224,
         "vision_use_head": True,
     }
-    rules = (
+    rules: Rules = (
         (r"^map_head\.probe$", "head.probe"),
         (r"^map_head\.(q|kv)\.", r"head.attention.\1."),
         (r"^map_head\.out\.", "head.attention.out_proj."),
@@ -621,7 +621,7 @@ class BEiT(Family):
     classifier = "BeitForImageClassification"
     prefix = "beit."
     pixels = (HALF, HALF)
-    rules = (
+    rules: Rules = (
         *Family.rules,
         (r"\.scale([12])\.gamma$", r".lambda_\1"),
         (r"^pool_norm\.", "pooler.layernorm."),

@@ -26,7 +26,7 @@ from torch import Tensor
 from models.catalog import check_finite
 from models.configs import ConfigFields, ModelConfig, ViTConfig
 from models.weights.hf_families import FAMILIES
-from models.weights.layout import Layout, read, vit_config, with_learned_positions, without_slots, write
+from models.weights.layout import ForeignConfig, Layout, read, vit_config, with_learned_positions, without_slots, write
 from models.weights.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 
 SATELLITE = ((0.430, 0.411, 0.296), (0.213, 0.156, 0.143))  # mean and std of the SAT-493M weights: DINOv3's README
@@ -172,7 +172,7 @@ def preprocessing_of(config: ViTConfig) -> Preprocessing | None:
     """
     if config.layer_scale is None:
         return None
-    described = {"mean": config.pixel_mean, "std": config.pixel_std}
+    described: ForeignConfig = {"mean": config.pixel_mean, "std": config.pixel_std}
     if config.rope == "dinov3":
         described |= {"crop_mode": "squash", "crop_pct": 1.0, "interpolation": "bilinear"}
     else:

@@ -19,6 +19,7 @@ import models
 from data.errors import DataError
 from models.weights.folder import CONFIG, THEIR_CONFIG, THEIR_PREPROCESSOR, THEIR_WEIGHTS
 from pipeline import artifacts
+from pipeline.variables import restored
 
 # Errors raised for unreadable files; torch, numpy, safetensors and our own checks raise different types.
 UNREADABLE = (ValueError, OSError, EOFError, KeyError, TypeError, zipfile.BadZipFile, safetensors.SafetensorError)
@@ -85,7 +86,8 @@ def training_sets(path: str) -> tuple[list[dict[str, str | None]], str]:
         folder = Path(path)
         inputs = None
         if (folder / artifacts.PROVENANCE).is_file():
-            inputs = artifacts.read_record(folder / artifacts.PROVENANCE).get("inputs")
+            path_of_record = folder / artifacts.PROVENANCE
+            inputs = restored(artifacts.read_record(path_of_record).get("inputs"), path_of_record)
         # If other weights have replaced them, this record lists the sets of the other weights.
         is_other = sha256 is not None and sha256 != artifacts.recorded_sha256(folder)
         if inputs is None or is_other:
@@ -121,28 +123,40 @@ def recorded_loss(path: str) -> str | None:
     """
     from models.weights import hf  # imports torch
 
-    return recorded(path, "loss", hf.loss_of)
+    def loss_of(foreign: str) -> str | None:
+        with suppress(OSError, ValueError, AttributeError):  # missing, or not a JSON object
+            folder = Path(foreign) if Path(foreign).is_dir() else Path(foreign).parent
+            return hf.loss_of(json.loads((folder / THEIR_CONFIG).read_text()))
+        return None
+
+    return recorded(path, "loss", loss_of)
 
 
-def recorded_model_type(path: str) -> str | None:
-    """Return the family of transformers in which weights were imported; None for other weights.
+def recorded_form(path: str) -> dict[str, Any] | None:
+    """Return the form in which weights were imported (models.weights.files.form_of); None for other weights.
 
     It is that of the import at the beginning of the weights' stages. Raises DataError for an altered record.
     """
-    return recorded(path, "model_type", lambda described: described.get("model_type"))
+    from models.weights.files import form_of  # imports torch
+
+    def foreign_form(foreign: str) -> dict[str, Any] | None:
+        try:
+            return form_of(foreign) or None
+        except UNREADABLE:
+            return None
+
+    return recorded(path, "form", foreign_form)
 
 
-def recorded(path: str, name: str, read: Callable[[dict[str, Any]], str | None]) -> str | None:
-    """Return a value in the records of weights, or what `read` finds in the config.json of a transformers folder."""
+def recorded(path: str, name: str, read: Callable[[str], Any]) -> Any:
+    """Return a value in the records of weights, or what `read` finds next to foreign weights; None if it is unknown."""
     sha256: str | None = None  # digest of the weights that the previous stage started from
     while True:
         folder = Path(path)
         if not folder.is_dir():
             folder = folder.parent
         if ".npz" in Path(path).name or not (folder / CONFIG).is_file():
-            with suppress(OSError, ValueError, AttributeError):  # missing, or not a JSON object
-                return read(json.loads((folder / THEIR_CONFIG).read_text()))
-            return None
+            return read(path)
         is_other = sha256 is not None and sha256 != artifacts.recorded_sha256(folder)
         if is_other or not (folder / artifacts.PROVENANCE).is_file():
             return None
@@ -150,5 +164,5 @@ def recorded(path: str, name: str, read: Callable[[dict[str, Any]], str | None])
         value = record.get(name, record.get("config", {}).get(name))
         if value is not None or "init" not in record.get("inputs", {}):
             return value
-        path = record["inputs"]["init"]["path"]
+        path = restored(record["inputs"]["init"]["path"], folder / artifacts.PROVENANCE)
         sha256 = record["inputs"]["init"]["digest"]

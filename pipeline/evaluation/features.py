@@ -194,7 +194,7 @@ def collect(
         with torch.no_grad():
             # Every worker gets the same number of batches, because ZeRO 3 gathers weights in lockstep.
             for batch in samples:
-                rows = model.features(normalise(batch.images, model.config, dtype, device))  # type: ignore[operator, arg-type]
+                rows = model.features(normalise(batch.images, model.config, dtype, device))  # type: ignore[operator,arg-type]
                 # Numbers of the samples in the set; −1 for padding and unreadable samples.
                 shards, places = batch.ids.unbind(1)
                 numbers = torch.where(batch.mask, starts[shards.clamp(min=0)] + places, -1)

@@ -10,8 +10,6 @@ from data.errors import ConfigError
 from data.images.augment import AugmentConfig
 from data.remote.config import CacheConfig
 from jobs.cluster_config import ClusterConfig
-from jobs.extras.studies import table
-from jobs.extras.studies.expand import SweepConfig
 from jobs.stages import fewshot, pack, resize
 from pipeline import config
 from pipeline.optimization import OptimConfig, ScheduleConfig
@@ -27,8 +25,6 @@ TAGGED = [
         fewshot.FewShotStageConfig,
         pack.PackConfig,
         pack.SetConfig,
-        SweepConfig,
-        table.TableConfig,
     ),
 ]
 

@@ -27,7 +27,10 @@ def new(
     model: Annotated[
         str | None, typer.Option(help="Model, such as S/16; default: selected for the images and this machine.")
     ] = None,
-    init: Annotated[str | None, typer.Option(metavar="WEIGHTS", help="Fine-tune these weights.")] = None,
+    init: Annotated[
+        str | None,
+        typer.Option(metavar="WEIGHTS", help="Fine-tune these weights with settings published for their kind."),
+    ] = None,
     output: Annotated[
         str | None, typer.Option(metavar="FILE.yaml", help="Recipe to write; default: FOLDER.yaml.")
     ] = None,
@@ -38,9 +41,13 @@ def new(
     unlabelled: Annotated[
         bool, typer.Option("--unlabelled", help="Ignore labels, and train by masked patch prediction.")
     ] = False,
+    probe: Annotated[
+        bool,
+        typer.Option("--probe", help="With --init: fit a linear classifier to frozen features; train nothing else."),
+    ] = False,
     _debug: Debug = False,
 ) -> None:
     """Inspect images, and write a recipe that trains on them."""
     from jobs.extras.new import new
 
-    new.new(images, model=model, init=init, output=output, minutes=minutes, unlabelled=unlabelled)
+    new.new(images, model=model, init=init, output=output, minutes=minutes, unlabelled=unlabelled, probe=probe)

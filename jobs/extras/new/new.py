@@ -12,7 +12,6 @@
 """
 
 import json
-import math
 import re
 import shlex
 from pathlib import Path
@@ -56,6 +55,7 @@ def new(
     output: str | None,
     minutes: float | None,
     unlabelled: bool,
+    probe: bool = False,
 ) -> None:
     """Write a recipe for the images at a path, or at the paths to which the shell has expanded a pattern.
 
@@ -92,6 +92,8 @@ def new(
             )
         # Raises ConfigError if the model is unknown.
         model_config({"name": model, "image_size": 224, "classes": 2})
+    if probe and init is None:
+        raise UsageError("--probe evaluates the features of weights\n  add --init WEIGHTS")
     if init is not None:
         init = find_stage(init)
         if is_foreign(init):
@@ -145,6 +147,12 @@ def new(
     elif sets.train.classes:
         echo("held out: nothing, because most classes have too few images; accuracy is not measured")
 
+    name = unused_run_name(recipe)
+    if probe and init is not None:
+        write_probe(recipe, name, sets, init)
+        echo(f"next: python -m jobs run {shlex.quote(str(recipe))}")
+        return
+
     # 3. Select the training settings.
     from jobs.extras.new.training import MINUTES_ON_CPU, MINUTES_ON_GPU, choose, this_machine
 
@@ -153,7 +161,6 @@ def new(
     if minutes is None:
         minutes = MINUTES_ON_GPU if machine.gpus else MINUTES_ON_CPU
     choice = choose(sets, machine, 60 * minutes, name=model, init=init)
-    name = unused_run_name(recipe)
     write_recipe(recipe, name, sets, choice, machine)
     echo(f"next: python -m jobs run {shlex.quote(str(recipe))}")
     echo(f"  this writes runs/{name}; to resume after an interruption, type the same command again")
@@ -207,17 +214,8 @@ def describe(image_set: FoundSet) -> None:
         echo(f"  {note}")
 
 
-def write_recipe(path: Path, name: str, sets: Sets, choice: "TrainingChoice", machine: "Machine") -> None:
-    """Render and write the recipe, and print its length and estimated training time."""
-    # 1. The cluster.
-    cluster: dict[str, Any] = {"backend": "processes", "workers": machine.workers}
-    cores_of_worker = max(1, machine.cores // machine.workers)
-    if machine.gpus:
-        cluster["gpus_per_worker"] = 1
-    if cores_of_worker > 1:
-        cluster["cpus_per_worker"] = cores_of_worker
-
-    # 2. The inputs of the stages: data sets without an index are packed first, then a part is held out.
+def inputs_of(sets: Sets) -> tuple[dict[str, dict[str, Any]], dict[str, str], str]:
+    """Return the sets to pack, the quoted paths for training and evaluation, and the path of what is held out from."""
     places = {}
     packed = {}
     for set_name, image_set in (("train", sets.train), ("test", sets.test)):
@@ -236,6 +234,21 @@ def write_recipe(path: Path, name: str, sets: Sets, choice: "TrainingChoice", ma
     path_of_parts = places["train"]
     if sets.held_out:
         places = {"train": '"@parts/train"', "test": '"@parts/held-out"'}
+    return packed, places, path_of_parts
+
+
+def write_recipe(path: Path, name: str, sets: Sets, choice: "TrainingChoice", machine: "Machine") -> None:
+    """Render the recipe: the data sets of its stages, and one line with a reason for each choice."""
+    # 1. The cluster.
+    cluster: dict[str, Any] = {"backend": "processes", "workers": machine.workers}
+    cores_of_worker = max(1, machine.cores // machine.workers)
+    if machine.gpus:
+        cluster["gpus_per_worker"] = 1
+    if cores_of_worker > 1:
+        cluster["cpus_per_worker"] = cores_of_worker
+
+    # 2. The inputs of the stages: sets without an index are packed first, then a part of them is held out.
+    packed, places, path_of_parts = inputs_of(sets)
     if choice.init is not None:
         places["init"] = quoted(choice.init)
 
@@ -244,15 +257,8 @@ def write_recipe(path: Path, name: str, sets: Sets, choice: "TrainingChoice", ma
     if passes == "1":
         unit = "pass"
     seconds = duration(choice.steps * choice.batch_size / choice.rate)
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.filters["flow"] = flow_yaml
-    text = environment.get_template("new.yaml.jinja").render(
+    text = render(
+        "new.yaml.jinja",
         train=sets.train,
         percent=sets.held_out,
         choice=choice,
@@ -266,8 +272,7 @@ def write_recipe(path: Path, name: str, sets: Sets, choice: "TrainingChoice", ma
         path_of_parts=path_of_parts,
         places=places,
         processes=min(16, max(1, cores_of_worker - 1)),
-        # 0.03 at batch size 512, scaled with the square root of the batch size.
-        lr_of_finetuning=f"{0.03 * math.sqrt(choice.batch_size / 512):.1g}",
+        lr_of_finetuning=f"{choice.finetuning.lr_at(choice.batch_size):.1g}" if choice.finetuning else "",
         passes=passes,
         duration=seconds,
     )
@@ -281,6 +286,46 @@ def write_recipe(path: Path, name: str, sets: Sets, choice: "TrainingChoice", ma
             f"  this takes longer than --minutes, because a useful training needs at least {choice.steps} steps\n"
             "  type a smaller --model, or more --minutes"
         )
+
+
+def write_probe(path: Path, name: str, sets: Sets, init: str) -> None:
+    """Render the recipe of a linear probe: frozen features of the weights, and classifiers fitted to them."""
+    packed, places, path_of_parts = inputs_of(sets)
+    if "test" not in places:
+        raise UsageError(
+            "--probe needs images to measure accuracy on, but no part is named val or test and the classes have too "
+            "few images to hold some out\n  add a folder val"
+        )
+    from pipeline.evaluation import any_weights
+
+    recorded = any_weights.recorded_preprocessing(init)
+    preprocessing = "not recorded: resized to the model's size" if recorded is None else f"recorded: {recorded.ops}"
+    text = render(
+        "probe.yaml.jinja",
+        train=sets.train,
+        percent=sets.held_out,
+        name=name,
+        path_in_shell=shlex.quote(str(path)),
+        packed=packed,
+        path_of_parts=path_of_parts,
+        places={**places, "init": quoted(init)},
+        preprocessing=preprocessing,
+    )
+    write_atomically(path, as_typed(text))
+    echo(f"wrote {path}: a linear probe and nearest neighbours on features of {init}")
+
+
+def render(template: str, **values: Any) -> str:
+    """Render a template of this folder."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["flow"] = flow_yaml
+    return environment.get_template(template).render(**values)
 
 
 def quoted(path: str) -> str:

@@ -7,6 +7,7 @@
 import math
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -19,12 +20,14 @@ from data.extras.survey.survey import FoundSet, Sets
 from data.images.augment import AugmentConfig, augment
 from data.images.decode import BadImage
 from jobs.cluster_config import cores
+from jobs.extras.new.finetuning import FineTuning, image_size_of, settings_of
 from jobs.recipe.key import model_at
 from jobs.terminal import echo
 from models import ModelConfig, vit
 from models.masked import MaskedConfig
 from pipeline.architecture import model_config
 from pipeline.config import build
+from pipeline.evaluation import any_weights
 from pipeline.extras.plan.memory import memory_need
 from pipeline.extras.plan.memory_traces import TraceFailed
 from pipeline.process_group import memory_free
@@ -109,6 +112,8 @@ class TrainingChoice:
     rate: float  # images per second
     is_over_time: bool  # whether the minimum number of steps exceeds the time limit
     init: str | None  # weights to fine-tune
+    finetuning: FineTuning | None = None  # how to fine-tune them
+    preprocess: str | None = None  # evaluation ops that were recorded with the weights, for the model's size
 
 
 def this_machine() -> Machine:
@@ -127,10 +132,12 @@ def this_machine() -> Machine:
 def choose(sets: Sets, machine: Machine, budget_s: float, *, name: str | None, init: str | None) -> TrainingChoice:
     """Select model, augmentation and length, for training from random weights or fine-tuning of the weights `init`.
 
-    `name` fixes the model. Fine-tuning uses SGD, as in table 4 of the ViT paper.
+    `name` fixes the model. Fine-tuning uses the settings published for weights of their kind (finetuning.py).
     """
     train = sets.train
     # 1. The candidates, smallest first; all have the same image size.
+    finetuning: FineTuning | None = None
+    preprocess: str | None = None
     if init is None:
         candidates = candidates_for(sets, machine, name)
     else:
@@ -138,8 +145,18 @@ def choose(sets: Sets, machine: Machine, budget_s: float, *, name: str | None, i
         assert source is not None, "`new` has checked that the folder contains weights"
         if isinstance(source, MaskedConfig):
             source = source.vit
-        model = replace(source.with_new_head(), classes=train.classes)
-        candidates = [ModelCandidate({"classes": train.classes}, model, "")]
+        size = image_size_of(source)
+        model = replace(source.with_new_head(), classes=train.classes, image_size=size)
+        section: dict[str, Any] = {"classes": train.classes}
+        if size != source.image_size:
+            section["image_size"] = size[0]
+        candidates = [ModelCandidate(section, model, "")]
+        finetuning = settings_of(source, any_weights.recorded_form(init))
+        recorded = any_weights.recorded_preprocessing(init)
+        if recorded is not None:
+            # Ops of an import fit any size; those of a stage fit only its own.
+            with suppress(ValueError):
+                preprocess = recorded.at_size(size).ops
     image_size = min(candidates[0].model.image_size)
 
     # 2. Crops and flips. Letters and digits must not be mirrored; classes named by ids can be anything.
@@ -167,9 +184,9 @@ def choose(sets: Sets, machine: Machine, budget_s: float, *, name: str | None, i
     # 4. The length.
     most = MOST_PASSES * sets.images
     optimizer = "adam"
-    if init is not None:
+    if finetuning is not None:
         most = min(most, by_images(sets.images, LONGEST_FINETUNING))
-        optimizer = "sgd"
+        optimizer = finetuning.optimizer
     batch_size, micro_batch = batches(sets.images, chosen.model, machine, optimizer)
     steps = max(LEAST_STEPS, round(min(rate * budget_s, most) / batch_size))
     unit = 10 ** max(0, len(str(steps)) - 2)  # round down to two significant digits
@@ -199,6 +216,8 @@ def choose(sets: Sets, machine: Machine, budget_s: float, *, name: str | None, i
         rate=rate,
         is_over_time=steps == LEAST_STEPS and steps * batch_size > 1.5 * rate * budget_s,
         init=init,
+        finetuning=finetuning,
+        preprocess=preprocess,
     )
 
 

@@ -18,6 +18,7 @@ from data.index.document import load_index
 from data.sources.samples import digits
 from jobs.__main__ import main
 from tests.support.campaigns import load
+from tests.support.foreign_vits import transformers_model
 from tests.support.image_sources import (
     NAMES,
     class_folders,
@@ -140,10 +141,40 @@ def test_weights_are_fine_tuned_with_a_new_head(tmp_path, capsys):
     )
     for words, message in (
         (["--init", "nowhere"], "contains no weights"),
+        (["--probe"], "add --init WEIGHTS"),
         (["--init", "weights", "--model", "S/16"], "omit --model"),
     ):
         assert main(["new", str(folder), "--output", "other.yaml", *words]) != 0
         assert message in capsys.readouterr().err and not Path("other.yaml").exists()
+
+
+def test_a_linear_probe_is_evaluated_with_the_recorded_preprocessing(transformers, tmp_path, capsys):
+    theirs = transformers_model(transformers, "dinov2")
+    theirs.save_pretrained(tmp_path / "theirs")
+    transformers.BitImageProcessor(size={"shortest_edge": 40}, crop_size=32).save_pretrained(tmp_path / "theirs")
+    assert main(["import", str(tmp_path / "theirs"), "weights"]) == 0
+    folder = class_folders(tmp_path / "input", three_digits())
+    campaign = new(folder, "--init", "weights", "--probe")
+    stage = campaign.stages[-1]
+    assert (stage.kind.name, stage.config.protocols) == ("evaluate", ("logistic", "knn"))
+    capsys.readouterr()
+    assert main(["run", "recipe.yaml"]) == 0
+    printed = capsys.readouterr().out
+    assert "preprocessing resize_pillow(40, 'bicubic')|central_crop(32) (recorded with the weights)" in printed
+    assert re.search(r"logistic +[\d.]+", printed) and not list(tmp_path.glob("runs/*/*/checkpoints"))
+
+
+def test_imported_weights_are_fine_tuned_with_settings_of_their_kind(transformers, tmp_path):
+    transformers_model(transformers, "clip").save_pretrained(tmp_path / "theirs")
+    transformers.CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=32).save_pretrained(tmp_path / "theirs")
+    assert main(["import", str(tmp_path / "theirs"), "weights"]) == 0
+    campaign = new(class_folders(tmp_path / "input", three_digits()), "--init", "weights")
+    (stage,) = [stage for stage in campaign.stages if stage.kind.trains]
+    optim = stage.config.optim
+    expected = 3e-5 * (stage.config.batch_size / 512) ** 0.5  # WiSE-FT
+    assert (optim.name, optim.weight_decay) == ("adam", 0.1) and optim.lr == pytest.approx(expected, rel=0.1)
+    assert stage.config.data.preprocess == "resize_pillow(32, 'bicubic')|central_crop(32)"
+    assert "WiSE-FT" in Path("recipe.yaml").read_text()
 
 
 def test_an_existing_recipe_is_not_overwritten(tmp_path, capsys):
