@@ -59,6 +59,7 @@ CHOICES = {
     "last_norm": ("tokens", "pooled", "none"),
     "qkv_bias": ("all", "qv", "none"),
     "rope": ("none", *ROPES),
+    "stem_epsilons": ("original", "timm"),
 }
 UNITS = {  # bottleneck units of the four stages: He et al. 2016; big_vision models/bit.py, get_block_desc
     50: (3, 4, 6, 3),
@@ -81,6 +82,7 @@ CELLS = {"mean_color": 1, "downsized": 4}  # the target of a patch is a grid of 
 SWITCHES = (
     *("patch_bias", "patch_norm", "pre_norm", "last_norm", "norm", "layer_scale", "qk_norm", "attention_norm"),
     *("mlp_norm", "qkv_bias", "block_bias", "rope", "rope_grid", "pool_prefix", "map_heads", "map_mlp"),
+    "stem_epsilons",
 )
 # Fields that may differ between source and target; any other difference would silently change the computation.
 FREE = (
@@ -127,6 +129,7 @@ class ViTConfig:
     norm_eps: float = 1e-6  # added to the variance in LayerNorm
     stem: tuple[int, ...] | None = None  # units per stage of a ResNet before the patches; None: plain ViT
     stem_width: int = 64  # channels of the stem's root
+    stem_epsilons: str = "original"  # added to variances in the stem: the original's, or those of timm
     # SWITCHES: departures of later ViTs. With the defaults, none of them adds a parameter or takes time.
     patch_bias: bool = True  # whether the patch embedding has a bias (CLIP: no)
     patch_norm: bool = False  # norm of the patch embeddings, before positions and prefix tokens (AIMv2)
