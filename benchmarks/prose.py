@@ -66,16 +66,20 @@ def docstrings(path: Path, tree: ast.Module) -> Iterator[Text]:
 
 
 def comments(path: Path, source: str) -> Iterator[Text]:
-    """Yield comments; lines that follow one another are one text."""
+    """Yield comments: a comment after code is one text, and so is a block of consecutive comment lines."""
     lines: list[str] = []
     first = last = 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type != tokenize.COMMENT:
             continue
         number = token.start[0]
-        if lines and number != last + 1:
+        follows_code = bool(token.line[: token.start[1]].strip())
+        if lines and (number != last + 1 or follows_code):
             yield Text(f"{path}:{first}", " ".join(lines))
             lines = []
+        if follows_code:
+            yield Text(f"{path}:{number}", token.string.lstrip("# ").strip())
+            continue
         if not lines:
             first = number
         lines.append(token.string.lstrip("# ").strip())

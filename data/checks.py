@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from data.errors import ConfigError, DataError
 
+STORES = ("s3", "gs", "az")  # schemes of object stores, whose keys may contain any character
 SHA256 = re.compile(r"[0-9a-f]{64}")
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 # KEY and TOKEN must be whole words: TOKENIZERS_PARALLELISM is not a secret.
@@ -31,8 +32,8 @@ def check_name(name: object, what: str, remedy: str) -> None:
     is_name = isinstance(name, str) and NAME.fullmatch(name) is not None and name not in (".", "..")
     if not is_name:
         raise ConfigError(
-            f"{what} is called {name!r}\n"
-            "  expected 1 to 64 of the characters A-Z a-z 0-9 . _ - and neither . nor .. alone\n"
+            f"{what} is named {name!r}\n"
+            "  expected 1 to 64 of the characters A-Z a-z 0-9 . _ -, and not just . or ..\n"
             f"  {remedy}"
         )
 
@@ -52,7 +53,7 @@ def check_file_name(name: object, source: str, *, folders: bool = True) -> str:
         expected = "a path below the folder" if folders else "the name of a file or folder, without slashes"
         raise DataError(
             f"{source}: unsafe name {printable(repr(name)[:200])}\n"
-            f"  expected {expected}, without empty parts, '.', '..' and NUL, so that nothing outside is overwritten\n"
+            f"  expected {expected}, without empty parts, '.', '..' and NUL, so that no file elsewhere is overwritten\n"
             "  rename or delete this entry, or find out who wrote it; then run the same command again"
         )
     return name
@@ -64,7 +65,7 @@ def check_sha256(digest: object, source: str) -> str:
         return digest
     raise DataError(
         f"{source}: {printable(repr(digest)[:200])} is not a sha256\n"
-        "  expected 64 of the characters 0-9 a-f; make this file again, or restore it from a copy"
+        "  expected 64 hexadecimal digits; create this file again, or restore it from a copy"
     )
 
 
@@ -84,12 +85,21 @@ def printable_lines(text: str) -> str:
 
 
 def redacted(url: str) -> str:
-    """Return the URL without user, password, query and fragment, because each may contain a secret."""
+    """Return the URL without user, password, query and fragment, because each may contain a secret.
+
+    In the URL of a store, `?` and `#` are letters of a key, unless `name=value` follows the `?`, as in a signed URL.
+    """
     parts = urlsplit(url)
     if not parts.scheme:
         return url
     host = parts.netloc.rpartition("@")[2]
-    return f"{parts.scheme}://{host}{parts.path}"
+    path = parts.path
+    if parts.scheme in STORES:
+        path = url.partition("://")[2][len(parts.netloc) :]
+        before, _, query = path.partition("?")
+        if "=" in query:
+            path = before
+    return f"{parts.scheme}://{host}{path}"
 
 
 def one_line(text: str) -> str:

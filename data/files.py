@@ -7,8 +7,8 @@ A file is written atomically in four steps:
 4. flush the folder, so that a power failure cannot undo the rename.
 A reader therefore finds the old file, the new file or no file, but never a partial one.
 
-Every file gets the mode given by the umask, whichever library writes it. Disk errors name the file; `explain` turns an
-error into a message with the free space and a remedy.
+Every file gets the mode given by the umask, regardless of the library that writes it. Disk errors name the file;
+`explain` turns an error into a message with the free space and a remedy.
 
 A network file system may show files of other nodes some seconds late: `look_for` waits for them.
 """
@@ -95,7 +95,7 @@ def with_home(path: str) -> Path:
 
 
 def write_durably(path: Path, content: bytes | memoryview) -> None:
-    """Write and fsync a file under its final name, for folders that are renamed once they are complete.
+    """Write and fsync a file under its final name, in a folder that will be renamed when complete.
 
     A large file is written directly to the disk, past the page cache, if the file system supports it and the content is
     aligned in memory to 4,096 bytes (`DISK_BLOCK`). It would otherwise evict data that will be read again.
@@ -311,13 +311,13 @@ def is_own(path: Path) -> bool:
 def refuse_planted(path: Path, remedy: str) -> None:
     """Raise StorageError if another user, or a link, holds the name `path` in a folder that everybody may write to.
 
-    Its owner could read and replace whatever we write there; the message ends with `remedy`.
+    Its owner could read and replace all files that we write there; the message ends with `remedy`.
     """
     with suppress(OSError):
         is_shared = path.parent.stat().st_mode & stat.S_IWOTH != 0
         if is_shared and os.path.lexists(path) and not is_own(path):
             raise StorageError(
-                f"{path}: found a link or another user's folder, in {path.parent}, to which every user may write\n"
+                f"{path}: found a link or another user's folder in {path.parent}, where every user may write\n"
                 "  expected a folder of this user, or none: its owner could replace the files of the run\n"
                 f"  {remedy}"
             )
@@ -352,7 +352,7 @@ def take_lock(handle: int, path: Path, *, wait: bool) -> bool:
 
 
 def lacking(path: Path, feature: str, error: OSError, elsewhere: str) -> StorageError:
-    """Return the error about a file system without a required feature; `elsewhere` tells how to choose another."""
+    """Return the error about a file system without a required feature; `elsewhere` describes how to choose another."""
     return StorageError(
         f"the file system of {path.parent} has no {feature} ({error.strerror})\n"
         "expected: a local disk, NFS or Lustre (docs/run-storage.md lists the requirements)\n"
@@ -376,7 +376,7 @@ def wait_until_seen(
 ) -> tuple[dict[str, int | None], float]:
     """Call `sizes` until all files have the expected size (None: any size), for up to 30 s.
 
-    Calls it only once if `is_patient` is False. Returns the files that are missing or of another size, with the size
+    Calls it only once if `is_patient` is False. Returns the other files with the size
     seen (None: missing), and the seconds waited.
     """
     patience_s = SEEN_WITHIN_S if is_patient else 0.0
@@ -454,7 +454,7 @@ def room_text(error: OSError, path: Path) -> str:
         limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
         if limit == resource.RLIM_INFINITY:
             return f"{free} on the disk, but this file system does not store such large files"
-        return f"{free} on the disk, but this process may only write files of up to {size_text(limit)}: ulimit -f"
+        return f"{free} on the disk, but this process may only write files up to {size_text(limit)} (ulimit -f)"
     if has_no_inodes(path):
         return f"{free}, but no inodes: this disk has reached its maximum number of files"
     return free
@@ -467,7 +467,7 @@ def has_no_inodes(path: Path) -> bool:
 
 
 def open_files_text(error: OSError) -> str:
-    """Describe the limit of open files that was reached: that of this process, or that of the machine."""
+    """Describe the exhausted limit of open files: that of this process or of the machine."""
     if error.errno == errno.ENFILE:
         return "the limit of the whole machine: sysctl fs.file-max"
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -475,7 +475,7 @@ def open_files_text(error: OSError) -> str:
 
 
 def explain(error: OSError) -> str:
-    """Describe an OSError like all our errors: what was found, what was expected, and what to type."""
+    """Describe an OSError in the format of all our errors: the problem, the expectation and the remedy."""
     line = error_text(error)
     if error.errno in OUT_OF_HANDLES:
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -511,13 +511,13 @@ def explain(error: OSError) -> str:
 
 
 def room_remedy(error: OSError) -> str:
-    """Return two lines for an error in NO_ROOM: what was expected, and what to type."""
+    """Return two lines for an error in NO_ROOM: the expectation and the remedy."""
     folder = shlex.quote(str(existing_folder(Path(error.filename or "."))))
     again = "or use another disk: run=/elsewhere; then run the same command again"
     if error.errno == errno.EDQUOT:
         return (
             "  expected: a quota with room for the files of a run, in bytes and in number\n"
-            f"  type quota -s to see this user's quota; delete files or have it raised, {again}"
+            f"  type quota -s to see this user's quota; delete files, have the quota raised, {again}"
         )
     if error.errno == errno.EFBIG:
         return (

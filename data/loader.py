@@ -10,8 +10,8 @@ How a micro-batch is produced:
 5. The loader collects results in the same turn. It yields each micro-batch directly from shared memory, or copies it
    into pinned memory if CUDA is available, and sends the process its next task. A process that dies or hangs is
    replaced (`data.decoder.DecoderProcess`).
-6. For remote shards, a thread downloads the shards of upcoming steps (`data.remote.cache.Prefetcher`). Samples of
-   shards that have not arrived yet are read by byte range (`data.remote.ranges`).
+6. For remote shards, a thread downloads the shards of upcoming steps (`data.remote.cache.Prefetcher`). Until a
+   shard has arrived, its samples are read by byte range (`data.remote.ranges`).
 
 With `processes=0`, the loader decodes the same tasks in its own process, each when the caller requests it.
 
@@ -48,7 +48,7 @@ from data.shards.reader import ShardReader
 if TYPE_CHECKING:
     from data.remote.cache import Prefetcher
 
-# b samples per micro-batch, L labels per sample at most, S image side
+# b: samples per micro-batch, L: maximum number of labels per sample, S: side of an image
 
 DEVICE_DECODER = "data.extras.gpu_decoding:DeviceDecoder"  # decodes JPEGs on the GPU if data.decode=gpu
 
@@ -106,7 +106,7 @@ class TrainLoader:
         if not (0 <= slots.start < slots.stop <= order.batch_size and slots.step == 1):
             raise ValueError(f"slots {slots} must be a contiguous part of range(0, {order.batch_size})")
         if not np.array_equal(index.shard_samples, order.shard_samples):
-            raise ValueError("the order was built for other shards than those of the index")
+            raise ValueError("the order was built for different shards from those of the index")
         self.slots = slots
         self.start_step = start_step
         self.processes = processes
@@ -114,8 +114,8 @@ class TrainLoader:
         self.timeout_s = timeout_s
         self.cache = cache or CacheConfig()
         self.prefetcher: Prefetcher | None = None  # set while shards are fetched in the background
-        self.stopped = False  # permanently: no further downloads
-        self.has_warned = False  # that samples are no longer read by range
+        self.stopped = False  # whether downloads have been stopped permanently
+        self.has_warned = False  # whether the end of range reads was logged
 
         self.parts = split_slots(slots, micro_batch, accumulation)
         # Every place in shared memory can hold the largest micro-batch, so any micro-batch can use any place.
@@ -209,8 +209,8 @@ class TrainLoader:
         try:
             for process in processes:
                 process.send_decoder()
-            # A fixed rotation instead of "whoever is free": the loader knows which process has the next micro-batch,
-            # and need not reorder results.
+            # Use a fixed rotation instead of the first free process: the loader knows which process has the next
+            # micro-batch, and need not reorder results.
             for _ in range(self.prefetch):
                 for process in processes:
                     process.submit(next(tasks))

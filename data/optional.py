@@ -9,8 +9,12 @@ from typing import Any
 from data.errors import DataError
 
 
+class MissingExtra(DataError):
+    """A recipe needs an extra that is not installed."""
+
+
 def load_optional(name: str, needed_by: str) -> Any:
-    """Import the object "module:name". Raises DataError if its extra is not installed.
+    """Import the object "module:name". Raises MissingExtra if its extra is not installed.
 
     `needed_by` is the recipe setting that needs the extra; the message quotes it.
     """
@@ -21,4 +25,4 @@ def load_optional(name: str, needed_by: str) -> Any:
         # If a library that the extra imports is missing, let its own error through.
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise
-        raise DataError(f"{needed_by} needs {error.name.replace('.', '/')}, which is not installed") from None
+        raise MissingExtra(f"{needed_by} needs {error.name.replace('.', '/')}, which is not installed") from None

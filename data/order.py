@@ -42,11 +42,11 @@ import numpy as np
 
 from data.draws import key_of, permute
 
-# S shards, N samples, B batch size, L lanes
+# S: number of shards, N: samples, B: batch size, L: lanes
 
-DEFAULT_LANES = 64  # measured in docs/design/order.md
-DEFAULT_BLOCK = 16_384  # samples
-TRIM_FROM_SHARDS = 50_000  # permuting this many shards needs megabytes of temporary memory
+DEFAULT_LANES = 64  # default number of lanes, measured in docs/design/order.md
+DEFAULT_BLOCK = 16_384  # default shuffle block in samples
+TRIM_FROM_SHARDS = 50_000  # free memory after permuting this many shards, which takes megabytes
 
 Tail = Literal["carry", "drop"]
 
@@ -81,8 +81,8 @@ class Order:
         *,
         seed: int,
         batch_size: int,
-        lanes: int | None = None,  # default: DEFAULT_LANES, or the batch size if that is smaller
-        shuffle_block: int = DEFAULT_BLOCK,  # samples
+        lanes: int | None = None,  # default: the smaller of DEFAULT_LANES and the batch size
+        shuffle_block: int = DEFAULT_BLOCK,  # number of samples shuffled together
         tail: Tail = "carry",
     ):
         self.shard_samples = np.asarray(shard_samples, np.int64)
@@ -103,7 +103,7 @@ class Order:
             raise ValueError("the shards contain no samples; pack a data set first")
         if tail == "drop" and self.samples < batch_size:
             raise ValueError(
-                f"{self.samples:,} samples do not fill one batch of {batch_size:,}, and tail=drop excludes them"
+                f"{self.samples:,} samples do not fill a batch of {batch_size:,}, and tail=drop would skip all of them"
             )
 
         self.samples_per_epoch = self.samples
@@ -244,7 +244,7 @@ class Mixture:
         tail: Tail = "carry",
     ):
         if sum(groups) != len(shard_samples) or len(groups) != len(weights) or min(weights) <= 0:
-            raise ValueError(f"groups {groups} must cover {len(shard_samples)} shards and have one weight > 0 each")
+            raise ValueError(f"groups {groups} must cover {len(shard_samples)} shards, each with a positive weight")
         self.batch_size = batch_size
         self.shares = shares(batch_size, weights)
         self.starts = np.cumsum([0, *groups])  # the first shard of each set, then the number of shards
@@ -318,11 +318,11 @@ def shares(batch_size: int, weights: Sequence[float]) -> list[int]:
     counts = list(map(int, exact))
     remainders = np.subtract(exact, counts)
     largest_first = np.argsort(-remainders, kind="stable")  # ties: the earlier set first
-    # Rounding down leaves some slots over: one each goes to the largest remainders.
+    # Rounding down leaves some slots unassigned: each of the largest remainders gets one.
     for group in largest_first[: batch_size - sum(counts)]:
         counts[group] += 1
     if min(counts) == 0:
-        raise ValueError(f"weights {list(weights)} leave one set without a slot in a batch of {batch_size}")
+        raise ValueError(f"weights {list(weights)} give one set no sample in a batch of {batch_size}")
     return counts
 
 

@@ -32,11 +32,11 @@ from data.files import write_atomically
 # The end of a record after its last entry: of a record with several lines, and of a record with one line.
 ENDS = (re.compile(rb',\n "sha256": "([0-9a-f]{64})"(\n\})\Z'), re.compile(rb', "sha256": "([0-9a-f]{64})"(\})\Z'))
 LONGEST_END = 100  # bytes; a little more than the longest end
-DIGEST_BYTES = 32  # of a sha256
+DIGEST_BYTES = 32  # length of a sha256
 
 
 class Unsealed(ValueError):
-    """The text is not a record written by `seal`; the message says why."""
+    """The text is not a record written by `seal`; the message contains the reason."""
 
 
 def seal(entries: Mapping[str, object], *, lines: bool = True) -> str:
@@ -80,7 +80,7 @@ def read_entry(path: Path) -> bytes | None:
     content = text[:-DIGEST_BYTES]
     if hashlib.sha256(content).digest() == text[-DIGEST_BYTES:]:
         return content
-    logging.getLogger(__name__).warning("%s: truncated or altered; it will be made again", path)
+    logging.getLogger(__name__).warning("%s: truncated or altered; it will be created again", path)
     return None
 
 
@@ -116,6 +116,6 @@ class Journal:
     def add(self, key: str, record: Any) -> None:
         """Append the record of a finished piece; `record` must be JSON-serialisable."""
         line = seal({"key": key, "record": record}, lines=False)
-        self.records[key] = json.loads(line)["record"]  # as the next command will read it
+        self.records[key] = json.loads(line)["record"]  # as the next command will read it back
         # Flush every line, so that a kill loses only unfinished pieces.
         print(line, file=self.file, flush=True)

@@ -68,9 +68,9 @@ class Folder:
 
     is_shared: Literal[True] = True  # every node sees files under `local` as soon as they are written
     is_consistent = False  # a network file system may show a file some seconds late
-    keeps_sets_locally = True  # sets use this node's disk; a bucket keeps only the set fetched at the start
-    set_aside_as = "as bad-*"  # for messages: how `set_aside` marks a bad set
-    restore_hint = "restore one from a copy as step-*"  # for messages: how to make it a valid set again
+    keeps_sets_locally = True  # sets use this node's disk; for a bucket, only the set fetched at the start does
+    set_aside_as = "as bad-*"  # used in messages: how `set_aside` marks a bad set
+    restore_hint = "restore one from a copy as step-*"  # used in messages: how to make a marked set valid again
 
     def __init__(self, local: Path) -> None:
         self.local = local  # the run's folder on this node
@@ -96,7 +96,7 @@ class Folder:
         """
 
     def limit_retries(self) -> None:
-        """Reduce the number of retries from now on: a command that is ending must not wait minutes for the storage."""
+        """Reduce the number of retries from now on, so that an ending command does not wait minutes for the storage."""
 
     def put(self, name: str, content: bytes) -> None:
         """Write or replace a file atomically. Raises StorageError, OSError."""
@@ -199,7 +199,7 @@ class Folder:
         return sorted(names, reverse=True)
 
     def unpublished(self, folder: str) -> Sequence[str]:
-        """List folders that are not sets: "bad-…" set aside, ".tmp-…" in progress or left by dead processes."""
+        """List other folders: "bad-…" (set aside), ".tmp-…" (in progress, or left by dead processes)."""
         top = self.local / folder
         paths = [*sorted(top.glob("bad-*")), *sorted(top.glob(".tmp-*"))]
         return [path.name for path in paths]
@@ -217,7 +217,7 @@ class Folder:
         return path
 
     def set_aside(self, folder: str, name: str, attempt: int, problem: str) -> str:
-        """Exclude a bad set and keep it for inspection; return how it is kept, as words for a message."""
+        """Exclude a bad set and keep it for inspection; return a phrase for messages that describes how it is kept."""
         path = self.local / folder / name
         aside = path.with_name(f"bad-{name.removeprefix('step-')}-{attempt:06d}")
         rename(path, aside)

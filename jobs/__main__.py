@@ -4,9 +4,9 @@
     patchline checkpoints verify runs/digits --step 50
 
 1. Put this checkout first on the import path, so that Python does not import another package named `data` or `models`.
-2. Look up the typed command in COMMANDS, which names each command's function as text. Import only that function's
-   module, and let typer call the function with the arguments (jobs/commands/lazy_group.py).
-3. The function imports torch, Ray and other slow packages when it is called, so `--help` does not wait for them.
+2. Look up the command in COMMANDS, which maps each command to "module:function". Import only that module, and let
+   typer call the function with the arguments (jobs/commands/lazy_group.py).
+3. The function imports torch, Ray and other slow packages only when it is called, to keep `--help` fast.
 4. Turn any exception into one message on stderr and an exit code from the table in data/errors.py.
 
 This is the only file that imports from both the core and the extras.
@@ -24,15 +24,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-# Before the imports below, which could otherwise import another package named `data` or `models` (step 1).
+# Step 1; must precede the imports below, which could otherwise find another package named `data` or `models`.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 try:
     import typer
 except ModuleNotFoundError as error:
-    print(f"error: {error.name} is not installed for this Python, {sys.executable}", file=sys.stderr)
+    print(f"error: {error.name} is not installed in this Python ({sys.executable})", file=sys.stderr)
     print("  type make env && source .venv/bin/activate", file=sys.stderr)
-    sys.exit(69)  # ExitCode.UNAVAILABLE, which cannot be imported yet
+    sys.exit(69)  # ExitCode.UNAVAILABLE; data.errors has not been imported yet
 from typer.exceptions import TyperException
 from typer.main import get_install_completion_arguments
 
@@ -49,14 +49,16 @@ EXIT_CODES = (
     "again to resume · 78 configuration · 130 interrupted (a run: by a second Ctrl-C)"
 )
 
-STREAMS = {"logs", "run"}  # commands that stream the output of workers or jobs: they show their own progress
+VERSION = "0.1.0"  # as in pyproject.toml
+STREAMS = {"logs", "run"}  # commands that stream worker or job output and show their own progress
 UNWRITTEN_CODE = 120  # Python's exit code if it cannot write the rest of its output
 SIGPIPE_CODE = 128 + signal.SIGPIPE  # the exit code that shells report for a program killed by a closed pipe
-# Each command's usual names in other programs, for the hint after an unknown command.
+# Names of the same commands in other programs, used to suggest ours after an unknown command.
 OTHER_COMMANDS = {
     "run": "train fit start launch resume pretrain finetune",
-    "evaluate": "eval test validate predict",
+    "evaluate": "eval test validate",
     "import": "convert load",
+    "predict": "infer classify",
     "plan": "dry-run validate-recipe config",
 }
 # Extras of the training stages (jobs/stages/training.py).
@@ -66,8 +68,9 @@ TRAINING_EXTRAS = (
     "jobs.extras.async_evaluation.extra:AsyncEvaluationExtra",
     "jobs.extras.best:Best",
     "jobs.extras.planning.memory_check:MemoryCheck",
+    "jobs.extras.reevaluation:Reevaluation",
 )
-# The kinds of stages by their names in a recipe, each with its extras. Extras may be missing from a checkout.
+# Stage kinds by their name in a recipe, each followed by its extras. Extras may be missing from a checkout.
 KINDS = {
     "pack": "jobs.stages.pack:Pack",
     "pretrain": " ".join(["jobs.stages.training:Pretrain", *TRAINING_EXTRAS]),
@@ -174,6 +177,11 @@ COMMANDS = CommandTable(
                 "Pack the good samples of a data set into a new one.",
                 "shards/train shards/repaired",
             ),
+            "data list": (
+                "jobs.extras.doctor.command:list_samples",
+                "List the samples of a data set with their classes.",
+                "runs/photos/parts/held-out",
+            ),
             "leaks": (
                 "jobs.extras.leaks.command:leaks",
                 "Find training images that are also in a test set.",
@@ -196,6 +204,11 @@ COMMANDS = CommandTable(
                 "Evaluate weights on data sets, without a recipe.",
                 "runs/photos/pretrain runs/photos/parts/held-out",
             ),
+            "predict": (
+                "jobs.extras.predict.command:predict",
+                "Predict the classes of images with trained weights.",
+                "runs/photos/pretrain photos/cat",
+            ),
             "analyze": (
                 "jobs.extras.analyze.command:analyze",
                 "Draw attention maps, attention distances and filters.",
@@ -204,17 +217,17 @@ COMMANDS = CommandTable(
         },
         "Cluster": {
             "submit": (
-                "jobs.commands.cluster:submit",
+                "jobs.extras.submit.command:submit",
                 "Submit a recipe to a Ray cluster as a job.",
                 "digits run=/shared/runs/digits --wait",
             ),
-            "logs": ("jobs.commands.cluster:logs", "Follow the output of a submitted run.", "/shared/runs/digits"),
+            "logs": ("jobs.extras.submit.command:logs", "Follow the output of a submitted run.", "/shared/runs/digits"),
             "stop": (
-                "jobs.commands.cluster:stop",
+                "jobs.extras.submit.command:stop",
                 "Stop a run after it has committed a checkpoint.",
                 "/shared/runs/digits",
             ),
-            "list": ("jobs.commands.cluster:list_jobs", "List the jobs of the cluster.", ""),
+            "list": ("jobs.extras.submit.command:list_jobs", "List the jobs of the cluster.", ""),
         },
         "Investigate": {
             "report": (
@@ -234,7 +247,7 @@ COMMANDS = CommandTable(
             ),
             "audit": (
                 "jobs.extras.replays.command:audit",
-                "Repeat parts of a training and compare them bit for bit.",
+                "Repeat parts of a training run and compare them bit for bit.",
                 "runs/photos/pretrain",
             ),
             "bisect": (
@@ -244,7 +257,7 @@ COMMANDS = CommandTable(
             ),
             "without": (
                 "jobs.extras.replays.command:without",
-                "Repeat a training without some of its samples.",
+                "Repeat a training run without some of its samples.",
                 "runs/photos/pretrain --samples bad.txt",
             ),
         },
@@ -253,26 +266,26 @@ COMMANDS = CommandTable(
     watchers=WATCHERS,
     groups={
         "checkpoints": "List, verify, inspect, compare, export or prune checkpoints.",
-        "data": "Check, describe or repair a packed data set.",
+        "data": "Check, describe, repair or list a packed data set.",
     },
 )
 
 
 def run_process() -> NoReturn:
-    """Run the typed command, and end this process with its exit code."""
+    """Run the command in sys.argv, and exit with its exit code."""
     leave(main())
 
 
 def leave(code: int) -> NoReturn:
-    """End this process with an exit code, whatever its other threads are doing.
+    """Exit with this code, even if other threads are still running.
 
-    A daemon thread that we stopped waiting for may be inside C++ code, for example drawing the page. When the
-    interpreter ends normally, it unwinds such a thread, and the process aborts with code 134 (SIGABRT) instead.
+    A daemon thread may still be inside C++ code, for example while it draws the report. A normal interpreter exit
+    unwinds that thread, and the process aborts with exit code 134 (SIGABRT) instead.
     """
     others = [thread for thread in threading.enumerate() if thread is not threading.current_thread()]
     if not others:
         sys.exit(code)
-    atexit._run_exitfuncs()  # private, but the only way to call them, for example Ray's, before `os._exit`
+    atexit._run_exitfuncs()  # private, but the only way to run exit handlers such as Ray's before `os._exit`
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -284,10 +297,15 @@ def leave(code: int) -> NoReturn:
 def main(arguments: list[str] | None = None) -> int:
     """Run a command and return its exit code; print errors to stderr."""
     words = sys.argv[1:] if arguments is None else arguments
+    # Without a command, print the help, as `git` and `ray` do.
+    words = words or ["--help"]
+    if words[0] == "--version":
+        print_version()
+        return ExitCode.DONE
     parser = LazyGroup(COMMANDS, "patchline", help="Large-scale pretraining of Vision Transformers.", epilog=EXIT_CODES)
     parser.params += get_install_completion_arguments()
     if "_PATCHLINE_COMPLETE" in os.environ:
-        # The shell requests completions: print them and end the process.
+        # The shell requests completions: print them and exit.
         parser.main(prog_name="patchline")
     try:
         with parser.make_context(program(), list(words), obj=COMMANDS) as context:
@@ -299,7 +317,7 @@ def main(arguments: list[str] | None = None) -> int:
     except TyperException as error:
         return report_usage(error, words)
     except KeyboardInterrupt as interrupt:
-        # The first Ctrl-C makes a campaign commit and stop. The second one arrives here, with a message
+        # During a run, the first Ctrl-C requests a commit; only the second raises this exception, with a message
         # (jobs/run/session.py).
         write_last(str(interrupt) or "interrupted")
         return ExitCode.INTERRUPTED
@@ -307,7 +325,7 @@ def main(arguments: list[str] | None = None) -> int:
         activity.end()
         return report(missing_extra(error), with_traceback="--debug" in words)
     except Exception as error:
-        # The reader of our output has closed the pipe, as in `patchline plan … | head`: print no message.
+        # The reader has closed the pipe, as in `patchline plan … | head`: exit without a message.
         if isinstance(error, BrokenPipeError) and is_closed_pipe(sys.stdout):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return SIGPIPE_CODE
@@ -317,8 +335,16 @@ def main(arguments: list[str] | None = None) -> int:
         activity.end()
 
 
+def print_version() -> None:
+    """Print the commit of this checkout, and the versions of Python and of the packages that determine a run."""
+    from pipeline.identity import git_commit, package_versions
+
+    packages = ", ".join(f"{name} {version}" for name, version in package_versions().items())
+    print(f"patchline {VERSION}, commit {git_commit() or 'unknown'}\n{packages}")
+
+
 def report_usage(error: TyperException, words: Sequence[str]) -> int:
-    """Print the command's usage, the usage error and hints; return the exit code."""
+    """Print the command's usage, the error and hints to stderr; return the exit code."""
     context = getattr(error, "ctx", None)
     if context is not None:
         print(context.get_usage(), file=sys.stderr)
@@ -326,7 +352,7 @@ def report_usage(error: TyperException, words: Sequence[str]) -> int:
     message = " ".join(error.format_message().replace("Value error, ", "").split())
     for meant, others in OTHER_COMMANDS.items():
         if words and words[0] in others.split():
-            # Replace typer's suggestion, which only compares spelling.
+            # Replace typer's suggestion, which is based on spelling only.
             message = message.partition(" Did you mean")[0]
             message += f"\n  use {meant} instead: {program()} {meant} --help"
     if words and words[0].endswith(".yaml"):
@@ -353,16 +379,16 @@ def report_usage(error: TyperException, words: Sequence[str]) -> int:
 
 
 def missing_extra(error: ImportError) -> Exception:
-    """Return the error to report after a failed import: a UsageError if the module belongs to a deleted extra."""
+    """Return the error to report after a failed import: UsageError if the module belongs to a deleted extra."""
     module = error.name or ""
-    # For `from pipeline.extras import best`, `name` is the folder; only the message names the module.
+    # For `from pipeline.extras import best`, `error.name` is only "pipeline.extras"; the message has the module.
     missing = re.match(r"cannot import name '(\w+)'", error.msg or "")
     if module.endswith(".extras") and missing is not None:
         module += f".{missing[1]}"
     elif ".extras" not in module or not isinstance(error, ModuleNotFoundError):
         return error
     return UsageError(
-        f"{module.replace('.', '/')} is not installed, and this command needs it\n"
+        f"this command needs {module.replace('.', '/')}, which is not in this checkout\n"
         "  restore the folder from the repository; other commands work without it"
     )
 
@@ -377,13 +403,13 @@ def report(error: Exception, *, with_traceback: bool) -> int:
         from data.files import explain  # imports OpenSSL, which would slow down --help
 
         text = explain(error)
-    # A diverged run also ends with 70, but its error has an attribute `exit_code`. Without the attribute it is a bug.
+    # A diverged run also exits with 70, but its error has the attribute `exit_code`. An error without it is a bug.
     if code == ExitCode.INTERNAL and not hasattr(error, "exit_code"):
         text = f"{type(error).__name__}: {error}\n  this is a bug in Patchline; --debug prints the traceback"
     # A stop after a commit is not an error: the message says how to resume.
     if code != ExitCode.PREEMPTED:
         text = f"error: {text}"
-    # `write_last` does not block if the terminal is stuck: a stopped run must end.
+    # `write_last` does not block if the terminal is stuck, so that the process can exit.
     write_last(printable_lines(text))
     return code
 

@@ -1,9 +1,9 @@
-"""Load the kinds of stages from a table of module and class names.
+"""Load the stage kinds from a table of module and class names.
 
     load_kinds({"pack": "jobs.stages.pack:Pack", …})  →  {"pack": Pack(), …}
 
-The table in jobs/__main__.py lists all kinds, including those of extras. If a kind's extra was deleted from the
-checkout, a recipe that uses the kind is refused with a message.
+The table in jobs/__main__.py lists all kinds, including those of extras. If the extra of a kind was deleted from the
+checkout, a recipe that uses this kind gives an error.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ class NoConfig:
 
 
 class MissingKind(StageKind):
-    """Placeholder for a kind of stage whose module is not in this checkout."""
+    """Placeholder for a stage kind whose module is not in this checkout."""
 
     config = NoConfig
 
@@ -30,7 +30,7 @@ class MissingKind(StageKind):
         self.missing_module = module
 
     def expand(self, sections: Sections, kinds: Kinds) -> Sections:
-        """Raise ConfigError if a section has a key that this kind would have expanded, such as `sweep`.
+        """Raise ConfigError if a section has a key that only this missing kind can expand, such as `sweep`.
 
         A key with the value null has no effect and is removed.
         """
@@ -49,9 +49,9 @@ class MissingKind(StageKind):
 
 
 def load_kinds(names: Mapping[str, str]) -> dict[str, StageKind]:
-    """Return an instance of each kind in a table: name → "module:Class", then its extras separated by spaces.
+    """Return an instance of each stage kind; `names` maps names to "module:Class", then extras separated by spaces.
 
-    Extras that are not in this checkout are skipped; a kind that is not becomes a `MissingKind`.
+    Extras that are not in this checkout are skipped, and kinds that are not become a `MissingKind`.
     """
     kinds: dict[str, StageKind] = {}
     for name, text in names.items():
@@ -67,7 +67,7 @@ def load_kinds(names: Mapping[str, str]) -> dict[str, StageKind]:
 
 
 def load_extras(*names: str) -> list[Any]:
-    """Return instances of these extras ("module:Class"), without those that are not in this checkout."""
+    """Return instances of these extras ("module:Class"), skipping those that are not in this checkout."""
     extras: list[Any] = []
     for name in names:
         try:
@@ -79,5 +79,5 @@ def load_extras(*names: str) -> list[Any]:
 
 
 def is_removed_extra(error: ModuleNotFoundError) -> bool:
-    """Return whether the missing module belongs to an extra; a missing library is a different error."""
+    """Return whether a missing module belongs to an extra, and not to a library."""
     return ".extras" in (error.name or "")

@@ -2,10 +2,10 @@
 
     runs/digits/finetune             the newest finished stage `finetune` of the run
     runs/digits                      the newest finished stage that has the files the command needs
-    runs/digits/finetune-1a2b3c4d    exactly this folder, as any other existing path
+    runs/digits/finetune-1a2b3c4d    exactly this folder, like any other existing path
     runs/photos/parts/held-out       the data set `held-out` of the newest finished stage `parts` that packed it
 
-The selected folder is reported in one line on stderr. Nothing here imports torch.
+A line on stderr reports the selected folder. Nothing here imports torch.
 """
 
 import difflib
@@ -32,7 +32,7 @@ STAGE_FOLDER = re.compile(r"(?P<name>.+)-(?P<key>[0-9a-f]{8})")
 CHECKPOINTS = "checkpoints"
 RECORD = "stage.json"
 TABLE = "sweep.json"
-# Files that a command may need from a stage, as messages name them; a data set is named by its name.
+# Files that a command may need from a stage → their names in messages. Data sets are named by their own names.
 READS = {
     CONFIG: "weights",
     TASK: "a training task",
@@ -40,8 +40,8 @@ READS = {
     TABLE: "a sweep's table",
     RECORD: "a record",
 }
-MOST_RUNS = 8  # listed in a message
-OF_UNFINISHED = (TASK, CHECKPOINTS, RECORD)  # files that an unfinished stage has too
+MOST_RUNS = 8  # maximum number of runs listed in a message
+OF_UNFINISHED = (TASK, CHECKPOINTS, RECORD)  # files that exist before a stage has finished
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class StageFolder:
     path: Path
     name: str
     is_finished: bool
-    time: float  # of its end or last start, from its records: file times change if a run is copied
+    time: float  # when it finished or last started, from its records, because copying a run changes file times
 
     def __str__(self) -> str:
         clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.time))
@@ -61,7 +61,7 @@ class StageFolder:
 
 
 def stage_at(folder: Path) -> StageFolder | None:
-    """Return the stage in a folder named NAME-KEY with a stage.json; None for any other folder."""
+    """Return the stage in a folder named NAME-KEY that has a stage.json; None for any other folder."""
     parts = STAGE_FOLDER.fullmatch(folder.name)
     if parts is None or not (folder / RECORD).exists():
         return None
@@ -71,17 +71,17 @@ def stage_at(folder: Path) -> StageFolder | None:
 
 
 def stages_in(run: Path) -> list[StageFolder]:
-    """Return the stages of a run directory: finished ones first, newest first. The list is empty for other folders."""
+    """Return the stages of a run directory, finished ones first, then newest first; [] for any other folder."""
     stages = filter(None, map(stage_at, run.glob("*/")))
     return sorted(stages, key=attrgetter("is_finished", "time"), reverse=True)
 
 
 def find_stage(path: str, needs: str = CONFIG, *, one_name: bool = False, typed: str = "") -> str:
-    """Return the folder of the newest stage at RUN or RUN/STAGE that has the file `needs`; other paths are unchanged.
+    """Return the folder of the newest stage at RUN or RUN/STAGE that has the file `needs`; keep other paths unchanged.
 
-    Weights and data sets are taken only from finished stages. `typed` is the user's argument, if it differs from
-    `path`. Raises DataError if no stage has the file, and UsageError if `one_name` is set and stages of several names
-    have it; both messages list the stages.
+    Weights and data sets come only from finished stages. `typed` is the user's argument, if it differs from `path`.
+    Raises DataError if no stage has the file, and UsageError if `one_name` is set and stages of different names have
+    it; both messages list the stages.
     """
     folder = Path(path)
     if "://" in path or (folder / needs).exists():
@@ -93,7 +93,7 @@ def find_stage(path: str, needs: str = CONFIG, *, one_name: bool = False, typed:
     if not stages:
         name = folder.name
         stages = stages_in(folder.parent)
-    # An existing folder, for example one with images, is not a misspelled stage name.
+    # An existing folder, for example a folder of images, is not a misspelled stage name.
     if folder.exists() and name and name not in map(attrgetter("name"), stages):
         return path
     if not stages:
@@ -112,15 +112,15 @@ def find_stage(path: str, needs: str = CONFIG, *, one_name: bool = False, typed:
         for stage in of_name:
             if needs == CONFIG and not stage.is_finished and (stage.path / TASK).exists():
                 raise not_finished(stage)
-        text = f"{run / name} has no {READS.get(needs, f'set {needs!r}')}"
+        text = f"{run / name} has no {READS.get(needs, f'data set {needs!r}')}"
         if not of_name:
             text = f"{run} has no stage {name!r}{did_you_mean(name, set(map(attrgetter('name'), stages)))}"
-        text += "\n  the stages of this run:"
+        text += "\n  stages of this run:"
         for stage in stages:
             sets = sorted(index.parent.name for index in stage.path.glob("*/*.index.json"))
             text += f"\n  {run / stage.name}  {stage}"
             if sets:
-                text += f": sets {', '.join(sets)}"
+                text += f"; data sets: {', '.join(sets)}"
         raise DataError(text)
     addresses = sorted(str(run / name) for name in fitting)
     if one_name and len(addresses) > 1:
@@ -138,14 +138,14 @@ def find_stage(path: str, needs: str = CONFIG, *, one_name: bool = False, typed:
 
 
 def no_run(path: Path) -> UsageError:
-    """Return the error for a path without a run; it lists runs in the folder, next to it, and in ./runs."""
+    """Return the error for a path that is not a run; it lists runs in the folder, next to it, and in ./runs."""
     runs: dict[Path, None] = {}
     for folder, pattern in ((path, "*"), (path, "runs/*"), (Path.cwd(), "runs/*"), (path.parent, "*")):
         for record in sorted(folder.glob(f"{pattern}/*/{RECORD}")):
             runs.setdefault(record.parents[1].resolve())
     listed = []
     for run in runs:
-        # Relative paths are shorter to type.
+        # Show relative paths if possible: they are shorter to type.
         if run.is_relative_to(Path.cwd()):
             run = run.relative_to(Path.cwd())
         listed.append(shlex.quote(str(run)))
@@ -180,7 +180,7 @@ def near_path(path: str) -> str:
 
 
 def not_finished(stage: StageFolder) -> DataError:
-    """Return the error for an unfinished stage without weights: its progress, and the commands that produce weights."""
+    """Return the error for an unfinished stage, which has no weights: its progress, and commands to get weights."""
     run = stage.path.parent
     last = last_metrics(stage.path)
     place = "has not reported a step yet"
@@ -189,20 +189,20 @@ def not_finished(stage: StageFolder) -> DataError:
     command = "python -m jobs run RECIPE"
     with suppress(OSError, ValueError, KeyError):
         status = json.loads((run / "status.json").read_text())
-        # Do not suggest a command that was refused, or a submitted job's command, whose recipe is in its environment.
+        # Do not suggest a refused command, or the command of a submitted job, whose recipe is only in its environment.
         if status["exit_code"] not in (ExitCode.USAGE, ExitCode.CONFIG) and " env:" not in status["command"]:
             command = status["command"]
     text = f"{run / stage.name} has not finished: {stage.path.name} {place}\n  to resume it, type {command}"
     for checkpoint in committed(stage.path / CHECKPOINTS)[:1]:
         text += (
-            f"\n  to use the weights of its newest checkpoint, step {step_of(checkpoint)}, type\n"
-            f"  python -m jobs checkpoints export {run / stage.name} --to FOLDER, then use FOLDER"
+            f"\n  to use the weights of its newest checkpoint (step {step_of(checkpoint)}), type\n"
+            f"  python -m jobs checkpoints export {run / stage.name} --to FOLDER, then use FOLDER as the weights"
         )
     return DataError(text)
 
 
 def find_set(path: str) -> str:
-    """Return the folder of the data set at RUN/STAGE/SET; other paths are unchanged. Raises DataError."""
+    """Resolve RUN/STAGE/SET to the folder of the data set; return other paths unchanged. Raises DataError."""
     folder = Path(path)
     stage = folder.parent
     if "://" in path or folder.exists() or not (stages_in(stage) or stages_in(stage.parent)):

@@ -1,22 +1,22 @@
-"""Ensures that a run has one owner: a lease in the run's storage, and numbered attempts to refuse late commits.
+"""Ensure that a run has one owner: a lease in the run's storage, and numbered attempts to refuse late commits.
 
-In the run's storage, whether it is a folder or a bucket:
+Files in the run's storage, a folder or a bucket:
     leases/000003.json      the lease of one command; the highest number owns the run, and only its holder writes it
-    leases/000003.stop      asks that command to commit and end (`python -m jobs stop RUN`)
+    leases/000003.stop      requests that command to commit and stop (`python -m jobs stop RUN`)
     attempts/000007.json    a claimed attempt of a stage
 
-The life of a lease, in order (`Lease`):
-1. `take` reads the newest lease. If its holder is alive, RunOwned names it. Otherwise this command creates the next
-   number; if several commands try, only one of them succeeds.
-2. A thread renews the lease every PERIOD_S by writing the same file with the next count. Before each renewal it checks
-   for a higher number: if there is one, this command has lost the run and ends with exit code 73.
-3. At its end the command marks the lease as released, so that the next command does not wait.
+The lifecycle of a lease (`Lease`):
+1. `take` reads the newest lease. If its holder is alive, RunOwned names the holder. Otherwise this command creates the
+   lease with the next number; if several commands try, only one of them succeeds.
+2. A thread renews the lease every PERIOD_S by rewriting its file with an incremented counter. Before each renewal it
+   checks for a higher number: if there is one, this command has lost the run and ends with exit code 73.
+3. When the command ends, it marks the lease as released, so that the next command need not wait.
 
-`holder_state` decides whether a holder is alive. It never compares the clocks of two machines, because they differ. For
-a process on this machine it asks the kernel; for any other it watches the lease for at most LOST_PERIODS.
+`holder_state` decides whether a holder is alive. It never compares the clocks of two machines, because they differ. If
+the holder is a process on this machine, the kernel knows; otherwise, the lease is watched for at most LOST_PERIODS.
 
-A holder that was frozen for longer notices the higher number before it writes anything (`Lease.confirm`). If its
-workers still try to commit, the number of their attempt is too low: a commit reads the newest number first.
+A holder that was suspended for longer notices the higher number before it writes anything (`Lease.confirm`). If its
+workers still try to commit, their attempt number is too low: each commit first reads the newest number.
 """
 
 import json
@@ -45,21 +45,21 @@ LEASES = "leases"
 LEASE = "leases/{:06d}.json"
 STOP = "leases/{:06d}.stop"
 LEASE_NAME = re.compile(r"leases/(\d{6,})\.json")
-PERIOD_S = 5.0  # between two renewals
-LOST_PERIODS = 4  # renewals that a living holder cannot miss; a busy disk may delay one of them
-RESERVE_BYTES = 64  # blanks in the lease's file, because its count and its times grow
-READ_TRIES = 4  # of a lease whose file is incomplete
+PERIOD_S = 5.0  # interval between renewals
+LOST_PERIODS = 4  # a holder is lost after this many missed renewals; a busy disk may delay one of them
+RESERVE_BYTES = 64  # padding of a lease's file, because its counter and times get longer
+READ_TRIES = 4  # attempts to read a lease whose file is incomplete
 READ_AGAIN_S = 0.05
 STOP_POLL_S = 0.5
-LOG_WAIT_S = 1.0  # a longer wait is logged
+LOG_WAIT_S = 1.0  # waits longer than this are logged
 RAY_JOB = "Ray job"
 SLURM_JOB = "Slurm job"
 UNIT = "unit"
-# Commands that something else restarts must be stopped there: what to type, by the prefix of `job`.
+# A command that Slurm or systemd would restart must be stopped there: prefix of `job` → command to type.
 STOP_COMMANDS = {SLURM_JOB: "scancel --batch --signal=TERM", UNIT: "systemctl stop"}
 LONGEST_NAME = 255  # bytes of a file's or folder's name (NAME_MAX of Linux)
 
-# "free": nobody holds the run; "held": its holder is alive; "lost": its holder died without releasing the lease.
+# "free": no command holds the run; "held": its holder is alive; "lost": its holder died without releasing the lease.
 State: TypeAlias = Literal["free", "held", "lost"]
 Log = Callable[[str], None]
 
@@ -67,9 +67,9 @@ Log = Callable[[str], None]
 class LeaseRecord(TypedDict):
     """Content of a lease's file."""
 
-    token: str  # of the command
+    token: str  # unique identifier of the command
     host: str
-    machine: str  # boot id of the kernel and PID namespace, within which `pid` is valid
+    machine: str  # boot id of the kernel and PID namespace, in which `pid` is valid
     system: str  # /etc/machine-id, which survives a reboot; "" if there is none
     pid: int
     start: str  # start time of the process in the kernel's ticks, because a pid may be reused
@@ -78,40 +78,40 @@ class LeaseRecord(TypedDict):
     command: str
     period_s: float
     renewals: int
-    renewed: str  # by the holder's clock; for people only
-    renewed_s: float  # seconds since boot; comparable on the same machine only
+    renewed: str  # time on the holder's clock, only for display
+    renewed_s: float  # seconds since boot; comparable only on the same machine
     is_released: bool
 
 
 @dataclass(frozen=True)
 class SeenLease:
-    """The newest lease of a run, as it was read."""
+    """The newest lease of a run, as read from its storage."""
 
     number: int
     content: bytes
-    record: LeaseRecord | None  # None if the content is incomplete or altered
+    record: LeaseRecord | None  # None if the content is truncated or altered
     stop_requested: bool = False
 
     @property
     def is_released(self) -> bool:
-        """Return whether the holder has released the lease at its end."""
+        """Return whether the holder has ended and released the lease."""
         return self.record is not None and self.record["is_released"]
 
     @property
     def holder(self) -> str:
         """Describe the holder: its process, host, job, start time and command."""
         if self.record is None:
-            return f"the command of {LEASE.format(self.number)}, which is incomplete or altered"
+            return f"the command of {LEASE.format(self.number)} (truncated or altered)"
         record = self.record
         job = f", {record['job']}," if record["job"] else ""
         return f"process {record['pid']} on {record['host']}{job} since {record['since']} ({record['command']})"
 
 
 class Lease:
-    """The lease of this command on a run: `with Lease(storage, log):` owns the run during the block.
+    """The lease of this command on a run: inside `with Lease(storage, log):`, the command owns the run.
 
-    Entering the block raises RunOwned, which names the command that owns the run, ConfigError if the run's folder
-    cannot exist here, and StorageError if the storage does not answer or cannot exclude a second owner.
+    Entering the block raises RunOwned if another command owns the run, ConfigError if the run directory cannot be
+    created, and StorageError if the storage does not respond or does not support exclusive creation of files.
     """
 
     def __init__(self, storage: Storage, log: Log) -> None:
@@ -138,7 +138,7 @@ class Lease:
         self.size_bytes = 0  # of the lease's file, once it has been written
         self.renewed_s = 0.0  # time of the last successful renewal, by `clock`
         self.lost: RunOwned | None = None  # set when another command owns the run
-        self.awake_s = clock()  # when this process last ran, to detect that it was frozen
+        self.awake_s = clock()  # when this process last ran, to detect that it was suspended
         self.has_ended = threading.Event()
         self.thread = threading.Thread(target=self.keep, name="lease", daemon=True)
 
@@ -157,14 +157,16 @@ class Lease:
         try:
             self.renew(is_released=True)
         except (PatchlineError, OSError) as error:
-            self.log(f"could not release the lease of {self.storage.address()}, the next command has to wait: {error}")
+            self.log(
+                f"could not release the lease of {self.storage.address()}; the next command will have to wait: {error}"
+            )
 
     def take(self) -> None:
-        """Become the owner of the run. Raises RunOwned if its owner is alive, StorageError."""
+        """Take over the run. Raises RunOwned if its owner is alive, StorageError."""
         # 1. In a store without conditional writes, two commands could create the same number.
         self.storage.check_exclusive_create(f"{ATTEMPTS}/{0:06d}.json")
         while True:
-            # 2. If the lease is not released, its holder may be alive.
+            # 2. If the newest lease has not been released, its holder may be alive.
             state, seen = holder_state(self.storage, self.log)
             if seen is not None and state == "held":
                 raise owned_error(self.storage, seen)
@@ -172,24 +174,24 @@ class Lease:
             if seen is not None:
                 last_number = seen.number
                 if state == "lost":
-                    self.log(f"taking the run over: no sign of life from {seen.holder}; it can no longer commit")
+                    self.log(f"taking over the run: no sign of life from {seen.holder}, which can no longer commit")
                 self.previous_token = seen.record["token"] if seen.record is not None else ""
             # 3. If several commands try at once, one creates the number. The others try again and find its lease.
             if self.storage.create_once(LEASE.format(last_number + 1), self.content()):
                 break
         self.number = last_number + 1
         self.renewed_s = self.record["renewed_s"]
-        # 4. If this command was slow, another one may have created, used and deleted this number.
+        # 4. If this command was slow, other commands may already have created higher numbers and deleted this one.
         self.check()
         older = []
         for name in self.storage.list(LEASES):
-            # Keep the temporary files of commands creating their lease at the same time.
+            # Keep the temporary files of commands that are creating their lease right now.
             if "/.tmp-" not in name and name < LEASE.format(self.number):
                 older.append(name)
         self.storage.delete(older)
 
     def check(self) -> None:
-        """Raise RunOwned if another command has taken the run over; if a stop was requested, signal this process.
+        """Raise RunOwned if another command has taken over the run; if a stop was requested, signal this process.
 
         Raises StorageError, OSError.
         """
@@ -202,9 +204,9 @@ class Lease:
             os.kill(os.getpid(), signal.SIGTERM)  # handled like any other stop
 
     def confirm(self) -> None:
-        """Raise RunOwned if another command is known to have taken the run over. Cheap enough for every poll.
+        """Raise RunOwned if another command is known to have taken over the run. Cheap enough for every poll.
 
-        Reads the storage only if this process has not run for a while.
+        The storage is read only if this process was suspended for longer than PERIOD_S.
         """
         if self.lost is not None:
             raise self.lost
@@ -212,18 +214,18 @@ class Lease:
         gap_s = now - self.awake_s
         self.awake_s = now
         if gap_s > PERIOD_S:
-            # If the storage does not answer now, continue: a commit will read it again.
+            # If the storage does not respond, continue: the next commit reads it again.
             with suppress(StorageError, OSError):
                 self.check()
 
     def check_at_end(self) -> None:
-        """Raise RunOwned if another command has taken the run over; an unreachable storage does not delay the end."""
+        """Raise RunOwned if another command has taken over the run; ignore an unreachable storage."""
         self.storage.limit_retries()
         with suppress(StorageError, OSError):
             self.check()
 
     def renew(self, *, is_released: bool = False) -> None:
-        """Write this lease again as a sign of life. Raises StorageError, OSError."""
+        """Rewrite this lease's file to show that the command is alive. Raises StorageError, OSError."""
         self.record["renewals"] += 1
         self.record["is_released"] = is_released
         self.storage.renew(LEASE.format(self.number), self.content())
@@ -234,7 +236,7 @@ class Lease:
         self.record["renewed"] = time.strftime("%Y-%m-%d %H:%M:%S")
         self.record["renewed_s"] = clock()
         content = seal(self.record).encode()
-        # Always the same size, so that the file can be written in place.
+        # Keep the size constant, so that the file can be overwritten in place.
         self.size_bytes = self.size_bytes or len(content) + RESERVE_BYTES
         return content.ljust(self.size_bytes)
 
@@ -243,7 +245,7 @@ class Lease:
         return clock() - self.renewed_s
 
     def keep(self) -> None:
-        """Renew the lease repeatedly until the command ends or another one has taken the run over."""
+        """Renew the lease every PERIOD_S until the command ends or another one has taken over the run."""
         has_failed = False
         while not self.has_ended.wait(PERIOD_S):
             try:
@@ -251,15 +253,15 @@ class Lease:
                 self.renew()
                 has_failed = False
             except RunOwned as error:
-                self.log(f"another command has taken the run over, this one can no longer commit: {error}")
-                # The main thread may be busy or waiting for long: a signal interrupts it (jobs/run/session.py).
+                self.log(f"another command has taken over the run; this one can no longer commit: {error}")
+                # Interrupt the main thread with a signal, because it may be in a long wait (jobs/run/session.py).
                 if not self.has_ended.is_set():
                     os.kill(os.getpid(), signal.SIGTERM)
                 return
-            # Whatever the error is, the next renewal may succeed. The workers' saves retry separately.
+            # After any error, the next renewal may succeed. The workers' saves retry separately.
             except Exception as error:
                 if not has_failed:
-                    self.log(f"could not renew the lease of {self.storage.address()}, retrying: {error}")
+                    self.log(f"could not renew the lease of {self.storage.address()}; retrying: {error}")
                 has_failed = True
 
 
@@ -274,12 +276,12 @@ def newest_lease(storage: Storage) -> SeenLease | None:
         number = max((number_of(name) for name in names), default=0)
         content = storage.read(LEASE.format(number)) if number else None
         if content is None:
-            # There is no lease, or a newer command has deleted it since it was listed.
+            # There is no lease, or a newer command has deleted it after it was listed.
             continue
         try:
             record = cast(LeaseRecord, unseal(content.rstrip()))
         except Unsealed:
-            # It is being written right now, or is incomplete or altered for good.
+            # The file is being written right now, or it is permanently truncated or altered.
             seen = SeenLease(number, content, None)
             time.sleep(READ_AGAIN_S)
             continue
@@ -288,9 +290,9 @@ def newest_lease(storage: Storage) -> SeenLease | None:
 
 
 def holder_state(storage: Storage, log: Log, periods: float = LOST_PERIODS) -> tuple[State, SeenLease | None]:
-    """Return whether a run is held, and its newest lease; if necessary, watch the lease for at most `periods`.
+    """Return whether a run is held, and its newest lease; if necessary, watch the lease for at most `periods` renewals.
 
-    `log` reports such a wait. Raises StorageError, OSError.
+    `log` reports this wait. Raises StorageError, OSError.
     """
     seen = newest_lease(storage)
     if seen is None or seen.is_released:
@@ -299,19 +301,20 @@ def holder_state(storage: Storage, log: Log, periods: float = LOST_PERIODS) -> t
     if seen.record is not None:
         period_s = seen.record["period_s"]
     wait_s = periods * period_s
-    # 1. A process on this machine: ask the kernel, and compare its clock. A living process without renewals is frozen.
+    # 1. A process on this machine: the kernel knows whether it is alive. If it is, but has stopped renewing, watch the
+    # lease (3).
     if seen.record is not None and seen.record["machine"] == this_machine():
         if start_of(seen.record["pid"]) != seen.record["start"]:
             return "lost", seen
         if clock() - seen.record["renewed_s"] < wait_s:
             return "held", seen
-    # 2. systemd ends a unit before it restarts it, and a reboot leaves no process behind. Two machines may have the
-    # same name, or the same id from a copied image; if both are equal, it is the same machine.
+    # 2. The same systemd unit on the same machine: systemd stops a unit before restarting it, and no process survives a
+    # reboot. Different machines may share a name, or the id of a copied image, but not both.
     elif seen.record is not None and seen.record["job"].startswith(UNIT) and this_system():
         ours = (this_job(), socket.gethostname(), this_system())
         if (seen.record["job"], seen.record["host"], seen.record["system"]) == ours:
             return "lost", seen
-    # 3. Any other holder: watch whether the lease changes. The times in it are not used.
+    # 3. Any other holder: watch whether the lease changes. The times in the lease are not used.
     deadline = time.monotonic() + wait_s
     log_at = time.monotonic() + LOG_WAIT_S
     while time.monotonic() < deadline:
@@ -330,48 +333,47 @@ def owned_error(storage: Storage, seen: SeenLease) -> RunOwned:
     address = storage.address()
     if seen.is_released:
         return RunOwned(
-            f"{address} was taken over by {seen.holder}, which has ended since\n"
-            f"  see how it ended: python -m jobs status {address}\n"
-            "  if its stages have not all finished, type the same command again to resume"
+            f"{address} was taken over by {seen.holder}, which has ended since then\n"
+            f"  for its result, type python -m jobs status {address}\n"
+            "  if some stages have not finished, type the same command again to resume"
         )
     return RunOwned(
-        f"{address} is owned by {seen.holder}, which is alive\n"
-        f"  watch it: python -m jobs status {address}; end it: python -m jobs stop {address}\n"
-        f"  the same command can take over {LOST_PERIODS * PERIOD_S:.0f} s after the owner's death; "
-        "or give this run another name: run=…"
+        f"{address} is owned by {seen.holder}, which is still running\n"
+        f"  to watch it, type python -m jobs status {address}; to stop it, type python -m jobs stop {address}\n"
+        f"  if the owner dies, the same command can take over after {LOST_PERIODS * PERIOD_S:.0f} s\n"
+        "  for a separate run, type another folder: run=…"
     )
 
 
 def stop_holder(storage: Storage, seen: SeenLease, log: Log, patience_s: float) -> None:
-    """Ask the command that holds a run to commit and end, wherever it runs; return when it has ended.
+    """Request the command that holds a run to commit and stop, on any machine; return after it has ended.
 
-    The command notices the request at its next renewal. Raises ClusterError if it does not end in time, UsageError if
-    something would restart it, StorageError.
+    The command sees the request at its next renewal. Raises ClusterError if it does not end in time, UsageError if
+    Slurm or systemd would restart it, StorageError.
     """
     for kind, words in STOP_COMMANDS.items():
         if seen.record is not None and seen.record["job"].startswith(kind):
             name = seen.record["job"].removeprefix(kind).strip()
             raise UsageError(
-                f"{seen.holder} would be restarted when it ends\n"
-                "  `jobs stop` works only for commands that nothing restarts\n"
-                f"  type on {seen.record['host']}: {words} {name}"
+                f"{seen.holder} would be restarted after a stop\n"
+                f"  to stop it for good, type on {seen.record['host']}: {words} {name}"
             )
     storage.put(STOP.format(seen.number), b"")
-    log(f"asked {seen.holder} to finish its step, commit and end; waiting up to {patience_s:.0f} s")
+    log(f"requested a commit and stop of {seen.holder}; waiting up to {patience_s:.0f} s")
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
         state, now = holder_state(storage, log)
         if state == "lost":
-            log(f"it died without committing; to see its last step: python -m jobs status {storage.address()}")
+            log(f"it died without a commit; for its last step, type python -m jobs status {storage.address()}")
             return
         if state == "free" or now is None or now.number > seen.number:
-            log(f"it has ended; to see how: python -m jobs status {storage.address()}")
+            log(f"it has ended; for its result, type python -m jobs status {storage.address()}")
             return
         time.sleep(STOP_POLL_S)
     raise ClusterError(
-        f"{seen.holder} still owns {storage.address()} after {patience_s:.0f} s\n"
-        "  it should have committed its step and ended; its storage may be slow\n"
-        f"  type `python -m jobs stop {storage.address()}` again, or kill it on its machine"
+        f"{seen.holder} has not stopped within {patience_s:.0f} s and still owns {storage.address()}\n"
+        "  its storage may be slow\n"
+        f"  type python -m jobs stop {storage.address()} again, or kill the process on its machine"
     )
 
 
@@ -385,18 +387,18 @@ def number_of(name: str) -> int:
 
 
 def clock() -> float:
-    """Return the seconds since this machine was booted, including time in suspension."""
+    """Return the seconds since this machine booted, including suspended time."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def this_machine() -> str:
-    """Return an identifier of the kernel's boot and of the PID namespace of this process."""
+    """Return an identifier of this boot of the kernel and of this process's PID namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
 def this_system() -> str:
-    """Return the id of this machine's system installation; "" if it has none."""
+    """Return this machine's /etc/machine-id; "" if there is none."""
     try:
         return Path("/etc/machine-id").read_text().strip()
     except OSError:
@@ -404,7 +406,7 @@ def this_system() -> str:
 
 
 def start_of(pid: int) -> str:
-    """Return the start time of a process of this machine in the kernel's ticks; "" if it has ended."""
+    """Return the start time of a process on this machine in kernel ticks; "" if it has ended."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -414,7 +416,7 @@ def start_of(pid: int) -> str:
 
 
 def this_job() -> str:
-    """Return the Ray or Slurm job, or the systemd unit, of this process, such as "Slurm job 17"; "" without one."""
+    """Return this process's Ray job, Slurm job or systemd unit, for example "Slurm job 17"; "" if it has none."""
     # Ray sets this variable for the driver of a job.
     with suppress(ValueError, KeyError, TypeError):
         config = json.loads(os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"])
@@ -431,21 +433,21 @@ def this_job() -> str:
 
 
 def check_run_path(run: Path) -> None:
-    """Raise ConfigError if a run cannot have this folder: its name is too long, or a file is in the way."""
+    """Raise ConfigError if a run directory cannot have this path: a name is too long, or a file is in the way."""
     if run == run.parent:
         raise ConfigError(f"run is {run}, expected a separate folder\n  type run={run}NAME")
     for name in run.parts:
         encoded_bytes = len(os.fsencode(name))
         if encoded_bytes > LONGEST_NAME:
             raise ConfigError(
-                f"run has a name of {encoded_bytes} bytes: {name[:40]}…\n  expected {LONGEST_NAME} at most\n"
-                "  give the run a shorter name: run=…"
+                f"run contains a name of {encoded_bytes} bytes: {name[:40]}…\n  expected at most {LONGEST_NAME} bytes\n"
+                "  type a shorter name: run=…"
             )
     for path in (run, *run.parents):
         if path.exists() and not path.is_dir():
             raise ConfigError(
-                f"{path} is a file\n  expected the folder of a run, or a name that does not exist yet\n"
-                "  give the run another name: run=…"
+                f"{path} is a file\n  expected a run directory, or a path that does not exist yet\n"
+                "  type another folder: run=…"
             )
 
 

@@ -1,17 +1,16 @@
 """The data structures of a resolved recipe: its stages with their kinds, keys and folders.
 
-- `StageKind` is the base class of all kinds of stages: a kind's inputs, model, checks, and how it runs. Each kind is a
-  class in a file of jobs/stages or of an extra.
-- `Stage` is one section of a recipe and `Campaign` the whole recipe. jobs/recipe/campaign.py builds both.
-- `Context` is a running stage of a campaign, passed to `StageKind.run` and to the attempts of its workers.
-- `CheckResult` is the result of a check of a stage. `Available` reads the data that checks compare a stage with
+- `StageKind` is the base class of all stage kinds. A kind defines its inputs, model and checks, and how it runs. Each
+  kind is a class in a file of jobs/stages or of an extra.
+- `Stage` is one section of a recipe, and `Campaign` the whole recipe. jobs/recipe/campaign.py builds both.
+- `Context` is a running stage of a campaign; it is passed to `StageKind.run` and used by the stage's attempts.
+- `CheckResult` is the result of one check of a stage. `Available` reads the existing data sets for these checks
   (jobs/recipe/validate.py).
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -21,25 +20,24 @@ from data.index.document import load_index
 from data.index.index import Index
 from data.storage import Storage, open_storage
 from jobs.cluster_config import ClusterConfig
-from jobs.trackers_config import TrackersConfig
 from models import ModelConfig
 from models.checks import did_you_mean
 from pipeline import artifacts
 from pipeline.checkpoints.manifest import attempt_folder
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
-from pipeline.config import ConfigDataclass, structured
+from pipeline.config import ConfigDataclass
 
 MaybeText = TypeVar("MaybeText", str, str | None)
 
-# ------------------------------------------------------------------------ kinds of stages
+# ------------------------------------------------------------------------ stage kinds
 
 
 class Reads(Enum):
-    """The type of an input. Each input may also be the output of another stage: "@stage/part"."""
+    """The type of an input. Any input may also be the output of another stage: "@stage/part"."""
 
     SET = "set"  # the index of a data set, or the index's folder
     WEIGHTS = "weights"  # a folder written by a stage or by `import`
-    ANY_WEIGHTS = "any weights"  # the same, or weights of another project
+    ANY_WEIGHTS = "any weights"  # the same, or weights from timm, transformers or the official repository
     FILE = "file"  # identified by the digest of its content
     OUTCOME = "outcome"  # the result of a finished stage of any kind, even if it diverged
     TABLE = "table"  # a sweep's table: the folder with its sweep.json
@@ -47,28 +45,28 @@ class Reads(Enum):
 
 @dataclass(frozen=True)
 class SharedClasses:
-    """Data sets, and optionally weights, in which a class id must mean the same class."""
+    """Data sets, and optionally weights, that must agree on the meaning of class ids."""
 
     sets: Mapping[str, str]  # field → path, or "@stage/set"
-    with_head: bool = False  # also the weights at `init`, if the stage keeps their head
-    trained: Collection[str] = ()  # fields of the data sets whose class names the model's outputs get
+    with_head: bool = False  # include the weights at `init`, if the stage keeps their head
+    trained: Collection[str] = ()  # fields of the training sets, whose class names become those of the model's outputs
 
 
-# `init` → the architecture of these weights; None if the weights are missing
+# Function from `init` to the architecture of these weights; None if the weights are missing.
 SourceModel = Callable[[str], ModelConfig | None]
 
 
 class StageKind:
-    """Base class of the kinds of stages: a kind's inputs, model, checks, and how it runs.
+    """Base class of stage kinds: a kind's inputs, model, checks, and how it runs.
 
     A subclass sets the class attributes and overrides the methods that it needs. In all methods, `cfg` is an instance
     of `config`.
     """
 
-    name: str  # in a recipe
+    name: str  # name of the kind in a recipe
     config: type[ConfigDataclass]  # the config of a stage's section
     defaults: ConfigDataclass | None = None  # the kind's defaults, if they differ from those of `config`
-    # Fields that name inputs, by dotted name; "*" matches every name in a section.
+    # Dotted names of the fields that name inputs; "*" matches every name in a section.
     inputs: ClassVar[Mapping[str, Reads]] = {}
     files: tuple[str, ...] = ()  # other fields that may contain relative paths
     makes_weights = False  # other stages can start from its weights
@@ -82,26 +80,26 @@ class StageKind:
         raise NotImplementedError
 
     def is_input(self, cfg: Any, field_name: str) -> bool:
-        """Return whether the content behind a field of `inputs`, not its path, belongs in the stage's key."""
+        """Return whether the stage's key contains the content of the input in this field instead of its path."""
         return True
 
     def missing(self, cfg: Any) -> Iterable[str]:
-        """Return a message for each field of `files` whose file does not exist."""
+        """Return a message for each field in `files` whose file does not exist."""
         return ()
 
     def sets(self, cfg: Any) -> Collection[str]:
-        """Return the names of the data sets that the stage makes; other stages read them as "@stage/set"."""
+        """Return the names of the data sets that the stage writes; other stages read them as "@stage/set"."""
         return ()
 
     def set_classes(self, cfg: Any, name: str) -> int | str | None:
-        """Return the minimum number of classes of a data set that the stage makes; None if it is unknown.
+        """Return the minimum number of classes of a data set that the stage writes; None if it is unknown.
 
-        If the data set has the classes of another one, the result is the path of that data set, or a reference to it.
+        If the data set has the classes of another one, return the path of that data set, or a reference to it.
         """
         return None
 
     def model(self, cfg: Any, source_model: SourceModel) -> ModelConfig | None:
-        """Return the architecture of the stage's model; None if it has no model or the model is unknown."""
+        """Return the architecture of the stage's model; None if the stage has no model or the model is unknown."""
         return None
 
     def shared_classes(self, cfg: Any) -> list[SharedClasses]:
@@ -111,7 +109,7 @@ class StageKind:
     def keeps_head(self, cfg: Any, source: ModelConfig | None, model: ModelConfig | None) -> bool:
         """Return whether the model keeps the head of its initial weights.
 
-        `source` is the architecture of the initial weights, and `model` that of the stage.
+        `source` is the architecture of the initial weights, and `model` the architecture of the stage's model.
         """
         return True
 
@@ -124,8 +122,17 @@ class StageKind:
         return ()
 
     def metrics(self, cfg: Any) -> Iterable[str]:
-        """Return the names of the metrics that the stage will have."""
+        """Return the names of the stage's final metrics."""
         return ()
+
+    def repeat_evaluation(
+        self, campaign: "Campaign", stage: "Stage", changed: Collection[str]
+    ) -> tuple[Collection[str], list[str]]:
+        """Return evaluation settings, and the commands that evaluate a finished stage with their current values.
+
+        `changed` are the fields that have changed since the stage finished. Both are empty if no command is needed.
+        """
+        return (), []
 
     # Methods that work on the whole recipe.
 
@@ -134,14 +141,14 @@ class StageKind:
         return sections
 
     def placeholders(self, cfg: Any) -> Mapping[str, object]:
-        """Return a placeholder for each value that other stages can read as "@stage/name" after this stage.
+        """Return a placeholder for each value that this stage determines for other stages, by its name in `values`.
 
-        `values` uses the same names.
+        Other stages refer to the value as "@stage/name".
         """
         return {}
 
     def values(self, folder: Path) -> Mapping[str, object]:
-        """Return the values that a finished stage has determined for other stages; undetermined ones are missing."""
+        """Return the values that a finished stage has determined for other stages; omit undetermined ones."""
         return {}
 
     def value_in_words(self, cfg: Any, name: str) -> str:
@@ -149,7 +156,10 @@ class StageKind:
         raise NotImplementedError
 
     def check_parent(self, stage: "Stage", parent: "Stage", available: "Available") -> None:
-        """Check `parent`, whose output this stage reads, before `parent` runs. Raises ConfigError or DataError."""
+        """Check a parent stage, whose output this stage reads, before the parent runs.
+
+        Raises ConfigError or DataError.
+        """
 
     def check_campaign(self, campaign: "Campaign") -> None:
         """Check a campaign whose stages have passed their checks. Raises ConfigError."""
@@ -164,13 +174,8 @@ class StageKind:
 
     @property
     def reads_outcomes(self) -> bool:
-        """Return whether a stage reads only the results of its parents, so that they may have diverged."""
+        """Return whether a stage reads the results of its parents even if they have diverged."""
         return Reads.OUTCOME in self.inputs.values()
-
-    @cached_property
-    def all_defaults(self) -> Any:
-        """Return the defaults in the form that `config.build` reads fastest; sweeps can have a hundred stages."""
-        return structured(self.defaults or self.config)
 
     def inputs_of(self, cfg: ConfigDataclass) -> dict[str, tuple[str, Reads]]:
         """Return the input fields that are set: {"data.train": ("@shards/train", Reads.SET)}."""
@@ -214,7 +219,7 @@ def reference(value: str) -> tuple[str, str] | None:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of a recipe; `key.resolve` fills in the fields below `pending`."""
+    """One stage of a recipe; `key.resolve` fills in the fields from `parents` on."""
 
     name: str
     kind: StageKind
@@ -225,16 +230,16 @@ class Stage:
 
     # input field → "@stage/part" or a path; includes `references`
     parents: Mapping[str, str] = field(default_factory=dict)
-    model: ModelConfig | None = None  # the model after the stage; None if it has none or it is unknown
+    model: ModelConfig | None = None  # the model after the stage; None if there is no model or it is unknown
     key: str = ""
-    # Inputs in the key → digest of their content, or the key of the stage that makes them.
+    # Inputs in the key → digest of their content, or the key of the stage that writes them.
     inputs: Mapping[str, str] = field(default_factory=dict)
     eval_inputs: Mapping[str, str] = field(default_factory=dict)  # the same for data sets that are not in the key
     missing: tuple[str, ...] = ()  # messages about missing inputs from outside the campaign
 
     @property
     def is_run(self) -> bool:
-        """Return whether the stage is one run of a sweep, that is, one of several stages from one section."""
+        """Return whether the stage is one run of a sweep: one of several stages expanded from one section."""
         return self.name != self.source
 
 
@@ -243,12 +248,12 @@ class StageSection:
     """A stage's section of a recipe after sweeps were expanded."""
 
     values: Any  # the section; or a single value, if the recipe has a value instead of a section
-    source: str  # the section of the recipe from which it was expanded
+    source: str  # name of the recipe's section from which this one was expanded
 
 
-Sections = Mapping[str, StageSection]  # by the names of their stages
-Kinds = Mapping[str, StageKind]  # by the names of kinds in a recipe
-MakeAbsolute = Callable[[str, str], str]  # (key of a recipe, its relative path) → the absolute path
+Sections = Mapping[str, StageSection]  # by stage name
+Kinds = Mapping[str, StageKind]  # by the kind's name in a recipe
+MakeAbsolute = Callable[[str, str], str]  # (key of a recipe, its relative path) → absolute path
 
 
 @dataclass(frozen=True)
@@ -258,7 +263,7 @@ class Campaign:
     run: Path  # a local folder, also if the run is stored in an object store
     cluster: ClusterConfig
     stages: tuple[Stage, ...]
-    trackers: TrackersConfig = TrackersConfig()  # noqa: RUF009 (frozen)
+    trackers: ConfigDataclass | None = None  # experiment trackers; None if their extra is not installed
     remote: str | None = None  # URL of the run in an object store; None: all nodes share `run`
     budget: float | None = None  # maximum exaFLOPs of all training stages together; None: no limit
 
@@ -268,7 +273,7 @@ class Campaign:
         return open_storage(self.run, self.remote)
 
     def stage(self, name: str) -> Stage:
-        """Return the stage with this name. Raises ConfigError, which suggests the most similar name."""
+        """Return the stage with this name. Raises ConfigError with the most similar name if there is none."""
         for stage in self.stages:
             if stage.name == name:
                 return stage
@@ -298,7 +303,7 @@ class Campaign:
 
 @dataclass(frozen=True)
 class Context:
-    """A stage that runs, with its campaign and the callbacks for logging, progress and stopping."""
+    """A running stage with its campaign, and the callbacks for logging, progress and stopping."""
 
     campaign: Campaign
     stage: Stage
@@ -346,29 +351,29 @@ ERRORS: dict[int, type[PatchlineError]] = {
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The result of a check. `plan` and `run` end with the exit code of the first FAIL; `preflight` shows them all."""
+    """The result of a check. `plan` and `run` exit with the code of the first FAIL; `preflight` reports all."""
 
     level: Literal["OK", "WARN", "FAIL"]
     subject: str
     text: str
-    remedy: str = ""  # the expected state, and the command to type, one per line
-    exit_code: ExitCode = ExitCode.DONE  # for a FAIL, the exit code of the run
+    remedy: str = ""  # lines with what was expected and what to type
+    exit_code: ExitCode = ExitCode.DONE  # for a FAIL, the exit code of the command
 
     @staticmethod
     def of(error: Exception, subject: str) -> "CheckResult":
-        """Return an error as a FAIL."""
+        """Convert an error to a FAIL."""
         text, _, remedy = (error_text(error) if isinstance(error, OSError) else str(error)).partition("\n")
         return CheckResult("FAIL", subject, text, remedy, ExitCode(exit_code(error)))
 
     def error(self) -> PatchlineError:
-        """Return a FAIL as an error to raise."""
+        """Convert a FAIL to an error."""
         error = ERRORS.get(self.exit_code, PatchlineError)(f"{self.text}\n{self.remedy}".rstrip("\n"))
         error.exit_code = self.exit_code
         return error
 
 
 def index_if_made(path: str) -> Index | None:
-    """Return the index of a data set; None if it cannot be read, for example before its pack stage has run."""
+    """Load the index of a data set; return None if it cannot be read, for example before its pack stage has run."""
     try:
         return load_index(path)
     except PatchlineError:
@@ -380,9 +385,9 @@ class Available:
 
     def __init__(self, campaign: Campaign, *, checks_files: bool = True) -> None:
         self.campaign = campaign
-        self.checks_files = checks_files  # False: compare only the recipe and indexes
+        self.checks_files = checks_files  # False: compare only the recipe and the indexes
         self.indexes: dict[str, Index | None] = {}
-        self.readers_of: dict[str, list[Stage]] = {}  # by the name of the stage that is read
+        self.readers_of: dict[str, list[Stage]] = {}  # parent stage's name → stages that read its output
 
     def index(self, value: str) -> Index | None:
         """Return the index of a data set in the recipe; None if it does not exist yet."""
@@ -391,7 +396,7 @@ class Available:
         return self.indexes[value]
 
     def classes(self, value: str) -> int | None:
-        """Return the number of classes of a data set, or the minimum before it is packed; None if it is unknown."""
+        """Return the number of classes of a data set, or a lower bound before it is packed; None if unknown."""
         index = self.index(value)
         if index is not None:
             return index.classes
@@ -400,7 +405,7 @@ class Available:
             return None
         maker = self.campaign.stage(link[0])
         known = maker.kind.set_classes(maker.config, link[1])
-        # A subset has the classes of its data set.
+        # A subset has the classes of its parent data set.
         return self.classes(known) if isinstance(known, str) else known
 
     def readers(self, stage: Stage) -> list[Stage]:

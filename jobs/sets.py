@@ -1,12 +1,13 @@
 """The data sets of a pack stage: the sources of their images, and the numbering of their classes.
 
-All data sets of a stage share one numbering, so that a class has the same id in train and test:
-1. The data set `train` (or the first one, if there is no `train`) numbers its classes as its source does, or by its
-   `names` or `classes_of`.
-2. Other data sets whose sources have class names use this numbering, by name; unknown class names are an error.
+All data sets of a stage share one class numbering, so that a class has the same id in train and test:
+1. The data set `train` (or the first data set, if there is no `train`) is numbered like its source, or by its `names`
+   or `classes_of`.
+2. Other data sets whose sources have class names are numbered by name in the same way; unknown names are an error.
 3. A data set with its own `names` or `classes_of` uses those instead. Sources without class names keep their ids.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,13 +20,14 @@ from data.index.document import load_index
 from data.index.names import Names, ids_of
 from data.optional import load_optional
 from data.shards.subset import Rule, check_seed
-from data.sources.folders import class_folders, folder_classes, unlabelled_folder
+from data.sources.folders import class_folders, folder_classes, images_below, unlabelled_folder
 from data.sources.numbering import Numbering, check_unambiguous, number, read_class_list
 from data.sources.samples import DIGITS, Archive, Sample, digits, numbered
+from data.walk import class_folders_in, matching
 from pipeline.config import Tags, require, tags
 
 SUBSET_FIELDS = ("only", "but", "part", "shots", "seed")
-OWN = ("folder", "table", "tars", "shards", "parquet", "digits", "subset")  # all others are published data sets
+OWN = ("folder", "table", "tars", "shards", "parquet", "digits", "subset")  # all other sources are published data sets
 COUNTED_SAMPLES = "data.extras.known_sets.archive:samples_of_archive"
 KNOWN_SETS = "data.extras.known_sets.known:known_archive"
 SOURCES = "data.extras.sources."  # readers of sources other than class folders and known data sets
@@ -57,7 +59,7 @@ class SetConfig:
         "vtab",  # a task of VTAB-1k, from the folder prepared by TensorFlow Datasets (docs/vtab.md)
     ] = "folder"
     path: str | None = None  # file or folder of the source, or tars as a/train-*.tar; not used for digits
-    root: str | None = None  # table: folder that its paths are relative to; None: the table's folder
+    root: str | None = None  # table: base folder of its relative paths; None: the table's folder
     wnids: str | None = None  # imagenet-validation: the devkit, or a file with one wnid per line; imagenet-21k: a file
     real: str | None = None  # imagenet-validation: real.json of Beyer et al. 2020 with all labels of each image
     # digits and known data sets; splits with numbers exist only in vtab
@@ -67,14 +69,14 @@ class SetConfig:
     keep: list[int | str] | None = None  # classes to keep, by id or name; ids do not change
     only: str | None = None  # subset: file of the samples to include
     but: str | None = None  # subset: file of the samples to exclude, or a leaks.json
-    part: str | None = None  # subset: first:stop in samples or percent, ":98%"; with a seed, drawn from each class
-    shots: int | None = None  # subset: samples per class, drawn with the seed as the few-shot probe draws them
+    part: str | None = None  # subset: first:stop in samples or percent, such as ":98%"; with a seed, drawn per class
+    shots: int | None = None  # subset: number of samples per class, drawn with the seed, as in the few-shot probe
     seed: int | None = None  # subset: seed of shots or part
     names: str | None = None  # file of class names in the order of ids: one per line, or .json
-    classes_of: str | None = None  # number the classes as this data set: an index, its folder, or "@stage/set"
+    classes_of: str | None = None  # use the class numbering of this data set: an index, its folder, or "@stage/set"
     rename: dict[str, str] = field(default_factory=dict)  # class name in the source → name in the numbering
     image_size: int = 32  # digits: pixels
-    classes: int | None = None  # number of classes (labels must be smaller); None: as found in the labels
+    classes: int | None = None  # number of classes (labels must be smaller); None: taken from the labels
     partial: bool = False  # known data sets except vtab: accept fewer images than were published
 
     RESUME: ClassVar[Tags] = tags(
@@ -101,29 +103,34 @@ class SetConfig:
         check_seed(self.seed)
         for entry in self.keep or []:
             is_class = isinstance(entry, str) or entry >= 0
-            require(is_class, f"keep is {self.keep}, expected class ids from 0 on, or class names")
+            require(is_class, f"keep is {self.keep}, expected class ids (0 or greater) or class names")
         require(
-            not (self.names and self.classes_of), "names and classes_of both number the classes\n  use only one of them"
+            not (self.names and self.classes_of),
+            "names and classes_of both define the class numbering\n  remove one of them",
         )
         require(
             self.source == "digits" or self.path is not None,
             f"source {self.source} needs a path\n  expected path: the folder or file of the images",
         )
-        # Only subsets select samples by a rule; they have the classes of their data set.
+        # Only subsets select samples by a rule; they keep the classes of their parent data set.
         if self.source == "subset":
             subset_rule(self)  # raises ConfigError if there is no rule
             renumbers = self.names or self.classes_of or self.rename or self.classes
             require(
                 not renumbers,
-                "a subset has the class ids and names of its data set\n"
-                "  remove names, classes_of, rename and classes, or pack the data set again with them",
+                "a subset has the class ids and names of its parent data set\n"
+                "  remove names, classes_of, rename and classes, or pack the parent again with these keys",
             )
         else:
             subset_fields = []
             for field_name in SUBSET_FIELDS:
                 if getattr(self, field_name) is not None:
                     subset_fields.append(field_name)
-            require(not subset_fields, f"{', '.join(subset_fields)}: only for subsets\n  expected source: subset")
+            require(
+                not subset_fields,
+                f"{', '.join(subset_fields)} select samples of a subset, but source is {self.source}\n"
+                "  expected source: subset",
+            )
         if self.source == "shards":
             require(
                 not self.rename and not self.keep,
@@ -137,14 +144,15 @@ class SetConfig:
                 f"unlabelled works only with the sources {', '.join(UNLABELLED)}, and without class settings\n"
                 "  remove names, classes_of, rename, classes and keep",
             )
-        # Tasks, splits and `partial` need a source that knows the published samples.
+        # `task`, `split` and `partial` apply only to data sets whose published samples are known.
         if self.source == "vtab" or self.task is not None:
             tasks = load_optional(VTAB_TASKS, "source: vtab")
             require(
                 self.source == "vtab" and self.task in tasks,
-                f"task is {self.task}; only source vtab has tasks, and it needs one of: {', '.join(tasks)}",
+                f"task is {self.task}, source is {self.source}\n  expected source vtab with one of its tasks: "
+                + ", ".join(tasks),
             )
-        require(not (self.wnids and self.real), "wnids and real are both labels\n  use only one of them")
+        require(not (self.wnids and self.real), "wnids and real both define the labels\n  remove one of them")
         known = known_set(self)
         splits: tuple[str, ...] = ("train", "test")
         if known is not None:
@@ -155,22 +163,22 @@ class SetConfig:
         )
         require(
             not self.partial or known is not None,
-            f"partial is only for known data sets, but source is {self.source}\n  remove partial",
+            f"partial applies only to known data sets, but source is {self.source}\n  remove partial",
         )
         require(
             not (self.partial and self.source == "vtab"),
             "partial does not work with source vtab, whose tasks select images by their position in the full data set\n"
-            "  remove partial, and use the full data set as prepared by TensorFlow Datasets",
+            "  remove partial, and use the full data set prepared by TensorFlow Datasets",
         )
 
 
 def subset_rule(cfg: SetConfig) -> Rule:
-    """Return the rule that selects a subset's samples. Raises ConfigError if its fields are missing or conflict."""
+    """Return the rule that selects a subset's samples. Raises ConfigError if fields are missing or conflict."""
     return Rule(tuple(cfg.keep or ()), cfg.only, cfg.but, cfg.part, cfg.shots, cfg.seed)
 
 
 def known_set(cfg: SetConfig) -> Archive | None:
-    """Return the published data set of a source; None for a user's own images. Raises DataError."""
+    """Return the published data set of a source; None if the source is the user's own images. Raises DataError."""
     if cfg.source in OWN:
         return None
     wnids = None
@@ -188,9 +196,10 @@ def known_set(cfg: SetConfig) -> Archive | None:
 
 
 def numberings_of(sets: Mapping[str, SetConfig], log: Callable[[str], None]) -> dict[str, Numbering]:
-    """Return the class numbering of each data set, so that a class has the same id in all; log renumbered data sets.
+    """Return the class numbering of each data set; a class gets the same id in all of them. Log renumbered data sets.
 
-    Subsets (numbered as their parent) and unlabelled data sets are not included. Raises DataError as `numbering_of`.
+    The result excludes unlabelled data sets, and subsets, which keep the numbering of their parent. Raises DataError,
+    see `numbering_of`.
     """
     packed_sets = {}
     for name, cfg in sets.items():
@@ -212,7 +221,7 @@ def numberings_of(sets: Mapping[str, SetConfig], log: Callable[[str], None]) -> 
         follows = not cfg.names and not cfg.classes_of
         changed = any(label != own for own, label in (numberings[name].ids or {}).items())
         if follows and changed:
-            log(f"{name}: classes are numbered as in {giver}")
+            log(f"{name}: using the class numbering of {giver}")
     return numberings
 
 
@@ -220,9 +229,9 @@ def numberings_of(sets: Mapping[str, SetConfig], log: Callable[[str], None]) -> 
 
 
 def source_names(cfg: SetConfig) -> Names:
-    """Return the class names of a source in the order of its ids; () if it has no class names.
+    """Return the class names of a source in the order of its class ids; () if the source has no class names.
 
-    Raises DataError if its path does not exist.
+    Raises DataError if the source does not exist.
     """
     if cfg.source == "digits":
         return DIGITS
@@ -231,11 +240,12 @@ def source_names(cfg: SetConfig) -> Names:
     if cfg.source == "table":
         names: Names = reader_of(cfg, "tables:table_classes")(cfg.path)
         return names
-    # Labels of shards do not change; their class names are known only after indexing (`Pack.run`).
+    # Indexing does not change labels, and the class names of shards are known only afterwards (`Pack.run`).
     if cfg.source == "shards":
         return ()
     if cfg.source == "tars":
-        names = reader_of(cfg, "tars:tars_classes")(cfg.path)
+        # With a class list, labels that are texts refer to its names.
+        names = reader_of(cfg, "tars:tars_classes")(cfg.path, with_labels=not (cfg.names or cfg.classes_of))
         return names
     known = known_set(cfg)
     if known is not None:
@@ -253,10 +263,10 @@ def reader_of(cfg: SetConfig, function: str) -> Callable[..., Any]:
 
 
 def numbering_of(cfg: SetConfig, name: str, first: Numbering | None = None, giver: str = "") -> Numbering:
-    """Return a data set's class numbering: by `names` or `classes_of`, as in the `first` data set, or of its source.
+    """Return a data set's class numbering: by `names`, by `classes_of`, like the `first` data set, or like its source.
 
-    `name` is the name of the data set, `giver` that of the first one. Raises DataError with the classes that are
-    missing in the numbering.
+    `name` is the name of this data set, and `giver` the name of the first one. Raises DataError with the classes
+    missing from the numbering.
     """
     own = source_names(cfg)
     target: Names = ()
@@ -275,7 +285,7 @@ def numbering_of(cfg: SetConfig, name: str, first: Numbering | None = None, give
             )
     elif own and first is not None:
         target = first.names
-    # Text labels in tars are renamed as they are read (`samples_of`), because tars have no numbering.
+    # Tars have no numbering of their own: their text labels are renamed as they are read (`samples_of`).
     rename = cfg.rename
     if cfg.source == "tars" and not own:
         rename = {}
@@ -283,7 +293,7 @@ def numbering_of(cfg: SetConfig, name: str, first: Numbering | None = None, give
 
 
 def samples_of(cfg: SetConfig, numbering: Numbering) -> Iterator[Sample]:
-    """Return an iterator over a data set's samples with numbered classes. Raises DataError as `source_names`."""
+    """Return an iterator over a data set's samples with numbered classes. Raises DataError, see `source_names`."""
     if cfg.source == "digits":
         return numbered(digits(train=cfg.split == "train", image_size=cfg.image_size), numbering)
     check_paths(cfg)
@@ -295,7 +305,7 @@ def samples_of(cfg: SetConfig, numbering: Numbering) -> Iterator[Sample]:
         samples = reader_of(cfg, "tables:path_table")(cfg.path, cfg.root, unlabelled=cfg.unlabelled)
     elif cfg.source == "tars":
         ids = ids_of(source_names(cfg) or numbering.names)
-        # Text labels whose classes have another name in the numbering.
+        # Map text labels to the ids of their new class names.
         for text, renamed in cfg.rename.items():
             if renamed in ids:
                 ids[text] = ids[renamed]
@@ -316,24 +326,21 @@ def samples_of(cfg: SetConfig, numbering: Numbering) -> Iterator[Sample]:
 
 def check_paths(cfg: SetConfig) -> None:
     """Raise DataError if one of a source's paths does not exist."""
-    # Sources are generators, which would open a wrong path only at the first sample.
+    # Sources are generators, so a wrong path would be noticed only at the first sample.
     for message in missing_paths(cfg).values():
         raise DataError(message)
 
 
 def missing_paths(cfg: SetConfig) -> dict[str, str]:
-    """Return the fields of a source whose file or folder does not exist: field → message."""
-    # A subset's path is an input of the stage, possibly "@stage/set", and is checked as such.
+    """Return the fields whose file or folder does not exist: field → message."""
+    # A subset's path is an input of the stage, possibly "@stage/set", and is checked like other inputs.
     if cfg.source in ("digits", "subset"):
         return {}
     messages = {}
     for field_name in ("path", "root", "wnids", "real", "names"):
         path = getattr(cfg, field_name)
-        if path is None or Path(path).exists():
-            continue
-        # The last part of a path may be a pattern: a/train-*.tar.
-        place = Path(path)
-        if "*" not in place.name or not any(place.parent.glob(place.name)):
+        # A path may be a pattern, such as a/train-*.tar.
+        if path is not None and not all(file.exists() for file in matching(path)):
             messages[field_name] = (
                 f"source {cfg.source}: no file or folder at {path}\n  relative paths are resolved against {Path.cwd()}"
             )
@@ -351,7 +358,7 @@ def check_apart(cfg: SetConfig, folder: Path) -> None:
     holds_tars = cfg.source == "tars" and not source.is_dir() and target == source.parent
     if target == source or is_inside or holds_tars:
         raise DataError(
-            f"{folder} is inside the source of the images, {cfg.path}, so the shards would become part of the source\n"
+            f"{folder} is inside the source folder {cfg.path}, so the shards would become part of the source\n"
             f"  type another folder, for example {quote(str(source.parent / f'{source.stem}-shards'))}"
         )
 
@@ -360,14 +367,15 @@ def expected_samples(cfg: SetConfig) -> int | None:
     """Estimate the number of samples of a source for the progress line; None if counting would be slow."""
     path = Path(cfg.path or "")
     if cfg.source == "folder":
-        return sum(file.is_file() for file in path.rglob("*.*"))
+        folders = [path] if cfg.unlabelled else [path / name for name in class_folders_in(path)]
+        return sum(len(images_below(folder, Counter())) for folder in folders)
     if cfg.source == "table" and path.suffix == ".csv" and path.exists():
         with open(path, "rb") as file:
             # Quoted fields may contain line breaks, but an estimate is enough for a progress line.
             lines = sum(1 for _ in file)
         return lines - 1  # the header
     if cfg.source == "tars":
-        # Counting the samples of tars without an index would mean reading them completely.
+        # Without an index, counting the samples would require reading all tars.
         index_path = path / f"{path.name}.index.json"
         if not index_path.exists():
             return None

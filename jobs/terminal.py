@@ -1,18 +1,18 @@
-"""Terminal output of a command: lines, the current activity, and the progress of long tasks.
+"""Terminal output of a command: lines, the current activity, and progress bars.
 
     progress = ProgressMeter("samples", total=60_000)
     progress(1_200, "3 shards")        1.2k of 60.0k samples  3 shards  240/s  eta 4m05s
 
-`ProgressMeter` shows a live bar on a terminal, and a line every few seconds elsewhere. After one second every command
-shows its current activity (`activity`), even if there is nothing to count.
+`ProgressMeter` shows a progress bar on a terminal, and a line every few seconds elsewhere. A command that takes longer
+than a second shows its current activity (`activity`), even if there is nothing to count.
 
-`Terminal` writes the lines of a run to a terminal that may be stuck, without making the run wait for it.
+`Terminal` writes the lines of a run to a terminal without ever blocking the run.
 
-A terminal accepts no lines after Ctrl-S, while `less` is not scrolled, or when a log collector hangs. A plain `print`
-then blocks for ever, and the watchdog and a SIGTERM wait with it. Here, in order:
+A terminal blocks after Ctrl-S, while `less` is not scrolled, or if a log collector hangs. A plain `print` would then
+block forever, together with the watchdog and a requested stop. Instead:
 1. `write` puts a line into a queue and returns at once; a signal handler may call it during another call;
-2. a thread writes the lines of the queue, above a bar if the stream is a terminal;
-3. if too many lines wait, the next ones are dropped; the first line that gets through is preceded by their number;
+2. a thread writes the lines of the queue, above the progress bar if the stream is a terminal;
+3. if the queue is full, new lines are dropped; their number is printed before the next written line;
 4. `close` waits a few seconds for the remaining lines, and returns how many were never written.
 
     terminal = Terminal(sys.stdout)
@@ -39,18 +39,18 @@ from data.checks import printable_lines
 
 COMMAND = "python -m jobs"  # how commands begin in all messages
 
-WAIT_S = 1.0  # after which a command shows its activity
-MOST_WAITING = 10_000  # lines; some 2 MB
-LONGEST_LINE = 100  # characters on a terminal; redirected lines are not broken
-CLOSE_S = 3.0  # for the remaining lines: a terminal may be slow without being stuck
+WAIT_S = 1.0  # after this time, a command shows its activity
+MOST_WAITING = 10_000  # lines in the queue, about 2 MB
+LONGEST_LINE = 100  # characters per line on a terminal; redirected output is not wrapped
+CLOSE_S = 3.0  # how long `close` waits for the remaining lines: a terminal may be slow but not stuck
 
 
 class LiveBar:
-    """A progress bar at the bottom of a terminal, below the printed lines. Its spinner shows that the process lives."""
+    """A progress bar at the bottom of a terminal, with a spinner that shows that the process is alive."""
 
     def __init__(self, file: TextIO | None = None) -> None:
-        """Draw on stdout, or on another stream."""
-        # Imported here because rich takes 0.1 s, which only a command with a bar should pay.
+        """Draw on stdout, or on the given stream."""
+        # Imported here, because rich takes 0.1 s and most commands show no bar.
         from rich.console import Console
         from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
         from rich.progress import Progress as RichProgress
@@ -64,15 +64,15 @@ class LiveBar:
             TimeRemainingColumn(),
         )
         self.rich = RichProgress(*columns, transient=True, console=Console(file=file))
-        # Hidden before the first count.
+        # Hidden until the first update.
         self.task = self.rich.add_task("", total=None, visible=False, count="")
         self.rich.start()
 
     def update(self, done: int, total: int | None, text: str) -> None:
-        """Move the bar; without a total it pulses."""
-        from pipeline.values import amount  # it imports models, for which --help must not wait
+        """Update the bar; without a total, it pulses."""
+        from pipeline.values import amount  # imports models, which would slow down --help
 
-        # rich stops the clock of a finished count: start it again for the next count.
+        # rich stops the clock of a completed task: restart it for the next task.
         shown = self.rich.tasks[0]
         if shown.finished and (total is None or done < shown.completed):
             self.rich.reset(self.task)
@@ -83,7 +83,7 @@ class LiveBar:
 
     def write(self, text: str) -> None:
         """Print a line above the bar."""
-        # Print brackets in a path as they are, numbers without colour, and long lines unbroken.
+        # Print brackets literally, numbers without color, and long lines unwrapped.
         self.rich.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
@@ -91,16 +91,16 @@ class LiveBar:
 
 
 class Activity:
-    """Shows the current activity after WAIT_S: as a bar on a terminal, elsewhere as a line on stderr."""
+    """Shows the current activity if it takes longer than WAIT_S: as a bar on a terminal, else as a line on stderr."""
 
     def __init__(self) -> None:
         self.text = ""  # "" if there is nothing to show
         self.bar: LiveBar | None = None
         self.timer = threading.Timer(0, str)
-        self.lock = threading.RLock()  # the timer's thread shows it
+        self.lock = threading.RLock()  # the timer calls `speak` in another thread
 
     def now(self, text: str) -> None:
-        """Show this activity from now on."""
+        """Set the current activity."""
         with self.lock:
             self.text = printable_lines(text)
             self.timer.cancel()
@@ -112,13 +112,13 @@ class Activity:
             self.timer.start()
 
     def speak(self) -> None:
-        """Show the current activity, because it takes longer than WAIT_S."""
+        """Show the current activity; called after WAIT_S."""
         with self.lock:
             if self.text and not self.show(0, None, self.text):
                 print(self.text, file=sys.stderr, flush=True)
 
     def show(self, done: int, total: int | None, text: str) -> bool:
-        """Show progress on a bar; return whether stdout is a terminal, which has one."""
+        """Show progress on a bar; return False if stdout is not a terminal."""
         with self.lock:
             if self.bar is None and sys.stdout.isatty():
                 self.bar = LiveBar()
@@ -127,7 +127,7 @@ class Activity:
             return self.bar is not None
 
     def end(self) -> None:
-        """Remove the bar, and show nothing more."""
+        """Remove the bar and the current activity."""
         with self.lock:
             self.text = ""
             self.timer.cancel()
@@ -136,11 +136,11 @@ class Activity:
             self.bar = None
 
 
-activity = Activity()  # of this process: a terminal has one bar at its bottom
+activity = Activity()  # one per process, because a terminal has room for one bar
 
 
 class ProgressMeter:
-    """Shows the progress of a long task: by `show` or, if that returns False, by a line every `every_s` seconds."""
+    """Shows the progress of a long task with `show` or, if that returns False, a line every `every_s` seconds."""
 
     def __init__(
         self,
@@ -162,11 +162,11 @@ class ProgressMeter:
         self.last_line = self.began
 
     def __call__(self, done: int, note: str = "") -> None:
-        """Show that `done` units are done, with a note."""
-        from pipeline.values import amount, duration  # as above
+        """Show that `done` units are done, followed by a note."""
+        from pipeline.values import amount, duration  # see LiveBar.update
 
         now = self.clock()
-        # A first count may come before the clock has moved.
+        # The first call may come before the clock has advanced.
         rate = done / max(now - self.began, 1e-9)
         # The bar itself shows the count and the remaining time.
         parts = [self.unit, note, f"{amount(rate)}/s"]
@@ -178,7 +178,7 @@ class ProgressMeter:
         self.last_line = now
         count = amount(done)
         eta = ""
-        # The remaining time is known only if the total is.
+        # The remaining time is known only if the total is known.
         if self.total:
             count += f" of {amount(self.total)}"
             if rate:
@@ -188,11 +188,11 @@ class ProgressMeter:
         self.log("  ".join(filter(None, parts)))
 
     def packed(self, shards: int, samples: int) -> None:
-        """Show the number of packed samples; used as `report` of data.shards.packing and of a repair."""
+        """Show the number of packed samples; the `report` callback of data.shards.packing and of repairs."""
         self(samples, f"{shards} shards")
 
     def of(self, done: int, total: int) -> None:
-        """Show how many of a total are done; used as `report` of indexing and checking."""
+        """Show how many of a total are done; the `report` callback of indexing and checking."""
         self.total = total
         self(done)
 
@@ -201,7 +201,7 @@ class ProgressMeter:
 
 
 class BarPlace(NamedTuple):
-    """The next state of the bar."""
+    """The latest state of the progress bar."""
 
     done: int
     total: int | None
@@ -209,31 +209,31 @@ class BarPlace(NamedTuple):
 
 
 class MoveBar:
-    """In the queue: move the bar to its latest place."""
+    """A queue entry: update the bar to its latest state."""
 
 
 class Terminal:
-    """Writes lines to a stream from a thread; only `close` waits."""
+    """Writes lines to a stream in a thread; only `close` may block."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
         self.handle = handle_of(stream)
         # Only a SimpleQueue may be used in a signal handler that interrupts a `put`.
         self.waiting: queue.SimpleQueue[str | MoveBar | None] = queue.SimpleQueue()
-        self.dropped = 0  # lines in total
-        self.dropped_reported = 0  # those of them that the terminal has reported
+        self.dropped = 0  # number of dropped lines
+        self.dropped_reported = 0  # dropped lines already reported in the terminal
         self.bar_place: BarPlace | None = None
         self.is_move_waiting = False
         self.has_bar = self.handle is not None and stream.isatty()
         self.thread = threading.Thread(target=self.work, name="terminal", daemon=True)
         if self.handle is not None:
-            # The thread bypasses the stream's buffer: empty it first.
+            # The thread bypasses the stream's buffer, so flush that first.
             with suppress(OSError):
                 stream.flush()
             self.thread.start()
 
     def write(self, text: str) -> None:
-        """Queue a line, or drop and count it if too many wait."""
+        """Queue a line; if the queue is full, drop and count the line."""
         text = as_typed(text)
         if self.handle is None:
             print(text, file=self.stream, flush=True)
@@ -243,7 +243,7 @@ class Terminal:
             self.dropped += 1
 
     def move_bar(self, done: int, total: int | None, text: str) -> None:
-        """Move the bar after the lines before it; at most one move waits in the queue."""
+        """Update the bar after the queued lines; the queue has at most one update."""
         if not self.has_bar:
             return
         self.bar_place = BarPlace(done, total, printable_lines(text))
@@ -259,20 +259,20 @@ class Terminal:
         self.thread.join(CLOSE_S)
         lost = self.dropped - self.dropped_reported
         if self.thread.is_alive():
-            # The None counts for the line that the thread cannot write.
+            # The queue also contains the None, which stands for the line that the thread cannot write.
             lost += self.waiting.qsize() - self.is_move_waiting
-            # The bar has replaced them by streams, which are blocked like the terminal.
+            # rich's bar has replaced stdout and stderr by streams that block like the terminal.
             if self.has_bar:
                 sys.stdout = sys.__stdout__
                 sys.stderr = sys.__stderr__
         return lost
 
     def work(self) -> None:
-        """Write until a None comes; called in the thread."""
+        """Write queued lines until a None arrives; runs in the thread."""
         assert self.handle is not None
         bar = None
         if self.has_bar:
-            # A separate stream: a write to Python's stdout that never returns would abort the end of the process.
+            # Use a separate stream: if a write to Python's stdout never returns, the process aborts at exit.
             bar = LiveBar(os.fdopen(os.dup(self.handle), "w", encoding=self.stream.encoding, errors="replace"))
         while True:
             item = self.waiting.get()
@@ -282,7 +282,7 @@ class Terminal:
             # A closed terminal or pipe must not end the run.
             with suppress(OSError):
                 if isinstance(item, MoveBar):
-                    # First: a later request is another move.
+                    # Reset before drawing: a later request needs another update.
                     self.is_move_waiting = False
                     assert bar is not None and self.bar_place is not None
                     bar.update(*self.bar_place)
@@ -290,7 +290,7 @@ class Terminal:
                 if dropped:
                     self.put(
                         bar,
-                        f"({dropped} lines are not shown: this terminal accepted none; they are in log.txt)",
+                        f"({dropped} lines are not shown, because this terminal was blocked; they are in log.txt)",
                     )
                 self.put(bar, item)
             self.dropped_reported += dropped
@@ -308,9 +308,9 @@ class Terminal:
 
 
 def folded(text: str, width: int) -> str:
-    """Break long lines of a text at words, for a terminal with `width` columns.
+    """Wrap long lines of a text at words, for a terminal with `width` columns.
 
-    Continued lines are indented. A command stays on one line, so that it can be copied.
+    Continuation lines are indented. A command stays on one line, so that it can be copied.
     """
     lines = []
     for line in text.splitlines() or [""]:
@@ -334,14 +334,14 @@ def folded(text: str, width: int) -> str:
 
 
 def for_stream(text: str, stream: TextIO) -> str:
-    """Return a text for a stream: with long lines broken for a terminal, unchanged for any other."""
+    """Return a text for a stream: wrapped for a terminal, unchanged for any other stream."""
     if not stream.isatty():
         return text
     return folded(text, shutil.get_terminal_size().columns)
 
 
 def handle_of(stream: TextIO | None) -> int | None:
-    """Return a stream's file handle; None for a buffer in memory, or if there is no stream."""
+    """Return a stream's file descriptor; None for an in-memory buffer or a missing stream."""
     if stream is None:
         return None
     try:
@@ -351,7 +351,7 @@ def handle_of(stream: TextIO | None) -> int | None:
 
 
 def is_closed_pipe(stream: TextIO) -> bool:
-    """Return whether a stream is a pipe whose reader has ended."""
+    """Return whether a stream is a pipe whose reader has closed it."""
     handle = handle_of(stream)
     if handle is None:
         return False
@@ -361,7 +361,7 @@ def is_closed_pipe(stream: TextIO) -> bool:
 
 
 def write_all(handle: int, content: bytes) -> None:
-    """Write to a file handle, bypassing Python's streams, however long the write takes. Raises OSError."""
+    """Write all bytes to a file descriptor, bypassing Python's streams; may block forever. Raises OSError."""
     while content:
         try:
             content = content[os.write(handle, content) :]
@@ -370,26 +370,26 @@ def write_all(handle: int, content: bytes) -> None:
 
 
 def program() -> str:
-    """Return the beginning of this process's command, as it was typed."""
+    """Return the program name as the user typed it: "patchline" or "python -m jobs"."""
     return "patchline" if Path(sys.argv[0]).name == "patchline" else COMMAND
 
 
 def as_typed(text: str) -> str:
-    """Return a text in which commands begin as the command of this process does."""
+    """Replace "python -m jobs" in a text with the program name that the user typed."""
     return text.replace(f"{COMMAND} ", f"{program()} ")
 
 
 def typed_command() -> str:
-    """Return the command of this process as it was typed."""
+    """Return this process's command line as the user typed it."""
     if program() != COMMAND:
         return shlex.join([program(), *sys.argv[1:]])
-    return shlex.join(["python", *sys.orig_argv[1:]])  # sys.argv has lost the `-m jobs`
+    return shlex.join(["python", *sys.orig_argv[1:]])  # sys.argv does not contain `-m jobs`
 
 
 def echo(line: str) -> None:
-    """Print a line of a command's answer at once, without control characters."""
+    """Print a line of a command's result immediately, without control characters."""
     text = as_typed(printable_lines(line))
-    # Above the bar, whose stdout would break a long line: people copy commands from answers.
+    # If there is a bar, write above it with our own wrapping, so that commands in the text can be copied.
     if activity.bar is not None:
         activity.bar.write(folded(text, activity.bar.rich.console.width))
     else:
@@ -397,7 +397,7 @@ def echo(line: str) -> None:
 
 
 def write_last(text: str) -> None:
-    """Write a line to stderr before the process ends; wait at most a few seconds for a stuck stderr."""
+    """Write a line to stderr before the process exits; give up after a few seconds if stderr blocks."""
     stream = sys.stderr
     text = for_stream(as_typed(text), stream)
     handle = handle_of(stream)

@@ -20,7 +20,7 @@ from torch import Generator, Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from models import initial, vit
-from models.configs import ImageSize, ModelConfig, config_of
+from models.configs import HALF, ImageSize, ModelConfig, config_of
 
 if TYPE_CHECKING:
     from models.masked import MaskedViT
@@ -39,7 +39,7 @@ MODULES = {  # family: module and class; a module is imported only when a model 
 
 Shape = tuple[int, ...]
 
-MOST_NAMED = 5  # tensors that an error about values names
+MOST_NAMED = 5  # maximum number of tensors that an error lists
 FLOPS_PER_MAC_TRAINED = 6  # a multiplication and an addition; one forward and two backward: the rule of table 6
 
 
@@ -64,7 +64,7 @@ def from_config(config: ModelConfig, generator: Generator | None = None) -> Mode
     if device.type != "meta":
         # No module has buffers (models/positions.py), so initialising the parameters completes the model.
         model.to_empty(device=device)
-        # In the module's order, so that one seed always gives one model.
+        # Initialise in the module's order, so that a seed always produces the same model.
         for name, parameter in model.named_parameters():
             initial.fill(name, parameter.data, config, generator)
     return model
@@ -75,9 +75,28 @@ def build(name: str, image_size: ImageSize = 224, classes: int = 1000, **config:
     return from_config(config_of(name, image_size, classes, **config))
 
 
-def normalise(images: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Move uint8 images to the device and scale them to the models' range [−1, 1] (SPEC 2.5: value_range(-1, 1))."""
-    return images.to(device, non_blocking=True).float().mul_(1 / 127.5).sub_(1).to(dtype)
+def normalise(images: Tensor, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Move uint8 images to the device and normalise them as the model expects.
+
+    By default to [−1, 1] (SPEC 2.5: value_range(-1, 1)), otherwise by the config's pixel_mean and pixel_std.
+    """
+    pixels = images.to(device, non_blocking=True).float()
+    mean = getattr(config, "pixel_mean", HALF)
+    std = getattr(config, "pixel_std", HALF)
+    if (mean, std) == (HALF, HALF):
+        return pixels.mul_(1 / 127.5).sub_(1).to(dtype)
+    factor, offset = scaling(mean, std, pixels.device)
+    return pixels.mul_(factor).sub_(offset).to(dtype)
+
+
+# Cached, because every step needs them and a copy to the GPU takes time.
+@functools.lru_cache(maxsize=32)
+def scaling(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return factor and offset (3, 1, 1) for pixels of 0 … 255: pixel * factor - offset."""
+    deviation = torch.tensor(std, dtype=torch.float64)
+    factor = 1 / (255 * deviation)
+    offset = torch.tensor(mean, dtype=torch.float64) / deviation
+    return factor.float()[:, None, None].to(device), offset.float()[:, None, None].to(device)
 
 
 def blocks(model: nn.Module) -> dict[str, nn.Module]:
@@ -94,7 +113,7 @@ def compile_blocks(model: nn.Module, **options: Any) -> None:
 
 
 def decayed_parameters(model: nn.Module) -> set[str]:
-    """Return the names of the parameters with weight decay: the original's `*/kernel`s and nothing else (SPEC 2.2).
+    """Return the names of the parameters with weight decay: only the original's `*/kernel`s (SPEC 2.2).
 
     Selects by module type, not by rank, because ZeRO-3 flattens the parameters that it partitions.
     """
@@ -105,7 +124,7 @@ def decayed_parameters(model: nn.Module) -> set[str]:
 
 @functools.lru_cache(maxsize=64)
 def parameters_of(config: ModelConfig) -> int:
-    """Return the number of trainable values."""
+    """Return the number of trainable parameters."""
     return sum(parameter.numel() for parameter in empty(config).parameters())
 
 
@@ -178,7 +197,7 @@ def check_shapes(shapes: dict[str, Shape], expected: dict[str, Shape], family: s
 
 
 def check_finite(weights: dict[str, Tensor]) -> None:
-    """Raise ValueError naming the tensors with values that are not finite, with their numbers of such values."""
+    """Raise ValueError listing the tensors with non-finite values, and the number of these values in each."""
     wrong = []
     for name, tensor in weights.items():
         if not tensor.isfinite().all():

@@ -90,6 +90,7 @@ FREE = (
     *("dropout", "drop_path", "head_bias", "position_std"),  # used only for training and initialisation
 )
 
+HALF = (0.5, 0.5, 0.5)
 ImageSize = int | tuple[int, int]  # pixels; (height, width) if not square
 ConfigFields = dict[str, Any]  # unchecked field values by name, as given by a user or a file
 
@@ -129,7 +130,9 @@ class ViTConfig:
     norm_eps: float = 1e-6  # added to the variance in LayerNorm
     stem: tuple[int, ...] | None = None  # units per stage of a ResNet before the patches; None: plain ViT
     stem_width: int = 64  # channels of the stem's root
-    stem_epsilons: str = "original"  # added to variances in the stem: the original's, or those of timm
+    # Pixels from 0 to 1 are normalised to (pixel - mean) / std for each of R, G and B; the defaults give -1 to 1.
+    pixel_mean: tuple[float, float, float] = HALF
+    pixel_std: tuple[float, float, float] = HALF
     # SWITCHES: departures of later ViTs. With the defaults, none of them adds a parameter or takes time.
     patch_bias: bool = True  # whether the patch embedding has a bias (CLIP: no)
     patch_norm: bool = False  # norm of the patch embeddings, before positions and prefix tokens (AIMv2)
@@ -147,6 +150,7 @@ class ViTConfig:
     pool_prefix: bool = False  # whether pooling by mean or MAP reads the registers too (Perception Encoder)
     map_heads: int | None = None  # attention heads of the MAP head; None: those of a block
     map_mlp: int | None = None  # hidden width of the MAP head's MLP; None: that of a block
+    stem_epsilons: str = "original"  # added to variances in the stem: the original's, or those of timm
 
     family = "vit"
     head_fields = ("classes", "pool", "representation")  # if one of these differs, the head is not transferred
@@ -182,6 +186,11 @@ class ViTConfig:
             is_default = name != "norm_eps" and value is None
             if not is_default and not (is_number and 0 <= value < math.inf):
                 raise ValueError(f"{name} must be a number of 0 or more, found {value!r}")
+        for name in ("pixel_mean", "pixel_std"):
+            values = getattr(self, name)
+            is_valid = len(values) == 3 and all(isinstance(value, int | float) for value in values)
+            if not is_valid or not all(map(math.isfinite, values)) or (name == "pixel_std" and min(values) <= 0):
+                raise ValueError(f"{name} must be three numbers for R, G and B, found {values!r}")
         for name in ("representation", "map_heads", "map_mlp"):
             if getattr(self, name) is not None:
                 checks.at_least(self, 1, (name,))

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from models.configs import CELLS, MaskedConfig
+from models.configs import CELLS, HALF, MaskedConfig
 from models.vit import ViT
 
 # B batch, N patches, K corrupted patches per image, D width, S colours predicted per patch
@@ -105,12 +105,17 @@ class MaskedViT(nn.Module):
 
 
 def targets(images: Tensor, config: MaskedConfig) -> Tensor:
-    """Return the target of each patch: pixels (B, N, 3hw) in [-1, 1], or colour classes 64 r + 8 g + b (B, N, S)."""
+    """Return the target of each patch: normalised pixels (B, N, 3hw), or colour classes 64 r + 8 g + b (B, N, S)."""
     if config.target == "pixels":
         return F.unfold(images, config.stride, stride=config.stride).transpose(1, 2)
     cells = CELLS[config.target]
     rows, columns = config.grid
     mean = F.adaptive_avg_pool2d(images.float(), (rows * cells, columns * cells))
+    if (config.pixel_mean, config.pixel_std) != (HALF, HALF):
+        # Back to [-1, 1]: a colour is a class of the image's pixels, however the model normalises them.
+        factor = 2 * images.new_tensor(config.pixel_std)
+        offset = 2 * images.new_tensor(config.pixel_mean) - 1
+        mean = mean * factor[:, None, None] + offset[:, None, None]
     # Map [-1, 1] to 0..255 and eight bins of 32. The paper does not give bin edges; these are our choice (SPEC 2.7).
     bits = ((mean + 1) * (127.5 / 32)).floor().clamp(0, 7).long()
     color = 64 * bits[:, 0] + 8 * bits[:, 1] + bits[:, 2]  # (B, rows x cells, columns x cells)

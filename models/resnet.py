@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from models.configs import GROUPS, BiTConfig
 
-# B batch, C channels; images and maps are (B, C, rows, columns)
+# B: batch, C: channels; images and maps are (B, C, rows, columns)
 
 EXPANSION = 4  # a bottleneck outputs 4 times its inner channels: He et al. 2016
 # From vit_jax models_resnet.py for the stem, and from bit_pytorch for BiT.

@@ -1,7 +1,7 @@
-"""Turns a `model:` section into a model config, and checks that a stage can train it on the given data.
+"""Turns a recipe's `model:` section into a model config, and checks that a stage can train it on the given data.
 
-In:  {"name": "S/16", "image_size": 224, "classes": 10}, or only the changes to the model of `init`
-Out: a ModelConfig of the models package; ConfigError or DataError with what to type
+In:  {"name": "S/16", "image_size": 224, "classes": 10}, or only the keys that differ from the model of `init`
+Out: a ModelConfig of the models package; ConfigError or DataError if the section is invalid
 """
 
 import math
@@ -13,39 +13,40 @@ import models
 from data.errors import ConfigError, DataError
 from data.images.preprocess import both_sides, parse_ops, shape_of
 from models import ModelConfig, Preprocessing
-from models.configs import MaskedConfig
+from models.configs import MaskedConfig, ViTConfig
+from models.weights.preprocessing import named_filter
 from pipeline.config import require
 from pipeline.training_config import TrainConfig
 from pipeline.values import shown
 
 
 def model_config(values: Mapping[str, Any], source: ModelConfig | None = None) -> ModelConfig:
-    """Return the model config that a `model:` section describes.
+    """Build the model config for a recipe's `model:` section.
 
-    A section without a name holds only changes to `source`, the model of the initial weights. Raises ConfigError with
-    the problem that the models package found, or if a number is not finite.
+    A section without a name only overrides keys of `source`, the config of the initial weights. Raises ConfigError if
+    the models package rejects the section or if a number is not finite.
     """
     options = dict(values)
     try:
         if "name" not in options and source is not None:
             model = models.from_dict({**models.to_dict(source), **options})
         else:
-            # A masked model has no head, so the number of classes does not matter.
+            # A masked model has no classification head and ignores the number of classes.
             if str(options.get("name")).startswith("Masked-"):
                 options["classes"] = 0
             name = options.pop("name")
-            require(isinstance(name, str), f"model.name is {shown(name)}, expected one such as S/16, B/16 or R50+B/16")
+            require(isinstance(name, str), f"model.name is {shown(name)}, expected a name like S/16, B/16 or R50+B/16")
             image_size = options.pop("image_size")
             classes = options.pop("classes")
             model = models.config_of(name, image_size, classes, **options)
     except KeyError as error:
         raise ConfigError(
-            f"model.{error.args[0]} is missing: a model without init needs name, image_size and classes\n"
+            f"model.{error.args[0]} is missing: without init, a model needs name, image_size and classes\n"
             "  for example model={name: S/16, image_size: 224, classes: 10}"
         ) from None
     except ValueError as error:
         raise ConfigError(f"model: {error}") from None
-    # A `model:` section is untyped and YAML reads `nan` as text, so nothing before this check would detect it.
+    # A `model:` section is untyped, and YAML parses `nan` as a string, so no earlier check rejects it.
     for part in fields(model):
         if isinstance(part.default, float):
             value = getattr(model, part.name)
@@ -55,15 +56,16 @@ def model_config(values: Mapping[str, Any], source: ModelConfig | None = None) -
 
 
 def trained_model(cfg: TrainConfig, source: ModelConfig | None = None) -> ModelConfig:
-    """Return the model config that a stage trains; a classifier that starts from a masked model gets the ViT inside.
+    """Return the config of the model that a stage trains, given the config of its initial weights (`source`).
 
-    A new head starts with zero bias (SPEC 1.5), unless the stage's own `model` has a `head_bias`.
+    A classifier initialised from a masked model uses the ViT inside it. A new head starts with zero bias (SPEC 1.5)
+    unless the stage's own `model` section sets `head_bias`.
 
-    Raises ConfigError if this model cannot be trained with the stage's objective.
+    Raises ConfigError if the stage's objective cannot train this model.
     """
     is_masked = cfg.objective == "masked"
     if isinstance(source, MaskedConfig) and not is_masked:
-        # The patch predictor is not part of a classifier; continue with the config of the ViT inside.
+        # A classifier has no patch predictor: use the config of the ViT inside the masked model.
         source = source.vit
     if source is not None and cfg.new_head:
         source = source.with_new_head()
@@ -71,16 +73,16 @@ def trained_model(cfg: TrainConfig, source: ModelConfig | None = None) -> ModelC
     require(
         (model.family == "masked") == is_masked,
         f"objective {cfg.objective} cannot train a model of family {model.family}\n"
-        "  use objective: masked together with model.name: Masked-B/16, or neither",
+        "  objective=masked requires a masked model, such as model.name=Masked-B/16, and the other way round",
     )
     if source is not None:
         try:
             models.check_architecture(source, model)
         except ValueError as error:
             raise ConfigError(
-                f"model: {error}\n  leave these keys, and the name, out of `model`: the weights of init have their own"
+                f"model: {error}\n  remove these keys, and the name, from `model`: the weights of init define them"
             ) from None
-        # The source's bias, for example −10, belongs to its own classes and loss.
+        # The bias of the initial weights, for example −10, only suits their classes and loss.
         if "head_bias" not in cfg.model and not models.keeps_head(source, model, cfg.new_head):
             model = replace(model, head_bias=0.0)
     return model
@@ -89,8 +91,8 @@ def trained_model(cfg: TrainConfig, source: ModelConfig | None = None) -> ModelC
 def check_model(cfg: TrainConfig, model: ModelConfig, classes: Mapping[str, int], key: str = "model") -> None:
     """Raise DataError if a set has more classes than the model's head; raise ConfigError for non-square images.
 
-    `classes` is the number of classes by path of each existing labelled set; `key` is the dotted path of the model's
-    section, for messages.
+    `classes` maps the path of each existing labelled set to its number of classes. `key` is the dotted path of the
+    model's section, used in messages.
     """
     height, width = model.image_size
     require(
@@ -99,10 +101,10 @@ def check_model(cfg: TrainConfig, model: ModelConfig, classes: Mapping[str, int]
     squash = cfg.data.augment.squash
     require(
         squash is None or squash >= height,
-        f"data.augment.squash is {squash}, out of which {height} pixels are to be cropped\n  expected {height} or more",
+        f"data.augment.squash is {squash}, smaller than the crop of {height} pixels\n  expected {height} or more",
     )
     cfg.check_architecture(model, key.removesuffix("model"))
-    if cfg.objective == "masked":  # without labels
+    if cfg.objective == "masked":  # this objective ignores labels
         return
     for path, number in classes.items():
         if number > model.classes:
@@ -112,23 +114,23 @@ def check_model(cfg: TrainConfig, model: ModelConfig, classes: Mapping[str, int]
             )
 
 
-# ------------------------------------------------------------------------ the images that a model takes
+# ------------------------------------------------------------------------ the model's input images
 
 
 def check_shape(ops: str | None, model: ModelConfig, key: str) -> None:
-    """Raise ConfigError if the images of `ops` do not have the model's size; `key` is the config key of the ops."""
+    """Raise ConfigError if the preprocessing `ops` do not output the model's image size; `key` is their config key."""
     if not ops or model.family == "bit":  # a ResNet accepts any size
         return
     height, width, _ = shape_of(ops)
     expected_height, expected_width = model.image_size
     require(
         (height, width) == (expected_height, expected_width),
-        f"{key}: {ops!r} makes images of {height}×{width}, expected the model's {expected_height}×{expected_width}\n"
-        f"  type '{key}=resize(({expected_height}, {expected_width}))', or {key}=null, which is the same",
+        f"{key}: {ops!r} produces {height}×{width} images, but the model expects {expected_height}×{expected_width}\n"
+        f"  type '{key}=resize(({expected_height}, {expected_width}))', or {key}=null, which does the same",
     )
 
 
-# First ops that other libraries have an equivalent for, and their names in models/weights/preprocessing.py.
+# Resize ops with an equivalent in other libraries, and its name in models/weights/preprocessing.py.
 INTERPOLATIONS = {
     "resize": "bilinear",
     "resize_float": "bilinear",
@@ -138,7 +140,7 @@ INTERPOLATIONS = {
 
 
 def preprocessing_of(ops: str | None, model: ModelConfig) -> Preprocessing:
-    """Return the preprocessing to record with exported weights: that of `ops`, or a resize to the model's size."""
+    """Return the preprocessing to record with exported weights: `ops`, or by default a resize to the model's size."""
     ops = ops or f"resize({model.image_size})"
     height, width, _ = shape_of(ops)
     steps: list[tuple[str, Any]] = []
@@ -147,12 +149,18 @@ def preprocessing_of(ops: str | None, model: ModelConfig) -> Preprocessing:
             steps.append((op.__name__, arguments))
     names = [name for name, _ in steps]
     # Other libraries resize once and then crop the centre.
-    is_translatable = names[:1] != [] and names[0] in INTERPOLATIONS and names[1:] in ([], ["central_crop"])
-    if not is_translatable:
-        return Preprocessing(ops, (height, width))
-    name, (size, *options) = steps[0]
-    interpolation = INTERPOLATIONS[name]
-    if True in options:
-        interpolation += " antialiased"
-    resize = int(size) if name == "resize_small" else both_sides(size)
-    return Preprocessing(ops, (height, width), resize, interpolation)
+    is_first_known = names[:1] == ["resize_pillow"] or (names[:1] != [] and names[0] in INTERPOLATIONS)
+    is_translatable = is_first_known and names[1:] in ([], ["central_crop"], ["center_crop"])
+    recorded = Preprocessing(ops, (height, width))
+    if is_translatable:
+        name, (size, *options) = steps[0]
+        is_pillow = name == "resize_pillow"
+        interpolation = named_filter(str(options[0])) if is_pillow else INTERPOLATIONS[name]
+        if True in options:
+            interpolation += " antialiased"
+        keeps_aspect = name == "resize_small" or (is_pillow and not isinstance(size, tuple))
+        resize = int(size) if keeps_aspect else both_sides(size)
+        recorded = replace(recorded, resize=resize, interpolation=interpolation)
+    if isinstance(model, ViTConfig):
+        recorded = replace(recorded, mean=model.pixel_mean, std=model.pixel_std)
+    return recorded

@@ -1,10 +1,10 @@
-"""Records and output files of a stage, and the checks that they are unchanged: sealed JSON and digests of files.
+"""Writes a stage's records, and verifies that its records and output files have not changed.
 
 1. A record (stage.json, task.json, provenance.json, done.json) is JSON that ends with its own sha256 (`write_record`).
-2. A stage's done.json, or the provenance.json of imported or exported weights, holds the size and sha256 of every
-   output file: `digests`.
-3. Readers of these files verify them first: `check_files` all files of a finished stage, `check_weights` the weights
-   that something starts from. A difference raises DataError with the file, who wrote it, and what to do.
+2. A stage's done.json, or the provenance.json of imported or exported weights, lists the size and sha256 of every
+   output file (`digests`).
+3. Files are verified before they are read: `check_files` verifies all files of a finished stage, `check_weights`
+   verifies initial weights. A mismatch raises DataError, which names the file, what wrote it, and the remedy.
 
 In:  {"key": "1a2b…", "seconds": 3.2}
 Out: {"schema": 1, "key": "1a2b…", "seconds": 3.2, "sha256": "9f3c…"}, one entry per line (data/seal.py)
@@ -27,49 +27,49 @@ from data.storage import Storage
 from models.weights.folder import CLASSES, CONFIG, PREPROCESSING, WEIGHTS
 from pipeline.checkpoints.manifest import FileRecord
 
-if TYPE_CHECKING:  # torch takes a second to import; records do not need it
+if TYPE_CHECKING:  # importing torch takes a second, and records do not need it
     from torch import Tensor
 
 SCHEMA = 1  # version of the record format
 DONE = "done.json"
 TASK = "task.json"
 PROVENANCE = "provenance.json"
-# The newest evaluation of a trained stage: some samples with their predictions, and counts by class.
+# Results of a trained stage's latest evaluation: some samples with their predictions, and counts per class.
 EXAMPLES = "examples.json"
-# Ranges [first, stop) of steps, counted from 0, that had non-finite gradients and are excluded.
+# Excluded ranges [first, stop) of steps, counted from 0, because of non-finite gradients.
 EXCLUDED_STEPS = "excluded-steps.json"
-# Folder of a trained stage: requests and results of searches for the samples that cause spikes
-# (`health.on_spike: bisect`).
+# Folder in a trained stage with the requests and results of spike searches, which find the samples that cause a
+# gradient spike (`health.on_spike: bisect`).
 SEARCHES = "searches"
-# Entry of a done.json: the reason why a run of a sweep diverged.
+# Key in done.json: why this run of a sweep diverged.
 DIVERGED = "diverged"
-NEEDED_FILES = (WEIGHTS, CONFIG)  # in every folder of weights
-BESIDE_WEIGHTS = (CLASSES, PREPROCESSING)  # only if known
+NEEDED_FILES = (WEIGHTS, CONFIG)  # required in every folder of weights
+BESIDE_WEIGHTS = (CLASSES, PREPROCESSING)  # optional files in a folder of weights
 WEIGHT_FILES = (*NEEDED_FILES, *BESIDE_WEIGHTS)
-# Output files that other stages and commands read. Logs are not included: they grow, and no result depends on them.
+# Output files that other stages and commands read. Logs are excluded: they keep growing, and no result depends on them.
 HANDED_ON = (*WEIGHT_FILES, "metrics.json", "evaluation.json", "report.txt", "stage.json", TASK, PROVENANCE)
-SAY_AFTER_S = 5.0  # a check that takes longer is logged
+SAY_AFTER_S = 5.0  # log a verification that takes longer, in seconds
 
 
 # ------------------------------------------------------------------------ records
 
 
 def write_record(path: Path, values: Mapping[str, object]) -> None:
-    """Write a record sealed with its own digest, atomically."""
+    """Write a record atomically, sealed with its own sha256."""
     write_atomically(path, seal({"schema": SCHEMA, **values}))
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Read a record and verify its digest. Raises DataError if it is torn or altered; OSError.
+    """Read a record and verify its digest. Raises DataError if it is truncated or altered, OSError if unreadable.
 
-    The values are JSON, of the types with which the record was written.
+    The values are plain JSON types.
     """
     try:
         values = unseal(path.read_bytes())
     except Unsealed as error:
         raise altered(path, str(error), None) from None
     values.pop("schema", None)
-    # Names of files become paths below the record's folder.
+    # Callers join these file names to the record's folder, so they must not lead outside it.
     files = values.get("files")
     for name in files if isinstance(files, dict) else ():
         check_file_name(name, str(path))
@@ -85,16 +85,16 @@ def read_done(folder: Path) -> dict[str, Any] | None:
 
 
 def started_s(folder: Path) -> float:
-    """Return when a stage was first started, in seconds since 1970."""
+    """Return the time of a stage's first start, in seconds since 1970."""
     return recorded_s(folder / "stage.json", "started")
 
 
 def recorded_s(path: Path, entry: str) -> float:
-    """Return a time stored in a record, in seconds since 1970; the file's modification time if the record has none.
+    """Return the time under key `entry` of a record, in seconds since 1970; by default the file's modification time.
 
-    An altered record counts as one without the entry.
+    The default also applies to a truncated or altered record.
     """
-    # Altered records are reported elsewhere, in the stage's own status line.
+    # The stage's status line reports altered records.
     with suppress(DataError):
         moment = read_record(path).get(entry)
         if moment is not None:
@@ -106,7 +106,7 @@ def recorded_s(path: Path, entry: str) -> float:
 
 
 def digests(folder: Path, names: Iterable[str] = HANDED_ON) -> dict[str, FileRecord]:
-    """Return the size and sha256 of those of the named files that exist in the folder."""
+    """Return the size and sha256 of each of these files in the folder; missing files are omitted."""
     records: dict[str, FileRecord] = {}
     for name in names:
         path = folder / name
@@ -123,12 +123,12 @@ def digest_of(path: Path) -> FileRecord:
 
 
 def record_weights(folder: Path, values: Mapping[str, object]) -> None:
-    """Write provenance.json for weights outside a run: their origin and their digests."""
+    """Write provenance.json for weights outside a run: `values`, such as their origin, and their digests."""
     write_record(folder / PROVENANCE, {**values, "files": digests(folder, WEIGHT_FILES)})
 
 
 class Covering(NamedTuple):
-    """The record that holds the digests of a folder's files."""
+    """The record (done.json or provenance.json) that lists the digests of a folder's files."""
 
     path: Path
     values: dict[str, Any]
@@ -136,7 +136,7 @@ class Covering(NamedTuple):
 
 
 def covering_record(folder: Path) -> Covering | None:
-    """Return the record with the digests of a folder's files; None if there is none. Raises DataError."""
+    """Return the record with the digests of a folder's files, or None if the folder has none. Raises DataError."""
     for name in (DONE, PROVENANCE):
         path = folder / name
         if not path.exists():
@@ -156,9 +156,9 @@ def recorded_sha256(folder: Path) -> str | None:
 
 
 def check_files(folder: Path, log: Callable[[str], None]) -> bool:
-    """Verify every recorded output file of a folder against its digest; return False if no record covers them.
+    """Verify every recorded output file of a folder against its digest; return False if no digests are recorded.
 
-    `log` receives a line if the check took long. Raises DataError for the first altered file.
+    Logs a line if the verification took long. Raises DataError for the first altered file.
     """
     began = time.monotonic()
     covering = covering_record(folder)
@@ -172,22 +172,22 @@ def check_files(folder: Path, log: Callable[[str], None]) -> bool:
 
 
 def log_if_slow(began: float, checked_bytes: int, folder: Path, log: Callable[[str], None]) -> None:
-    """Log how long a check took, if the user may wonder why the command was waiting."""
+    """Log a verification that took more than a few seconds, to explain the delay to the user."""
     seconds = time.monotonic() - began
     if seconds > SAY_AFTER_S:
-        log(f"checked {checked_bytes / 1e9:.1f} GB in {folder} in {seconds:.0f} s")
+        log(f"verified {checked_bytes / 1e9:.1f} GB in {folder} in {seconds:.0f} s")
 
 
 def check_file(path: Path, expected: FileRecord, covering: Covering) -> FileRecord:
-    """Return the file's size and sha256. Raises DataError if they differ from the record."""
+    """Return a file's size and sha256. Raises DataError if they differ from the `expected` ones in the record."""
     if not path.is_file():
-        raise altered(path, f"it is missing, {covering.path.name} names it", covering)
+        raise altered(path, f"it is missing, although {covering.path.name} lists it", covering)
     actual = digest_of(path)
     if actual["bytes"] != expected["bytes"]:
-        difference = f"it has {actual['bytes']} bytes, {covering.path.name} says {expected['bytes']}"
+        difference = f"it has {actual['bytes']} bytes; {covering.path.name} lists {expected['bytes']}"
         raise altered(path, difference, covering)
     if actual["sha256"] != expected["sha256"]:
-        difference = f"its sha256 is {actual['sha256'][:12]}…, {covering.path.name} says {expected['sha256'][:12]}…"
+        difference = f"its sha256 is {actual['sha256'][:12]}…; {covering.path.name} lists {expected['sha256'][:12]}…"
         raise altered(path, difference, covering)
     return actual
 
@@ -195,49 +195,49 @@ def check_file(path: Path, expected: FileRecord, covering: Covering) -> FileReco
 class CheckedWeights(NamedTuple):
     """The result of verifying initial weights."""
 
-    sha256: str  # of weights.safetensors, as just read
-    is_verified: bool  # False if no record holds the expected digest
+    sha256: str  # digest of weights.safetensors, computed from the file just now
+    is_verified: bool  # False if no expected digest is recorded
 
 
 def check_weights(folder: Path, log: Callable[[str], None]) -> CheckedWeights:
-    """Verify weights.safetensors and model.json against the digests recorded with them, reading each file once.
+    """Verify weights.safetensors and model.json against their recorded digests, reading each file once.
 
-    A message is passed to `log` if the weights have no digests or if verification took long. Raises DataError if a
-    file is missing or altered, OSError if it cannot be read.
+    Logs a line if no digests are recorded or if the verification took long. Raises DataError if a file is missing or
+    altered, OSError if it cannot be read.
     """
     began = time.monotonic()
     covering = covering_record(folder)
     is_verified = covering is not None and set(NEEDED_FILES) <= covering.files.keys()
     if covering is not None and is_verified:
         check_file(folder / CONFIG, covering.files[CONFIG], covering)
-        # Class names and preprocessing: as recorded, or absent if the record does not name them.
+        # Class names and preprocessing are optional, but must be absent if the record does not list them.
         for name in BESIDE_WEIGHTS:
             if name in covering.files:
                 check_file(folder / name, covering.files[name], covering)
             elif (folder / name).exists():
-                raise altered(folder / name, f"it is there, and {covering.path.name} does not name it", covering)
+                raise altered(folder / name, f"it exists, but {covering.path.name} does not list it", covering)
         weights = check_file(folder / WEIGHTS, covering.files[WEIGHTS], covering)
     else:
         if not (folder / WEIGHTS).is_file():
-            way_out = "give a folder that holds one, or @stage"
+            way_out = "pass a folder that contains this file, or @stage"
             finished = sorted(path.parent for path in folder.glob(f"*/{WEIGHTS}"))
             if finished:
-                way_out = f"give the folder of a stage: {', '.join(map(str, finished[:5]))}"
+                way_out = f"pass the folder of a stage: {', '.join(map(str, finished[:5]))}"
             elif folder.name == WEIGHTS:
-                way_out = f"give its folder: {folder.parent}"
+                way_out = f"pass its folder: {folder.parent}"
             elif folder.suffix in (".npz", ".safetensors") or (folder / "model.safetensors").is_file():
                 way_out = f"to use the weights of another project, import them: python -m jobs import {folder} FOLDER"
             raise DataError(f"no {WEIGHTS} in {folder}\n  {way_out}")
         weights = digest_of(folder / WEIGHTS)
-        log(f"unverified: {folder} has no digests, so a change of its weights would go unnoticed")
+        log(f"unverified: {folder} has no recorded digests, so changes to its weights cannot be detected")
     log_if_slow(began, weights["bytes"], folder, log)
     return CheckedWeights(weights["sha256"], is_verified)
 
 
 def load_weights(folder: Path) -> tuple[dict[str, "Tensor"], models.ModelConfig]:
-    """Return the state dict and the config of weights in our format.
+    """Load the state dict and the model config from a folder of weights in Patchline's format.
 
-    Raises DataError if they cannot be read, do not fit each other, or contain NaN or infinity; OSError.
+    Raises DataError if they are invalid, do not match each other, or contain NaN or infinity; OSError if unreadable.
     """
     try:
         return models.load_weights(folder)
@@ -246,12 +246,12 @@ def load_weights(folder: Path) -> tuple[dict[str, "Tensor"], models.ModelConfig]
 
 
 def fetch_weights(storage: Storage, stage: str) -> None:
-    """Make the exported weights of a finished stage available on this node, and verify them against its record.
+    """Download the exported weights of a finished stage to this node if necessary, and verify their digests.
 
     Raises DataError if the stage has not finished or its files are altered; StorageError, OSError.
     """
     if storage.is_shared:
-        return  # the files are here, and the driver has verified them
+        return  # every node can read the files, and the driver has already verified them
     folder = storage.local / stage
     record = storage.read(f"{stage}/{DONE}")
     if record is None:
@@ -265,7 +265,7 @@ def fetch_weights(storage: Storage, stage: str) -> None:
                 storage.ensure_local(f"{stage}/{name}", files[name]["bytes"], files[name]["sha256"])
             except CheckpointError as error:
                 raise DataError(str(error)) from None
-    # Delete class names and preprocessing of earlier weights, left here by a previous owner of the run.
+    # Delete stale class names and preprocessing, left on this node by a previous owner of the run.
     for name in BESIDE_WEIGHTS:
         if name not in files:
             (folder / name).unlink(missing_ok=True)
@@ -276,22 +276,23 @@ def fetch_weights(storage: Storage, stage: str) -> None:
 
 
 def altered(path: Path, difference: str, covering: Covering | None) -> DataError:
-    """Return the error for an altered file: which file, what was expected, and what to do."""
+    """Build the error for an altered file: which file, what was expected, and how to recover."""
     folder = path.parent
     copy = f"  restore {path.name} from a copy"
     values = covering.values if covering is not None else {}
     if "imported" in values:
-        expected = f"the file as it was imported from {values['imported']}"
+        expected = f"the file that was imported from {values['imported']}"
         remedy = f"{copy}, or move {folder} away and import again"
     elif "exported" in values:
-        expected = f"the file as it was exported from {values['exported']}"
+        expected = f"the file that was exported from {values['exported']}"
         remedy = f"{copy}, or move {folder} away and export again"
     elif path.name == PROVENANCE and not (folder / "stage.json").exists():
-        expected = "the record as it was written with these weights"
+        expected = "the original record of these weights"
         remedy = f"{copy}, or move {folder} away and import again"
     else:
-        # A stage without done.json counts as unfinished: a trained one recreates its outputs from its last checkpoint.
-        expected = f"the file as the stage {folder.name} wrote it"
+        # Without done.json a stage is unfinished: a training stage then exports its files again from its last
+        # checkpoint.
+        expected = f"the file that stage {folder.name} wrote"
         bad_files = [str(path)]
         if path.name != DONE:
             bad_files.append(str(folder / DONE))

@@ -3,7 +3,7 @@
 1. `planned_ids` returns the samples of a step's global batch and marks those that a hook masks.
 2. `micro_batches` iterates this worker's micro-batches from a given step on, on its device, in the image size of the
    step's phase. A stop request interrupts the wait for the first batch.
-3. `next_batch` returns the next micro-batch, and tells the driver which shard it waits for.
+3. `next_batch` returns the next micro-batch, and reports to the driver which shard it is waiting for.
 4. `begin_forward` seeds the random draws of the forward pass and converts the images to floats.
 5. One of OBJECTIVES, chosen by the recipe's `objective`, returns the loss summed over the micro-batch; the loop weights
    the loss and calls backward.
@@ -46,7 +46,7 @@ from models.catalog import normalise
 from pipeline import config
 from pipeline.hooks import masked_by
 from pipeline.losses import LOSSES, dense_targets, mixup
-from pipeline.phases import phase_at
+from pipeline.training_config import phase_at
 from pipeline.training_data import training_loader
 
 if TYPE_CHECKING:
@@ -57,13 +57,13 @@ STOP_POLL_S = 0.2  # between checks for a stop request while waiting for the fir
 # The purpose separates draws with the same seed, step and samples. Masked prediction has no purpose number;
 # token_dropping.PATCH_DROPOUT is 2.
 DROPOUT = 1
-GREY = 128  # of 255: nearly 0 after normalisation
+GREY = 128  # pixel value out of 255; nearly 0 after normalisation
 
-# b: samples of a micro-batch, B: samples of the global batch, S: side of an image in pixels
+# b: samples per micro-batch, B: samples per global batch, S: side of an image in pixels
 
 
 def planned_ids(worker: "Worker", step: int) -> Ids:
-    """Return the sample ids of a step's global batch as the ledger counts them: a masked sample n is −1 − n."""
+    """Return the sample ids of a step's global batch as counted in the ledger: a masked sample n becomes −1 − n."""
     planned = worker.data.order.batch(step)
     masked = masked_by(worker.hooks, step, planned.shard, planned.sample)
     if masked is None:
@@ -72,19 +72,19 @@ def planned_ids(worker: "Worker", step: int) -> Ids:
 
 
 def samples_in_mean(planned: Ids) -> int:
-    """Return the number of samples that a step's mean loss is over; 1 if all samples are masked."""
+    """Return the number of unmasked samples, over which a step's loss is averaged; 1 if all samples are masked."""
     return max(int((planned.sample >= 0).sum()), 1)
 
 
 def micro_batches(worker: "Worker", start_step: int) -> Iterator[Batch]:
-    """Iterate this worker's micro-batches from a step on, on its device, in the image size of each step's phase."""
+    """Iterate this worker's micro-batches from a step on, on its device and at the image size of each step's phase."""
     cfg = worker.cfg
     data = worker.data
     for phase in data.phases:
         first_step = max(start_step, phase.steps.start)
         if first_step >= phase.steps.stop:
             continue
-        # A loader reads ahead in one image size, so each phase has its own loader.
+        # A loader prefetches images of a single size, so each phase needs its own loader.
         loader = training_loader(
             cfg,
             data.index,
@@ -97,7 +97,8 @@ def micro_batches(worker: "Worker", start_step: int) -> Iterator[Batch]:
             processes=cfg.data.processes,
         )
         is_start = first_step == start_step
-        # At a later phase there are uncommitted steps: a stop then goes through the step itself, which commits.
+        # When a later phase begins, some steps are uncommitted; a stop request is then handled after the next step,
+        # which commits them.
         batches = wait_for_first_batch(worker, loader) if is_start else iter(loader)
         with closing(batches):
             count = (phase.steps.stop - first_step) * data.arithmetic.accumulation
@@ -105,9 +106,9 @@ def micro_batches(worker: "Worker", start_step: int) -> Iterator[Batch]:
 
 
 def wait_for_first_batch(worker: "Worker", loader: TrainLoader) -> Generator[Batch]:
-    """Iterate the loader's batches, and let a stop request interrupt the wait for the first: minutes on a cold cache.
+    """Iterate the loader's batches; a stop request interrupts the wait for the first one (minutes on a cold cache).
 
-    Use it only at the start of the loop: all steps are committed then, and the workers need not agree on the stop.
+    Call this only at the start of the loop, when all steps are committed and each worker may stop independently.
     Raises Preempted in the waiting worker.
     """
     batches = iter(loader)
@@ -115,7 +116,7 @@ def wait_for_first_batch(worker: "Worker", loader: TrainLoader) -> Generator[Bat
 
     def fetch() -> None:
         try:
-            if worker.group.device.type == "cuda":  # the current GPU is a setting of each thread
+            if worker.group.device.type == "cuda":  # the current GPU is a per-thread setting
                 torch.cuda.set_device(worker.group.device)
             answers.put(next(batches))
         except Exception as error:
@@ -130,13 +131,13 @@ def wait_for_first_batch(worker: "Worker", loader: TrainLoader) -> Generator[Bat
         if first is None and time.monotonic() - logged_at > LOG_EVERY_S:
             logged_at = time.monotonic()
             loader.log_wait(worker.group.telemetry.log)
-        # Every worker checks the stop file: rank 0 may already have its batch and wait for the others' gradients.
+        # Every worker checks the stop file, because rank 0 may already be waiting for the others' gradients.
         if first is None and worker.stop.is_requested_on_node():
             loader.stop()
             raise Preempted("stopped while waiting for the first batch; run the same command again to resume")
     if isinstance(first, Exception):
         raise first
-    # A reference kept here would occupy its place in the memory that the loader decodes into.
+    # Drop the reference: a live batch occupies a slot of the loader's decoding buffer.
     ready = [first]
     del first
     yield ready.pop()
@@ -145,7 +146,7 @@ def wait_for_first_batch(worker: "Worker", loader: TrainLoader) -> Generator[Bat
 
 def next_batch(worker: "Worker", batches: Iterator[Batch], step: int, planned: Ids) -> Batch:
     """Return the next micro-batch of a step; `planned` are the samples of the step's global batch."""
-    # In case the wait is long, report the shard of this worker's first sample of the batch to the driver.
+    # Report the shard of this worker's first sample to the driver, which shows it if the wait is long.
     first_slot = worker.data.arithmetic.slots(worker.group.rank).start
     worker.group.phases.enter("data", step, worker.data.index.shards[planned.shard[first_slot]].name)
     batch = next(batches)
@@ -159,7 +160,7 @@ def next_batch(worker: "Worker", batches: Iterator[Batch], step: int, planned: I
 
 
 def without_rows(batch: Batch, masked: np.ndarray) -> Batch:
-    """Return a micro-batch whose masked rows are grey and unlabelled."""
+    """Return the micro-batch with grey pixels and no labels in its masked rows."""
     rows = torch.from_numpy(masked).to(batch.images.device)
     images = batch.images.masked_fill(rows[:, None, None, None], GREY)
     labels = batch.labels.masked_fill(rows[:, None], -1)
@@ -168,15 +169,15 @@ def without_rows(batch: Batch, masked: np.ndarray) -> Batch:
 
 def begin_forward(worker: "Worker", step: int, batch: Batch) -> Tensor:
     """Seed the random draws of a micro-batch's forward pass; return its images (b, 3, S, S) as the model's input."""
-    # The seed depends only on step and samples, so a resumed run repeats the dropout of an uninterrupted one.
+    # Seeded only by the step and the samples, so a resumed run draws the same dropout as an uninterrupted one.
     torch.manual_seed(seed_of_micro_batch(worker.cfg.seed, step, batch.ids, DROPOUT))
     worker.group.phases.enter("forward", step)
-    return normalise(batch.images, worker.engine.dtype, worker.group.device)
+    return normalise(batch.images, worker.model_config, worker.engine.dtype, worker.group.device)
 
 
 def seed_of_micro_batch(seed: int, step: int, ids: Tensor, *purpose: int) -> int:
     """Derive the seed of a micro-batch's random draws from the seed, step, sample ids and purpose."""
-    # 15 hex digits are 60 bits, which fit into the 64-bit seeds of torch's generators.
+    # Torch's generators take 64-bit seeds; 15 hexadecimal digits are 60 bits.
     return int(config.digest((seed, step, *ids.flatten().tolist(), *purpose))[:15], 16)
 
 
@@ -190,13 +191,13 @@ def classification_loss(worker: "Worker", step: int, images: Tensor, batch: Batc
     """Return the classification loss summed over a micro-batch, with label smoothing and mixup as configured."""
     cfg = worker.cfg
     targets = dense_targets(batch.labels, worker.model_config.classes, cfg.label_smoothing)
-    # Seeded only by the step, so that all micro-batches of a step blend with the same share. The partner is the
-    # neighbour in the micro-batch; in the original it is the neighbour on the same device.
+    # Seeded by the step alone, so that all micro-batches of a step use the same mixing ratio. The partner is the
+    # neighbour in the micro-batch; in the original implementation it is the neighbour on the same device.
     if cfg.mixup:
         images, targets = mixup(images, targets, cfg.mixup, (cfg.seed, step))
     inputs = [images, *patches_to_keep(worker, step, batch)]
     logits = worker.engine.forward(*inputs)
-    # A sum rather than a mean: if worker shares differ by a sample, a mean of means would weight samples unequally.
+    # Sum, not mean: if workers have different numbers of samples, a mean of means would weight samples unequally.
     losses = LOSSES[cfg.loss](logits, targets)
     if batch.masked is not None:
         losses = losses.masked_fill(batch.masked, 0.0)
@@ -210,15 +211,15 @@ def patches_to_keep(worker: "Worker", step: int, batch: Batch) -> list[Tensor]:
         return []
     patches = draw_patches(step, batch.ids)
     if worker.group.device.type == "cuda":
-        patches = patches.pin_memory()  # otherwise the copy would block the host
+        patches = patches.pin_memory()  # a copy from unpinned memory would block the host
     return [patches.to(worker.group.device, non_blocking=True)]
 
 
 def masked_loss(worker: "Worker", step: int, images: Tensor, batch: Batch) -> Tensor:
     """Return the masked-patch-prediction loss summed over a micro-batch.
 
-    The corruption depends on the step and the samples of the micro-batch: it is the same at every world size that
-    cuts the batch into the same micro-batches.
+    The corruption depends only on the step and the samples of the micro-batch, so it is the same at every world size
+    that splits the batch into the same micro-batches.
     """
     generator = torch.Generator(worker.group.device).manual_seed(seed_of_micro_batch(worker.cfg.seed, step, batch.ids))
     summed_loss, _ = models.masked.objective(worker.engine.forward, images, generator, left_out=batch.masked)

@@ -16,10 +16,9 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import cache
+from types import NoneType
 from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
-
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from data.checks import few
 from data.errors import ConfigError
@@ -35,9 +34,9 @@ class ConfigDataclass(Protocol):
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
 
-MODEL = "model"  # the section that may be written as only the model's name
+MODEL = "model"  # this section may also be just the model's name
 MOST_NAMES = 12  # keys listed in a message
-# Our keys, and the names that other libraries use for them.
+# Names that other libraries use for our recipe keys; the error for an unknown key suggests ours.
 OTHER_WORDS = {
     "passes": "epochs epoch num_epochs max_epochs num_train_epochs",
     "steps": "max_steps num_steps iterations total_steps",
@@ -84,33 +83,53 @@ def require(condition: bool, message: str) -> None:
 # ------------------------------------------------------------------------------------------------ typed sections
 
 
-def build(kind: type[Config], section: object, where: str, defaults: Config | DictConfig | None = None) -> Config:
+def build(kind: type[Config], section: object, where: str, defaults: Config | None = None) -> Config:
     """Build a frozen config of class `kind` from its defaults and a plain section; `where` is its path in messages.
 
-    `defaults` is an instance; if many configs are built from it, pass it through `structured` once. Raises ConfigError
-    naming the key, its value and what was expected.
+    `defaults` is an instance. Raises ConfigError naming the key, its value and what was expected.
     """
-    # Keys and values are read before OmegaConf merges, because its messages use Python types and suggest no other key.
-    read_values = _read_section(kind, section, where, (kind, where))
+    return _filled(kind, _read_section(kind, section, where, (kind, where)), where, where, defaults)
+
+
+def _filled(
+    kind: type[Config], values: Mapping[str, object], path: str, stage_path: str, defaults: object = None
+) -> Config:
+    """Return an instance of `kind` with these values, which `_read_section` has read, and defaults for the others.
+
+    Raises ConfigError for a missing value, for null in place of a section, and for values that the class rejects.
+    """
+    fields: dict[str, Any] = {}
+    for field in dataclasses.fields(kind):
+        key = f"{path}.{field.name}"
+        default = getattr(defaults, field.name) if isinstance(defaults, kind) else default_of(field)
+        value = values.get(field.name, default)
+        hint = type_hints(kind)[field.name]
+        inner = section_kind(hint)
+        if field.name not in values:
+            pass
+        elif isinstance(value, Mapping) and inner is not None and not is_named(hint):
+            value = _filled(inner, value, key, stage_path, default)
+        elif isinstance(value, Mapping) and inner is not None:
+            value = {name: _filled(inner, entry or {}, f"{key}.{name}", stage_path) for name, entry in value.items()}
+        elif value is None and NoneType not in get_args(hint) and hint is not Any:
+            raise ConfigError(f"{key} is null, expected a value\n  remove the key to use its default")
+        else:
+            value = as_declared(value, hint)
+            if isinstance(value, Mapping) and isinstance(default, Mapping):
+                value = {**default, **value}
+        if isinstance(value, str) and value == "???":
+            raise ConfigError(f"{key} is missing and has no default\n  type {key}=…")
+        fields[field.name] = value
     try:
-        merged = OmegaConf.merge(kind if defaults is None else defaults, read_values)
-        return OmegaConf.to_object(merged)  # type: ignore[return-value]
-    except OmegaConfBaseException as error:
-        key = where
-        if error.full_key:
-            key = f"{where}.{error.full_key}"
-        reason = str(error).splitlines()[0]
-        if "missing mandatory value" in reason:
-            raise ConfigError(f"{key} is missing and has no default\n  type {key}=…") from None
-        raise ConfigError(f"{key}: {reason}") from None
-    except (ConfigError, ValueError) as error:  # from a dataclass's __post_init__
-        raise ConfigError(f"{where}: {error}") from None
+        return kind(**fields)
+    except (ConfigError, ValueError) as error:  # from __post_init__
+        raise ConfigError(f"{stage_path}: {error}") from None
 
 
 def build_recorded(kind: type[Config], values: Mapping[str, Any], where: str) -> Config:
-    """Build a config from the plain values of a record, possibly written by an earlier version.
+    """Build a config from the plain values of a record, possibly written by an earlier version of Patchline.
 
-    Null values of keys that no longer exist are dropped. Raises as `build`.
+    Keys that no longer exist are dropped if their value is null. Raises ConfigError like `build`.
     """
     known = {field.name for field in dataclasses.fields(kind)}
     usable = {name: value for name, value in values.items() if name in known or value is not None}
@@ -127,38 +146,54 @@ def with_defaults(config: Config, names: str) -> Config:
 
 
 def default_of(field: "dataclasses.Field[Any]") -> Any:
-    """Return the default value of a dataclass field that has one."""
+    """Return the default value of a dataclass field; the field must have one."""
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return field.default
 
 
-def structured(defaults: ConfigDataclass | type[ConfigDataclass]) -> DictConfig:
-    """Convert a config class or instance to OmegaConf's form, for use as `defaults` of `build`."""
-    return OmegaConf.structured(defaults)
+@cache
+def type_hints(kind: type[ConfigDataclass]) -> Mapping[str, Any]:
+    """Return the type of each field of a config class."""
+    return get_type_hints(kind)
+
+
+def as_declared(value: object, hint: Any) -> Any:
+    """Convert a value that has been read for a field of this type: whole numbers to floats or text, also in lists."""
+    allowed = [part for part in get_args(hint) if part is not NoneType]
+    if NoneType in get_args(hint) and len(allowed) == 1:
+        (hint,) = allowed
+    if isinstance(value, list | tuple) and get_args(hint):
+        entries = [as_declared(entry, get_args(hint)[0]) for entry in value]
+        return tuple(entries) if get_origin(hint) is tuple else entries
+    if isinstance(value, Mapping) and len(get_args(hint)) == 2:
+        return {str(name): as_declared(entry, get_args(hint)[1]) for name, entry in value.items()}
+    if hint in (float, str) and isinstance(value, int | float) and not isinstance(value, bool):
+        return hint(value)
+    return value
 
 
 def _read_section(
     kind: type[ConfigDataclass], section: object, where: str, stage: tuple[type[ConfigDataclass], str]
 ) -> dict[str, object]:
-    """Convert a plain section, with the sections inside it, to values of the types that `kind` declares.
+    """Convert a plain section and its subsections to values of the types that `kind` declares.
 
-    `stage` is the config class of the whole stage and its path in messages; a wrong key may belong to another section
-    of it. Raises ConfigError for an unknown key, a value of the wrong type, and a value in place of a section.
+    `stage` is the config class of the whole stage and its path in messages: an unknown key may belong to another of
+    its sections. Raises ConfigError for an unknown key, a value of the wrong type, or a value in place of a section.
     """
     known = [field.name for field in ordered_fields(kind)]
     if not isinstance(section, Mapping):
         listed = few(known, MOST_NAMES, ", …")
         example = ""
-        for name, hint in get_type_hints(kind).items():
-            # Suggest the first key that accepts the value: for data=shards, data.train=shards.
+        for name, hint in type_hints(kind).items():
+            # Suggest the first key that accepts the value, for example data.train=shards for data=shards.
             with suppress(ConfigError):
                 if name in known and section_kind(hint) is None and section not in (None, ""):
                     read_value(section, hint, name)
-                    example = f"\n  type for example {where}.{name}={shown(section)}"
+                    example = f"\n  for example, type {where}.{name}={shown(section)}"
                     break
         raise ConfigError(f"{where} is {shown(section)}, expected a section with the keys {listed}{example}")
-    hints = get_type_hints(kind)
+    hints = type_hints(kind)
     read_values: dict[str, object] = {}
     for name, value in section.items():
         path = f"{where}.{name}"
@@ -169,7 +204,7 @@ def _read_section(
                 raise ConfigError(f"unknown key {path}; did you mean {stage_path}.{other}?")
             hint = did_you_mean(str(name), known)
             for key in known:
-                if "".join(word[0] for word in key.split("_")) == name:  # bs of batch_size
+                if "".join(word[0] for word in key.split("_")) == name:  # an abbreviation, such as bs for batch_size
                     hint = f"; did you mean {key!r}?"
             if "known:" in hint and len(known) > MOST_NAMES:
                 hint = "\n  all keys: docs/configuration.md, or python -m jobs plan RECIPE --resolved"
@@ -195,10 +230,10 @@ def _read_section(
         elif not is_named(hint):
             read_values[name] = _read_section(inner, value, path, stage)
         else:
-            # Under `mixture` the user chooses the keys; only the entries below them can be wrong.
+            # Users choose the keys below `mixture`, so only their entries can be checked.
             sections: dict[str, object] = {}
             if not isinstance(value, Mapping):
-                raise ConfigError(f"{path} is {shown(value)}, expected sections by name\n  type {path}.NAME.…")
+                raise ConfigError(f"{path} is {shown(value)}, expected named sections\n  type {path}.NAME.…")
             for key, entry in value.items():
                 sections[key] = entry
                 if entry is not None:
@@ -208,9 +243,9 @@ def _read_section(
 
 
 def find_key(word: str, kind: type[ConfigDataclass]) -> str | None:
-    """Find the dotted key of a config, at any depth, that a word stands for: "optim.lr" for lr; None if there is none.
+    """Find the dotted key of a config, at any depth, that a user's word means: "optim.lr" for "lr"; None if unknown.
 
-    The word may be another library's name for it: epochs, num_classes.
+    The word may be another library's name for the key, such as epochs or num_classes.
     """
     meant = word
     for key, others in OTHER_WORDS.items():
@@ -227,7 +262,7 @@ def find_key(word: str, kind: type[ConfigDataclass]) -> str | None:
 def keys_of(kind: type[ConfigDataclass]) -> Iterator[str]:
     """Iterate the dotted keys of a config class: its own keys first, then those of its sections."""
     inside = []
-    for name, hint in get_type_hints(kind).items():
+    for name, hint in type_hints(kind).items():
         inner = section_kind(hint)
         if name not in kind.__dataclass_fields__:
             continue
@@ -235,14 +270,14 @@ def keys_of(kind: type[ConfigDataclass]) -> Iterator[str]:
         if inner is not None and not is_named(hint):
             for key in keys_of(inner):
                 inside.append(f"{name}.{key}")
-        # A model's other fields depend on its name; every model has these.
+        # Every model has these fields; the others depend on its name.
         elif name == MODEL:
             inside += [f"{name}.name", f"{name}.image_size", f"{name}.classes"]
     yield from inside
 
 
 def section_kind(hint: object) -> type[ConfigDataclass] | None:
-    """Return the dataclass in a field's type: `Inner`, `Inner | None` or `dict[str, Inner]`; None for other types."""
+    """Return the dataclass `Inner` of a type `Inner`, `Inner | None` or `dict[str, Inner]`; None for other types."""
     for candidate in (hint, *get_args(hint)):
         if isinstance(candidate, type) and dataclasses.is_dataclass(candidate):
             return candidate
@@ -250,12 +285,12 @@ def section_kind(hint: object) -> type[ConfigDataclass] | None:
 
 
 def is_number_or_section(hint: object) -> bool:
-    """Return whether a field's type is a whole number or a section: `int | Inner`."""
+    """Return whether a field may hold either a whole number or a section: `int | Inner`."""
     return int in get_args(hint) and section_kind(hint) is not None
 
 
 def is_named(hint: object) -> bool:
-    """Return whether a field's type holds sections under names that the user chooses: `dict[str, Inner]`."""
+    """Return whether a field holds sections with user-defined names: `dict[str, Inner]`."""
     return get_origin(hint) is dict
 
 
@@ -269,16 +304,16 @@ def plain(config: ConfigDataclass) -> dict[str, object]:
 
 def digest(value: object) -> str:
     """Return the sha256 of a JSON-serialisable value, independent of the order of keys."""
-    # Sorted, because recipes with the same keys in another order describe the same stage.
+    # The order of keys in a recipe has no meaning.
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def tagged(config: ConfigDataclass, tag: str, prefix: str = "", outer: str = "forbid") -> dict[str, object]:
-    """Return the fields of a config with this resume tag as flat {dotted name: value}, inner configs included.
+    """Return a config's fields with this resume tag as a flat {dotted name: value}, including those of inner configs.
 
-    A class without tags (such as those of the data package) inherits `outer`, the tag of the field that holds it.
-    Fields in a class's LATER are omitted while they have their defaults: they were added after keys had already been
-    computed without them.
+    A class without tags (such as those of the data package) inherits `outer`, the tag of the field that contains it.
+    Fields in a class's LATER are omitted if they have their default values: they were added later, and stage keys
+    computed before that must not change.
     """
     later = later_fields(type(config))
     tag_of_field = resume_tags(type(config))
@@ -288,8 +323,7 @@ def tagged(config: ConfigDataclass, tag: str, prefix: str = "", outer: str = "fo
         value = getattr(config, name)
         if name in later:
             default = default_of(field)
-            # Compare types too: a seed of 0 differs from a missing seed, and in Python 0 == False although their
-            # digests differ.
+            # Compare types too: in Python 0 == False, but their digests differ.
             if type(value) is type(default) and value == default:
                 continue
         own = tag_of_field.get(name, outer)
@@ -303,16 +337,16 @@ def tagged(config: ConfigDataclass, tag: str, prefix: str = "", outer: str = "fo
         if sections and all(dataclasses.is_dataclass(entry) for entry in sections.values()):
             for path, section in sections.items():
                 values |= tagged(section, tag, f"{prefix}{path}.", own)  # type: ignore[arg-type]  # a dataclass
-        # An empty mapping contains no section; it is recorded itself, so that adding an entry is a change.
+        # Record an empty mapping itself, so that adding an entry counts as a change.
         elif own == tag:
             values[prefix + name] = value
     return as_json(values)
 
 
 def ordered_fields(kind: type[ConfigDataclass]) -> list["dataclasses.Field[Any]"]:
-    """Return the fields of a config in reading order: those of its main class, then those of extras.
+    """Return a config's fields in the order of the documentation: those of its main class, then those of extras.
 
-    A composed config inherits from several classes; its main class is the one that declares the most fields.
+    A composed config inherits from several classes; its main class is the one with the most fields.
     """
     declared = {base: set(vars(base).get("__annotations__", ())) for base in kind.__mro__}
     main = max(declared.values(), key=len)
@@ -320,7 +354,7 @@ def ordered_fields(kind: type[ConfigDataclass]) -> list["dataclasses.Field[Any]"
 
 
 def resume_tags(kind: type) -> Tags:
-    """Return the resume tag of each field of a config class, inherited fields included."""
+    """Return the resume tag of each field of a config class, including inherited fields."""
     tag_of_field: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         tag_of_field |= vars(base).get("RESUME", {})
@@ -328,7 +362,7 @@ def resume_tags(kind: type) -> Tags:
 
 
 def later_fields(kind: type) -> set[str]:
-    """Return the fields of a config class that were added after keys had been computed without them."""
+    """Return the fields of a config class that were added after its first stage keys had been computed."""
     fields: set[str] = set()
     for base in kind.__mro__:
         fields |= set(vars(base).get("LATER", ()))
@@ -336,15 +370,15 @@ def later_fields(kind: type) -> set[str]:
 
 
 def as_json(values: object) -> dict[str, object]:
-    """Convert values to what JSON would return for them: tuples become lists, paths become texts."""
-    # Manifests are read back from JSON: otherwise a tuple would differ from its own list at every resume.
+    """Round-trip values through JSON: tuples become lists, and paths become strings."""
+    # Manifests are read from JSON, so without this a tuple would seem to have changed at every resume.
     return json.loads(json.dumps(values, default=str))
 
 
 def differences(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:
     """Return "key: old → new" for every key whose value differs, in the order of `old`, then `new`."""
     changes = []
-    # A dict keeps the order of its keys; with a set the order of the differences would vary.
+    # A dict, unlike a set, keeps the order of its keys.
     for key in {**old, **new}:
         before = old.get(key)
         after = new.get(key)

@@ -2,8 +2,8 @@
 
 If a step's gradient norm is not finite:
 1. All workers skip the optimizer step, so the weights are unchanged; the step is logged and counted.
-2. After `max_skipped` such steps in a row the run rolls back once: the range of steps since the last checkpoint is
-   written to `excluded-steps.json`, RolledBack ends the attempt, and the next attempt skips those steps.
+2. After `max_skipped` consecutive steps of this kind the run rolls back once: the range of steps since the last
+   checkpoint is written to `excluded-steps.json`, RolledBack ends the attempt, and the next attempt skips those steps.
 3. If it happens again before another checkpoint is committed, Diverged ends the run.
 
 A spike is a non-finite gradient norm, or one ten times the usual; it is reported with the steps before it.
@@ -32,19 +32,19 @@ from pipeline.hooks import Hook
 from pipeline.monitoring.telemetry import Telemetry
 from pipeline.training_config import TrainConfig
 
-RECENT = 64  # recent steps to keep for the record of a spike
-SPIKE = 10.0  # times the median norm of the recent steps: a larger norm is a spike
+RECENT = 64  # number of recent steps to remember for the record of a spike
+SPIKE = 10.0  # a gradient norm above this multiple of the recent steps' median is a spike
 SPIKE_AFTER = 16  # finite norms required for a meaningful median
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """A completed step, as the record of a spike lists it."""
+    """A completed step, as listed in the record of a spike."""
 
     step: int
     loss: float
     grad_norm: float
-    ledger: str  # the first 12 digits
+    ledger: str  # first 12 digits of the ledger
 
 
 class Health:
@@ -60,24 +60,24 @@ class Health:
     ) -> None:
         self.cfg = cfg
         self.hooks = hooks
-        self.directory = directory  # of the stage
+        self.directory = directory  # folder of the stage
         self.checkpoints = checkpoints
         self.telemetry = telemetry
         self.recent: deque[StepRecord] = deque(maxlen=RECENT)
         self.skipped_in_a_row = 0
-        self.bad_of_this_worker = 0  # samples
+        self.bad_of_this_worker = 0  # number of bad samples on this worker
         self.excluded = read_excluded(directory)
 
     def next_step(self, step: int) -> int:
         """Return `step` itself, or the first later step outside the excluded ranges."""
-        # In ascending order, because a range may begin at the end of the previous one.
+        # Sorted, because a range may begin at the end of another one.
         for stretch in sorted(self.excluded, key=lambda stretch: stretch.start):
             if step in stretch:
                 step = stretch.stop
         return step
 
     def samples_seen(self, step: int) -> int:
-        """Return the number of samples trained on up to this step, without those of excluded steps."""
+        """Return the number of samples trained on up to this step, not counting excluded steps."""
         excluded_steps = 0
         for stretch in self.excluded:
             excluded_steps += len(range(stretch.start, min(stretch.stop, step)))
@@ -88,14 +88,14 @@ class Health:
 
         `ids` are the samples of this worker, each (epoch, shard, sample).
         """
-        # The median, because recent spikes would raise a mean.
+        # The median, because a mean would be raised by recent spikes.
         finite_norms = [record.grad_norm for record in self.recent if math.isfinite(record.grad_norm)]
-        # Until enough norms are known, only a non-finite norm is a spike. The limit is then the largest float and not
-        # infinity, because it is written to metrics.jsonl and JSON has no infinity.
+        # Until enough norms are known, only a non-finite norm is a spike. The limit is then the largest float, not
+        # infinity: it is written to metrics.jsonl, and JSON has no infinity.
         limit = sys.float_info.max
         if len(finite_norms) >= SPIKE_AFTER:
             limit = SPIKE * statistics.median(finite_norms)
-        # Not `norm > limit`, which is false for NaN, a spike too.
+        # `norm > limit` would be false for NaN.
         is_spike = not norm <= limit
         # Consecutive spikes are one event: only the first step is reported.
         is_first = not self.recent or self.recent[-1].grad_norm <= limit
@@ -106,8 +106,8 @@ class Health:
         if math.isfinite(norm):
             self.skipped_in_a_row = 0
             return
-        # The engine has already skipped the update. All workers have the same norm, so all give up at the same step and
-        # none is left waiting in a collective.
+        # The engine has already skipped the update. All workers see the same norm, so they all give up at the same step
+        # and no worker is left waiting in a collective.
         self.skipped_in_a_row += 1
         self.telemetry.log(
             f"step {step}: non-finite gradient; step skipped, weights unchanged; "
@@ -118,7 +118,7 @@ class Health:
         self, step: int, norm: float, limit: float, finite_norms: Sequence[float], ids: list[list[int]]
     ) -> None:
         """Report a spike with the preceding steps; hooks may add to the record and to the log line."""
-        # Complete records of the preceding steps: a roll-back may go to a commit older than their own records.
+        # Include the complete records of the preceding steps: a roll-back may remove their own records.
         recent = list(map(asdict, self.recent))
         usual = statistics.median(finite_norms) if finite_norms else None
         values: dict[str, Any] = {
@@ -140,21 +140,21 @@ class Health:
     def roll_back_or_fail(self, step: int) -> None:
         """Collective: raise RolledBack for a range of bad steps, or Diverged if excluding steps has not helped.
 
-        The caller has committed the save in flight, so the run rolls back no further than necessary.
+        The caller must have committed the save in flight, so that the run rolls back no further than necessary.
         """
-        # Rank 0 lists the checkpoints for all: on a shared folder the other workers may see an older listing.
+        # Only rank 0 lists the checkpoints: on shared storage the other workers may see a stale listing.
         newest = [0]
         if dist.get_rank() == 0:
             newest = self.checkpoints.committed_steps()[:1] or [0]
         dist.broadcast_object_list(newest, src=0)
         last_committed = newest[0]
-        happened = f"{self.skipped_in_a_row} steps in a row up to {step} had a non-finite gradient"
-        # Without a commit since the last roll-back, another one would lead to the same step and fail again.
+        happened = f"{self.skipped_in_a_row} consecutive steps up to step {step} had non-finite gradients"
+        # Without a new commit since the last roll-back, another one would return to the same step and fail again.
         if self.excluded and last_committed <= self.excluded[-1].stop:
             stretch = self.excluded[-1]
-            weights = "no checkpoint was committed before these steps: there are only the initial weights"
+            weights = "no checkpoint was committed before these steps, so only the initial weights are left"
             if last_committed:
-                weights = f"the last good weights are those of step {last_committed} in {self.checkpoints.address}"
+                weights = f"the last good checkpoint is that of step {last_committed} in {self.checkpoints.address}"
             raise Diverged(
                 f"{happened}; excluding steps {stretch.start + 1} … {stretch.stop} did not help\n"
                 f"  {weights}\n"
@@ -181,12 +181,12 @@ class Health:
 
 
 def read_excluded(directory: Path) -> list[range]:
-    """Collective: return the excluded ranges of steps that rank 0 reads from the file; an empty list without a file."""
-    # Rank 0 reads for all: on shared storage another node may not see the file yet and would train other steps.
+    """Collective: return the excluded ranges of steps, which rank 0 reads from a file; an empty list without a file."""
+    # Only rank 0 reads the file: on shared storage another node may not see it yet and would train different steps.
     path = directory / EXCLUDED_STEPS
     stretches: list[list[list[int]]] = [[]]
     if dist.get_rank() == 0 and path.exists():
-        # Sealed by a digest: a single changed bit would exclude other steps and lead to other weights.
+        # The file is sealed by a digest: a single flipped bit would exclude other steps and change the weights.
         stretches = [read_record(path)["stretches"]]
     dist.broadcast_object_list(stretches, src=0)
     return [range(first, stop) for first, stop in stretches[0]]

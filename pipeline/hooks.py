@@ -1,11 +1,11 @@
-"""Hooks: how extras attach to the training loop, with their own recipe keys and methods called at certain moments.
+"""Hooks: extras attach to the training loop through them, with recipe keys and callbacks of their own.
 
 1. A task lists its hooks by name, each with the options of its constructor:
        {"config": {…}, "job": {…}, "hooks": {"pipeline.extras.best:KeepBest": {}}}
 2. `load_classes` imports them; `compose` creates a config class with the keys of TrainConfig and of the hooks.
-3. `pipeline.start` creates the hooks; the loop calls their methods, which do nothing by default.
+3. `pipeline.start` instantiates the hooks; the loop calls their methods, which do nothing by default.
 
-A hook must not wait for the device: it computes only from plain data on the host.
+A hook must not synchronise with the device: it only computes from plain data on the host.
 
 In:  {"pipeline.extras.best:KeepBest": {}}
 Out: a config class with the fields of TrainConfig, `keep_best` and `patience`, and a KeepBest in `Worker.hooks`
@@ -22,14 +22,14 @@ import numpy as np
 from pipeline import config
 from pipeline.training_config import TrainConfig
 
-if TYPE_CHECKING:  # both import torch, and recipes are checked without it
+if TYPE_CHECKING:  # these modules import torch, which checking a recipe must not
     from pipeline.worker import Job, Progress, Setup
 
 HookOptions = Mapping[str, Mapping[str, Any]]  # "module:Class" → arguments of its constructor
 
 
 class ExportChoice(TypedDict):
-    """The step whose weights a stage exports instead of the last, and the metric value that it was chosen by."""
+    """The step whose weights a stage exports instead of the last step's, and the metric value that decided it."""
 
     metric: str
     value: float
@@ -37,9 +37,10 @@ class ExportChoice(TypedDict):
 
 
 class StageEvaluator:
-    """Evaluates a stage during training and at its end; this base class, for stages without sets, does nothing.
+    """Evaluates a stage during training and at its end.
 
-    The evaluator that runs on the training workers is in pipeline/evaluation/in_training.py; a hook may replace it.
+    This base class evaluates nothing, for stages without evaluation sets. The evaluator that runs on the training
+    workers is in pipeline/evaluation/in_training.py; a hook may replace it.
     """
 
     def __init__(self, cfg: TrainConfig, job: "Job", last_step: int) -> None:
@@ -48,30 +49,30 @@ class StageEvaluator:
         self.last_step = last_step
 
     def begin(self, step: int) -> None:
-        """Start to measure the time spent on evaluations; training begins now, after `step` completed steps."""
+        """Start measuring the time spent on evaluations; called as training starts, after `step` completed steps."""
 
     def is_due(self, step: int) -> bool:
-        """Return whether to evaluate after this step; the last step is evaluated by `evaluate_at_end` instead."""
+        """Return whether to evaluate after this step; False for the last step, which `evaluate_at_end` evaluates."""
         return False
 
     def request(self, worker: "Setup", step: int) -> bool:
-        """Collective: have a step evaluated elsewhere after its commit; return False if that is impossible."""
+        """Collective: request evaluation of a committed step on other workers; return False if that is impossible."""
         return False
 
     def resume(self, worker: "Setup", progress: "Progress") -> bool:
-        """Collective: evaluate the step that an attempt starts from, if due; return False if stopped meanwhile."""
+        """Collective: evaluate the step that an attempt resumes from, if due; return False if a stop was requested."""
         return True
 
     def evaluate_during_training(self, worker: "Setup", progress: "Progress") -> bool:
-        """Collective: evaluate between two steps; return False if the run was requested to stop meanwhile."""
+        """Collective: evaluate between two steps; return False if a stop was requested meanwhile."""
         return True
 
     def evaluate_at_end(self, worker: "Setup", progress: "Progress") -> None:
-        """Collective: evaluate the weights that the stage ends with; they are already committed."""
+        """Collective: evaluate the stage's final weights, which are already committed."""
 
 
 class Hook:
-    """Base class of hooks into the training of a stage; each method does nothing by default.
+    """Base class for hooks into a stage's training; by default each method does nothing.
 
     A subclass may define `Config`, a frozen dataclass that adds keys to TrainConfig, and `evaluator`, a class that
     replaces the evaluator of the training workers.
@@ -81,30 +82,30 @@ class Hook:
     evaluator: ClassVar[type[StageEvaluator] | None] = None
 
     def __init__(self, cfg: Any, job: "Job", **options: Any) -> None:
-        """Store the stage's config, which has the fields of `Config`; subclasses accept the task's options."""
+        """Store the stage's config, which includes the fields of `Config`; `options` come from the stage's task."""
         self.cfg = cfg
         self.job = job
 
     def begin(self, worker: "Setup", progress: "Progress") -> None:
-        """Collective: prepare for an attempt, after its checkpoint was loaded and before its first step."""
+        """Collective: prepare for an attempt; called after its checkpoint is loaded and before its first step."""
 
     def masked(self, step: int, shard: np.ndarray, sample: np.ndarray) -> np.ndarray | None:
-        """Return which of these samples have no weight in a step (from 0), as booleans; None if all have weight."""
+        """Return a boolean array of the samples to mask in a step (counted from 0), or None to mask none of them."""
         return None
 
     def before_save(self, progress: "Progress") -> None:
-        """Collective: change what will be saved in the checkpoint of this step."""
+        """Collective: update state that is about to be saved in this step's checkpoint."""
 
     def before_record(self, kind: str, values: dict[str, Any]) -> str:
-        """Add values to a record ("train", "spike") before it is written; return a remark for its log line."""
+        """Add values to a record ("train", "spike") before it is written; return text to append to its log line."""
         return ""
 
     def is_over(self, progress: "Progress") -> str:
-        """Return the reason if the stage ends at this step, which has been evaluated, else ""; rank 0 only."""
+        """Return why the stage should end after this (evaluated) step, or "" to continue; called on rank 0 only."""
         return ""
 
     def choose(self) -> ExportChoice | None:
-        """Return the step whose weights to export; None for the last; called after the last step, on rank 0 only."""
+        """Choose the step whose weights to export, or None for the last; called on rank 0 only, after the last step."""
         return None
 
 
@@ -117,7 +118,7 @@ def load_classes(names: Iterable[str]) -> list[type[Hook]]:
             loaded = getattr(import_module(module), class_name)
         except (ImportError, AttributeError, ValueError) as error:
             raise config.ConfigError(
-                f"unknown hook {name}: {error}\n  expected module:Class, as in pipeline.extras.best:KeepBest"
+                f"unknown hook {name}: {error}\n  expected module:Class, for example pipeline.extras.best:KeepBest"
             ) from None
         config.require(
             isinstance(loaded, type) and issubclass(loaded, Hook), f"{name} is not a hook; expected a subclass of Hook"
@@ -127,13 +128,13 @@ def load_classes(names: Iterable[str]) -> list[type[Hook]]:
 
 
 def compose(*parts: type[TrainConfig]) -> type[TrainConfig]:
-    """Return a config class with the (flat) keys of all parts, which are subclasses of TrainConfig."""
+    """Return a config class that combines the flat keys of `parts`, which are subclasses of TrainConfig."""
     return _composed(parts)
 
 
 @cache
 def _composed(parts: tuple[type[TrainConfig], ...]) -> type[TrainConfig]:
-    # Cached, so that the same parts give the same class and its instances compare equal.
+    # Cached: the same parts must return the same class, so that its instances compare equal.
     if not parts:
         return TrainConfig
     if len(parts) == 1:
@@ -147,13 +148,13 @@ def _composed(parts: tuple[type[TrainConfig], ...]) -> type[TrainConfig]:
 
 
 def own_keys(part: type[TrainConfig]) -> list[str]:
-    """Return the keys that a part adds to TrainConfig."""
+    """Return the keys that a subclass adds to TrainConfig."""
     core = {field.name for field in fields(TrainConfig)}
     return [field.name for field in fields(part) if field.name not in core]
 
 
 def is_used(cfg: TrainConfig, part: type[TrainConfig]) -> bool:
-    """Return whether a config sets any key that this part adds to a value other than its default."""
+    """Return whether any key that `part` adds to TrainConfig differs from its default in this config."""
     for field in fields(part):
         default = config.default_of(field)
         if field.name in own_keys(part) and getattr(cfg, field.name, default) != default:
@@ -162,19 +163,19 @@ def is_used(cfg: TrainConfig, part: type[TrainConfig]) -> bool:
 
 
 def plain_values(cfg: TrainConfig, parts: Sequence[type[TrainConfig]] = ()) -> dict[str, Any]:
-    """Return the config as nested plain values, with only the keys of TrainConfig and of these parts."""
+    """Convert a config to nested plain values, keeping only the keys of TrainConfig and of `parts`."""
     known = {field.name for field in fields(compose(*parts))}
     return {name: value for name, value in config.plain(cfg).items() if name in known}
 
 
 def build_config(values: object, names: Iterable[str] = ()) -> TrainConfig:
-    """Build the config of a task with these hooks."""
+    """Build a task's config from plain values, including the keys that the named hooks add."""
     parts = dict.fromkeys(hook.Config for hook in load_classes(names) if hook.Config is not TrainConfig)
     return config.build(compose(*parts), values, "config")
 
 
 def masked_by(hooks: Sequence[Hook], step: int, shard: np.ndarray, sample: np.ndarray) -> np.ndarray | None:
-    """Return which samples any of the hooks masks in a step; None if none of them masks any."""
+    """Return a boolean array of the samples that any hook masks in a step, or None if no hook masks any."""
     masked_by_any = None
     for hook in hooks:
         masked = hook.masked(step, shard, sample)

@@ -1,11 +1,11 @@
-"""The identity of a worker or node (code, packages, device), and the differences between those of several.
+"""Identifies each worker's or node's code, packages and device, and finds differences between workers.
 
-    differences(workers, MUST_BE_EQUAL)  →  worker 1 on n2 has torch 2.12.0, 2 of 3 nodes 2.13.0
+    differences(workers, MUST_BE_EQUAL)  →  worker 1 on n2 has torch 2.12.0, 2 of 3 nodes have 2.13.0
 
-The expected version of a package is that of most nodes, each of which counts once. If two versions are on equally many
-nodes, neither is expected: the difference is reported as a tie. For the code, the driver's version is expected.
+The expected version of a package is the one on most nodes; each node counts once. If two versions are on the same
+number of nodes, the difference is reported as a tie. The expected version of the code is the driver's.
 
-Torch is not imported here, because nodes report their identity without it.
+This module does not import torch, so that a node without workers can report its identity quickly.
 """
 
 import hashlib
@@ -27,33 +27,33 @@ from data.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("models", "data", "pipeline", "jobs")
-SOURCES = {".py", ".cpp"}  # suffixes of files that affect pixels or numbers
+SOURCES = {".py", ".cpp"}  # suffixes of source files that can change results
 
-COMMIT_VARIABLE = "PATCHLINE_COMMIT"  # environment variable of a submitted job, whose copy of the checkout has no git
+COMMIT_VARIABLE = "PATCHLINE_COMMIT"  # environment variable with the commit; a submitted job has no .git folder
 
-MUST_BE_EQUAL = ("torch", "deepspeed")  # they determine the numbers, and talk to their counterparts on other workers
+MUST_BE_EQUAL = ("torch", "deepspeed")  # both affect results, and both communicate between workers
 SHOULD_BE_EQUAL = ("python", "ray", "numpy")
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
-DEVICE = ("device", "GPU driver")  # properties other than packages that workers should have in common
-DIGEST_CHARACTERS = 12  # shown of a digest
-WORKERS_PER_GPU = "PATCHLINE_WORKERS_PER_GPU"  # environment variable
+DEVICE = ("device", "GPU driver")  # hardware properties that should be equal on all workers
+DIGEST_CHARACTERS = 12  # length of a digest in messages
+WORKERS_PER_GPU = "PATCHLINE_WORKERS_PER_GPU"  # environment variable for trials that share a GPU
 NO_RANK = -1  # rank of a node without a worker
 
 
-# ------------------------------------------------------------------------ what this process runs
+# ------------------------------------------------------------------------ identity of this process
 
 
 @cache
 def code_version() -> str:
-    """Return the sha256 of the four packages' sources; the same on every machine, and available without git."""
+    """Return the sha256 of the four packages' source files: identical on every machine, and computed without git."""
     sources = []
     for package in PACKAGES:
         for path in (ROOT / package).rglob("*"):
             if path.suffix in SOURCES:
                 sources.append(path)
     total = hashlib.sha256()
-    # Sorted, because the order of rglob depends on the file system.
+    # The order of rglob depends on the file system.
     for path in sorted(sources):
         name = str(path.relative_to(ROOT))
         total.update(name.encode() + path.read_bytes())
@@ -62,9 +62,9 @@ def code_version() -> str:
 
 @cache
 def git_commit() -> str:
-    """Return the commit of this checkout, with "-dirty" if files differ from it; "" if it is unknown.
+    """Return the commit of this checkout, with "-dirty" if there are uncommitted changes; "" if unknown.
 
-    A submitted job has a copy without git and gets the commit from `submit` in an environment variable.
+    A submitted job runs from a copy without git; `submit` passes the commit in an environment variable.
     """
     commit = os.environ.get(COMMIT_VARIABLE, "")
     if commit or not (ROOT / ".git").exists():
@@ -77,7 +77,7 @@ def git_commit() -> str:
 
 
 def package_versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that workers should share; "none" if not installed."""
+    """Return the versions of Python and of the packages that should match on all workers; "none" if not installed."""
     versions = {"python": sys.version.split()[0]}
     for package in (*MUST_BE_EQUAL, *SHOULD_BE_EQUAL[1:]):
         try:
@@ -88,19 +88,22 @@ def package_versions() -> dict[str, str]:
 
 
 class Identity(TypedDict):
-    """Code, packages and device of one worker, or of a node without a worker; JSON values."""
+    """The code, packages and device of a worker, or of a node without workers, as JSON values."""
 
     rank: int
     node: str
-    root: str  # folder of its checkout
+    root: str  # path of the checkout
     code: str  # digest of the code
     packages: dict[str, str]
     device: str  # "cpu", or the name of the GPU
-    driver: str  # version of the GPU driver, such as "550.54.15"; "" without one
+    driver: str  # version of the GPU driver, such as "550.54.15"; "" if there is none
 
 
 def workers_per_gpu() -> int:
-    """Return how many workers may share a GPU, for trials with several workers on one GPU. Raises ConfigError."""
+    """Return how many workers may share a GPU: 1, or more in a trial of distributed training on a single GPU.
+
+    Raises ConfigError if the environment variable is not a positive whole number.
+    """
     text = os.environ.get(WORKERS_PER_GPU, "1")
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(
@@ -110,7 +113,7 @@ def workers_per_gpu() -> int:
 
 
 def identity(device: str) -> Identity:
-    """Return the identity of this process: a worker on the given device, or a node without a worker."""
+    """Return the identity of this process, which is a worker on the given device or a node without workers."""
     driver = ""
     # NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024
     with suppress(OSError):
@@ -132,32 +135,32 @@ def identity(device: str) -> Identity:
 
 @dataclass(frozen=True)
 class Difference:
-    """A property that differs between nodes, and the workers whose value differs from the majority."""
+    """A property that differs between nodes, and the workers that differ from the majority."""
 
-    name: str  # of the property: a package, "device" or "GPU driver"
-    odd: Sequence[Identity]  # workers whose value differs from most nodes; at least one
-    value: str  # of the first of them; "" if it has none
-    expected: str  # the value of most nodes
+    name: str  # name of the property: a package, "device" or "GPU driver"
+    odd: Sequence[Identity]  # the workers that differ from the majority; at least one
+    value: str  # value of the first differing worker; "" if it has none
+    expected: str  # value on the majority of nodes
     first: Identity  # the first worker with the expected value
     nodes: int  # number of nodes with the expected value
-    of_nodes: int  # number of all nodes
-    is_tie: bool  # whether another value is on as many nodes, so that neither is known to be right
+    of_nodes: int  # total number of nodes
+    is_tie: bool  # whether another value is equally common, so that neither is known to be right
 
     def __str__(self) -> str:
-        """Return the difference as "worker 1 on n2 (and 3 more) has torch 2.12.0, 5 of 7 nodes 2.13.0"."""
+        """Format the difference: "worker 1 on n2 (and 3 more) has torch 2.12.0, 5 of 7 nodes have 2.13.0"."""
         start = f"{worker_name(self.odd[0], len(self.odd) - 1)} has {self.name} {self.value or 'none'}, "
         expected = self.expected or "none"
         if self.is_tie:
             return f"{start}{worker_name(self.first)} {expected}: a tie, each on {self.nodes} of {self.of_nodes} nodes"
-        return f"{start}{self.nodes} of {self.of_nodes} nodes {expected}"
+        return f"{start}{self.nodes} of {self.of_nodes} nodes have {expected}"
 
 
 def differences(workers: Sequence[Identity], names: Sequence[str]) -> list[Difference]:
-    """Return a Difference for each of the named properties (packages or DEVICE) that differs between workers."""
+    """Return the Difference of each named property (a package, or one of DEVICE) that is not equal on all workers."""
     result = []
     for name in names:
         values = []
-        value_of_node: dict[str, str] = {}  # that of its first worker
+        value_of_node: dict[str, str] = {}  # node → value of its first worker
         for worker in workers:
             value_of = {**worker["packages"], "device": worker["device"], "GPU driver": worker["driver"]}
             values.append(value_of[name])
@@ -182,19 +185,19 @@ def differences(workers: Sequence[Identity], names: Sequence[str]) -> list[Diffe
 
 
 def code_mismatch(workers: Sequence[Identity], code: str) -> str:
-    """Return a text about the first worker whose code differs from the driver's, `code`; "" if there is none."""
+    """Describe the first worker whose code differs from the driver's (digest `code`); "" if all are equal."""
     others = [worker for worker in workers if worker["code"] != code]
     if not others:
         return ""
     first = others[0]
     return (
-        f"{worker_name(first, len(others) - 1)} runs other code than this command: "
-        f"{first['code'][:DIGEST_CHARACTERS]} in {first['root']}, this command {code[:DIGEST_CHARACTERS]}"
+        f"{worker_name(first, len(others) - 1)} runs different code from this command: "
+        f"{first['code'][:DIGEST_CHARACTERS]} in {first['root']}, expected {code[:DIGEST_CHARACTERS]}"
     )
 
 
 def worker_name(worker: Identity, more: int = 0) -> str:
-    """Return a worker's name for messages: "worker 1 on n2", and " (and 3 more)" if it stands for others too."""
+    """Return a worker's name for messages: "worker 1 on n2", or "worker 1 on n2 (and 3 more)" for a group."""
     name = f"worker {worker['rank']} on {worker['node']}"
     if worker["rank"] == NO_RANK:
         name = f"node {worker['node']}"

@@ -1,4 +1,4 @@
-"""Losses on dense targets; also turns padded label lists into targets, and mixes images (mixup).
+"""Losses on dense targets, conversion of padded label lists to targets, and mixup.
 
 targets = dense_targets(labels, classes=1000)               labels (B, L), padded with −1
 LOSSES["sigmoid"](logits, targets)                          (B,)
@@ -13,12 +13,12 @@ from torch import Tensor
 
 from pipeline.optimization import Loss
 
-# B batch size, C classes, L most labels of a sample
+# B: batch size, C: number of classes, L: maximum number of labels per sample
 
 
 def dense_targets(labels: Tensor, classes: int, smoothing: float = 0.0) -> Tensor:
     """Turn class ids (B, L), padded with −1, into multi-hot float32 targets (B, C), smoothed to t·(1 − s) + s/C."""
-    # scatter_ needs a valid index for the padding too: it goes to an extra column, which is cut off again.
+    # scatter_ needs a valid index for the padding too: it writes to an extra column, which is then removed.
     targets = torch.zeros(len(labels), classes + 1, device=labels.device)
     targets.scatter_(1, labels.masked_fill(labels < 0, classes), 1.0)
     targets = targets[:, :classes]
@@ -30,16 +30,16 @@ def dense_targets(labels: Tensor, classes: int, smoothing: float = 0.0) -> Tenso
 def sigmoid_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the sigmoid cross-entropy (B,) of logits and targets (B, C), summed over classes.
 
-    As big_vision utils.sigmoid_xent.
+    Matches big_vision's `utils.sigmoid_xent`.
     """
-    # In fp32 even if the model computes in bf16: the sum is over up to some 20,000 classes.
+    # Use fp32 even if the model computes in bf16: the sum can be over more than 20,000 classes.
     return F.binary_cross_entropy_with_logits(logits.float(), targets, reduction="none").sum(-1)
 
 
 def softmax_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the softmax cross-entropy (B,) of logits and targets (B, C); targets need not sum to 1.
 
-    As big_vision utils.softmax_xent.
+    Matches big_vision's `utils.softmax_xent`.
     """
     return -(targets * F.log_softmax(logits.float(), -1)).sum(-1)
 
@@ -51,13 +51,13 @@ LOSSES: dict[Loss, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def mixup(images: Tensor, targets: Tensor, p: float, seed: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Blend every image and target with its neighbour in the batch (big_vision utils.get_mixup).
+    """Blend every image and target with its neighbour in the batch, as big_vision's `utils.get_mixup`.
 
-    A single a ~ Beta(p, p) is drawn for the call, then a = max(a, 1 − a); the partner is the batch rolled by one.
-    Pass (seed, step) as `seed`, so that all workers of a step draw the same a.
+    Each call draws a single ratio a ~ Beta(p, p) and uses max(a, 1 − a); the partners are the batch rolled by one.
+    Pass (seed, step) as `seed`, so that all workers draw the same ratio in a step.
     """
     drawn = float(np.random.default_rng(seed).beta(p, p))
-    a = max(drawn, 1 - drawn)  # the image itself always has the larger share
+    a = max(drawn, 1 - drawn)  # the image itself always gets the larger weight
     mixed_images = a * images + (1 - a) * images.roll(1, 0)
     mixed_targets = a * targets + (1 - a) * targets.roll(1, 0)
     return mixed_images, mixed_targets

@@ -1,7 +1,7 @@
-"""The process group of an attempt's workers: joins it, and checks at the start that all workers are compatible.
+"""Joins the process group of an attempt's workers, and checks at the start that all workers are compatible.
 
-`join_group` joins it, with a time-out for all collectives. In:  RANK, WORLD_SIZE, LOCAL_RANK and the address of rank 0
-in the environment, under every backend. Out: torch's and DeepSpeed's default group, and this worker's device.
+`join_group` joins the group, with a time-out for all collectives. In:  RANK, WORLD_SIZE, LOCAL_RANK and the address of
+rank 0 in the environment, under every backend. Out: torch's and DeepSpeed's default group, and this worker's device.
 
 `check_start` checks before training whether all workers run the same code, and whether the run directory is the same
 storage for all of them:
@@ -9,8 +9,8 @@ storage for all of them:
 2. All workers exchange their identities and clock times.
 3. Rank 0 looks for a file of every other worker: its phase log.
 4. A difference that would change bits or lose a checkpoint is an error on all workers; rank 0 logs other differences:
-       worker 1 on n2 has torch 2.12.0, 2 of 3 nodes 2.13.0
-All this takes less than 0.1 s. `jobs preflight` measures what takes longer: links, disks, storage (docs/preflight.md).
+       worker 1 on n2 has torch 2.12.0, 2 of 3 nodes have 2.13.0
+All this takes less than 0.1 s. `jobs preflight` runs the slower checks of links, disks and storage (docs/preflight.md).
 """
 
 import ctypes
@@ -50,12 +50,13 @@ from pipeline.identity import (
     worker_name,
     workers_per_gpu,
 )
+from pipeline.objects import send_as_json
 
-LONGEST_LIST = 8  # nodes listed in a log line
+LONGEST_LIST = 8  # maximum number of nodes in a log line
 LARGE_PIECE = 80 << 20  # bytes; more than the 64 MB heap that glibc gives each thread
 CGROUP = Path("/sys/fs/cgroup")
 CPUINFO = Path("/proc/cpuinfo")
-SKEW_S = 1.0  # smallest clock difference to log: records, incidents and the accounting compare times of several nodes
+SKEW_S = 1.0  # log clock differences above this: records, incidents and the accounting compare times between nodes
 
 
 def join_group(timeout_s: float) -> torch.device:
@@ -73,8 +74,8 @@ def join_group(timeout_s: float) -> torch.device:
         device = gpu_of_worker()
         torch.cuda.set_device(device)
         backend = "nccl"
-        # Bind the device: otherwise, if the first collective is a barrier, NCCL uses the GPU numbered like the global
-        # rank. If the nodes have different numbers of workers, that is another worker's GPU.
+        # Bind the device. Otherwise, if the first collective is a barrier, NCCL picks the GPU by the global rank, which
+        # can be another worker's GPU if the nodes have different numbers of workers.
         bound_device = device
         if not dist.is_initialized() and is_gpu_shared(device, timeout):
             backend = "gloo"
@@ -88,41 +89,42 @@ def join_group(timeout_s: float) -> torch.device:
         shortcoming = keep_freed_memory()
         if shortcoming and os.environ.get("RANK", "0") == "0":
             logging.getLogger(__name__).warning(shortcoming)
-    # The caller may have created the group, as tests do. No backend of `jobs` does: worker errors carry a rank.
+    # Tests create the group themselves. No backend of `jobs` does, because worker errors carry a rank.
     if not dist.is_initialized():
         dist.init_process_group(backend, timeout=timeout, device_id=bound_device)
+    send_as_json()
     dist.new_group = partial(dist.new_group, timeout=timeout)  # also for callers that pass no time-out
     deepspeed.init_distributed(dist_init_required=False, verbose=False)
     return device
 
 
-_stores: list[dist.Store] = []  # kept alive until exit: without an agent rank 0 serves its store to the others
+_stores: list[dist.Store] = []  # keep the stores alive until exit: without an agent, rank 0 serves its store to others
 
 
 def gpu_of_worker() -> torch.device:
-    """Return the GPU with this worker's local rank on its node. Raises ClusterError if there are too few."""
+    """Return the GPU whose index is this worker's local rank. Raises ClusterError if the node has too few GPUs."""
     local_rank = int(os.environ["LOCAL_RANK"])
     count = torch.cuda.device_count()
     if local_rank >= count * workers_per_gpu():
         raise ClusterError(
-            f"{local_rank + 1} workers or more are on {socket.gethostname()}, where torch sees {count} GPUs\n"
+            f"at least {local_rank + 1} workers are on {socket.gethostname()}, but torch sees only {count} GPUs there\n"
             f"  expected one GPU per worker\n"
-            f"  lower cluster.workers; or, for a trial, set {WORKERS_PER_GPU}=2 in the environment to share GPUs"
+            f"  lower cluster.workers; or, to share GPUs in a trial, set {WORKERS_PER_GPU}=2 in the environment"
         )
     return torch.device("cuda", local_rank % count)
 
 
 def is_gpu_shared(device: torch.device, timeout: timedelta) -> bool:
-    """Collective: return whether any two workers use the same GPU of a node.
+    """Collective: return whether any two workers share a GPU.
 
-    NCCL fails for such a group with "Duplicate GPU detected". Like NCCL, this compares PCI bus addresses, which are the
-    same for two MIG slices of a GPU.
+    NCCL would fail for such a group with "Duplicate GPU detected". Like NCCL, this function compares PCI bus addresses,
+    which are equal for two MIG slices of a GPU.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return False
     store, _, world = next(dist.rendezvous("env://", timeout=timeout))
     _stores.append(store)
-    # Each worker sends a few words at any world size: nobody reads the addresses of all workers.
+    # The cost per worker is independent of the world size: no worker reads the addresses of all others.
     if store.add(f"gpu/{socket.gethostname()}/{pci_address(device)}", 1) > 1:
         store.set("gpu/shared", "yes")
     if store.add("gpu/arrived", 1) == world:
@@ -141,28 +143,28 @@ def pci_address(device: torch.device) -> str:
 
 
 def keep_freed_memory() -> str:
-    """Make glibc's malloc keep freed memory for the next step; return why that failed, or "" on success.
+    """Make glibc's malloc keep freed memory for the next step; return the reason if that failed, else "".
 
-    By default malloc returns large pieces, and free memory at the end of the heap, to the kernel. In the next step the
-    kernel must provide and zero every page again: 0.4 of a step of B/32 (docs/design/step.md). In exchange, a worker
-    holds its peak memory until it exits.
+    By default malloc returns large blocks, and free memory at the end of the heap, to the kernel. In the next step the
+    kernel must allocate and zero every page again, which takes 40 % of a step of B/32 (docs/design/step.md). The price:
+    a worker holds its peak memory until it exits.
     """
     # Values from malloc.h, described in mallopt(3).
     settings = {
-        "M_TRIM_THRESHOLD": (-1, -1),  # never
-        # No separate mappings for large pieces. The alternative, raising M_MMAP_THRESHOLD above 32 MB, has no effect
+        "M_TRIM_THRESHOLD": (-1, -1),  # never trim the heap
+        # Do not map large blocks separately. The alternative, raising M_MMAP_THRESHOLD above 32 MB, has no effect
         # before glibc 2.35 (`do_set_mmap_threshold` in malloc.c).
         "M_MMAP_MAX": (-4, 0),
     }
     library = ctypes.CDLL(None)
     mallopt = getattr(library, "mallopt", None)
     if mallopt is None:
-        return "this C library has no mallopt: memory freed by a step may return to the kernel, which costs time"
+        return "this C library has no mallopt: memory may be returned to the kernel after each step, which costs time"
     refused = [name for name, (number, value) in settings.items() if mallopt(number, value) != 1]
     if refused:
-        return f"mallopt rejected {' and '.join(refused)}: memory freed by a step may return to the kernel"
-    # In a thread with its own heap, a large piece still gets a separate mapping. Check it by allocating one: it is not
-    # written to, so it uses addresses but no memory. Before glibc 2.33 this cannot be checked.
+        return f"mallopt rejected {' and '.join(refused)}: memory may be returned to the kernel after each step"
+    # In a thread with its own heap, a large block is still mapped separately. Test this by allocating one: without a
+    # write it uses address space but no memory. Before glibc 2.33 this cannot be tested.
     mallinfo2 = getattr(library, "mallinfo2", None)
     if mallinfo2 is None:
         return ""
@@ -174,10 +176,10 @@ def keep_freed_memory() -> str:
     piece = library.malloc(LARGE_PIECE)
     after = mallinfo2()
     library.free(piece)
-    # The fourth number, `hblks` in the manual, counts separate mappings.
+    # The fourth number (`hblks` in the manual) counts separate mappings.
     if after.numbers[3] > before.numbers[3]:
         return (
-            "the loop runs in a thread whose malloc returns large pieces to the kernel, so a step may take twice as "
+            "training runs in a thread whose malloc returns large blocks to the kernel, so a step may take twice as "
             "long\n  start this process with GLIBC_TUNABLES=glibc.malloc.arena_max=1:glibc.malloc.tcache_count=0"
         )
     return ""
@@ -190,11 +192,11 @@ class MallocInfo(ctypes.Structure):
 
 
 def fetch_init(storage: Storage, init: str) -> None:
-    """Collective: make the exported weights of another stage of this run available on each node, once per node.
+    """Collective: download the exported weights of another stage of this run, once per node, if nodes share no folder.
 
     Raises DataError if they differ from what that stage wrote, StorageError.
     """
-    # A path outside the run exists on every node; if not, the node reports it as missing.
+    # A path outside the run must exist on every node; a node without it reports it as missing later.
     if os.environ["LOCAL_RANK"] == "0" and Path(init).is_relative_to(storage.local):
         artifacts.fetch_weights(storage, Path(init).relative_to(storage.local).as_posix())
     dist.barrier()
@@ -212,10 +214,10 @@ def log_network(log: Callable[[str], None]) -> None:
         if name.startswith(("NCCL_", "GLOO_")):
             settings[name] = value
     here = (socket.gethostname(), settings)
-    places = [here] * dist.get_world_size()  # node and settings of each worker
+    places = [here] * dist.get_world_size()  # (node, settings) of each worker
     dist.all_gather_object(places, here)
 
-    # The interface comes first, then the variables in alphabetical order.
+    # Log the interface first, then the variables in alphabetical order.
     backend = dist.get_backend()
     label: str = backend
     chooser = "GLOO_SOCKET_IFNAME"
@@ -258,7 +260,7 @@ def processor() -> str:
 
 
 def memory_free() -> int:
-    """Return the free memory in bytes: of the machine, or within the container's limit if smaller."""
+    """Return the free memory of the machine in bytes, or the rest of the container's limit if smaller."""
     free = psutil.virtual_memory().available
     # cgroup v2; without a limit the file contains "max", which int() rejects.
     with suppress(OSError, ValueError):
@@ -268,17 +270,17 @@ def memory_free() -> int:
     return free
 
 
-# ------------------------------------------------------------------------ whether they fit together
+# ------------------------------------------------------------------------ are the workers compatible?
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """The report of one worker at the start, which all workers exchange."""
+    """A worker's report at the start of an attempt; all workers exchange theirs."""
 
     identity: Identity
     clock_s: float  # seconds since 1970, read after all workers had arrived
     sees_claim: bool
-    free_bytes: int = 0  # of its GPU; of its node's memory if it computes on the CPU
+    free_bytes: int = 0  # free memory of its GPU, or of its node if it computes on the CPU
 
 
 def check_start(
@@ -293,20 +295,20 @@ def check_start(
     device_bytes: int | None = None,
     log: Callable[[str], None],
 ) -> None:
-    """Collective: raise ClusterError, on all workers alike, if the workers are not compatible; rank 0 logs the rest.
+    """Collective: raise ClusterError on all workers if they are incompatible; rank 0 logs less serious differences.
 
-    `code` is the digest of the driver's code, `claimed` the time at which it claimed the attempt. Without `is_shared`
-    each node has its own run directory, and no node looks for the files of another. `device_bytes` is the device
-    memory that a worker needs, if known.
+    `code` is the digest of the driver's code; `claimed` is the time at which the driver claimed the attempt. If
+    `is_shared` is false, each node has its own run directory and is not checked for the files of the others.
+    `device_bytes` is the device memory that a worker needs, if known.
     """
-    # 1. List the folder again, and wait if necessary, because a network file system may be late.
+    # 1. Retry the listing for some time, because a network file system may show the file late.
     claim = run / "attempts" / f"{attempt:06d}.json"
     sees_claim = True
     if is_shared:
         unseen, _ = look_for(claim.parent, {claim.name: None})
         sees_claim = not unseen
 
-    # 2. Clocks are read after a barrier, so that all are read at about the same time.
+    # 2. Read the clocks right after a barrier, so that all are read at about the same time.
     myself = identity(device_name(device))
     free = memory_free()
     if device.type == "cuda":
@@ -316,7 +318,7 @@ def check_start(
     arrivals = [arrival] * dist.get_world_size()
     dist.all_gather_object(arrivals, arrival)
 
-    # 3. and 4. Only rank 0 looks for the others' files, so it decides and sends the error, if any, to all.
+    # 3. and 4. Only rank 0 looks for the others' files, so it decides for all and broadcasts the error, if any.
     refusal: list[ClusterError | None] = [None]
     if dist.get_rank() == 0:
         try:
@@ -326,7 +328,7 @@ def check_start(
         try:
             check_device_memory(arrivals, device_bytes or 0)
         except ClusterError as error:
-            # A CPU may swap and its free memory varies; a GPU without enough memory would fail at the first step.
+            # Only GPUs fail at the first step without enough memory: a CPU can swap, and its free memory varies.
             if device.type == "cuda":
                 refusal[0] = refusal[0] or error
             else:
@@ -344,29 +346,29 @@ def check_device_memory(arrivals: Sequence[Arrival], device_bytes: int) -> None:
         if arrival.identity["device"] == "cpu":
             computing_on_cpu[arrival.identity["node"]] += 1
     for arrival in arrivals:
-        # A GPU belongs to one worker; a node's memory is shared by all its workers.
+        # A GPU has one worker; the memory of a node is shared by all its workers.
         sharing = computing_on_cpu[arrival.identity["node"]] or 1
         if device_bytes * sharing <= arrival.free_bytes:
             continue
         free = f"{arrival.free_bytes / 2**30:.1f} GiB"
-        share = f"{free} are free"
+        share = f"only {free} is free"
         if sharing > 1:
-            share = f"{sharing} such workers share {free} of free memory"
+            share = f"the {sharing} workers of this node share {free} of free memory"
         way_out = "`python -m jobs plan RECIPE` shows why; lower micro_batch, or raise checkpoint_blocks or zero"
         if arrival.identity["device"] != "cpu":
-            # Rounded down to what is really free.
+            # Round down, so that the limit does not exceed the free memory.
             limit_gb = math.floor(10 * arrival.free_bytes / 2**30) / 10
             way_out = (
                 f"type `python -m jobs plan RECIPE cluster.gpu_memory_gb={limit_gb}`, which finds values of "
                 "micro_batch, checkpoint_blocks and zero that fit"
             )
         needed = f"{device_bytes / 2**30:.1f} GiB for a step"
-        raise ClusterError(f"{worker_name(arrival.identity)} needs {needed}, and {share}\n  {way_out}")
+        raise ClusterError(f"{worker_name(arrival.identity)} needs {needed}, but {share}\n  {way_out}")
 
 
 def refuse_unlike(arrivals: Sequence[Arrival], code: str, claim: Path, attempt_folder: Path, is_shared: bool) -> None:
-    """Raise ClusterError if these workers must not train together; MismatchedNodes if others of them could."""
-    # Different code or versions would give different bits.
+    """Raise ClusterError if these workers must not train together; MismatchedNodes if a subset of the nodes could."""
+    # Different code or versions would compute different results.
     workers = [arrival.identity for arrival in arrivals]
     text = code_mismatch(workers, code)
     if text:
@@ -381,7 +383,7 @@ def refuse_unlike(arrivals: Sequence[Arrival], code: str, claim: Path, attempt_f
     if not is_shared:
         return
 
-    # With separate storage a worker would save its part of a checkpoint out of reach of the others.
+    # Without shared storage a worker would save its part of a checkpoint where the others cannot read it.
     for arrival in arrivals:
         if not arrival.sees_claim:
             raise ClusterError(
@@ -401,7 +403,7 @@ def refuse_unlike(arrivals: Sequence[Arrival], code: str, claim: Path, attempt_f
 
 
 def log_differences(arrivals: Sequence[Arrival], claimed: float, log: Callable[[str], None]) -> None:
-    """Log differences that may be harmful but do not prevent training: other versions, devices, clocks."""
+    """Log differences that do not prevent training but may cause problems: versions, devices, clocks."""
     workers = [arrival.identity for arrival in arrivals]
     for difference in differences(workers, (*SHOULD_BE_EQUAL, *DEVICE)):
         log(str(difference))
@@ -415,7 +417,7 @@ def log_differences(arrivals: Sequence[Arrival], claimed: float, log: Callable[[
             f"the clock of {worker_name(furthest.identity)} is {abs(skew_s):.1f} s {side} the clock of "
             f"{worker_name(first.identity)}: times from different nodes cannot be compared; synchronise them with NTP"
         )
-    # The duration of the start is unknown, so only a clock behind the driver's can be detected.
+    # The start takes an unknown time, so a clock ahead of the driver's cannot be detected.
     behind_s = claimed - first.clock_s
     if behind_s > SKEW_S:
         log(

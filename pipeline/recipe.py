@@ -1,7 +1,7 @@
 """Reads a recipe (YAML with overrides, interpolations and paths) into nested plain values.
 
-Each command calls `read_recipe` once. `with_overrides` applies `key=value` overrides and resolves interpolations such
-as ${oc.env:USER}; `expand_home` expands paths such as ~/runs. pipeline/config.py turns sections into typed configs.
+Each command calls `read_recipe` once. `with_overrides` applies `key=value` overrides and resolves interpolations, for
+example ${oc.env:USER}; `expand_home` expands paths like ~/runs. pipeline/config.py turns sections into typed configs.
 
 In:  recipe.yaml with "pretrain: {optim: {lr: 1e-3}}", and ["pretrain.steps=100"]
 Out: Recipe({"pretrain": {"optim": {"lr": 0.001}, "steps": 100}}, "recipe.yaml", "runs/recipe")
@@ -26,11 +26,11 @@ from pipeline.values import LONGEST
 
 IN_ENVIRONMENT = "env:"  # prefix of the name of an environment variable that holds a recipe
 ENVIRONMENT_VARIABLE = re.compile(r"\$\{\s*oc\.env\s*:\s*['\"]?([A-Za-z_][A-Za-z0-9_]*)")
-SIZES = ("width", "depth", "mlp", "heads")  # keys of a model whose values its name implies
-# Parts of PyYAML's messages, and what is expected instead.
+SIZES = ("width", "depth", "mlp", "heads")  # keys of a model that its name already determines
+# Text that occurs in PyYAML's error messages → what Patchline's message says was expected.
 YAML_REMEDIES = {
     "tab character": "spaces before a key, not tabs",
-    "duplicate key": "each key once per section: remove one of the two",
+    "duplicate key": "each key once per section: remove one of the duplicates",
     "mapping values": "the keys of a section in the same column, and quotes around text with a colon and a space",
     "could not find expected ':'": "`key: value`, with a space after the colon",
     "cannot start any token": 'quotes around text that begins with @ or another special character: "@shards/train"',
@@ -45,11 +45,11 @@ Values = TypeVar("Values")  # nested plain values: a dict, a list or a single va
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A recipe with its overrides, as a command uses it."""
+    """A recipe after its overrides have been applied."""
 
     values: Mapping[str, Any]  # nested plain values, with environment variables and `~` already expanded
-    source: str  # name of the recipe in messages
-    default_run: str  # run directory if the recipe names none
+    source: str  # the recipe's name in messages
+    default_run: str  # the run directory if the recipe does not set one
 
 
 def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -65,22 +65,22 @@ def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         text = os.environ[variable] if is_in_environment else path.read_text("utf-8-sig")
         recipe = OmegaConf.create(text)
     except FileNotFoundError:
-        raise ConfigError(f"no recipe at {path}\n  recipes that ship: ls jobs/recipes") from None
+        raise ConfigError(f"no recipe at {path}\n  to list the recipes of Patchline, type ls jobs/recipes") from None
     except IsADirectoryError:
-        raise ConfigError(f"{path} is a folder\n  expected a recipe, a YAML file: ls {path}/*.yaml") from None
+        raise ConfigError(f"{path} is a folder\n  expected a recipe (a YAML file); type ls {path}/*.yaml") from None
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise ConfigError(
             f"{path} is not UTF-8 text: invalid byte at {error.start}, in line {line}\n"
-            "  expected a recipe, a YAML file saved as UTF-8"
+            "  expected a recipe (a YAML file) saved as UTF-8"
         ) from None
     except YAMLError as error:
         raise not_yaml(path, text, error) from None
-    # A broken interpolation, a key that OmegaConf accepts no value for, or text that is a single number.
+    # Possible causes: a broken interpolation, a key with an invalid value, or a text that is a single number.
     except (OmegaConfBaseException, ValueError, AssertionError) as error:
         reason = str(error).partition("\n")[0] or "not a mapping; expected `key: value` lines"
         raise ConfigError(f"{path}: {reason}") from None
-    # YAML reads text without any `key:` as keys without values.
+    # YAML parses text without any `key:` as keys without values.
     is_mapping = isinstance(recipe, DictConfig) and (":" in text or not recipe)
     if not isinstance(recipe, DictConfig) or not is_mapping:
         raise ConfigError(f"{path} is not a mapping\n  expected `key: value` lines: sections, and keys below them")
@@ -88,14 +88,14 @@ def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def not_yaml(path: Path, text: str, error: YAMLError) -> ConfigError:
-    """Return the error for a recipe with invalid YAML: the line number, the line and what was expected."""
+    """Build the error for a recipe with invalid YAML: the line number, the line and what was expected."""
     mark = getattr(error, "problem_mark", None)
     problem = str(getattr(error, "problem", None) or str(error).splitlines()[0])
     expected = "the keys of a section in the same column, as `key: value`"
     for sign, remedy in YAML_REMEDIES.items():
         if sign in problem:
             expected = remedy
-    # A missing colon or closing quote is detected on a later line than it belongs to.
+    # PyYAML notices a missing colon or closing quote only on a later line.
     if "could not find" in problem or "end of stream" in problem or "expected ','" in problem:
         mark = getattr(error, "context_mark", None) or mark
     if mark is None:
@@ -111,24 +111,24 @@ def not_yaml(path: Path, text: str, error: YAMLError) -> ConfigError:
 def with_overrides(values: DictConfig | Mapping[str, object], overrides: Sequence[str]) -> dict[str, object]:
     """Apply `key=value` overrides to nested plain values, and resolve interpolations.
 
-    Environment variables are replaced by their values. Raises ConfigError if an override cannot be read, an
-    interpolation refers to nothing, or an environment variable looks like a secret.
+    Environment variables are replaced by their values. Raises ConfigError if an override is invalid, an interpolation
+    refers to a missing key, or an environment variable looks like a secret.
     """
     if not isinstance(values, DictConfig):
         values = OmegaConf.create(dict(values))
     base = OmegaConf.to_container(values)
     assert isinstance(base, dict)
-    # `model: S/16` is short for a section with only a name; write it out, so that an override may add to it.
+    # `model: S/16` is short for a section with only a name. Expand it, so that overrides can add keys to it.
     for section in base.values():
         if isinstance(section, dict) and isinstance(section.get(MODEL), str):
             section[MODEL] = {"name": section[MODEL]}
     changes = []
     for position, override in enumerate(overrides):
         key, equals, value = override.partition("=")
-        # OmegaConf reads a word without "=" as a key without a value, so a forgotten "=" would set the key to null.
+        # OmegaConf would take a word without "=" as a key and set it to null.
         if not equals or not key:
             likely = "pretrain.optim.lr=1e-3"
-            # "steps = 100" or "steps: 100": the value is one of the following words.
+            # For "steps = 100" or "steps: 100", the value is one of the following words.
             following = ""
             for word in overrides[position + 1 :]:
                 if word not in ("=", ":"):
@@ -136,19 +136,17 @@ def with_overrides(values: DictConfig | Mapping[str, object], overrides: Sequenc
                     break
             if key and following and "=" not in following:
                 likely = f"{key.rstrip(':')}={following}"
-            raise ConfigError(
-                f"{override} is not an override\n  expected key=value without spaces, for example {likely}"
-            )
-        # key='@stage/part': unquoted, a value that begins with @ is not valid YAML.
+            raise ConfigError(f"invalid override {override}\n  expected key=value without spaces, for example {likely}")
+        # Quote the value in key=@stage/part: in YAML an unquoted value must not begin with @.
         if value.startswith("@"):
             value = f"'{value}'"
         try:
             change: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"{key}={value}"]))
         except YAMLError:
             raise ConfigError(
-                f"cannot read the override {override}\n"
+                f"invalid override {override}\n"
                 "  expected a value, a [list,of,them] or a {key: value}\n"
-                f"  if it contains spaces, brackets or commas, put all of it in shell quotes: '{key}=…'"
+                f"  if it contains spaces, brackets or commas, quote the whole override: '{key}=…'"
             ) from None
         stage, _, field = key.partition(".")
         if field == MODEL:
@@ -158,7 +156,7 @@ def with_overrides(values: DictConfig | Mapping[str, object], overrides: Sequenc
         changes.append(change)
     try:
         merged = OmegaConf.merge(base, *changes)
-    except Exception as error:  # whatever OmegaConf raises here, the cause is the user's text
+    except Exception as error:  # OmegaConf raises many types here, all caused by the user's text
         raise ConfigError(f"cannot apply {' '.join(overrides)} to the recipe: {str(error).splitlines()[0]}") from None
     unresolved = OmegaConf.to_container(merged)
     refuse_secret_variables(unresolved)
@@ -177,16 +175,16 @@ def with_overrides(values: DictConfig | Mapping[str, object], overrides: Sequenc
 
 
 def refuse_secret_variables(values: object, key: str = "") -> None:
-    """Raise ConfigError if nested plain values refer to an environment variable whose name looks like a secret's.
+    """Raise ConfigError if any value refers to an environment variable whose name looks like that of a secret.
 
-    Its value would be part of the typed config, which is saved with a run's records, checkpoints and weights, shown by
-    commands and pages, and sent to trackers.
+    The secret would become part of the config, which is saved with a run's records, checkpoints and weights, shown by
+    commands and on pages, and sent to trackers.
     """
     for name, part in entries(values):
         refuse_secret_variables(part, f"{key}.{name}".lstrip("."))
     if isinstance(values, str):
         for variable in ENVIRONMENT_VARIABLE.findall(values):
-            # A secret's file name is not secret.
+            # The path of a file with a secret is not secret.
             if SECRET_NAME.search(variable) and not variable.upper().endswith(("_FILE", "_PATH", "_DIR", "_FOLDER")):
                 raise secret_in_recipe(key, f"refers to {variable}, whose name looks like a secret's")
 
@@ -195,11 +193,11 @@ def refuse_secret_values(unresolved: object, resolved: object, key: str = "") ->
     """Raise ConfigError if an interpolation was replaced by a value that looks like a secret."""
     parts = dict(entries(resolved))
     for name, part in entries(unresolved):
-        # An interpolation may be replaced by a whole section, which is checked at its own key.
+        # An interpolation may resolve to a whole section, which is checked under its own key.
         if name in parts:
             refuse_secret_values(part, parts[name], f"{key}.{name}".lstrip("."))
     is_interpolation = isinstance(unresolved, str) and "${" in unresolved
-    # A path may contain a part such as hf-vit-base-patch16-224, which resembles a token.
+    # Paths are exempt: a part such as hf-vit-base-patch16-224 resembles a token.
     is_path = isinstance(resolved, str) and resolved.startswith(("/", ".", "~"))
     if is_interpolation and not is_path and isinstance(resolved, str) and SECRET_VALUE.search(resolved):
         raise secret_in_recipe(key, f"is {unresolved}, whose value looks like a secret")
@@ -213,19 +211,19 @@ def entries(values: object) -> Iterable[tuple[object, object]]:
 
 
 def secret_in_recipe(key: str, problem: str) -> ConfigError:
-    """Return the error for a secret in a recipe; its value is not repeated, because messages are stored."""
+    """Build the error for a secret in a recipe; the message omits its value, because messages are stored."""
     return ConfigError(
         f"{key} {problem}\n"
         "  expected no secrets in a recipe: its values are saved in clear text with the run's records and checkpoints\n"
-        "  remove it; clients of stores and trackers read secrets from the environment of the nodes themselves"
+        "  remove it: the clients of object stores and trackers read their secrets from each node's environment"
     )
 
 
 def other_model(section: object, value: object) -> object:
-    """Return the model section that the override `STAGE.model=` sets, and remove conflicting keys from the recipe's.
+    """Return the model section for an override `STAGE.model=…`, and remove conflicting keys from the recipe's section.
 
-    A name, or a section with a name, selects another model for the same data: only image_size and classes of the
-    recipe's model stay. A section without a name changes the recipe's model.
+    A name, or a section with a name, selects another model for the same data: of the recipe's model, only image_size
+    and classes are kept. A section without a name modifies the recipe's model.
     """
     if value is not None and not isinstance(value, dict):
         value = {"name": value}
@@ -237,7 +235,7 @@ def other_model(section: object, value: object) -> object:
 
 
 def check_model_name(section: object, stage: str, name: str, overrides: Sequence[str]) -> None:
-    """Raise ConfigError if explicit sizes in the recipe would override the model that `STAGE.model.name=` selects."""
+    """Raise ConfigError if sizes in the recipe would override those of the model chosen by `STAGE.model.name=…`."""
     if not isinstance(section, dict) or not isinstance(section.get(MODEL), dict):
         return
     model = section[MODEL]
@@ -245,7 +243,7 @@ def check_model_name(section: object, stage: str, name: str, overrides: Sequence
     for size in SIZES:
         if size in model and not any(override.startswith(f"{stage}.{MODEL}.{size}=") for override in overrides):
             wins.append(f"{size}: {model[size]}")
-    # The same model size with another patch size keeps these values.
+    # These sizes remain valid if only the patch size in the name differs.
     if wins and str(model.get("name")).partition("/")[0] != name.partition("/")[0]:
         try:
             models.config_of(name, 224, 2)
@@ -258,10 +256,10 @@ def check_model_name(section: object, stage: str, name: str, overrides: Sequence
 
 
 def expand_home(values: Values) -> Values:
-    """Expand texts `~/…` and `~name/…` in nested plain values to absolute paths, as a shell does.
+    """Expand `~/…` and `~name/…` in nested plain values to absolute paths, as a shell does.
 
-    A shell does not expand `run=~/runs`, and a folder named `~` would be created. The section `cache` is unchanged: it
-    names folders on every node, whose home folders may differ.
+    Shells do not expand `run=~/runs`, so without this a folder named `~` would be created. The section `cache` stays
+    unchanged: its paths apply to every node, and home folders may differ between nodes.
     """
     if isinstance(values, str):
         return os.path.expanduser(values)  # type: ignore[return-value]

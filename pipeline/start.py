@@ -7,7 +7,7 @@ Training starts from the first of these that exists:
 
 In:  the stage's task (config, Job and hooks); RANK, LOCAL_RANK, LOCAL_WORLD_SIZE and the address of rank 0 in the
      environment
-Out: a Worker, whose parts stay the same while the stage trains, and Progress, which changes with every step
+Out: a Worker, whose parts stay the same during training, and Progress, which changes with every step
 
 Everything here is collective: all workers of the group call it together, in this order.
 """
@@ -44,18 +44,17 @@ from pipeline.hooks import Hook, HookOptions, StageEvaluator, build_config, load
 from pipeline.identity import package_versions
 from pipeline.monitoring.telemetry import Telemetry
 from pipeline.monitoring.watchdog import Phases
-from pipeline.phases import Phase, has_one_shape, smaller_sizes
 from pipeline.process_group import check_start, device_name, fetch_init, join_group, log_network, processor
-from pipeline.training_config import TrainConfig
+from pipeline.training_config import Phase, TrainConfig, has_one_shape, smaller_sizes
 from pipeline.training_data import batch_arithmetic, cache_line, steps_of, training_order
 from pipeline.values import counted
 from pipeline.worker import Group, Job, Progress, Setup, StageData, StopRequest, TrainingLog
 
-MOST_COMPILED = 64  # compiled versions of a block: one for each number of tokens, in training and in evaluation
+MOST_COMPILED = 64  # maximum number of compiled versions of a block; each number of tokens needs one
 
 
 class WorkerTask(NamedTuple):
-    """The task of the workers of one attempt."""
+    """The task that all workers of an attempt receive."""
 
     cfg: TrainConfig
     job: Job
@@ -64,7 +63,7 @@ class WorkerTask(NamedTuple):
 
 @dataclass(frozen=True)
 class Worker(Setup):
-    """Everything that a worker trains with; nothing here is replaced while the stage trains."""
+    """Everything that a worker trains with; none of these objects is replaced during training."""
 
     health: Health
     evaluator: StageEvaluator
@@ -76,16 +75,16 @@ def read_task(task: Mapping[str, Any]) -> WorkerTask:
 
     Raises ConfigError.
     """
-    plain_config = json.loads(json.dumps(task["config"]))  # tuples become lists, as they are in a recipe
+    plain_config = json.loads(json.dumps(task["config"]))  # tuples become lists, as in a recipe
     hooks = task.get("hooks", {})
     return WorkerTask(build_config(plain_config, hooks), Job(**task["job"]), hooks)
 
 
 def set_up(task: WorkerTask) -> tuple[Worker, Progress]:
-    """Collective: join the group, build everything, and load the checkpoint to resume from, if there is one.
+    """Collective: join the process group, build everything, and load the checkpoint to resume from, if there is one.
 
     Raises ClusterError, ConfigError, DataError, CheckpointError and StorageError, all before the first step. An error
-    that all workers detect alike is raised on all of them together.
+    that every worker can detect is raised on all workers at the same time.
     """
     cfg = task.cfg
     job = task.job
@@ -93,15 +92,15 @@ def set_up(task: WorkerTask) -> tuple[Worker, Progress]:
     checkpoints = group.checkpoints
     log = group.telemetry.log
 
-    # 1. Find the checkpoint to resume from; None if none was ever committed. Rank 0 deletes leftovers and searches
-    #    while the others wait; if that hangs, the watchdog must blame only rank 0.
+    # 1. Find the checkpoint to resume from; None if nothing was ever committed. Rank 0 deletes leftovers and searches
+    #    while the others wait; if it hangs, the watchdog must blame only rank 0.
     with group.phases.rank_0_phase("restore", 0, group.rank == 0):
         chosen = restore.choose_together(checkpoints, job.attempt, log)
     if chosen is not None:
-        # A checkpoint copied here from another stage would load without an error if the shapes agree.
+        # A checkpoint copied here from another stage would load without an error if its shapes match.
         check_stage(cfg, job, chosen.manifest, checkpoints.address)
 
-    # 2. Build everything. Weights that a checkpoint replaces are not read: they may have been deleted.
+    # 2. Build everything. When resuming, do not read the weights of `init`: they may have been deleted.
     worker = build(task, group, init=job.init if chosen is None else None)
 
     # 3. Load the checkpoint, or an older one if its files are damaged.
@@ -111,7 +110,7 @@ def set_up(task: WorkerTask) -> tuple[Worker, Progress]:
         group.phases.enter("load", 0)
         manifest = restore.load_together(worker.engine.load, checkpoints, chosen, job.attempt, log).manifest
         check_stage(cfg, job, manifest, checkpoints.address)
-        # If the stage was killed between its last commit and its end, that step need not be saved again.
+        # If the stage was killed between its last commit and its end, its last step needs no second save.
         worker.saver.last_committed = manifest.step
         masked = [tuple(samples) for samples in manifest.masked]
         progress = Progress(manifest.step, manifest.bad_samples, Ledger(manifest.ledger), masked=masked)
@@ -119,13 +118,13 @@ def set_up(task: WorkerTask) -> tuple[Worker, Progress]:
     # 4. Log how the attempt starts.
     report_start(worker, progress, manifest)
     if group.rank == 0 and group.device.type == "cuda" and dist.get_backend() == "gloo":
-        log("workers share a GPU, which NCCL does not support: they use gloo through host memory, which is slow")
+        log("workers share a GPU, which NCCL does not support: using gloo through host memory, which is slow")
     # A slow collective is most often caused by the wrong network interface.
     log_network(log)
-    # In every attempt, because nodes and network links may have changed.
+    # Repeated in every attempt, because nodes and network links may have changed.
     worker.engine.report_start(cfg, group.telemetry, progress.step)
 
-    # 5. Start the hooks, which may change what is trained from here on.
+    # 5. Start the hooks, which may change how training continues.
     for hook in worker.hooks:
         hook.begin(worker, progress)
     check_masked(worker, progress)
@@ -137,10 +136,10 @@ def set_up(task: WorkerTask) -> tuple[Worker, Progress]:
 def join(cfg: TrainConfig, job: Job) -> Group:
     """Collective: join the process group, and check that all workers are compatible.
 
-    Raises ClusterError if they differ in code, storage, clocks or device, ConfigError if exact mode has no
-    deterministic kernels here.
+    Raises ClusterError if the workers differ in code, storage or device; raises ConfigError if exact mode is not
+    deterministic in this environment.
     """
-    # Phases first: from here on the driver sees what this worker does, and ends it if it hangs.
+    # Report phases first: from here on the driver sees what this worker is doing, and ends it if it hangs.
     phases = Phases(job.attempt_folder, int(os.environ["RANK"]), cfg.stall_s)
     phases.enter("join", 0)
     if cfg.exact_parts and torch.cuda.is_available():
@@ -149,8 +148,8 @@ def join(cfg: TrainConfig, job: Job) -> Group:
     rank = dist.get_rank()
     directory = Path(job.directory)
     storage = job.storage
-    # On a node other than the driver's, metrics.jsonl covers only a part of the stage and the driver gathers the lines.
-    # If the task file in this folder is the one of this attempt, the folder is the driver's own.
+    # Only on the driver's node does metrics.jsonl cover the whole stage; the driver collects the lines of other nodes.
+    # If this folder has this attempt's task file, which the driver wrote, it is the driver's.
     is_drivers_folder = storage.is_shared
     if not storage.is_shared:
         with suppress(OSError, DataError):
@@ -166,7 +165,7 @@ def join(cfg: TrainConfig, job: Job) -> Group:
         code=job.code,
         claimed=job.claimed,
         device=device,
-        # A run in an object store has no files on storage shared by the nodes.
+        # For runs in an object store, the nodes share no folder.
         is_shared=storage.is_shared,
         device_bytes=job.device_bytes,
         log=telemetry.log,
@@ -175,7 +174,7 @@ def join(cfg: TrainConfig, job: Job) -> Group:
 
 
 def build(task: WorkerTask, group: Group, init: str | None) -> Worker:
-    """Collective: build the model, engine, data and hooks of this worker; `init` names initial weights, if any.
+    """Collective: build this worker's model, engine, data and hooks; `init` is the path of initial weights, if any.
 
     Raises ConfigError, DataError, StorageError.
     """
@@ -226,19 +225,19 @@ def build(task: WorkerTask, group: Group, init: str | None) -> Worker:
 
 
 def read_data(cfg: TrainConfig, job: Job, model_config: ModelConfig, world: int) -> StageData:
-    """Read the indexes of the stage's sets, and derive sample order, batch arithmetic and length. Raises DataError."""
+    """Read the indexes of the stage's sets; derive the sample order, batch arithmetic and length. Raises DataError."""
     optional = (job.evaluate, job.probe_train, job.probe_test)
     paths = {*job.train, *(path for path in optional if path is not None)}
     sets = {path: load_index(path) for path in paths}
     training_sets = [sets[path] for path in job.train]
     index, order = training_order(cfg, training_sets)
-    # Samples of dropped shards count too, so that a stage keeps its number of steps when it drops a shard.
+    # Count samples of dropped shards too, so that dropping a shard does not change the number of steps.
     steps = steps_of(cfg, sum(training_set.samples for training_set in training_sets))
     return StageData(
         sets=sets,
         index=index,
         order=order,
-        # The batch is independent of the world size; its distribution is not, and the world may change at each attempt.
+        # Only the distribution of a batch depends on the world size, which may differ between attempts.
         arithmetic=batch_arithmetic(cfg, world),
         steps=steps,
         last_step=steps if job.until is None else job.until,
@@ -249,9 +248,8 @@ def read_data(cfg: TrainConfig, job: Job, model_config: ModelConfig, world: int)
 def build_model(
     cfg: TrainConfig, init: str | None, model_config: ModelConfig, phases: Sequence[Phase], telemetry: Telemetry
 ) -> nn.Module:
-    """Build the network, with random weights or those of `init`; recompute and compile blocks as configured."""
-    # Every worker draws the same weights from the seed; a separate generator makes the draw independent of earlier
-    # draws.
+    """Build the network with random weights or those of `init`, and set up recomputation and compilation of blocks."""
+    # Every worker draws the same weights from the seed; a separate generator makes this independent of earlier draws.
     model = models.from_config(model_config, torch.Generator().manual_seed(cfg.seed))
     if init is not None:
         stored_weights, stored_config = artifacts.load_weights(Path(init))
@@ -263,7 +261,7 @@ def build_model(
             f"parameters of init: {len(report.kept)} kept, {len(report.resized)} resized, {len(report.new)} new, "
             f"{len(report.dropped)} dropped",
         )
-    # Neither recomputation nor compilation changes a shape or a name, so checkpoints and weights do not depend on them.
+    # Recomputation and compilation change no shapes or names, so checkpoints and weights do not depend on them.
     model.recomputed_blocks = cfg.checkpoint_blocks
     sizes = smaller_sizes(phases, model_config)
     if sizes:
@@ -273,10 +271,10 @@ def build_model(
     if has_one_shape(phases, model_config):
         models.compile_blocks(model)
         return model
-    # Compiled separately for each number of tokens. By default torch would compile the second number for any length,
-    # but a resume that sees only this number would compile for it alone: different kernels and different bits.
+    # Compile separately for each number of tokens. By default torch compiles for any length once it sees a second
+    # number, but a resumed run that only sees the second number would specialise on it: other kernels, other bits.
     models.compile_blocks(model, dynamic=False)
-    # Beyond torch's limit of 8 a block would run uncompiled, with other bits than after a resume.
+    # Above torch's default limit of 8 versions, a block would run uncompiled, with other bits than after a resume.
     torch._dynamo.config.recompile_limit = MOST_COMPILED
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     return model
@@ -297,23 +295,23 @@ def check_stage(cfg: TrainConfig, job: Job, manifest: Manifest, folder: str) -> 
     """Raise CheckpointError with the differences if a checkpoint belongs to another stage."""
     if manifest.key == job.key:
         return
-    # The key covers the stage's inputs too, so it can differ although no config field does.
+    # The key also covers the stage's inputs, so it can differ although all config fields are equal.
     changed = "; ".join(config.differences(manifest.config, config.tagged(cfg, "forbid"))) or "its inputs"
     raise CheckpointError(
         f"the newest checkpoint in {folder} has stage key {manifest.key[:8]}, expected {job.key[:8]}; "
-        f"changed: {changed}\n  move the checkpoint back to the stage that it belongs to"
+        f"changed: {changed}\n  move the checkpoint back to its own stage"
     )
 
 
 def report_start(worker: Worker, progress: Progress, manifest: Manifest | None) -> None:
-    """Log how training starts, what is ignored because of that, and the shards to cache; rank 0 only."""
+    """Log how training starts, which inputs are ignored, and how many shards will be cached; rank 0 only."""
     if worker.group.rank != 0:
         return
     cfg = worker.cfg
     job = worker.job
     group = worker.group
     arithmetic = worker.data.arithmetic
-    # In the order of the list at the top of this file. Ignored inputs are named, so that nobody expects their effect.
+    # Cases in the order of the module's docstring. Name ignored inputs, so that nobody expects them to have an effect.
     if manifest is not None:
         ignored = ""
         if job.init:
@@ -333,7 +331,7 @@ def report_start(worker: Worker, progress: Progress, manifest: Manifest | None) 
     precision: str = cfg.precision
     if precision == "bf16":
         precision = "bf16, gradients summed in fp32"
-        # The user's DeepSpeed file can request this.
+        # Users can request this in their DeepSpeed file.
         if worker.engine.sums_in == "bf16":
             precision += " over micro-batches, in bf16 over workers"
     group.telemetry.log(
@@ -347,29 +345,29 @@ def report_start(worker: Worker, progress: Progress, manifest: Manifest | None) 
         "step": progress.step,
         "text": text,
         "world": group.world,
-        # For `trial`, whose driver may run on another machine.
+        # Used by `trial`, whose driver may run on another machine.
         "hardware": device_name(group.device) if group.device.type == "cuda" else processor(),
-        # For `report`, which lists the differences between two runs or two attempts.
+        # Used by `report`, which lists the differences between two runs or two attempts.
         "code": job.code,
         "versions": package_versions(),
         "threads": torch.get_num_threads(),
-        # For `account`: an attempt's start-up counts from the driver's claim, not from its first record.
+        # Used by `account`: an attempt's start-up begins with the driver's claim, before its first record.
         "claimed": job.claimed,
         "began": job.began,
-        # For `jobs replay`, which rebuilds a step with the shards that its attempt had.
+        # Used by `jobs replay`, which repeats a step with the shards that its attempt read.
         "drop": cfg.data.drop,
     }
     group.telemetry.report("start", record)
     if worker.data.index.remote:
-        # The workers of a node have neighbouring ranks, so their slots are one range; rank 0's node is the example.
+        # The workers of a node have consecutive ranks, so their slots form a single range; log that of rank 0's node.
         last_local_rank = int(os.environ["LOCAL_WORLD_SIZE"]) - 1
         slots = range(arithmetic.slots(last_local_rank).stop)
         needed = cache_line(worker.data.index, worker.data.order, slots, progress.step, cfg.data)
-        group.telemetry.log(f"this node needs {needed}")
+        group.telemetry.log(f"cache of this node: {needed}")
 
 
 def bits_line(worker: Worker, manifest: Manifest | None) -> str:
-    """Return a text that says whether a resume of this attempt repeats its bits and, if not, why."""
+    """Describe whether resuming this attempt would reproduce it bit for bit and, if not, why."""
     cfg = worker.cfg
     model_config = worker.model_config
     now = Conditions(
@@ -396,5 +394,5 @@ def check_masked(worker: Worker, progress: Progress) -> None:
     if masked_by(worker.hooks, step, np.array([shard]), np.array([first])) is None:
         raise CheckpointError(
             f"the checkpoint of step {progress.step} masks samples, but this task has no hook that masks them\n"
-            "  expected the same code as in the run: jobs/extras/async_evaluation, pipeline/extras/replays"
+            "  expected the code that started the run, with jobs/extras/async_evaluation and pipeline/extras/replays"
         )

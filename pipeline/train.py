@@ -5,12 +5,12 @@
 3. Once a step, a single reduction and a single wait for the device return the gradient norm, which decides whether the
    optimizer steps, and the values that all workers must agree on: the mean loss, the number of bad samples, whether to
    stop, and whether all files of the save in flight are written.
-4. After the step the loop does whatever is due: report, commit the save in flight, begin a new save, evaluate, stop.
+4. After the step the loop handles whatever is due: report, commit the save in flight, begin a save, evaluate, stop.
 5. At the end the last step is committed and evaluated, and its weights are exported in a form independent of the world
    size. A hook may choose the weights of another step.
 
-A step is committed before it is evaluated, so a failed or killed evaluation loses no training.
-Extras take part only through hooks (pipeline/hooks.py).
+A step is committed before it is evaluated, so a failed or killed evaluation loses no training progress.
+Extras attach only through hooks (pipeline/hooks.py).
 
 In:  {"config": {"steps": 700000, "batch_size": 4096, …}, "job": {"directory": "/runs/x/20-pretrain", "attempt": 7, …}}
 Out: {"step": 700000, "samples_seen": 2867200000, "ledger": "9f3c…", "metrics": {"accuracy": 0.84}, …}, and in the
@@ -39,11 +39,11 @@ from pipeline.checkpoints.reader import export
 from pipeline.engine.engine import on_device
 from pipeline.monitoring.telemetry import Window, account, log_line, memory_gb, peak_flops, read_metrics
 from pipeline.optimization import learning_rate
-from pipeline.phases import flops_of
 from pipeline.start import Worker, read_task, set_up
+from pipeline.training_config import flops_of
 from pipeline.worker import Progress, handle_sigterm
 
-BAD_GRACE = 10_000  # samples; max_bad_fraction is applied to at least this many
+BAD_GRACE = 10_000  # until this many samples were seen, max_bad_fraction is relative to this number
 
 
 class ChosenWeights(TypedDict):
@@ -65,15 +65,15 @@ class StageResult(TypedDict):
     bad_samples: int
     metrics: dict[str, float]
     world: int
-    files: dict[str, FileRecord]  # weights.safetensors and model.json, digested by rank 0 after writing
-    kept: NotRequired[ChosenWeights]  # only if a hook chose other weights than those of the last step
+    files: dict[str, FileRecord]  # digests of weights.safetensors and model.json, computed by rank 0 after writing
+    kept: NotRequired[ChosenWeights]  # present only if a hook chose weights other than the last step's
 
 
 def train(task: Mapping[str, Any]) -> StageResult:
-    """Train a stage on this worker, from its start or its last checkpoint, and return the result. Collective.
+    """Collective: train a stage on this worker, from its start or its last checkpoint, and return the result.
 
-    `task` holds the plain "config", the fields of "job", and "hooks". Raises Preempted after it was requested to stop
-    and has committed; RolledBack, Diverged, CheckpointError and DataError.
+    `task` holds plain values: "config", the fields of "job", and "hooks". Raises Preempted after a stop request, when
+    the current step is committed; also RolledBack, Diverged, CheckpointError and DataError.
     """
     # 1. Build everything that the loop uses, and find the step to start from.
     worker, progress = set_up(read_task(task))
@@ -104,7 +104,7 @@ def train(task: Mapping[str, Any]) -> StageResult:
         is_due = worker.saver.is_due(step, is_evaluated=is_evaluated, is_finite=is_finite)
         is_saved = is_due or is_last or outcome.stopping
         has_line = step % worker.cfg.log_every == 0 or step == first_step or is_last or outcome.stopping
-        # Before a save begins, the metrics of its steps are written: a committed step is always in metrics.jsonl.
+        # Write metrics before a save begins, so that metrics.jsonl contains every committed step.
         if has_line or is_saved:
             report_training(worker, progress, has_line=has_line)
         if outcome.all_written or is_saved:  # on slow storage a new save waits for the previous one
@@ -119,20 +119,20 @@ def train(task: Mapping[str, Any]) -> StageResult:
             is_over = not stopping and ends_early(worker, progress)
         if stopping and not is_last:
             stop(worker, progress)
-    del batches  # stops the loader, which reads ahead
+    del batches  # stops the loader's prefetching
 
     # 5. Commit the last step (a failed save is retried, up to `max_failed_saves`), evaluate it, export its weights.
     worker.saver.finish(progress.step)
     worker.saver.ensure_committed(progress.step, partial(save, worker, progress), retries=True)
     worker.saver.end(progress.step)
-    # If a hook ended the stage in this attempt, the step has just been evaluated.
+    # If a hook ended the stage during this attempt, its last step has already been evaluated.
     if progress.step == worker.data.last_step or was_over:
         worker.evaluator.evaluate_at_end(worker, progress)
     return end(worker, progress)
 
 
 def ends_early(worker: Worker, progress: Progress) -> bool:
-    """Collective: return whether a hook ends the stage at this step, which has been evaluated; log the reason."""
+    """Collective: return whether a hook ends the stage after this (evaluated) step; log the reason."""
     if progress.step >= worker.data.steps or not worker.hooks:
         return False
     is_over = [False]
@@ -148,8 +148,8 @@ def ends_early(worker: Worker, progress: Progress) -> bool:
 def skip_excluded(worker: Worker, progress: Progress, first_step: int) -> None:
     """Collective: jump over a range of steps that an earlier attempt excluded; the caller restarts the loader.
 
-    If this attempt fell back to an older checkpoint, it has trained steps before the range. They are committed here,
-    so that a stop request can interrupt the wait for the next batch at once, with nothing left to commit.
+    If this attempt resumed from an older checkpoint, it has trained steps before the range. They are committed here, so
+    that a stop request can interrupt the wait for the next batch without losing uncommitted steps.
     """
     if progress.step >= first_step:
         worker.saver.ensure_committed(progress.step, partial(save, worker, progress))
@@ -172,11 +172,11 @@ class StepOutcome(NamedTuple):
     """The outcome of a step, on this worker and on all workers."""
 
     mean_loss: float
-    bad_samples: int  # of all workers
+    bad_samples: int  # number of bad samples on all workers
     stopping: bool  # whether any worker was requested to stop
     all_written: bool  # whether every worker has written its file of the save in flight
-    planned: Ids  # samples of the global batch, as the ledger counts them
-    ids: list[list[int]]  # samples of this worker: epoch, shard, sample
+    planned: Ids  # samples of the global batch, as counted in the ledger
+    ids: list[list[int]]  # this worker's samples: (epoch, shard, sample)
 
 
 def take_step(worker: Worker, step: int, batches: Iterator[Batch]) -> StepOutcome:
@@ -188,10 +188,10 @@ def take_step(worker: Worker, step: int, batches: Iterator[Batch]) -> StepOutcom
     worker.log.rate = rate
     planned = planned_ids(worker, step)
     samples = samples_in_mean(planned)
-    # The engine divides each loss by accumulation × world. With this weight the sum over all micro-batches is the mean
-    # over the global batch, even if workers own different numbers of samples.
+    # The engine divides each loss by accumulation × world. This weight turns the sum over all micro-batches into the
+    # mean over the global batch, even if workers have different numbers of samples.
     weight = worker.group.world * accumulation / samples
-    loss_sum = torch.zeros((), device=worker.group.device)  # of this worker, like the next two
+    loss_sum = torch.zeros((), device=worker.group.device)  # this worker's sum, like the next two variables
     bad_samples = 0
     ids: list[list[int]] = []
 
@@ -211,8 +211,8 @@ def take_step(worker: Worker, step: int, batches: Iterator[Batch]) -> StepOutcom
         if number + 1 < accumulation:
             engine.end_micro_batch(rate)
 
-    # 2. The optimizer step, combined with everything that all workers must agree on: no worker may stop, commit or give
-    # up on its own. This is the only place in a step at which the host waits for the device.
+    # 2. The optimizer step, combined with everything that all workers must agree on, because no worker may stop, commit
+    # or give up independently. This is the only point in a step where the host waits for the device.
     mean_loss, bad_of_all, stopping, all_written = finish_step(worker, rate, loss_sum, bad_samples, samples)
     return StepOutcome(mean_loss, bad_of_all, stopping, all_written, planned, ids)
 
@@ -226,7 +226,7 @@ def count_step(worker: Worker, progress: Progress, outcome: StepOutcome) -> None
     health = worker.health
     saver = worker.saver
     norm = worker.engine.gradient_norm
-    # The ledger covers the planned samples, whatever replaced the bad ones.
+    # The ledger covers the planned samples, not the replacements of bad ones.
     progress.ledger = progress.ledger.update(progress.step, *outcome.planned)
     progress.step += 1
     progress.bad_samples += outcome.bad_samples
@@ -236,21 +236,21 @@ def count_step(worker: Worker, progress: Progress, outcome: StepOutcome) -> None
         worker.log.window.traces.append(worker.engine.trace)
     health.count_step(progress.step, outcome.mean_loss, norm, progress.ledger.hex, outcome.ids)
     samples_seen = health.samples_seen(progress.step)
-    # Early in a run a handful of bad samples is a large share, so the limit is at least that of BAD_GRACE samples.
+    # Early in a run a few bad samples are a large fraction, so apply the limit to at least BAD_GRACE samples.
     allowed = worker.cfg.data.max_bad_fraction
     are_too_many_bad = progress.bad_samples > allowed * max(samples_seen, BAD_GRACE)
     bad_share = (
         f"{progress.bad_samples} of {samples_seen} samples were bad, more than data.max_bad_fraction={allowed} allows"
     )
     if are_too_many_bad and saver.in_flight and worker.group.rank == 0:
-        # If the save in flight fails, its error replaces the one below and the bad samples would not be reported.
+        # Log it now: if the save in flight fails, its error replaces the one raised below.
         worker.group.telemetry.log(f"step {progress.step}: {bad_share}")
     has_given_up = health.skipped_in_a_row >= worker.cfg.max_skipped
     if has_given_up or are_too_many_bad:
         # Commit the save in flight first.
         # - Non-finite steps: the save began before them. Without a commit the run would roll back further and exclude
         #   good steps too.
-        # - Bad samples: the run ends here, and a save that nobody waits for would stay half-written.
+        # - Bad samples: the run ends here, and an unfinished save would be lost.
         saver.finish(progress.step)
         saver.end(progress.step)
     if has_given_up:
@@ -268,10 +268,10 @@ def finish_step(
 ) -> tuple[float, int, bool, bool]:
     """Collective, once a step: run the optimizer step and sum the counts and requests of all workers.
 
-    `samples` is the number of samples that the loss is averaged over. Returns (mean loss, bad samples, whether any
+    `samples` is the number of samples over which the loss is averaged. Returns (mean loss, bad samples, whether any
     worker was requested to stop, whether every worker has written its checkpoint file).
     """
-    # These numbers are reduced together with the gradient norm, which the host must wait for anyway because it decides
+    # Reduce these numbers together with the gradient norm, for which the host must wait anyway because it decides
     # whether the optimizer steps. A separate reduction would add a second wait to every step.
     host_numbers = on_device([bad_samples, worker.stop.is_requested(), worker.saver.written], worker.group.device)
     numbers = torch.cat([loss_sum.double().reshape(1), host_numbers])
@@ -284,10 +284,10 @@ def finish_step(
 
 
 def report_training(worker: Worker, progress: Progress, *, has_line: bool) -> None:
-    """Write a record of the steps since the last record and, with `has_line`, log the steps since the last log line.
+    """Record the steps since the last record and, with `has_line`, log the steps since the last log line.
 
-    Each save writes a record too, so there can be several between two log lines. If the disk rejects a record, its
-    steps are written again with the next one.
+    Each save also writes a record, so there can be several records between two log lines. If a record cannot be
+    written to disk, its steps are included in the next one.
     """
     window = worker.log.window
     since_line = worker.log.since_line
@@ -315,10 +315,10 @@ def training_values(worker: Worker, progress: Progress, window: Window) -> dict[
     cfg = worker.cfg
     data = worker.data
     samples = cfg.batch_size * len(window.losses)
-    # The algorithm's FLOPs, as in publications: blocks recomputed in the backward pass are not counted twice.
+    # Model FLOPs, as in publications: recomputation of blocks in the backward pass does not count.
     steps = range(progress.step - len(window.losses), progress.step)
     flops = flops_of(data.phases, worker.model_config, steps, cfg.batch_size) / worker.group.world
-    # In exact mode only: traces show at which step a repeated run starts to differ (`jobs audit`).
+    # In exact mode only: traces show the step at which a repeated run starts to differ (`jobs audit`).
     traces = {"traces": window.traces} if window.traces else {}
     return {
         "step": progress.step,
@@ -335,7 +335,7 @@ def training_values(worker: Worker, progress: Progress, window: Window) -> dict[
 
 
 def save(worker: Worker, progress: Progress) -> None:
-    """Collective: record the steps since the last report and begin to save this step; the caller finishes the save."""
+    """Collective: record the steps since the last report and begin to save this step; the caller must finish it."""
     report_training(worker, progress, has_line=False)
     begin_save(worker, progress)
 
@@ -352,7 +352,7 @@ def begin_save(worker: Worker, progress: Progress) -> None:
         attempt=worker.job.attempt,
         world=worker.group.world,
         zero=worker.cfg.zero,
-        # Only the fields that must not change on a resume: a refused resume can then show the differences key by key.
+        # Only fields that must not change on resume; if the resume is refused, the error lists the differing keys.
         config=config.tagged(worker.cfg, "forbid"),
         key=worker.job.key,
         code=worker.job.code,
@@ -366,7 +366,7 @@ def begin_save(worker: Worker, progress: Progress) -> None:
 
 
 def end(worker: Worker, progress: Progress) -> StageResult:
-    """Collective: have rank 0 export the weights while the others wait, close everything, return the result."""
+    """Collective: export the weights on rank 0 while the others wait, close everything, and return the result."""
     outcome: list[StageResult | None] = [None]
     group = worker.group
     with group.phases.rank_0_phase("finish", progress.step, group.rank == 0):
@@ -385,8 +385,8 @@ def end(worker: Worker, progress: Progress) -> StageResult:
 def export_weights(worker: Worker, progress: Progress) -> StageResult:
     """Export the stage's weights from the committed checkpoint and log how the run's time was spent; rank 0 only."""
     directory = Path(worker.job.directory)
-    # The weights are read back from disk and not gathered from the workers: the next stage gets exactly what was
-    # committed, and rank 0 can do it without the others at any ZeRO stage. Digests are verified again, because the last
+    # Read the weights back from disk instead of gathering them from the workers: the next stage gets exactly what was
+    # committed, and rank 0 needs no help from the others at any ZeRO stage. Verify the digests again, because the last
     # evaluation may have taken hours since the commit.
     exported = worker.saver.checkpoint_of(progress.step)
     last = exported.manifest
@@ -407,7 +407,7 @@ def export_weights(worker: Worker, progress: Progress) -> StageResult:
         preprocessing=preprocessing_of(worker.cfg.data.preprocess, worker.model_config),
     )
     checkpoints = worker.saver.checkpoints
-    # On a node other than the driver's, metrics.jsonl covers only a part of the stage, so its shares would be wrong.
+    # Only on the driver's node does metrics.jsonl cover the whole stage; elsewhere the shares of time would be wrong.
     if checkpoints.sends_metrics:
         damage: list[str] = []
         spent = account(read_metrics(directory, None, damage))

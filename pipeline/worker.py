@@ -1,4 +1,4 @@
-"""The parts of a training worker: its task (Job), what it trains with (Setup), and its progress (Progress).
+"""The parts of a training worker: its task (Job), the objects that it trains with (Setup), and its Progress.
 
 `pipeline.start` builds all of them, collectively.
 """
@@ -22,14 +22,13 @@ from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 from pipeline.engine.engine import Engine
 from pipeline.monitoring.telemetry import Telemetry, Window
 from pipeline.monitoring.watchdog import STOP_FILE, Phases, node_folder
-from pipeline.phases import Phase
-from pipeline.training_config import TrainConfig
+from pipeline.training_config import Phase, TrainConfig
 from pipeline.training_data import Arithmetic
 
 
 @dataclass(frozen=True)
 class Job:
-    """One attempt of a stage: its inputs and folders. Paths are absolute, because workers run in other folders."""
+    """The inputs and folders of one attempt of a stage. Paths are absolute, because workers run in other folders."""
 
     run: str  # the run directory, shared by all nodes unless there is a `remote`
     directory: str  # folder of this stage
@@ -42,11 +41,11 @@ class Job:
     init: str | None = None
     probe_train: str | None = None
     probe_test: str | None = None
-    class_names: Sequence[str] = ()  # of the model's outputs, exported with the weights; empty: unknown
-    claimed: float = 0.0  # when the driver began this attempt, seconds since 1970
-    began: float = 0.0  # when its command began to work on the stage
+    class_names: Sequence[str] = ()  # names of the model's outputs, exported with the weights; empty: unknown
+    claimed: float = 0.0  # start of this attempt by the driver, in seconds since 1970
+    began: float = 0.0  # time at which the command began to work on the stage
     remote: str | None = None  # URL of the run in an object store, if the nodes share no folder
-    device_bytes: int | None = None  # device memory needed by a worker; None: its step was never traced
+    device_bytes: int | None = None  # device memory that a worker needs; None: never traced
     until: int | None = None  # last step of a replay; None: the last step of the stage
 
     @property
@@ -70,7 +69,7 @@ class StopRequest:
     """A request to stop this worker, by a signal or by a file that the node's agent creates."""
 
     file: Path
-    reads_file: bool  # at every step: only on rank 0, which then stops all workers
+    reads_file: bool  # whether to check the file at every step; only rank 0 does, and stops all workers
     signal: threading.Event = field(default_factory=threading.Event)  # set when this process receives SIGTERM
 
     def is_requested(self) -> bool:
@@ -88,7 +87,7 @@ def handle_sigterm(stop: threading.Event) -> None:
     def on_sigterm(number: int, frame: object) -> None:
         stop.set()
 
-    # Only the main thread may install signal handlers. A worker trains in its main thread; in another thread, such as
+    # Only the main thread may install signal handlers. Workers train in the main thread; in another thread, such as
     # that of a notebook, only the stop file can stop it.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, on_sigterm)
@@ -103,7 +102,7 @@ class Group:
     rank: int
     world: int  # number of workers in the group
     telemetry: Telemetry
-    checkpoints: StageCheckpoints  # the stage's
+    checkpoints: StageCheckpoints  # checkpoints of the stage
 
 
 @dataclass(frozen=True)
@@ -111,31 +110,31 @@ class StageData:
     """The data of a stage: sets, sample order, batch arithmetic and number of steps."""
 
     sets: dict[str, Index]  # every set that the stage reads, by path
-    index: Index  # of the training data, with mixtures joined
+    index: Index  # index of the training data, with mixtures joined
     order: Order | Mixture
     arithmetic: Arithmetic
-    steps: int  # of the whole stage; the learning rate depends on it
-    last_step: int  # of this attempt: the stage's, or a replay's
-    phases: Sequence[Phase]  # of the stage, in order
+    steps: int  # length of the whole stage; the learning rate depends on it
+    last_step: int  # last step of this attempt: that of the stage or of a replay
+    phases: Sequence[Phase]  # phases of the stage, in order
 
 
 @dataclass
 class TrainingLog:
-    """Steps without a report so far, and the learning rate of the last step."""
+    """The unreported steps, and the learning rate of the last step."""
 
     window: Window = field(default_factory=Window)  # steps since the last record
     since_line: Window = field(default_factory=Window)  # recorded steps since the last log line
     rate: float = 0.0  # learning rate of the last step
 
     def begin(self) -> None:
-        """Start measuring now, so that the first report's images per second exclude building and restoring."""
+        """Start the clock now, so that building and restoring do not lower the first report's images per second."""
         self.window.clear()
         self.since_line.clear()
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a worker trains with, without the parts that extras may add or replace (`pipeline.start.Worker`)."""
+    """The objects that a worker trains with; `pipeline.start.Worker` adds those that extras may replace."""
 
     cfg: TrainConfig
     job: Job
@@ -150,11 +149,11 @@ class Setup:
 
 @dataclass
 class Progress:
-    """Everything that changes with each step: plain data, which a checkpoint's manifest stores."""
+    """All state that changes with each step, as plain data; a checkpoint's manifest stores it."""
 
-    step: int  # completed steps
-    bad_samples: int  # of all workers, since step 0
+    step: int  # number of completed steps
+    bad_samples: int  # number of bad samples on all workers since step 0
     ledger: Ledger
-    last_metrics: dict[str, float] = field(default_factory=dict)  # of this attempt's last evaluation
-    # Samples without weight in training: (first step that masks them, shard, first sample, end of the range).
+    last_metrics: dict[str, float] = field(default_factory=dict)  # metrics of this attempt's last evaluation
+    # Ranges of masked samples, which have no weight in training: (first masked step, shard, first sample, end).
     masked: list[tuple[int, ...]] = field(default_factory=list)

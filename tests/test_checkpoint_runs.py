@@ -233,17 +233,17 @@ def test_a_terminal_that_takes_no_line_holds_up_no_stop_and_the_log_has_every_li
 
 
 HANGS = {
-    "reduce": r"worker 1 on .*, in reduce of step 12: frozen: stopped by a signal, \ds without progress",
+    "reduce": r"worker 1 on .*, in reduce of step 12: frozen: stopped by a signal, no progress for \ds",
     "build": r"worker 1 on .*, in build: stuck for \ds; the other workers are waiting for it",
     "restore": r"worker 0 on .*, in restore: stuck for \ds; the other workers are waiting for it",
-    "data": r"worker 1 on .*, in data of step 23, shard train-0000\d\d.tar: stalled reader: \ds without a batch",
-    "collective": r"worker 0 on .*, in reduce of step 32: stuck collective: all 2 workers are there for \ds",
+    "data": r"worker 1 on .*, in data of step 23, shard train-0000\d\d.tar: stalled reader: no batch for \ds",
+    "collective": r"worker 0 on .*, in reduce of step 32: stuck collective: all 2 workers have been in it for \ds",
     "evaluate": r"worker 1 on .*, in evaluate after step 40, shard few-0000\d\d.tar: stuck for \ds, the others .*",
     "finish": r"worker 0 on .*, in finish after step 40: stuck for \ds; the other workers are waiting for it",
 }
 
 
-@pytest.mark.parametrize("places", [("reduce", "data"), pytest.param(tuple(HANGS), marks=SOAK)])
+@pytest.mark.parametrize("places", [("reduce",), pytest.param(tuple(HANGS), marks=SOAK)])
 def test_a_run_that_hangs_anywhere_is_ended_named_and_goes_on(places, few, twin, run) -> None:
     patch = f"hanging {','.join(places)}"
     assert finish(run, "pretrain.stall_s=8", f"pretrain.data.evaluate={few}", patch=patch) == 0, said(run)
@@ -251,7 +251,8 @@ def test_a_run_that_hangs_anywhere_is_ended_named_and_goes_on(places, few, twin,
         assert re.fullmatch(HANGS[place], found), said(run)
     stacks = (stage(run) / "incidents.txt").read_text()
     assert stacks.count("Timeout (0:00:0") >= len(places) - 1, "who is stopped writes nothing, the others do"
-    assert "in micro_batches" in stacks
+    if "data" in places:
+        assert "in micro_batches" in stacks
     assert_same(run, twin)
 
 
@@ -264,7 +265,7 @@ def test_who_runs_out_of_memory_is_named_with_what_to_lower(twin, run) -> None:
         "worker 1 on .*, in reduce of step 22: MemoryError",
         "worker 1 on .*, in reduce of step 27: OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB",
     ]
-    found, hint = incidents(stage(run)), "; lower micro_batch or data.processes, or raise checkpoint_blocks"
+    found, hint = incidents(stage(run)), "; to use less memory, decrease .*"
     assert len(found) == 4 and all(re.fullmatch(e + hint, f) for e, f in zip(expected, found, strict=True)), found
     assert_same(run, twin)
 
@@ -316,7 +317,7 @@ def test_failed_saves_are_said_and_training_goes_on(twin, run) -> None:
     assert finish(run, "pretrain.max_failed_saves=4", patch="full_disk_for_a_while") == 0, said(run)
     text = said(run)
     for step, file, count in ((10, "rank-00001", 1), (15, "rank-00001", 2), (20, "MANIFEST.json", 3)):
-        assert f"checkpoint step {step} FAILED" in text and file in text and f"; {count} of 4 failures in a row" in text
+        assert f"checkpoint step {step} FAILED" in text and file in text and f"failures: {count} of at most 4" in text
     assert "checkpoint step 25 committed" in text
     assert_same(run, twin)
 
@@ -461,7 +462,7 @@ def test_an_evaluation_that_fails_costs_no_step_and_no_restart(few, twin, run) -
 
 def test_too_many_failed_saves_in_a_row_exit_74(run) -> None:
     assert finish(run, "pretrain.max_failed_saves=2", patch="full_disk") == 74
-    assert "2 saves in a row failed, the last: rank-00000.safetensors" in said(run)
+    assert "2 consecutive saves failed, the last with: rank-00000.safetensors" in said(run)
     assert "No space left on device" in said(run) and "restarting" not in said(run)
 
 
@@ -494,7 +495,8 @@ def test_workers_that_end_leave_no_old_checkpoint_half_deleted(ends, run) -> Non
 def test_a_log_that_cannot_be_written_costs_lines_and_not_the_run(twin, run) -> None:
     assert finish(run, patch="full_log") == 0, said(run)
     text = (stage(run) / "log.txt").read_text()
-    assert "step 12/40" not in text and "lines lost: the disk refused them)" in text and "step 16/40" in text
+    assert "step 12/40" not in text and "step 16/40" in text
+    assert "lines lost: they could not be written to disk)" in text
     assert_same(run, twin)
     assert step_losses(stage(run)).keys() == set(range(1, 41)), "what was refused is in the next record"
 
@@ -541,7 +543,7 @@ def test_with_exact_parts_the_world_and_the_stage_may_change_and_the_bits_stay(r
             assert finish(run, *options, patch="slowly") == 0, said(run)
     worlds = [record["world"] for record in read_metrics(stage(run), "start")]
     assert worlds == [1, 2, 4, 2] and said(run).count("exact in 4 parts: every step waits") == 5
-    assert "the bits may differ" not in said(run)
+    assert "results may differ bitwise" not in said(run)
     assert step_losses(stage(run)) == step_losses(stage(alone))
     assert whole_state(run) == whole_state(alone)
 
@@ -568,7 +570,7 @@ def test_a_stop_a_commit_and_an_infinite_gradient_of_one_worker_fall_into_one_st
 @pytest.mark.slow
 def test_a_run_that_goes_back_commits_the_save_in_flight_and_leaves_out_no_good_step(run) -> None:
     assert finish(run, "pretrain.max_skipped=3", patch="given_up_with_a_save_in_flight") == 0, said(run)
-    assert "had a non-finite gradient: rolling back to step 10, excluding steps 11 … 15" in said(run)
+    assert "had non-finite gradients: rolling back to step 10, excluding steps 11 … 15" in said(run)
 
 
 @pytest.mark.slow
@@ -593,7 +595,7 @@ def whole_state(run: Path) -> dict[str, dict[str, list[float]]]:
 
 def test_a_stretch_of_non_finite_steps_is_excluded_once_and_spikes_are_kept_for_replay(run, capsys) -> None:
     assert finish(run, "pretrain.max_skipped=3", patch="poisoned_stretch") == 0, said(run)
-    assert "had a non-finite gradient: rolling back to step 10, excluding steps 11 … 15" in said(run)
+    assert "had non-finite gradients: rolling back to step 10, excluding steps 11 … 15" in said(run)
     again = [record for record in read_metrics(stage(run)) if record["attempt"] == 2]
     assert again[0]["step"] == 16 and math.isnan(again[0]["losses"][0]), "step 16 is poisoned too: skipped alone"
     last = read_manifest(committed(stage(run) / "checkpoints")[0])
@@ -610,7 +612,7 @@ def test_a_stretch_of_non_finite_steps_is_excluded_once_and_spikes_are_kept_for_
     assert "step 36: gradient norm" in said(run) and f"jobs replay {stage(run)} step=36" in said(run)
     assert main(["replay", str(stage(run)), "step=15"]) == 0 and main(["replay", str(run), "step=36"]) == 0
     out = capsys.readouterr().out
-    assert "attempt 2: gradient norm" in out and "(from the spike at step 36: " in out
+    assert "attempt 2: gradient norm" in out and "(recorded with the spike at step 36: " in out
 
 
 @pytest.mark.parametrize(("save_every", "left"), [(5, 10), pytest.param(2, 12, marks=pytest.mark.slow)])
@@ -713,7 +715,7 @@ def test_the_best_is_handed_on_and_patience_ends_at_the_same_step_whatever_is_ki
     assert done["kept"] == told == json.loads((stage(run) / "provenance.json").read_text())["kept"]
     assert done["metrics"] == {"accuracy": accuracies[end]}
     log = (stage(run) / "log.txt").read_text()
-    assert f"2 evaluations without a better accuracy than {value:.4f} at step {best}, patience is 2" in log
+    assert f"accuracy has not improved in 2 evaluations (patience 2): the best is {value:.4f} at step {best}" in log
     assert f"done at step {end}: weights of step {best} with the best accuracy, {value:.4f}, in" in log
     # Nobody's hand prunes it either.
     assert main(["checkpoints", "prune", str(run), "--keep", "2"]) == 0
@@ -743,7 +745,7 @@ def test_a_driver_that_wakes_up_after_its_run_was_taken_over_ends_with_73_and_ch
     try:
         time.sleep(1.5)  # five periods: until then it may only be late
         assert finish(run, patch="hasty_lease") == 0, said(run)
-        assert "taking the run over: no sign of life" in said(run)
+        assert "taking over the run: no sign of life" in said(run)
         # What workers of the first attempt leave in its own folder is theirs.
         kept = {}
         for path in run.rglob("*"):
@@ -770,7 +772,8 @@ def test_a_run_is_stopped_by_its_lease_from_anywhere(run, capsys) -> None:
     first.join(60)
     assert first.exitcode == 75, said(run)
     out = capsys.readouterr().out
-    assert f"asked process {first.pid} on " in out and "it has ended; to see how: python -m jobs status " in out
+    assert f"requested a commit and stop of process {first.pid} on " in out
+    assert "it has ended; for its result, type python -m jobs status " in out
     assert main(["stop", str(run)]) == 0 and main(["status", str(run)]) == 0
     out = capsys.readouterr().out
     assert f"nothing to stop: process {first.pid} on " in out and "(exit 75, " in out

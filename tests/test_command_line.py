@@ -213,7 +213,7 @@ def test_a_folder_is_not_a_recipe_and_does_not_hide_a_built_in_one(tmp_path, mon
 def test_a_file_as_run_directory_is_refused_before_the_start(tmp_path, capsys, command, below):
     (tmp_path / "file").touch()
     assert main([command, "digits", f"run={tmp_path}/file{below}"]) == 78
-    assert f"error: {tmp_path}/file is a file\n  expected the folder of a run" in capsys.readouterr().err
+    assert f"error: {tmp_path}/file is a file\n  expected a run directory, or a path" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_a_file_as_run_directory_is_refused_before_the_start(tmp_path, capsys, c
         ("fewshot.init=@pretrain/x", "fewshot.init is @pretrain/x, which has no weights"),
         ("pretrain.data.train=@shards", "but shards has no data set ''; known: pretrain, pretrain-test, test, train"),
         ("pretrain.data.train=@shards/trian", "did you mean 'train'?\n  expected one of @shards/pretrain, "),
-        ("finetune.data.train=@resize/train", "makes no data set\n  expected @stage/set with a pack stage"),
+        ("finetune.data.train=@resize/train", "writes no data set\n  expected @STAGE/SET with a pack stage"),
         ("pretrain=3", "pretrain is 3, expected a stage's section\n"),
     ],
 )
@@ -267,7 +267,7 @@ def test_only_refuses_a_kind_with_several_stages(recipe, capsys):
     text = recipe.read_text().replace("\nfinetune:", "\ntune:\n  kind: finetune").replace("@finetune", "@tune")
     recipe.write_text(text)
     assert main(["run", str(recipe), second, "--only", "finetune"]) == 78
-    assert "2 stages of kind finetune: tune, again; name one of them with --only" in capsys.readouterr().err
+    assert "2 stages of kind finetune: tune, again\n  type one of these names after --only" in capsys.readouterr().err
     assert main(["run", str(recipe), second, "--only", "agian"]) == 78
     assert "no stage 'agian'; did you mean 'again'?" in capsys.readouterr().err
 

@@ -319,7 +319,7 @@ def test_a_host_that_gives_notice_costs_no_step_and_is_no_incident(rounds, clust
             cluster.join(victim)
         assert driver.wait(AGAIN_S) == 0, driver.said
         print(f"FAULT_SEED={SEED} round {number}: {victim} gave notice; trained again {again_s:.1f} s later")
-        assert f"leaving the cluster: {victim} (its node is drained)" in driver.said
+        assert f"leaving the cluster: {victim} (its node is being drained)" in driver.said
         assert not (stage(run) / "incidents.txt").exists() and "is slow" not in driver.said
         taken = [step for record in read_metrics(stage(run)) for step in steps_of(record)]
         assert taken == list(range(1, 201)), "every step once"
@@ -350,14 +350,14 @@ def test_a_run_goes_on_with_fewer_workers_and_with_more_as_hosts_are_lost_for_go
     before_join = time.monotonic()
     cluster.join(cluster.names[1])
     join_s = time.monotonic() - before_join
-    grown_s = driver.until(has_said(driver, "growing from 1 to 2 workers, resuming from step "), AGAIN_S)
+    grown_s = driver.until(has_said(driver, "scaling up from 1 to 2 workers, resuming from step "), AGAIN_S)
     more_s = driver.until(has_said(driver, "attempt 3: "), AGAIN_S)
     assert driver.wait(2 * AGAIN_S) == 0, driver.said
     print(f"two hosts lost: noticed after {noticed_s:.1f} s, one worker trained {again_s:.1f} s later; ", end="")
     print(f"a host joined in {join_s:.1f} s; stopped {grown_s:.1f} s later, two trained {more_s:.1f} s after that")
     assert [record["world"] for record in read_metrics(stage(run), "start")] == [2, 1, 2]
     assert (stage(run) / "incidents.txt").read_text().count("its node ") == 1
-    (grown,) = re.findall(r"growing from 1 to 2 workers, resuming from step (\d+)", driver.said)
+    (grown,) = re.findall(r"scaling up from 1 to 2 workers, resuming from step (\d+)", driver.said)
     steps = {attempt: [] for attempt in (1, 2, 3)}
     for record in read_metrics(stage(run)):
         steps[record["attempt"]].append(record["step"])
@@ -461,7 +461,7 @@ def test_whoever_follows_a_submitted_run_is_told_that_the_head_is_gone_and_goes_
         began = time.monotonic()
         assert follower.wait(AGAIN_S) == 69, before.read_text()
         print(f"head cut off: followed no more after {time.monotonic() - began:.0f} s")
-        assert "the cluster's head at http://h0:8265 has not answered for " in before.read_text()
+        assert "the cluster's head at http://h0:8265 has not responded for " in before.read_text()
 
         network["h0"].kill()
         told = network["h1"].run(f"{login} python -m jobs status {run}")
@@ -472,7 +472,7 @@ def test_whoever_follows_a_submitted_run_is_told_that_the_head_is_gone_and_goes_
         follower = follow(after)
         wait_for(after, "resumed from step ")
         print(f"a new head: trained again {time.monotonic() - began:.0f} s after the submission")
-        assert "taking the run over: no sign of life" in after.read_text()
+        assert "taking over the run: no sign of life" in after.read_text()
         network["h1"].run(f"{login} python -m jobs stop {run}", timeout_s=AGAIN_S, **address)
         assert follower.wait(AGAIN_S) == 75, after.read_text()
 
@@ -637,7 +637,7 @@ def test_a_run_directory_of_each_host_alone_is_refused_by_preflight_and_by_run(c
     for name in cluster.names:
         cluster.network[name].run("mkdir -p /tmp/alone")
     code, said_here = preflight(cluster, run)
-    assert code == 69 and re.search("^FAIL workers .*, created by the driver, did not appear on h", said_here, re.M)
+    assert code == 69 and re.search("^FAIL workers .*the driver's folder .* did not appear on h", said_here, re.M)
     recipe = shared / "alone.yaml"
     recipe.write_text(SMALL)
     driver = Driver(cluster, [str(recipe), f"run={run}", "cluster.backend=ray", *OVERRIDES], shared / "alone")
@@ -667,7 +667,7 @@ def test_a_node_with_another_torch_is_left_out_and_too_few_are_refused(cluster, 
         # Whether it has a worker or is the spare one: it is named, and not rank 0 or whoever differs from it.
         code, of_two = preflight(cluster, shared / "preflight", "cluster.workers=2")
         assert code == 69 and re.search(
-            r"^FAIL versions    (worker \d on|node) h1 has torch 2.12.0, 2 of 3 nodes ", of_two, re.M
+            r"^FAIL versions    (worker \d on|node) h1 has torch 2.12.0, 2 of 3 nodes have ", of_two, re.M
         )
         # A worker on every host fails with it; with two it depends on where Ray places them.
         run = shared / "unlike"
@@ -675,7 +675,7 @@ def test_a_node_with_another_torch_is_left_out_and_too_few_are_refused(cluster, 
         assert driver.wait(2 * AGAIN_S) == 0, driver.said
         print(driver.said)
         (line,) = (line for line in driver.said.splitlines() if "left out" in line)
-        assert "excluded from this campaign: h1 (node h1 has torch 2.12.0, 2 of 3 nodes " in line
+        assert "excluded from this campaign: h1 (node h1 has torch 2.12.0, 2 of 3 nodes have " in line
         assert sorted(newest_nodes(run).values()) == ["h0", "h2"]
         driver = begin(cluster, shared / "too-few", "cluster.workers=3", "pretrain.batch_size=12")
         assert driver.wait(2 * AGAIN_S) == 69, driver.said

@@ -49,29 +49,28 @@ INTERNALS = re.compile(
 
 # Each line: exit code, arguments of `python -m jobs`, and after => the expected parts of the error, separated by |.
 COMMANDS = """
-64 <none>                                     => Missing command
 64 train tiny.yaml                            => No such command 'train'.|use run instead
 64 runn tiny.yaml                             => Did you mean 'run'?
 64 run                                        => expected a YAML file or a built-in recipe: cifar10, digits
 64 run tiny.yaml --gpus 1                     => No such option: --gpus|type recipe keys without dashes
 64 plan tiny.yaml --resolve                   => Possible options: --fresh, --resolved
-78 run tiny.yaml pretrain.steps 100           => pretrain.steps is not an override|for example pretrain.steps=100
+78 run tiny.yaml pretrain.steps 100           => invalid override pretrain.steps|for example pretrain.steps=100
 78 run tiny.yaml pretrain.steps = 100         => without spaces, for example pretrain.steps=100
 78 run tiny.yaml pretrain.steps: 100          => for example pretrain.steps=100
-78 run tiny.yaml other.yaml                   => other.yaml is not an override|expected key=value
+78 run tiny.yaml other.yaml                   => invalid override other.yaml|expected key=value
 78 run tiny                                   => no recipe at tiny|did you mean tiny.yaml?
 78 run digist                                 => did you mean digits?
 78 run Tiny.yaml                              => no recipe at Tiny.yaml|did you mean tiny.yaml?
 78 run quite.yaml                             => no recipe at quite.yaml|built-in recipes: cifar10
 78 run photos                                 => photos is a folder, not a recipe
-78 run photos/cat/0.jpg                       => photos/cat/0.jpg is not UTF-8 text|expected a recipe, a YAML file
+78 run photos/cat/0.jpg                       => photos/cat/0.jpg is not UTF-8 text|expected a recipe (a YAML file)
 64 status tiny.yaml                           => no run at|expected a run directory or a stage's folder in it
 64 checkpoints list runs/none                 => no checkpoints in|expected a run directory
 64 checkpoints verify runs/none --step ten    => Invalid value for '--step'
 64 replay runs/none step=120                  => no run at runs/none|expected a run directory
 64 audit runs/none                            => no run at runs/none
 64 status .                                   => no run at
-64 new photos --minutes 2weeks                => '2weeks' is not a time|2min
+64 new photos --minutes 2weeks                => '2weeks' is not a duration|2min
 78 plan tiny.yaml pretrain.bs=64              => unknown key pretrain.bs; did you mean 'batch_size'?
 65 new photso                                 => did you mean 'photos'?
 64 new two words                              => 'two words' is one folder|quote its name
@@ -89,10 +88,10 @@ COMMANDS = """
 64 export weights out --format onnx           => 'onnx' is not one of
 65 export runs/none out --format hf           => no file or folder at runs/none
 65 export photos out --format hf              => cannot load photos|contains neither model.json
-64 new photos --minutes 0                     => --minutes 0: expected a training time greater than 0|type --minutes 10
+64 new photos --minutes 0                     => --minutes is 0, expected a training time greater than 0|type --minutes 10
 78 new photos --model S16                     => S16 is not a model name; did you mean S/16?
 65 new photos --init photos                   => contains no weights|expected RUN/STAGE
-64 new loose --init weights                   => --init fine-tunes on labels|omit --init
+64 new loose --init weights                   => --init needs labels for fine-tuning|omit --init
 64 new photos --output empty                  => --output empty is a folder|for example empty/photos.yaml
 64 new photos --output nowhere/x.yaml         => the folder nowhere does not exist
 64 new photos/cat photos/dog loose            => no folder or pattern matches exactly these paths|a quoted pattern
@@ -125,9 +124,9 @@ COMMANDS = """
 65 index nowhere                              => this folder does not exist
 65 index labelless                            => no sample has a usable label|expected samples with an image
 65 data check photos                          => python -m jobs pack folder photos photos-shards
-65 data repair shards/train shards/train      => contains the set to repair|choose another folder
-78 subset shards/train --output out           => no rule chooses samples|expected one or more of keep
-78 subset shards/train --shots 5 --output out => shots are drawn by a seed|expected a seed
+65 data repair shards/train shards/train      => contains the data set to repair|type another folder
+78 subset shards/train --output out           => the subset has no rule|expected one or more of keep
+78 subset shards/train --shots 5 --output out => shots needs a seed, but none is set|set one
 78 plan tiny.yaml --gpu v100                  => did you mean 'h100'?
 74 run tiny.yaml run=/sys/run                 => /sys/run|or use another folder: run=/elsewhere
 69 run tiny.yaml cluster.gpus_per_worker=99   => 2 workers need 198 GPUs|cluster.gpus_per_worker=0
@@ -135,8 +134,8 @@ COMMANDS = """
 
 # The same for `plan tiny.yaml`, with the arguments after it.
 KEYS = """
-78 lr=1e-3                          => lr is 0.001, expected a stage's section|type for example pretrain.optim.lr=0.001
-78 optim.lr=1e-3                    => optim is not a stage but a key of a stage: pretrain.optim
+78 lr=1e-3                          => lr is 0.001, expected a stage's section|for example pretrain.optim.lr=0.001
+78 optim.lr=1e-3                    => optim is a key of a stage (pretrain.optim), not a stage
 78 Pretrain.steps=3                 => unknown stage or key Pretrain; did you mean 'pretrain'?
 78 pretrain.lr=1e-3                 => unknown key pretrain.lr; did you mean pretrain.optim.lr?
 78 pretrain.epochs=3                => did you mean pretrain.passes?
@@ -148,14 +147,14 @@ KEYS = """
 78 pretrain.zzz=1                   => unknown key pretrain.zzz|all keys: docs/configuration.md
 78 cluster.gpus=1                   => did you mean cluster.gpus_per_worker?
 78 pretrain.optim=1e-3              => expected a section with the keys name, lr|pretrain.optim.lr=0.001
-78 pretrain.data=shards/train       => type for example pretrain.data.train=shards/train
+78 pretrain.data=shards/train       => for example, type pretrain.data.train=shards/train
 78 pretrain.optim.lr.peak=1e-3      => pretrain.optim.lr is {peak: 0.001}, expected a number
 78 cluster=4                        => cluster is 4, expected a section with the keys workers
 78 pretrain.model.dropuot=0.1       => no field 'dropuot'; did you mean 'dropout'?
 78 pretrain.model=S16               => did you mean S/16?
 78 pretrain.model=vit_small_patch16_224 => did you mean S/16?|expected a size and a patch
 78 pretrain.model.name=Z/16         => no size 'Z'
-78 'pretrain.model={name: mu/8, image_size: 16' => put all of it in shell quotes
+78 'pretrain.model={name: mu/8, image_size: 16' => quote the whole override
 65 pretrain.model.classes=2         => labels up to 9, but the model has only 2 classes|type pretrain.model.classes=10
 78 pretrain.model.classes=ten       => classes must be a whole number
 78 pretrain.model.image_size=20     => nearest image_size: 16 or 24
@@ -167,8 +166,8 @@ KEYS = """
 78 pretrain.steps=1.5               => pretrain.steps is 1.5, expected a whole number
 78 pretrain.steps=-5                => steps is -5, expected more than 0
 78 pretrain.steps=10,000            => type pretrain.steps=10000
-78 pretrain.steps=3                 => 5 warm-up steps are more than|warmup_steps=0
-78 pretrain.passes=3                => give either steps or passes
+78 pretrain.steps=3                 => 5 warm-up steps exceed|warmup_steps=0
+78 pretrain.passes=3                => set either steps or passes
 78 pretrain.optim.lr=0,001          => expected a number|type pretrain.optim.lr=0.001
 78 pretrain.optim.lr=fast           => pretrain.optim.lr is fast, expected a number
 78 pretrain.optim.lr=-1             => optim.lr is -1.0, expected more than 0
@@ -186,11 +185,11 @@ KEYS = """
 78 pretrain.batch_size=2            => set micro_batch=1
 78 pretrain.keep=0                  => keep is 0, expected 2 or more
 78 pretrain.probe.shots=5           => expected a list of whole numbers|pretrain.probe.shots=[5]
-78 pretrain.data.drop=a.tar         => type for example pretrain.data.drop=[a.tar]
+78 pretrain.data.drop=a.tar         => for example, type pretrain.data.drop=[a.tar]
 78 pretrain.data.augment.crop=center => expected one of inception, random, none
 78 pretrain.data.augment.min_area=2 => min_area is 2.0, expected 1
 78 pretrain=null                    => pretrain is null, expected a stage's section
-78 pretrain.init=None               => pretrain.init is None, which YAML reads as text|type pretrain.init=null
+78 pretrain.init=None               => pretrain.init is None, which YAML reads as a string|type pretrain.init=null
 78 cluster.workers=two              => cluster.workers is two, expected a whole number
 78 cluster.workers=0                => workers is 0, expected 1 or more
 78 cluster.workers=3                => not a multiple of micro_batch 4 × 3 workers = 12; nearest: 12 or 24
@@ -208,16 +207,16 @@ KEYS = """
 65 pretrain.data.train=empty        => neither tars nor images
 65 pretrain.data.train=shards       => type one of shards/test, shards/train
 65 pretrain.data.train=s3://bucket/train => python -m jobs index URL --output FOLDER
-78 pretrain.data.train=@shards/train => pretrain.data.train is @shards, but there is no such stage; known: pretrain
+78 pretrain.data.train=@shards/train => pretrain.data.train is @shards, but the recipe has no stage shards; known
 78 pretrain.data.train=@pretrain    => the stage itself|expected another stage, or a path
 78 pretrain.data.train=null         => pretrain.data.train is missing|type pretrain.data.train=FOLDER
-65 pretrain.init=nowhere            => no weights.safetensors in nowhere|give a folder that holds one
+65 pretrain.init=nowhere            => no weights.safetensors in nowhere|pass a folder that contains this file
 65 pretrain.init=weights.npz        => python -m jobs import weights.npz FOLDER
-65 pretrain.init=weights/weights.safetensors => give its folder: weights
-78 pretrain.init=weights pretrain.model.name=Ti/8 => width: 32 -> 192|leave these keys, and the name, out of `model`
+65 pretrain.init=weights/weights.safetensors => pass its folder: weights
+78 pretrain.init=weights pretrain.model.name=Ti/8 => width: 32 -> 192|remove these keys, and the name, from `model`
 78 pretrain.deepspeed=nowhere.json  => No such file|or deepspeed=null for none
 78 run=                             => run is empty, expected a folder
-78 run=tiny.yaml                    => tiny.yaml is a file|give the run another name
+78 run=tiny.yaml                    => tiny.yaml is a file|type another folder: run=…
 78 run=~nobody-here/x               => but there is no such user
 78 run=s3://bucket                  => type run=s3://BUCKET/NAME
 """
@@ -228,9 +227,9 @@ RECIPES: dict[str, tuple[str | bytes, int, str]] = {
     "a list": ("- pretrain\n", 78, "is not a mapping|expected `key: value` lines"),
     "a text": ("pretrain\n", 78, "is not a mapping|expected `key: value` lines"),
     "tabs": (TINY.replace("  steps", "\tsteps"), 78, "line 8: found a tab|expected spaces"),
-    "a key twice": (TINY + "  steps: 30\n", 78, "line 12: found duplicate key steps|remove one of the two"),
+    "a key twice": (TINY + "  steps: 30\n", 78, "line 12: found duplicate key steps|remove one of the duplicates"),
     "one space more": (TINY.replace("  steps", "   steps"), 78, "line 8|the keys of a section in the same column"),
-    "no indentation": (TINY.replace("\n  ", "\n"), 78, "pretrain is null|indent its keys below it"),
+    "no indentation": (TINY.replace("\n  ", "\n"), 78, "pretrain is null|or make it a section"),
     "no space behind a colon": (TINY.replace("steps: 24", "steps:24"), 78, "line 8|steps:24|with a space after"),
     "an equals sign": (TINY.replace("steps: 24", "steps = 24"), 78, "line 8|steps = 24|expected `key: value`"),
     "an open brace": (TINY.replace("classes: 10}", "classes: 10"), 78, "line 5|matching brackets and braces"),
@@ -252,14 +251,14 @@ RECIPES: dict[str, tuple[str | bytes, int, str]] = {
     "a control character": (TINY.replace("tiny", "ti\x07ny"), 78, "text without control characters"),
     "a list for a section": (TINY.replace("optim: {", "optim: [{").replace("}}", "}}]"), 78, "expected a section"),
     "a stage without content": (TINY + "finetune:\n", 78, "finetune is null, expected a stage's section"),
-    "a stage of no kind": (TINY + "mine: {steps: 3}\n", 78, "unknown stage or key mine|mine.kind=…, one of pack"),
+    "a stage of no kind": (TINY + "mine: {steps: 3}\n", 78, "unknown stage or key mine|mine.kind=… with one of pack"),
     "a kind that is none": (TINY + "mine: {kind: training}\n", 78, "mine.kind is training|expected one of pack"),
-    "a name with a space": (TINY + "my stage: {kind: pretrain}\n", 78, "a stage is called 'my stage'|rename it"),
-    "a circle": (TINY + '  init: "@finetune"\nfinetune: {init: "@pretrain"}\n', 78, "in a circle: pretrain ← finetune"),
+    "a name with a space": (TINY + "my stage: {kind: pretrain}\n", 78, "a stage is named 'my stage'|rename it"),
+    "a circle": (TINY + '  init: "@finetune"\nfinetune: {init: "@pretrain"}\n', 78, "in a cycle: pretrain ← finetune"),
     "a misspelt reference": (
         TINY + 'resize: {init: "@pretain"}\n',
         78,
-        "@pretain, but there is no such stage; did you mean",
+        "@pretain, but the recipe has no stage pretain; did you mean",
     ),
     "finetune from nothing": (TINY + "finetune: {data: {train: shards/train}}\n", 78, "model.name is missing|S/16"),
     "resize from nothing": (TINY + "resize: {image_size: 24}\n", 78, "resize.init is missing|type resize.init=…"),
@@ -379,10 +378,9 @@ def test_a_stage_that_starts_over_lists_the_changed_keys(desk, monkeypatch, caps
     assert main(["plan", "tiny.yaml", "run=runs/anew"]) == 0
     shutil.rmtree(desk / "runs" / "anew")
     out = capsys.readouterr().out
-    assert "pretrain starts over, because its settings differ from pretrain-00000001, finished" in out
+    assert "pretrain starts from step 0, because its settings differ from pretrain-00000001, finished" in out
     assert (
-        "(which is kept): batch_size: 8 → 16, steps: 12 → 24\n" in out
-        or "(which is kept): steps: 12 → 24, batch_size: 8 → 16\n" in out
+        "(kept): batch_size: 8 → 16, steps: 12 → 24\n" in out or "(kept): steps: 12 → 24, batch_size: 8 → 16\n" in out
     )
     assert f"to start from those weights instead of random ones, type pretrain.init={folder}" in out
 

@@ -23,7 +23,7 @@ from tests.support.recipes import TINY
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-# These need a Ray cluster; tests/test_jobs/submit/test_submission.py starts it.
+# These need a Ray cluster; tests/test_jobs/extras/submit/test_submission.py starts it.
 NOT_HERE = ("submit", "list", "logs", "stop")
 ENTRY = ["python", "-m", "jobs"]
 
@@ -87,6 +87,7 @@ def places(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> dict[str, 
         "weights/b16": str(folder / "imported"),
         "out": str(folder / "out"),
         "photos/": str(folder / "images" / "class-0"),
+        "photos/cat": str(folder / "images" / "class-0"),
         "figures": str(folder / "figures"),
         "step=120": "step=2",
         "finetune.steps=300": "finetune.steps=3",

@@ -128,7 +128,7 @@ def test_under_ray_a_killed_worker_and_agent_leave_no_trace_either(
         out = capsys.readouterr().out
         assert not killer.is_alive() and "dashboard: http://127.0.0." in out, f"{plan}, FAULT_SEED={SEED}\n{out}"
         assert "worker 1 on" in out and "killed by SIGKILL; restarting from step 40" in out
-        died = "its node's agent died (killed, or crashed), and its workers with it; restarting from step"
+        died = "its node's agent died (killed, or crashed), together with its workers; restarting from step"
         assert out.count(died) == agents
         assert_same_stage(folder, uninterrupted)
         assert_visible(scraper, loaded.run, folder)

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from data.errors import ExitCode
-from jobs.submit.submission import STOP_GRACE_S
+from jobs.extras.submit.submission import STOP_GRACE_S
 
 pytestmark = pytest.mark.quick
 

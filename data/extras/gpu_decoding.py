@@ -58,7 +58,7 @@ class DeviceDecoder:
             row_bytes = images[jpeg.row].flatten()
             sources.append(row_bytes[: jpeg.bytes])
 
-        on_device = images.to(self.device, non_blocking=True)  # from pinned memory
+        on_device = images.to(self.device, non_blocking=True)  # asynchronous, because the source is pinned
         rejected = []
         size = images.shape[1]
         for jpeg, image in zip(encoded, self.decoded(sources), strict=True):

@@ -11,7 +11,7 @@ from data.index.document import load_index
 from data.remote.urls import read_range
 
 PIECE_BYTES = 2**22  # bytes read from the beginning of each shard
-TIMEOUT_S = 20.0  # for one request to an object store
+TIMEOUT_S = 20.0  # time limit of a request to an object store
 LONGEST_S = 5.0  # do not read another shard after this time
 
 

@@ -30,7 +30,7 @@ from data.errors import ConfigError
 from data.images.decode import Box, Header, decode_crop, decode_whole, read_header
 from data.images.preprocess import resize, resize_small
 
-ATTEMPTS = 100  # at drawing a box, as in TensorFlow
+ATTEMPTS = 100  # maximum attempts to draw a box, as in TensorFlow
 RESIZE_BEFORE_RANDOM_CROP = "resize_small(256)"  # as an op string, for crops of 224 pixels
 
 
@@ -75,7 +75,7 @@ class Encoded:
 
     row: int
     bytes: int
-    sides: tuple[int, int]  # height, width
+    sides: tuple[int, int]  # (height, width) in pixels
     box: Box
     flip: bool
 
@@ -116,7 +116,7 @@ def draw(header: Header, draws: Draws, cfg: AugmentConfig) -> tuple[Box, bool]:
 
     If `flip` is False, no number is drawn for it.
     """
-    # Always draw the box first, then the flip: another order would give different pixels for the same key.
+    # Always draw the box first, then the flip: another order would change the pixels for a key.
     box = Box(0, 0, header.height, header.width)
     if cfg.crop == "inception":
         box = inception_box(header.height, header.width, draws, cfg)
@@ -148,9 +148,9 @@ def augment(data: bytes, image_size: int, draws: Draws, cfg: AugmentConfig, out:
     fit(image, flip, out)
 
     if cfg.randaug_layers:
-        # Imported here, because it needs Pillow, and nothing else does.
-        from data.images.randaug import randaug
+        from data.optional import load_optional
 
+        randaug = load_optional("data.extras.randaug:randaug", "augment.randaug_layers")
         out[:] = randaug(out, cfg.randaug_layers, cfg.randaug_magnitude, draws)
 
 

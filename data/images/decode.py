@@ -3,8 +3,8 @@
 1. `read_header` returns format and size, and rejects unsupported, too large and truncated files.
 2. `decode_whole` decodes a whole image with OpenCV; `decode_crop` decodes only a box, for JPEGs at a reduced scale.
 3. For JPEGs, libjpeg-turbo decodes only the box, through a thin binding, `jpeg.cpp`. It is compiled at first use (in
-   less than a second, cached in the user's cache folder) against the libjpeg-turbo inside Pillow's wheel. If that is
-   impossible, OpenCV decodes the whole image at the same scale and the box is cropped: equal pixels, but slower.
+   less than a second, cached in the user's cache folder) against the libjpeg-turbo inside Pillow's wheel. Without a
+   compiler, OpenCV decodes the whole image at the same scale and the box is cropped: equal pixels, but slower.
    docs/design/decoding.md has the measurements.
 
 Orientation tags are ignored, as in TensorFlow's decoders; 16-bit images lose their low byte, alpha is dropped, grey
@@ -20,7 +20,7 @@ import os
 import struct
 import subprocess
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, files
@@ -33,8 +33,8 @@ import numpy as np
 from data.files import is_own, state_folder
 from data.seal import read_entry, write_entry
 
-MAX_BYTES = 100_000_000  # of one encoded image
-MAX_PIXELS = 100_000_000  # according to the header: 300 MB decoded
+MAX_BYTES = 100_000_000  # maximum size of an encoded image
+MAX_PIXELS = 100_000_000  # maximum size of an image according to its header: 300 MB decoded
 
 # Scans of a JPEG. libjpeg writes 10 for a progressive photograph and 18 for CMYK. An empty scan takes 20 bytes but
 # makes libjpeg process all blocks again: 500 of them in 68 kB cost 4 times as much as the image, 2,000 cost 13 times.
@@ -43,6 +43,9 @@ MAX_SCANS = 32
 # Bytes that follow 0xFF in a JPEG (ITU-T T.81, table B.1).
 START_OF_SCAN = 0xDA
 SEQUENTIAL = {0xC0, 0xC1, 0xC9}  # frames whose scans contain whole blocks: baseline, extended, arithmetic
+# Frames that few programs write, for medical images, and that the original's decoder does not read.
+UNSUPPORTED = {0xC3: "lossless JPEG", 0xCB: "lossless JPEG"}
+UNSUPPORTED |= dict.fromkeys((0xC5, 0xC6, 0xC7, 0xCD, 0xCE, 0xCF), "hierarchical JPEG")
 FRAMES = set(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # markers of frame headers, which contain the image size
 JPEG_START = b"\xff\xd8"
 END_OF_IMAGE = b"\xff\xd9"
@@ -52,9 +55,11 @@ ADOBE_BYTES = 2 + 12  # length field of the Adobe marker; libjpeg ignores shorte
 
 PNG_START = b"\x89PNG\r\n\x1a\n"
 ANIMATION = b"acTL"  # the chunk that makes a PNG an animation (APNG)
+LARGEST_TEXT = 8_000_000  # bytes of a chunk that OpenCV reads
+PIXELS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")  # the chunks of a PNG that determine its pixels
 
 SOURCE = Path(__file__).with_name("jpeg.cpp")
-COMPILE_TIMEOUT_S = 120  # it takes 0.3 to 1.5 s
+COMPILE_TIMEOUT_S = 120  # compiling takes 0.3 to 1.5 s
 
 # OpenCV's flags for JPEGs at 1/2, 1/4 or 1/8 scale; the reduced ones return BGR.
 REDUCED = {
@@ -86,7 +91,8 @@ class Header:
     height: int
     width: int
     channels: int = 3
-    has_adobe_marker: bool = False  # of a JPEG: decides how four channels become RGB
+    has_adobe_marker: bool = False  # determines how a JPEG with four channels is converted to RGB
+    unsupported: str = field(default="", compare=False)  # why its pixels cannot be decoded; "" if they may be
 
 
 # ----------------------------------------------------------------------------- headers
@@ -128,7 +134,7 @@ def read_jpeg(data: bytes) -> Header:
     """Read the size from the last frame header before the first scan; raises BadImage, struct.error and IndexError.
 
     Markers are found as libjpeg finds them (jdmarker.c), so that this header and the decoder never disagree: bytes
-    between segments that are not a marker are skipped, any number of 0xFF may precede a marker, and restart markers
+    between segments are skipped unless they are a marker, any number of 0xFF may precede a marker, and restart markers
     have no length.
     """
     header = None
@@ -153,8 +159,9 @@ def read_jpeg(data: bytes) -> Header:
             raise BadImage("broken JPEG header")
         (length,) = struct.unpack_from(">H", data, at + 2)
         if marker in FRAMES:
-            height, width, channels = struct.unpack_from(">HHB", data, at + 5)
-            header = Header("jpeg", height, width, channels)
+            bits, height, width, channels = struct.unpack_from(">BHHB", data, at + 4)
+            unsupported = UNSUPPORTED.get(marker, "") if bits == 8 else f"JPEG of {bits} bits"
+            header = Header("jpeg", height, width, channels, unsupported=unsupported)
             frame = marker
         elif marker == APP14 and length >= ADOBE_BYTES and data[at + 4 : at + 9] == b"Adobe":
             has_adobe_marker = True
@@ -209,6 +216,8 @@ def decode(data: bytes) -> np.ndarray:
 
 def decode_whole(data: bytes, header: Header) -> np.ndarray:
     """Decode a whole image whose header is already checked; as `decode` otherwise."""
+    if header.unsupported:
+        raise BadImage(header.unsupported)
     if header.channels == 4:
         return decode_cmyk(data, header)
     return opencv_decode(data, cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION)
@@ -224,27 +233,28 @@ def decode_cmyk(data: bytes, header: Header) -> np.ndarray:
 
     try:
         with Image.open(io.BytesIO(data), formats=["JPEG"]) as image:
-            # Pillow always inverts: these are 255 minus the stored values.
+            # Pillow always inverts the values: these are 255 minus the stored ones.
             inverted = np.asarray(image, np.uint16)
     except (OSError, SyntaxError, ValueError, struct.error, Image.DecompressionBombError):
         raise BadImage("not decodable") from None
     if inverted.shape != (header.height, header.width, 4):
-        raise BadImage("sides other than in its header")
+        raise BadImage("size differs from the header")
     values = 255 - inverted if header.has_adobe_marker else inverted
     return (values[..., :3] * values[..., 3:] // 255).astype(np.uint8)
 
 
-def without_animation(png: bytes) -> bytes:
-    """Return a PNG without the chunks of its animation (APNG), so that its still image is decoded.
+def without_metadata(png: bytes) -> bytes:
+    """Return a PNG without the chunks of an animation (APNG), so that its still image is decoded, and without texts.
 
-    OpenCV would decode the first frame of the animation, and return uninitialized memory if that frame is damaged.
+    OpenCV would decode the first frame of the animation, and return uninitialized memory if that frame is damaged. It
+    refuses a file with a text of more than 8 MB, which libpng steps over.
     """
     kept = [png[:8]]
     at = 8
     while at + 8 <= len(png):
         (length,) = struct.unpack_from(">I", png, at)
         end = at + 12 + length  # length, type, content and CRC
-        if png[at + 4 : at + 8] not in (ANIMATION, b"fcTL", b"fdAT"):
+        if png[at + 4 : at + 8] in PIXELS:
             kept.append(png[at:end])
         at = end
     return b"".join(kept)
@@ -252,8 +262,9 @@ def without_animation(png: bytes) -> bytes:
 
 def opencv_decode(data: bytes, flags: int) -> np.ndarray:
     """Decode an image by OpenCV with these flags; raises BadImage."""
-    if ANIMATION in data and data.startswith(PNG_START):
-        data = without_animation(data)
+    is_png = data.startswith(PNG_START)
+    if is_png and (ANIMATION in data or len(data) > LARGEST_TEXT):
+        data = without_metadata(data)
     # libjpeg skips stray bytes after the first marker; OpenCV would not recognize the file.
     elif data.startswith(JPEG_START) and data[2:3] != b"\xff":
         data = JPEG_START + data[data.find(b"\xff", 2) :]
@@ -274,11 +285,11 @@ def decode_crop(data: bytes, header: Header, box: Box, covering: int) -> np.ndar
     """
     y, x, h, w = box
     # The binding supports JPEGs of one or three channels; other images are decoded completely and cropped.
-    if header.kind != "jpeg" or header.channels == 4:
+    if header.kind != "jpeg" or header.channels == 4 or header.unsupported:
         image = decode_whole(data, header)
         # The box was drawn for the size in the header; it does not apply to an image of another size.
         if image.shape[:2] != (header.height, header.width):
-            raise BadImage("sides other than in its header")
+            raise BadImage("size differs from the header")
         return image[y : y + h, x : x + w]
 
     denominator = reduction(min(h, w), covering)
@@ -344,7 +355,7 @@ def compile_binding() -> Path:
             libjpeg = Path(str(file.locate())).resolve()
             break
     if libjpeg is None:
-        raise FileNotFoundError("this Pillow contains no libjpeg; install its wheel")
+        raise FileNotFoundError("this build of Pillow contains no libjpeg; install Pillow's wheel")
     digest = sha256(SOURCE.read_bytes() + str(libjpeg).encode() + os.uname().machine.encode()).hexdigest()
     path = state_folder() / f"jpeg-{digest[:16]}.so"
     # Never load a library that another user has put into a shared cache folder. The sha256 at the end of the file does

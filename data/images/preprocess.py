@@ -10,6 +10,9 @@ Ops that return uint8 truncate, like the original's cast; `resize_float` is vit_
 tested against arrays of TensorFlow 2.21 on x86-64; builds that fuse multiplication and addition (Arm, `-mfma`) round
 differently.
 
+`resize_pillow` and `center_crop` are torchvision's Resize and CenterCrop, with which timm evaluates. Imported weights
+are evaluated with them: `resize_pillow(256, "bicubic")|center_crop(224)`.
+
     an image (500, 375, 3) becomes (341, 256, 3) by resize_small(256), and (224, 224, 3) by central_crop(224)
 """
 
@@ -24,19 +27,21 @@ import numpy as np
 
 from data.images.decode import BadImage
 
-MOST_PIXELS = 1 << 24  # of a resized image: 200 MB in float32
+MOST_PIXELS = 1 << 24  # maximum size of a resized image: 200 MB in float32
 EXAMPLE_SIDE = 1024  # large, because central_crop rejects images smaller than the crop
 WHITE = 255
-MOST_ROUNDING = 2  # by which resizing may change white: truncated sums of float32
+MOST_ROUNDING = 2  # maximum change of white by resizing, because float32 sums are truncated
 
 # Ops whose pixels once differed from the original's, and how often each was corrected. 2026-11: sides and sums in
 # float32, in TensorFlow's order.
 CORRECTIONS = {"resize_small": 1, "antialiased resize": 1}
 
+PILLOW_FILTERS = ("bilinear", "bicubic", "lanczos")
+
 Op = Callable[..., np.ndarray]  # maps an image (H, W, 3) and numbers to an image (h, w, 3)
 Taps = tuple[np.ndarray, np.ndarray]  # source rows (K, new) and their weights (K, new): see `weighted_sum`
 
-# H, W image sides · every image is (H, W, 3) · h, w new sides
+# H, W: height and width; every image is (H, W, 3); h, w: new height and width
 
 
 def preprocess(image: np.ndarray, ops: str) -> np.ndarray:
@@ -120,8 +125,8 @@ def shape_of(ops: str) -> tuple[int, ...]:
             raise ValueError(f"{text}: {error}; expected for example resize(224)") from None
         except BadImage as error:
             raise ValueError(f"{text} of a {EXAMPLE_SIDE}×{EXAMPLE_SIDE} image: {error}") from None
-    # Evaluation maps 0 … 255 to −1 … 1 itself: pixels that are already scaled would nearly all become −1.
-    first_row = image[0].astype(np.float32)  # all rows are alike
+    # Evaluation maps 0 … 255 to −1 … 1 itself: already scaled pixels would nearly all become −1.
+    first_row = image[0].astype(np.float32)  # all rows are equal
     stays_white = bool(np.all(abs(first_row - WHITE) <= MOST_ROUNDING))
     if not stays_white:
         raise ValueError(f"{ops!r} scales the pixels, which evaluation does itself; remove that op")
@@ -190,6 +195,41 @@ def central_crop(image: np.ndarray, size: int | tuple[int, int]) -> np.ndarray:
     return image[y : y + h, x : x + w]
 
 
+def resize_pillow(image: np.ndarray, size: int | tuple[int, int], filter: str) -> np.ndarray:
+    """Resize with a filter of Pillow, like torchvision: the shorter side to a number, or both sides to (h, w).
+
+    Raises ValueError for an unknown filter, and BadImage if the longer side would become too long.
+    """
+    if filter not in PILLOW_FILTERS:
+        raise ValueError(f"resize_pillow has no filter {filter!r}; expected one of {', '.join(PILLOW_FILTERS)}")
+    H, W = image.shape[:2]
+    h, w = size if isinstance(size, tuple) else (size, size)
+    # torchvision truncates the longer side; resize_small rounds it.
+    if not isinstance(size, tuple) and W < H:
+        h = int(size * H / W)
+    elif not isinstance(size, tuple):
+        w = int(size * W / H)
+    if h * w > MOST_PIXELS:
+        raise BadImage("image too narrow")
+    from PIL import Image  # takes 50 ms, and recipes are checked without it
+
+    return np.asarray(Image.fromarray(image).resize((w, h), Image.Resampling[filter.upper()]))
+
+
+def center_crop(image: np.ndarray, size: int | tuple[int, int]) -> np.ndarray:
+    """Crop the central h×w pixels, like torchvision: half a pixel is rounded to an even offset.
+
+    Raises ValueError for smaller images.
+    """
+    h, w = both_sides(size)
+    H, W = image.shape[:2]
+    if h > H or w > W:
+        raise ValueError(f"center_crop({h}, {w}) of a {H}×{W} image: put a resize before it")
+    y = round((H - h) / 2)
+    x = round((W - w) / 2)
+    return image[y : y + h, x : x + w]
+
+
 def both_sides(size: int | tuple[int, int]) -> tuple[int, int]:
     """Return a pair unchanged, and a single number n as (n, n)."""
     return size if isinstance(size, tuple) else (size, size)
@@ -221,6 +261,8 @@ OPS: dict[str, Op] = {
     "resize_tf1": resize_tf1,
     "resize_small": resize_small,
     "central_crop": central_crop,
+    "resize_pillow": resize_pillow,
+    "center_crop": center_crop,
     "value_range": value_range,
     "vgg_value_range": vgg_value_range,
     "VIT_JAX_EVAL": vit_jax_eval,
@@ -310,7 +352,7 @@ def triangle_taps(size: int, new: int) -> Taps:
     centre = (np.arange(new, dtype=np.float32) + half) * old_per_new
     first = np.clip(np.ceil(centre - radius - half), 0, size - 1)
     last = np.clip(np.floor(centre + radius - half), 0, size - 1)
-    count = int((last - first).max()) + 1  # K
+    count = int((last - first).max()) + 1  # K, the largest number of source rows per new row
     rows = first + np.arange(count, dtype=np.float32)[:, None]
 
     distance = np.abs((rows + half - centre) * (np.float32(1) / radius))

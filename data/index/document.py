@@ -35,6 +35,7 @@ from data.files import error_text, locked, state_folder, write_atomically
 from data.index.index import Index, Origin, Refusals, digest_of
 from data.index.names import Names
 from data.index.shard import MappedShards, Shard, is_image, open_columns, write_columns
+from data.walk import class_folders_in, files_below
 
 SCHEMA = 1
 SUFFIX = ".index.json"
@@ -127,9 +128,9 @@ def json_in(folder: Path) -> Path:
 def image_folders(folder: Path) -> int:
     """Count the sub-folders that contain images, judging by the first files of each."""
     folders = 0
-    for child in folder.glob("[!.]*/"):
+    for name in class_folders_in(folder) if folder.is_dir() else ():
         # Listing a folder of a million images would take too long for an error message.
-        files = itertools.islice(child.rglob("[!.]*.*"), 100)
+        files = itertools.islice(files_below(folder / name, Counter(), in_order=False), 100)
         folders += any(map(is_image, files))
     return folders
 
@@ -143,7 +144,7 @@ def read_json(path: Path, text: bytes) -> tuple[dict[str, Any], Sequence[Shard]]
         content = json.loads(text)
         schema = content["schema"]
         if schema != SCHEMA:
-            raise DataError(f"{path}: schema {schema}, this version reads {SCHEMA}; run `python -m jobs index` again")
+            raise DataError(f"{path} has schema {schema}, expected {SCHEMA}; run `python -m jobs index` again")
         shards = tuple(Shard(*row) for row in content["shards"])
         class_counts = tuple(content["class_counts"])
         digest = content["digest"]
@@ -159,11 +160,11 @@ def read_json(path: Path, text: bytes) -> tuple[dict[str, Any], Sequence[Shard]]
             "  run `python -m jobs index` again, or `python -m jobs subset` if it is a subset"
         ) from None
 
-    # A JSON that was edited, or truncated so that it still parses, no longer matches its digest.
+    # A JSON that still parses after being edited or truncated no longer matches its digest.
     if seal != seal_of(content) or digest != digest_of(shards, class_counts, names, origin):
         maker = "index" if origin is None else "subset"
         raise DataError(f"{path}: its digest does not match its contents; run `python -m jobs {maker}` again")
-    # Digests become file names in the cache, and names become paths; a seal does not tell who wrote it.
+    # Digests become file names in the cache, and names become paths; a seal does not authenticate the writer.
     for shard in shards:
         check_sha256(shard.sha256, str(path))
         place = shard.name.partition("://")[2] if isinstance(shard.name, str) and "://" in shard.name else shard.name
@@ -252,10 +253,10 @@ def make_columns(path: Path, columns: Path) -> MappedShards:
             logging.getLogger(__name__).warning(f"{columns}: truncated or altered; writing it again from {path}")
         text = path.read_bytes()
         content, parsed = read_json(path, text)
-        # The JSON may have been replaced since it was hashed: name the columns by the text that was read.
+        # The JSON may have been replaced since it was hashed: name the columns by the text just read.
         columns = columns.with_name(f"{sha256(text).hexdigest()}.columns")
         write_columns(columns, content, parsed)
-        # Delete columns not opened for a month; processes that have mapped them are not affected.
+        # Delete columns not opened for a month; existing mappings are not affected.
         for other in columns.parent.glob("*.columns"):
             # Another process may delete it meanwhile, or it may belong to another user.
             with suppress(OSError):

@@ -44,9 +44,9 @@ from data.index.shard import FIELDS, MappedShards, Shard, table_path
 MOST_TYPES = 12  # member types counted separately; foreign tars may have any number of types
 OTHER_TYPES = "member of another type"
 MEMBER_TYPE = "member type ."
-MOST_EXTENSION = 16  # characters of an extension that are shown
-MOST_NAME = 160  # characters of a member's name that are stored
-DIGEST_VERSION = 1  # of the digest's definition; part of the digest itself
+MOST_EXTENSION = 16  # maximum displayed length of an extension
+MOST_NAME = 160  # maximum stored length of a member's name
+DIGEST_VERSION = 1  # version of the digest's definition; part of the digest itself
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Refusals:
     first: dict[str, str] = field(default_factory=dict)
 
     def add(self, reason: str, name: str | bytes, count: int = 1) -> None:
-        """Count something that was skipped; store its name if it is the first with this reason."""
+        """Count a skipped member or sample; store its name if it is the first with this reason."""
         if isinstance(name, bytes):
             name = name.decode("utf-8", "replace")
         # Each shard may have different types; limit the set as a whole to as many lines as one shard.
@@ -97,7 +97,7 @@ class Origin:
     """The parent index of a subset, and the rule and rows that define the subset."""
 
     index: str  # path of the parent's JSON, relative to the folder of the subset's
-    digest: str  # of the parent
+    digest: str  # digest of the parent
     rule: dict[str, Any]  # see `data.shards.subset.Rule.described`
     rows: str  # sha256 of the positions of the chosen samples in their tars; part of the subset's digest
 
@@ -122,10 +122,10 @@ class Index:
     digest: str
     directory: str  # path or URL of the folder of the tars
     tables: Path = field(compare=False)  # folder of the tables
-    refused: Refusals = field(default_factory=Refusals, compare=False)  # what indexing skipped
+    refused: Refusals = field(default_factory=Refusals, compare=False)  # members and samples that indexing skipped
     names: Names = ()  # class names in the order of their ids; may exceed `classes`; () if unknown
     name: str = field(default="", compare=False)  # file name of the JSON, without its suffix
-    origin: Origin | None = field(default=None, compare=False)  # of a subset; None for whole tars
+    origin: Origin | None = field(default=None, compare=False)  # set for a subset; None for whole tars
 
     @cached_property
     def numbers(self) -> dict[str, int]:
@@ -233,19 +233,17 @@ class Index:
             digest = sha256(path.read_bytes()).hexdigest()
             if digest != entry.table:
                 raise ValueError(
-                    f"its sha256 is {digest[:12]}…, the index says {entry.table[:12]}…: altered or replaced"
+                    f"its sha256 is {digest[:12]}…, the index lists {entry.table[:12]}…: altered or replaced"
                 )
             table = np.load(path, mmap_mode="r", allow_pickle=False)
             columns = table.dtype.names or ()
             has_all_columns = {"key", *dict(FIELDS)} <= set(columns)
             if not has_all_columns or len(table) != entry.samples:
-                problem = f"{len(table)} rows of {table.dtype.names}, the index says {entry.samples}"
+                problem = f"{len(table)} rows of {table.dtype.names}, the index lists {entry.samples}"
         except Exception as error:  # numpy raises many kinds for invalid tables: ValueError, EOFError, TokenError
             problem = f"not a valid table of {entry.name}: {error}"
         if problem:
-            raise DataError(
-                f"{path}: {problem}\n  expected the table that was made with this index\n  type: {self.command}"
-            )
+            raise DataError(f"{path}: {problem}\n  expected the original table of this index\n  type: {self.command}")
         return table
 
 
@@ -346,7 +344,7 @@ def exclude(sets: Sequence[Index], names: Sequence[str]) -> list[Index]:
         if len(named) != 1:
             which = ", ".join(list(named)[:3]) or f"a name such as {sets[0].location(0)}"
             raise DataError(
-                f"data.drop: {len(named)} shards are called {name}, expected one: {which}; type more of its path"
+                f"data.drop: {len(named)} shards match {name}, expected one: {which}; type more of its path"
             )
         (numbers,) = named.values()
         for set_number, shard_number in numbers:

@@ -19,12 +19,15 @@ from data.errors import DataError
 
 Names = tuple[str, ...]
 NO_NAMES: Mapping[str, int] = {}
-MOST_SHOWN = 5  # names that a message lists before it abbreviates
-MOST_DIGITS = 4300  # of a number that int() accepts
-NO_NAME = "label is a text that no class list has"  # the reason for which such samples are skipped
+MOST_SHOWN = 5  # maximum number of names in a message
+MOST_DIGITS = 4300  # maximum length of a number that int() accepts
+FEW_NAMES = 1000  # up to this many classes may have a single image each; more texts that rarely repeat are captions
+NO_LABEL = "no label"
+NO_NAME = "label is a text that no class list has"  # reason for skipping a sample
 NO_TEXT = "label is not text"
 ONE_HOT = "label is a one-hot vector, not class ids"
-INTEGRAL = re.compile(r"[0-9]+\.0+")  # a float that is an integer: 3.0
+LABEL_REASONS = (NO_LABEL, NO_NAME, NO_TEXT, ONE_HOT)  # reasons why a sample has no class
+INTEGRAL = re.compile(r"[0-9]+\.0+")  # a float with an integral value: 3.0
 MAX_CLASSES = 1_000_000  # larger ids count as mistakes (JFT-300M has 18,291 classes)
 
 
@@ -53,6 +56,25 @@ def gap_in_ids(used: int, classes: int) -> str:
         f"only {used:,} of the class ids 0 to {classes - 1:,} occur in labels: a model needs {classes:,} outputs; "
         "if the largest id is a mistake, correct it"
     )
+
+
+def are_captions(texts: int, samples: int) -> bool:
+    """Return whether labels that are so many different texts are captions: they rarely repeat, unlike class names."""
+    return texts > max(FEW_NAMES, samples // 2)
+
+
+def are_pairs(class_counts: Sequence[int], labelled: int) -> bool:
+    """Return whether every labelled sample has both classes, 0 and 1, and there is no other class.
+
+    Such labels are one-hot vectors of two elements: `1 0` and `0 1`, which as ids would mean the same.
+    """
+    return labelled > 1 and list(class_counts) == [labelled, labelled]
+
+
+PAIRS = (
+    "every label consists of the ids 0 and 1, so they are probably one-hot vectors of two elements\n"
+    "  expected the id of each sample's class: 0 for `1 0`, and 1 for `0 1`"
+)
 
 
 # ------------------------------------------------------------------------------------------- comparison
@@ -98,10 +120,10 @@ def preview(names: Sequence[str]) -> str:
 class NoLabel(ValueError):
     """A label without class ids. `texts` are its possible class names; `reason` groups such labels in reports.
 
-    `are_names` tells that the label consists only of such texts: with a class list of these names it would be valid.
+    `are_names` means that the label consists only of these texts: with a class list of these names it would be valid.
     """
 
-    def __init__(self, message: str, texts: Sequence[str] = (), are_names: bool = False, reason: str = "no label"):
+    def __init__(self, message: str, texts: Sequence[str] = (), are_names: bool = False, reason: str = NO_LABEL):
         super().__init__(message)
         self.texts = list(texts)
         self.are_names = are_names
@@ -122,7 +144,7 @@ def parse_labels(raw: bytes, ids: Mapping[str, int] = NO_NAMES) -> tuple[int, ..
     except UnicodeDecodeError as error:
         raise NoLabel(f"not UTF-8 text at byte {error.start}", reason=NO_TEXT) from None
     if "\0" in text:
-        raise NoLabel("binary, not text", reason=NO_TEXT)
+        raise NoLabel("label is binary, not text", reason=NO_TEXT)
     is_json = text[:1] in ("[", "{") or (text[:1] == '"' and text[-1:] == '"' and len(text) > 1)
     if is_json:
         try:
@@ -131,7 +153,7 @@ def parse_labels(raw: bytes, ids: Mapping[str, int] = NO_NAMES) -> tuple[int, ..
             raise NoLabel(str(error)) from None
         # A few thousand nested brackets raise RecursionError, which is not a ValueError.
         except RecursionError:
-            raise NoLabel("nested too deeply") from None
+            raise NoLabel("label JSON is nested too deeply") from None
         if isinstance(values, dict):
             values = values.get("labels", values.get("label", values.get("cls", [])))
         if not isinstance(values, list):
@@ -173,7 +195,7 @@ def as_integer(value: object) -> object:
 
 
 def is_name(value: object) -> bool:
-    """Return whether a label that is not an id can be a class name: it has a letter, or it has no digit (🐱, !, +)."""
+    """Return whether a non-numeric label can be a class name: it has a letter, or it has no digit (🐱, !, +)."""
     if not isinstance(value, str) or not value.strip():
         return False
     return any(map(str.isalpha, value)) or not any(map(str.isdigit, value))

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -29,13 +30,14 @@ from typing import IO, TypeVar
 
 import numpy as np
 
+from data.error_pages import LONGEST, words_of
 from data.errors import DataError
 from data.index.index import Refusals
 from data.index.names import preview
 from data.index.shard import COMPRESSED, FIELDS, IMAGES, SampleRow, label_digest, sample_digest
 
-Part = TypeVar("Part")  # what is recorded of a member
-LABELS = ("cls", "json")  # in order of preference
+Part = TypeVar("Part")  # the information recorded about a member
+LABELS = ("cls", "json")  # extensions of labels, in order of preference
 IGNORED = ("txt", "id", "idx", "index", "url", "width", "height")
 BLOCK = 512  # bytes; headers and contents begin at multiples of it (POSIX ustar)
 MAX_EXTENSION = 1 << 16  # bytes of a PAX or long-name header; real ones are below 1 kB, malicious ones may be larger
@@ -44,10 +46,11 @@ MAX_LABEL = 1 << 20  # bytes; JFT images have a few labels, not a million
 MAX_IMAGE = 1 << 32  # bytes; a table stores sizes in 32 bits
 USUAL_PADDING = (2 + 20) * BLOCK  # bytes of zeros after the last member: two blocks, and up to a record of 20 (POSIX)
 LARGEST_RECORD = 2048  # blocks; larger --blocking-factor values of GNU tar are only for tapes
-# Types of members (POSIX ustar, GNU tar): 7 was for contiguous files, which are regular files on every system today.
+# Types of members (POSIX ustar, GNU tar). Type 7, for contiguous files, is an ordinary file on all current systems.
 REGULAR = (b"0", b"\0", b"7")
 EXTENSIONS = (b"L", b"K", b"x", b"X", b"g")  # GNU's long name and long link; PAX, Solaris' PAX, PAX for all members
 GNU_SPARSE = b"S"
+WITHOUT_CONTENT = (b"1", b"2", b"3", b"4", b"5", b"6")  # links, devices, folders, pipes
 # First bytes of compressed files, and the program that decompresses them.
 COMPRESSORS = {
     b"\x1f\x8b": "gzip",
@@ -56,7 +59,12 @@ COMPRESSORS = {
     b"BZh": "bzip2",
     b"\x04\x22\x4d\x18": "lz4",
 }
-ABSENT = (0, 0)  # offset and size of a member that a sample does not have
+# Reason for skipping a member whose key would end at a dot inside its name (IMG.1.jpg).
+DOTTED = "name with a dot before its extension"
+HIDDEN = "hidden file"  # a file whose name begins with a dot
+PARENT = "name with a folder .."
+REPEATED = "key of an earlier sample"  # samples counted for this reason are kept
+ABSENT = (0, 0)  # offset and size of a missing member
 
 
 @dataclass
@@ -65,7 +73,7 @@ class Walk:
 
     rows: list[SampleRow] = field(default_factory=list)
     refused: Refusals = field(default_factory=Refusals)  # skipped members, by reason
-    broken: str = ""  # why the walk stopped before the tar's end
+    broken: str = ""  # reason why the walk stopped before the tar's end
 
     def add(self, key: bytes, parts: dict[str, tuple[int, int]]) -> None:
         """Add the row of a sample, given {extension: (offset, size)} of its members."""
@@ -116,30 +124,42 @@ def mapped(file: IO[bytes]) -> Iterator[memoryview]:
             mapping.close()
 
 
-def walk(tar: memoryview | bytes, name: str, *, lenient: bool = False) -> Walk:
+def walk(tar: memoryview | bytes, name: str, *, lenient: bool = False, rename: bool = False) -> Walk:
     """Find the samples of a WebDataset tar: consecutive members with equal names up to the first dot.
 
-    Raises DataError if the tar is truncated or invalid; if `lenient`, returns the samples before that point.
+    With `rename`, the extension of an image or label starts at the last dot, and other dots become underscores. Raises
+    DataError if the tar is truncated or invalid; if `lenient`, returns the samples before that point.
     """
     result = Walk()
     key = b""
     parts: dict[str, tuple[int, int]] = {}  # {extension: (offset, size)} of the current sample
+    dotted: list[tuple[str, bytes]] = []  # (extension, name) of members like a.seg.png
     try:
         for stored_name, offset, size in members(tar, name, result.refused):
             member = normal_name(stored_name)
             if member is None:
-                result.refused.add("name with a folder ..", stored_name)
+                result.refused.add(PARENT, stored_name)
+                continue
+            # macOS writes `._1.jpg` next to 1.jpg, which is not an image.
+            if member.rpartition(b"/")[2].startswith(b"."):
+                result.refused.add(HIDDEN, member)
                 continue
             member_key, extension = split_name(member)
+            if rename and is_dotted(extension):
+                member_key, extension = split_at_last_dot(member)
             if len(member_key) > MAX_KEY:
                 result.refused.add("name too long", member)
                 continue
             # A new key begins a new sample and completes the previous one.
             if member_key != key:
                 result.add(key, parts)
+                refuse_dotted(dotted, parts, result.refused)
                 key = member_key
                 parts = {}
-            if extension not in IMAGES + LABELS + IGNORED:
+                dotted = []
+            if is_dotted(extension):
+                dotted.append((extension, member))
+            elif extension not in IMAGES + LABELS + IGNORED:
                 result.refused.add_type(extension, member)
             elif extension in parts:
                 result.refused.add("repeated member", member)
@@ -151,11 +171,13 @@ def walk(tar: memoryview | bytes, name: str, *, lenient: bool = False) -> Walk:
         result.broken = str(error)
     # Add the last sample, which no further key completes.
     result.add(key, parts)
+    refuse_dotted(dotted, parts, result.refused)
 
     # Join images and labels with equal keys that are not consecutive, at the image's position. Usually every row has
     # both, and this costs one pass over the rows.
     rows = result.rows
     if all(row.image_size and row.label_size for row in rows):
+        count_repeated(result)
         return result
     labels: dict[bytes, list[int]] = {}  # {key: numbers of its rows with only a label}
     for number, row in enumerate(rows):
@@ -170,7 +192,17 @@ def walk(tar: memoryview | bytes, name: str, *, lenient: bool = False) -> Walk:
             joined[number] = row._replace(label=rows[label].label, label_size=rows[label].label_size)
             used_labels.add(label)
     result.rows = [row for number, row in enumerate(joined) if number not in used_labels]
+    count_repeated(result)
     return result
+
+
+def count_repeated(result: Walk) -> None:
+    """Count samples with the key of an earlier one, which `tar -r` of a changed file creates."""
+    keys = {row.key for row in result.rows}
+    if len(keys) < len(result.rows):
+        for key, count in Counter(row.key for row in result.rows).items():
+            if count > 1:
+                result.refused.add(REPEATED, key, count - 1)
 
 
 def first_part(extensions: Iterable[str], parts: Mapping[str, Part], absent: Part) -> Part:
@@ -184,7 +216,7 @@ def first_part(extensions: Iterable[str], parts: Mapping[str, Part], absent: Par
 def normal_name(name: bytes) -> bytes | None:
     """Return a member's name in the form that becomes a key: `./a//b.jpg` and `/a/b.jpg` → `a/b.jpg`.
 
-    The same file gets the same key however its tar was written. A name with `..` has no such form: None.
+    A file thus gets the same key, regardless of the program that wrote the tar. Returns None for a name with `..`.
     """
     if b"./" not in name and b"//" not in name and not name.startswith(b"/"):
         return name
@@ -199,37 +231,65 @@ def split_name(member: bytes) -> tuple[bytes, str]:
     return folder + slash + stem, extension.decode("ascii", "replace").lower()
 
 
+def refuse_dotted(dotted: Iterable[tuple[str, bytes | str]], parts: Mapping[str, object], refused: Refusals) -> None:
+    """Count a sample's members (extension, name) with a dotted extension that ends like an image or label.
+
+    If the sample has an image (among its `parts`), a.seg.png is an additional member; otherwise the dot was probably
+    meant to be part of the key.
+    """
+    has_image = not parts.keys().isdisjoint(IMAGES)
+    for extension, member in dotted:
+        if has_image:
+            refused.add_type(extension, member)
+        else:
+            refused.add(DOTTED, member)
+
+
+def is_dotted(extension: str) -> bool:
+    """Return whether an extension consists of several parts, of which the last is that of an image or label."""
+    return "." in extension and extension.rpartition(".")[2] in IMAGES + LABELS
+
+
+def split_at_last_dot(member: bytes) -> tuple[bytes, str]:
+    """Split a member name at its last dot, and replace the other dots: `a/b.1.PNG` → (`a/b_1`, `png`)."""
+    folder, slash, base = member.rpartition(b"/")
+    stem, _, extension = base.rpartition(b".")
+    return folder + slash + stem.replace(b".", b"_"), extension.decode("ascii", "replace").lower()
+
+
 # --------------------------------------------------------------------------------------------- the format
 
 
 def members(tar: memoryview | bytes, name: str, refused: Refusals) -> Iterator[tuple[bytes, int, int]]:
     """Yield (name, offset, size) of every regular file; supports ustar, GNU long names, PAX paths and sizes.
 
-    Sparse files are not stored as they are: they are counted under their real names. Raises DataError if the tar is
-    truncated, a header is invalid, or data may follow its end. `name` is the tar's, for messages.
+    Sparse files are not usable in place: they are counted under their real names. Raises DataError if the tar is
+    truncated, a header is invalid, or data may follow its end. `name` is the name of the tar in messages.
     """
     position = 0
-    records = PaxRecords()  # from extension headers, about the following member
+    records = PaxRecords()  # records of extension headers, which apply to the next member
     while True:
         header = bytes(tar[position : position + BLOCK])
         if len(header) < BLOCK:
-            raise DataError(f"{name}: cut short at byte {position}; copy or pack it again")
+            check_uncompressed(tar, name)
+            raise DataError(f"{name}: truncated at byte {position}; copy or pack it again")
         # A block of zeros ends a tar.
         if header == bytes(BLOCK):
             check_end(tar, name, position)
             return
         try:
             size = read_number(header[124:136]) if records.size is None else records.size
-            # The checksum counts its own 8 bytes as spaces.
-            checksum = sum(header) - sum(header[148:156]) + 8 * ord(" ")
-            is_header = checksum == read_number(header[148:156])
+            is_valid = has_checksum(header)
         except ValueError:
-            is_header = False
-        if not is_header:
+            is_valid = False
+        if not is_valid:
             check_uncompressed(tar, name)
             raise DataError(f"{name}: no valid tar header at byte {position}; a shard must be an uncompressed tar")
         start = position + BLOCK
         kind = header[156:157]
+        # Some programs give a link the size of its target, or a folder a size, and store no content.
+        if kind in WITHOUT_CONTENT and size > 0 and is_header_or_end(tar, start):
+            size = 0
         if kind == GNU_SPARSE:
             start = after_sparse_map(tar, header, start)
         # Slicing past the end would silently return a truncated image.
@@ -267,21 +327,41 @@ def members(tar: memoryview | bytes, name: str, refused: Refusals) -> Iterator[t
         records = PaxRecords()
 
 
+def has_checksum(header: bytes) -> bool:
+    """Return whether a header has its own checksum; raises ValueError if that is not a number."""
+    # The checksum counts its own 8 bytes as spaces.
+    return sum(header) - sum(header[148:156]) + 8 * ord(" ") == read_number(header[148:156])
+
+
+def is_header_or_end(tar: memoryview | bytes, position: int) -> bool:
+    """Return whether the next header, or the end of the tar, is at this position."""
+    block = bytes(tar[position : position + BLOCK])
+    if not block.strip(b"\0"):
+        return True
+    try:
+        return has_checksum(block)
+    except ValueError:
+        return False
+
+
 def check_uncompressed(tar: memoryview | bytes, name: str) -> None:
-    """Raise DataError if a file starts like a compressed one; its samples cannot be read one by one."""
+    """Raise DataError if a file is compressed, or is an error page saved as a tar."""
     for start, program in COMPRESSORS.items():
         if bytes(tar[: len(start)]) == start:
             raise DataError(
                 f"{name}: compressed with {program}\n"
                 f"  expected an uncompressed tar, whose samples can be read one by one: type {program} -d {name}"
             )
+    words = words_of(bytes(tar[: LONGEST + 1]))
+    if words:
+        raise DataError(f"{name}: an error page was saved as a tar: {words}\n  download the tar again")
 
 
 def after_sparse_map(tar: memoryview | bytes, header: bytes, start: int) -> int:
     """Return where the content of a GNU sparse member starts: after the blocks that continue its map of holes.
 
-    The header has room for four holes; a flag says whether a block with 21 more follows, and so on (GNU tar manual,
-    "Storing Sparse Files").
+    The header has room for four holes; a flag indicates whether a block with 21 more follows, and so on (GNU tar
+    manual, "Storing Sparse Files").
     """
     is_continued = header[482] != 0
     while is_continued and start + BLOCK <= len(tar):
@@ -296,14 +376,14 @@ def check_end(tar: memoryview | bytes, name: str, position: int) -> None:
     for start in range(position, len(tar), BLOCK):
         if bytes(tar[start : start + BLOCK]).strip(b"\0"):
             raise DataError(
-                f"{name}: the tar ends at byte {position}, and {len(tar) - start:,} bytes more follow at byte {start}\n"
-                "  expected a single tar: these may be several, one appended to the other; readers see only the first\n"
+                f"{name}: the tar ends at byte {position}, but {len(tar) - start:,} more bytes follow at byte {start}\n"
+                "  expected a single tar: this may be several concatenated tars, of which readers see only the first\n"
                 "  split the file there, or extract it with `tar --ignore-zeros -xf` and pack the files again"
             )
     padding = len(tar) - position
     if padding <= USUAL_PADDING:
         return
-    # A writer with larger records fills the last one, so the file size is a multiple of the record.
+    # Writers with larger records pad the last one, so the file size is a multiple of the record size.
     record = 32
     while record <= LARGEST_RECORD:
         if len(tar) % (record * BLOCK) == 0 and padding <= (2 + record) * BLOCK:
@@ -311,13 +391,13 @@ def check_end(tar: memoryview | bytes, name: str, position: int) -> None:
         record *= 2
     raise DataError(
         f"{name}: nothing but zeros from byte {position} to its end, {padding:,} of {len(tar):,} bytes\n"
-        f"  expected {USUAL_PADDING:,} at most after the last member: a copy that broke off may have left these\n"
+        f"  expected {USUAL_PADDING:,} at most after the last member: they may come from an interrupted copy\n"
         "  copy or pack it again; or, if no member is missing, extract it and pack the files again"
     )
 
 
 def read_number(digits: bytes) -> int:
-    """Return a number of a header, in octal digits or, if its first byte says so, in base 256; raises ValueError."""
+    """Parse a number in a header: octal digits or, if the first byte marks it, base 256; raises ValueError."""
     # Eleven octal digits are limited to 8 GiB; larger sizes use base 256.
     if digits[0] == 0x80:
         return int.from_bytes(digits[1:], "big")
@@ -330,7 +410,7 @@ def read_number(digits: bytes) -> int:
 
 @dataclass(frozen=True)
 class PaxRecords:
-    """What extension headers say about the member that follows them."""
+    """The contents of extension headers, which apply to the following member."""
 
     name: bytes | None = None
     size: int | None = None  # bytes stored, for sizes beyond 8 GiB
@@ -382,13 +462,13 @@ def check_nothing_excluded(folder: str | os.PathLike[str]) -> None:
                 below.append(f"{path.name}/{tar.name}")
     if compressed:
         raise DataError(
-            f"{folder}: {preview(compressed)} would be left out: compressed tars\n"
+            f"{folder}: {preview(compressed)} would be ignored: compressed tars\n"
             "  expected uncompressed tars, in which samples can be read at any offset: uncompress them (gzip -d, "
             f"zstd -d), or type those you mean: {folder}/*.tar"
         )
     if below:
         raise DataError(
-            f"{folder}: {preview(below)} would be left out: they are in sub-folders\n"
+            f"{folder}: {preview(below)} would be ignored: they are in sub-folders\n"
             f"  expected tars in the folder itself; type all of them: {folder}/*.tar {folder}/*/*.tar"
         )
 

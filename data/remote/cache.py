@@ -8,7 +8,7 @@ How a shard gets into the cache (`Cache.path`):
 5. A failed request is retried after a random part of a delay that doubles (`patiently`).
 6. If the sha256 is correct, the file gets its final name; otherwise it is downloaded once more from the start.
 
-`Prefetcher` does this in the background for upcoming steps. The order tells which shards the slots of a step need
+`Prefetcher` does this in the background for upcoming steps. The order determines which shards the slots of a step need
 (`shards_of`). A thread downloads the shards of one step after the other, `fetchers` at a time, up to
 `CacheConfig.ahead` steps ahead of training, whose progress it learns from `Prefetcher.reached`.
 
@@ -36,9 +36,9 @@ from data.index.index import Index
 from data.index.shard import Shard
 from data.order import Mixture, Order
 from data.remote.config import PIECE, CacheConfig, shards_of
-from data.remote.urls import Answer, Retry, never, read_range
+from data.remote.urls import Answer, Retry, never, read_range, refuse_error_page
 
-ABANDONED_S = 3600  # a download that has not grown for this long has no owner and may be evicted
+ABANDONED_S = 3600  # a download without growth for this long has no owner and may be evicted
 
 
 def no_progress() -> None:
@@ -78,7 +78,7 @@ class Cache:
                 self.directory.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise StorageError(
-                    f"{self.directory}: cannot be created ({error.strerror}); set another cache.directory"
+                    f"{self.directory}: cannot create this cache folder ({error.strerror}); set another cache.directory"
                 ) from None
             with self.turn(path):
                 # Another process may have fetched it while we waited for the lock.
@@ -158,13 +158,17 @@ class Cache:
 
     @contextmanager
     def temporary_copy(self, url: str, size: int) -> Iterator[BufferedRandom]:
-        """Context manager that yields a temporary local file with a remote shard that has no index yet."""
+        """Context manager that yields a temporary local copy of a remote, not yet indexed shard."""
         self.directory.mkdir(parents=True, exist_ok=True)
         self.make_room(size)
         # A file without a name: the system deletes it when this process ends for any reason.
         with TemporaryFile(dir=self.directory) as file:
             while file.tell() < size:
-                file.write(self.read(url, file.tell(), min(file.tell() + PIECE, size)))
+                piece = self.read(url, file.tell(), min(file.tell() + PIECE, size))
+                # The store may have given the size of an error page: no tar is such a page.
+                if file.tell() == 0:
+                    refuse_error_page(url, piece)
+                file.write(piece)
             file.flush()
             yield file
 
@@ -193,7 +197,7 @@ class Cache:
         """
         if size > self.cfg.limit_bytes:
             raise DataError(
-                f"a shard of {size} bytes does not fit the cache's {self.cfg.limit_bytes}; "
+                f"a shard of {size} bytes exceeds the cache's limit of {self.cfg.limit_bytes}; "
                 f"type data.cache.limit_bytes={size} or more, or pack smaller shards"
             )
         with locked(self.directory / "eviction.lock"):
@@ -236,8 +240,8 @@ class Prefetcher:
         self.order = order
         self.slots = slots
         self.cfg = cfg
-        self.step = step  # of training
-        self.changed = threading.Condition()  # guards step and stopped
+        self.step = step  # step that training has reached
+        self.changed = threading.Condition()  # guards `step` and `stopped`
         self.stopped = False
         self.failure: StorageError | None = None  # the latest storage error
         # Let `stop` end downloads: otherwise the process would wait for them at exit.

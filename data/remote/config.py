@@ -12,7 +12,7 @@ from data.files import with_home
 from data.index.index import Index
 from data.order import Mixture, Order
 
-PIECE = 16 << 20  # bytes per request, which limits what a broken response costs
+PIECE = 16 << 20  # bytes per request; a broken response loses at most this much
 SMALLEST = PIECE  # bytes; smaller shards arrive in one piece, so reading them by range saves nothing
 
 
@@ -22,11 +22,11 @@ class CacheConfig:
 
     directory: str = ""  # absolute path; default: below PATCHLINE_CACHE, or in the user's cache folder
     limit_bytes: int = 200 << 30  # size of the cache of a node, without downloads in progress
-    attempts: int = 8  # to fetch one piece, without any progress in between
-    backoff_s: float = 0.5  # before the 2nd attempt; doubled each time, with full jitter (Brooker 2015), at most 30 s
-    timeout_s: float = 30.0  # of silence, after which a request fails
+    attempts: int = 8  # maximum attempts to fetch a piece without any progress
+    backoff_s: float = 0.5  # longest pause before the 2nd attempt; doubles up to 30 s; full jitter (Brooker 2015)
+    timeout_s: float = 30.0  # a request fails after this long without data
     ahead: int = 64  # steps for which shards are downloaded in advance
-    fetchers: int = 4  # parallel downloads
+    fetchers: int = 4  # number of parallel downloads
 
     def __post_init__(self) -> None:
         # Each worker runs in a different folder, where a relative path would mean different caches.

@@ -23,10 +23,10 @@ from data.errors import StorageError
 from data.index.shard import SampleRow
 from data.remote.cache import Cache, no_progress
 
-AT_ONCE = 8  # parallel requests of a process
-ATTEMPTS = 3  # per range, before waiting for whole shards instead
-LONGEST_S = 120.0  # to wait for a sample; slightly more than all attempts of a silent store take
-REPORT_EVERY_S = 0.25  # between signs of life to the loader during the wait
+AT_ONCE = 8  # parallel requests per process
+ATTEMPTS = 3  # attempts per range, before waiting for whole shards instead
+LONGEST_S = 120.0  # longest wait for a sample; slightly more than all attempts on an unresponsive store
+REPORT_EVERY_S = 0.25  # interval of the heartbeats to the loader during the wait
 LARGEST_GAP = 1 << 16  # bytes between image and label up to which one request covers both
 
 Place = tuple[int, int]  # (shard number, sample number in the shard)

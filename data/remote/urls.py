@@ -30,10 +30,11 @@ from contextlib import contextmanager
 from functools import lru_cache, partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from data.checks import check_file_name, redacted
-from data.errors import DataError, StorageError
+from data.error_pages import LONGEST, words_of
+from data.errors import DataError, PatchlineError, StorageError
 from data.index.names import preview
 from data.index.shard import COMPRESSED
 
@@ -41,23 +42,70 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 Answer = TypeVar("Answer")
-CLIENTS = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}  # scheme: client package
-PROTOCOLS = {"s3": "s3", "gs": "gs", "az": "abfs"}  # scheme: fsspec's name for it
+CLIENTS = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}  # scheme → client package
+PROTOCOLS = {"s3": "s3", "gs": "gs", "az": "abfs"}  # scheme → fsspec's name for the protocol
 TESTED = {"s3fs": "2026.9.0", "gcsfs": "2026.10.1", "adlfs": "2026.8.0"}
 SCHEMES = (*CLIENTS, "https")
-LONGEST_PAUSE_S = 30.0  # between two attempts
+LONGEST_PAUSE_S = 30.0  # longest pause between two attempts
 WARN_AT_ATTEMPT = 2  # counted from 0; two failed attempts may be a short interruption
+# Retry a denied request for this long, in case the credentials are just being renewed; each retry reads them again.
+DENIED_S = 30.0
+RENEW = (
+    "renew them (aws sso login, gcloud auth application-default login, az login, or new values in the file or "
+    "variables that the client reads), then run the same command again"
+)
+CHECK_KEYS = "check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, and AWS_ENDPOINT_URL"
+# Error codes of stores, and exceptions of clients, that deny a request → the cause and the remedy.
+DENIALS = {
+    # S3: https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html
+    "ExpiredToken": f"the credentials have expired: {RENEW}",
+    "TokenRefreshRequired": f"the credentials have expired: {RENEW}",
+    "InvalidToken": f"the session token is invalid: {RENEW}",
+    "InvalidAccessKeyId": f"the store does not know this access key: {CHECK_KEYS}",
+    "SignatureDoesNotMatch": f"the secret key does not belong to the access key: {CHECK_KEYS}",
+    "AccessDenied": (
+        "the credentials are valid, but not for this request: allow s3:GetObject, s3:PutObject, s3:DeleteObject and "
+        "s3:ListBucket on the bucket"
+    ),
+    "RequestTimeTooSkewed": (
+        "this machine's clock differs from the store's by more than 15 minutes, and the credentials are not the cause: "
+        "type timedatectl set-ntp true, or set the clock"
+    ),
+    # Raised by botocore before any request.
+    "NoCredentialsError": f"there are no credentials in the environment: {CHECK_KEYS}",
+    "PartialCredentialsError": f"the credentials are incomplete: {CHECK_KEYS}",
+    "CredentialRetrievalError": f"the credentials cannot be renewed: {RENEW}",
+    "TokenRetrievalError": f"the login has expired: {RENEW}",
+    "UnauthorizedSSOTokenError": f"the login has expired: {RENEW}",
+    # Google
+    "RefreshError": f"the credentials cannot be renewed: {RENEW}",
+    "DefaultCredentialsError": "there are no credentials: set GOOGLE_APPLICATION_CREDENTIALS, or use the node's",
+    # Azure: https://learn.microsoft.com/rest/api/storageservices/common-rest-api-error-codes
+    "AuthenticationFailed": f"the credentials are wrong or expired, or this machine's clock is wrong: {RENEW}",
+    "AuthorizationFailure": "the storage account or its network rules do not allow this request: change them",
+    "AuthorizationPermissionMismatch": "the credentials lack the role Storage Blob Data Contributor on the container",
+    "InsufficientAccountPermissions": "the credentials are valid, but not for this request: allow read, write and list",
+}
+DENIED = "check the credentials in the environment (docs/storage.md)"  # the remedy for a denial without a known code
 
 
 class Refused(DataError):
     """A request that will never be allowed, so it is not retried."""
 
 
+class Denied(PermissionError):
+    """A store rejects the credentials or does not allow the request; `code` is the store's error code."""
+
+    def __init__(self, code: str) -> None:
+        super().__init__(code)
+        self.code = code
+
+
 def check_url(url: str) -> None:
     """Raise DataError unless the scheme is allowed."""
     scheme = urlsplit(url).scheme
     if scheme not in SCHEMES:
-        raise Refused(f"{redacted(url)}: scheme {scheme!r} is refused; use one of {', '.join(SCHEMES)} or a path")
+        raise Refused(f"{redacted(url)}: scheme {scheme!r} is not allowed; use one of {', '.join(SCHEMES)} or a path")
 
 
 # ------------------------------------------------------------------------------------ requests
@@ -66,15 +114,16 @@ def check_url(url: str) -> None:
 def read_range(url: str, start: int, stop: int, timeout_s: float) -> bytes:
     """Return bytes start … stop−1, or fewer if the response ends early.
 
-    Raises FileNotFoundError, PermissionError, and many kinds of errors that are worth a retry. Raises Refused for a
-    scheme or address that is not allowed, and if the store ignores ranges, because every request would then return the
-    whole object.
+    Raises FileNotFoundError, PermissionError, and many kinds of errors for which a retry may help. Raises Refused for
+    a forbidden scheme or address, and if the store ignores ranges, because every request would then return the whole
+    object. Raises StorageError with the text of an error page if one arrives instead of these bytes.
     """
     check_url(url)
     if url.startswith("https:"):
         with request_https(url, timeout_s, f"bytes={start}-{stop - 1}") as answer:
             # A server that ignores the range sends the whole file, which is correct only for start 0.
             if answer.status != http.client.PARTIAL_CONTENT and start > 0:
+                refuse_error_page(url, answer.read(LONGEST + 1))
                 raise Refused(f"{redacted(url)}: the server ignores byte ranges; copy the shards to this machine")
             try:
                 content = answer.read(stop - start)
@@ -86,6 +135,8 @@ def read_range(url: str, start: int, stop: int, timeout_s: float) -> bytes:
             content = client(urlsplit(url).scheme, timeout_s).cat_file(url, start=start, end=stop)
     if not content:
         raise ConnectionError("empty answer")
+    if len(content) != stop - start:
+        refuse_error_page(url, content)
     if len(content) > stop - start:
         raise Refused(
             f"{redacted(url)}: the store ignores byte ranges: requested {stop - start} bytes, received {len(content)}; "
@@ -94,8 +145,18 @@ def read_range(url: str, start: int, stop: int, timeout_s: float) -> bytes:
     return content
 
 
+def refuse_error_page(url: str, content: bytes) -> None:
+    """Raise StorageError if the content is an error page, which some proxies send with a success status."""
+    words = words_of(content)
+    if words:
+        raise StorageError(
+            f"{redacted(url)}: instead of the file, the store sent an error page: {words}\n"
+            "  run again when the store responds; check the endpoint, the proxy and the credentials"
+        )
+
+
 def size_of(url: str, timeout_s: float) -> int:
-    """Return the size of a URL's object in bytes; raises as `read_range`, and Refused if the server does not tell."""
+    """Return the size of a URL's object in bytes; raises as `read_range`, and Refused if it is not reported."""
     if not url.startswith("https:"):
         with denied_as_such():
             return client(urlsplit(url).scheme, timeout_s).info(url)["size"]
@@ -105,7 +166,7 @@ def size_of(url: str, timeout_s: float) -> int:
         content_range = answer.headers.get("Content-Range", "")  # bytes 0-0/6543360
         size = content_range.rpartition("/")[2] or answer.headers.get("Content-Length", "")
     if not size.isdigit():
-        raise Refused(f"{redacted(url)}: the server does not tell the file size; copy the shards to this machine")
+        raise Refused(f"{redacted(url)}: the server does not report the file size; copy the shards to this machine")
     return int(size)
 
 
@@ -116,8 +177,10 @@ def list_tars(url: str, timeout_s: float) -> dict[str, int]:
     """
     scheme = urlsplit(url).scheme
     if scheme == "https":
-        raise Refused(f"{redacted(url)}: https cannot list files; type the shards, as in …/train-{{000..099}}.tar")
-    pattern = url if "*" in url else f"{url.rstrip('/')}/*.tar*"
+        raise Refused(f"{redacted(url)}: https cannot list files; name the shards, as in …/train-{{000..099}}.tar")
+    # Only `*` is a wildcard; `?` and `[` are ordinary characters of a key.
+    folder = url.rstrip("/").replace("[", "[[]").replace("?", "[?]")
+    pattern = folder if "*" in url else f"{folder}/*.tar*"
     with denied_as_such():
         entries = client(scheme, timeout_s).glob(pattern, detail=True)
     compressed = []
@@ -130,8 +193,8 @@ def list_tars(url: str, timeout_s: float) -> dict[str, int]:
             tars[f"{scheme}://{check_file_name(path, redacted(url))}"] = entry["size"]
     if compressed:
         raise Refused(
-            f"{redacted(url)}: {preview(compressed)} would be left out: compressed tars; "
-            f"uncompress them, or type those you mean: {redacted(url).rstrip('/')}/*.tar"
+            f"{redacted(url)}: {preview(compressed)} would be ignored: compressed tars; "
+            f"uncompress them, or name the tars to use: {redacted(url).rstrip('/')}/*.tar"
         )
     return tars
 
@@ -159,29 +222,37 @@ class Retry:
         """Return the result of `ask`, with retries; `address` is the name for messages.
 
         Raises at once: FileNotFoundError, because retries do not help; DataError if the store's client is not installed
-        or an address is refused. Raises StorageError if all attempts fail or `stopped()` is true.
+        or an address is refused; StorageError for an error page. Raises StorageError if all attempts fail, if the store
+        has denied the requests for DENIED_S, or if `stopped()` is true.
         """
+        bucket = "/".join(address.split("/")[:3])
         reason = ""
         attempt = 0
-        # Compare with the current value of `attempts`: a command that is ending lowers it for its threads.
+        # Read `attempts` anew each time: an ending command lowers it for its threads.
         while attempt < self.attempts:
             if self.stopped():
-                raise StorageError(f"{address}: stopped before an answer arrived")
+                raise StorageError(f"{address}: stopped before the response arrived")
             try:
                 with denied_as_such():
-                    return ask()
+                    answer = ask()
+                _denied_since.pop(bucket, None)
+                return answer
             except FileNotFoundError:
-                raise FileNotFoundError(f"{address}: there is no such object, or no such bucket") from None
-            except DataError:
+                raise FileNotFoundError(f"{address}: this object or its bucket does not exist") from None
+            except PatchlineError:
                 raise
-            except PermissionError:
-                reason = "PermissionError"
+            except Denied as error:
+                reason = error.code
                 # The credentials may have expired: the next attempt reads them from the environment again.
                 forget_credentials()
+                # If other requests have been denied for this long, do not retry this one.
+                if time.monotonic() >= _denied_since.setdefault(bucket, time.monotonic()) + DENIED_S:
+                    raise denial(address, reason, attempt + 1) from None
             except Exception as error:
                 reason = type(error).__name__
             if attempt == WARN_AT_ATTEMPT:
-                logging.getLogger(__name__).warning("%s: no answer (%s), retrying", address, reason)
+                remedy = f": {DENIALS[reason]}" if reason in DENIALS else ""
+                logging.getLogger(__name__).warning("%s: request failed (%s), retrying%s", address, reason, remedy)
             if attempt + 1 < self.attempts:
                 # A random part, so that many workers and nodes do not retry at the same moment.
                 pause_s = random.uniform(0, min(LONGEST_PAUSE_S, self.backoff_s * 2**attempt))
@@ -190,9 +261,19 @@ class Retry:
                     time.sleep(min(0.1, max(0.0, ends_at - time.monotonic())))
             attempt += 1
 
-        is_denied = reason == "PermissionError" or "Credentials" in reason
-        remedy = "credentials come from the environment" if is_denied else "run again when the store responds"
-        raise StorageError(f"{address}: no answer after {attempt} attempts, last {reason}; {remedy}")
+        if bucket in _denied_since:
+            raise denial(address, reason, attempt)
+        raise StorageError(
+            f"{address}: no response after {attempt} attempts, last error {reason}; run again when the store responds"
+        )
+
+
+_denied_since: dict[str, float] = {}  # bucket → time since when the store has denied this process's requests
+
+
+def denial(address: str, code: str, attempts: int) -> StorageError:
+    """Build the error for a request denied by the store, with its remedy."""
+    return StorageError(f"{address}: denied after {attempts} attempts: {code}; {DENIALS.get(code, DENIED)}")
 
 
 # --------------------------------------------------------------------------------------------- s3, gs, az
@@ -200,14 +281,38 @@ class Retry:
 
 @contextmanager
 def denied_as_such() -> Iterator[None]:
-    """Context manager that raises PermissionError for responses 401 and 403, which each client reports differently."""
+    """Context manager that raises Denied if the store denies a request, which each client reports differently."""
     try:
         yield
-    except Exception as error:
-        code = getattr(error, "status_code", getattr(error, "code", None))
-        if code in (401, 403) or str(error).startswith("Forbidden"):
-            raise PermissionError("denied") from None
+    except Denied:
         raise
+    except Exception as error:
+        code = denial_code(error)
+        if code:
+            # Without the cause, whose text may contain secrets.
+            raise Denied(code) from None
+        raise
+
+
+def denial_code(error: BaseException) -> str:
+    """Return the code with which a store denied a request, usually a key of DENIALS; "" for other errors."""
+    link: BaseException | None = error
+    while link is not None:
+        response = getattr(link, "response", None)  # botocore's, a dict
+        names = [type(link).__name__, getattr(link, "error_code", None)]  # Azure's code is a str or an enum
+        if isinstance(response, dict):
+            names.append(response.get("Error", {}).get("Code"))
+        for name in names:
+            name = getattr(name, "value", name)
+            if name in DENIALS:
+                return str(name)
+        link = link.__cause__ or link.__context__
+    status = getattr(error, "status_code", getattr(error, "code", None))
+    if status in (401, 403):
+        return f"HTTP {status}"
+    # A PermissionError of the local disk has an errno.
+    is_denied = isinstance(error, PermissionError) and error.errno is None
+    return "HTTP 403" if is_denied or str(error).startswith("Forbidden") else ""
 
 
 def forget_credentials() -> None:
@@ -255,7 +360,7 @@ def client(scheme: str, timeout_s: float) -> AbstractFileSystem:
     # new version keeps its retries elsewhere, the attribute is missing and the version is rejected.
     try:
         if scheme == "s3":
-            filesystem.retries = min(filesystem.retries, 1)  # s3fs's loop around botocore's
+            filesystem.retries = min(filesystem.retries, 1)  # s3fs's own retries, around those of botocore
         elif scheme == "gs":
             asked_once = type(filesystem)._request.__wrapped__  # without gcsfs's six attempts in 35 s
             filesystem._request = partial(asked_once, filesystem)
@@ -265,7 +370,7 @@ def client(scheme: str, timeout_s: float) -> AbstractFileSystem:
     except AttributeError as error:
         raise DataError(
             f"{scheme}://: cannot disable the retries of {package} {version(package)} ({error}); "
-            f"pip install {package}=={TESTED[package]}, the version that was tested"
+            f"pip install {package}=={TESTED[package]}, the tested version"
         ) from None
     return filesystem
 
@@ -284,7 +389,9 @@ def request_https(url: str, timeout_s: float, byte_range: str) -> Iterator[http.
     opener.add_handler(urllib.request.HTTPErrorProcessor())
     opener.add_handler(urllib.request.HTTPDefaultErrorHandler())
     opener.add_handler(urllib.request.UnknownHandler())
-    request = urllib.request.Request(url, headers={"Range": byte_range})
+    # Encode spaces and non-ASCII characters; an already encoded address stays unchanged.
+    address = quote(url, safe="!#$%&'()*+,/:;=?@[]~")
+    request = urllib.request.Request(address, headers={"Range": byte_range})
     try:
         with opener.open(request, timeout=timeout_s) as answer:
             yield answer
@@ -306,7 +413,7 @@ def request_https(url: str, timeout_s: float, byte_range: str) -> Iterator[http.
 
 
 class PublicConnection(http.client.HTTPSConnection):
-    """Connects to the address that was checked, because a second name resolution could return another one."""
+    """Connects to the checked address, because a second name resolution could return another one."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)

@@ -38,14 +38,15 @@ from data.errors import DataError
 from data.images.decode import MAX_BYTES, BadImage, decode, read_header
 from data.index.document import SUFFIX, image_folders, load_index
 from data.index.index import Index, Refusals
-from data.index.names import MAX_CLASSES, Names, NoLabel, ids_of, parse_labels, preview
+from data.index.names import LABEL_REASONS, MAX_CLASSES, PAIRS, Names, NoLabel, are_pairs, ids_of, parse_labels, preview
 from data.index.shard import SampleRow, table_path, write_table
-from data.index.tar import Walk, check_nothing_excluded, mapped, walk
+from data.index.tar import DOTTED, Walk, check_nothing_excluded, mapped, walk
 from data.remote.cache import Cache
 from data.remote.config import CacheConfig
 from data.remote.urls import check_url, list_tars, size_of
 from data.shards.journal import IndexJournal, Record
 from data.shards.parallel import Progress, in_parallel, set_on_error
+from data.walk import matching
 
 MOST_ERRORS = 20  # unusable shards that an error lists individually
 DECODED = 4  # samples decoded per shard
@@ -79,7 +80,7 @@ def build_index(
     A URL names one tar, several with `{000..999}` or (except for https) `*`, or a folder; each tar is downloaded,
     examined and deleted. The JSON and the tables are written to `output` (default for local tars: their folder) as
     `<name>.index.json` (default: the folder's name). `at` is the URL from which training will read the shards, if it
-    differs. `names` are class names in the order of their ids, and are used to read labels that are names. By default,
+    differs. `names` are class names in the order of their ids, used to read labels given as names. By default,
     they come from an existing index of the same tars; otherwise, if no label is an id, the sorted label texts become
     the names. Labels of an `unlabelled` set are ignored. `report` gets the number of finished shards and the total.
     `cache` sets where tars are kept during indexing, and how downloads are retried. Raises DataError listing every
@@ -90,7 +91,7 @@ def build_index(
     urls = [path for path in sources if "://" in path]
     is_mixed = 0 < len(urls) < len(sources)
     if is_mixed or (urls and output is None):
-        raise DataError(f"{redacted(urls[0])}: pass only URLs, and a local folder for the index (--output)")
+        raise DataError(f"{redacted(urls[0])}: expected only URLs, and a local folder for the index (--output)")
     if at and "://" in at:
         check_kept(at)
 
@@ -122,7 +123,7 @@ def build_index(
             "or delete this file to index the existing tars"
         )
 
-    # Shards that were read with other class names must be read again.
+    # Shards read with other class names must be read again.
     setting = tars.directory
     if names:
         setting = f"{tars.directory} {sha256(json.dumps(names).encode()).hexdigest()}"
@@ -210,8 +211,8 @@ def count_classes(
 ) -> Counter[int]:
     """Return {class: samples}; samples without a usable label are counted in `refused`.
 
-    If class names are unknown, text labels are counted in `texts`. Raises DataError for a label beyond the classes, or
-    for a text that is not a class name if class names are known.
+    If class names are unknown, text labels are counted in `texts`. Raises DataError for a label beyond the classes, or,
+    if class names are known, for a text that is no class name.
     """
     limit = job.classes or len(job.names) or MAX_CLASSES
     ids = ids_of(job.names)
@@ -223,8 +224,8 @@ def count_classes(
         except NoLabel as error:
             if job.names and error.texts:
                 raise DataError(
-                    f"{job.name}: sample {printable(key)} is labelled {preview(error.texts[:1])}, which is none of the "
-                    f"{len(job.names)} class names: {preview(job.names)}"
+                    f"{job.name}: sample {printable(key)} has label {preview(error.texts[:1])}, which is not one of "
+                    f"the {len(job.names)} class names: {preview(job.names)}"
                 ) from None
             # Without a class list, the texts of all shards together decide whether they are class names.
             if error.are_names:
@@ -232,7 +233,8 @@ def count_classes(
                     texts.add(text, key)
             # The sample stays in the set: training replaces it and counts it as bad.
             else:
-                refused.add(error.reason, key)
+                shown = f"{key} ({error})" if row.label_size else key
+                refused.add(error.reason, shown)
             continue
         if max(labels) >= limit:
             raise DataError(
@@ -256,7 +258,7 @@ def count_unreadable(tar: memoryview, result: Walk) -> None:
 
 
 def decoded_samples(index: Index) -> tuple[int, int]:
-    """Return (number of samples decoded while indexing, number of those that are not images)."""
+    """Return (number of samples decoded while indexing, number of failures among them)."""
     tried = 0
     for shard in index.shards:
         tried += min(shard.samples, DECODED)
@@ -265,6 +267,35 @@ def decoded_samples(index: Index) -> tuple[int, int]:
         if reason.startswith(NOT_DECODED):
             failed += count
     return tried, failed
+
+
+def problem_of(index: Index, *, unlabelled: bool) -> str:
+    """Return why nothing can be trained on an indexed set, and what to type; "" if it is usable."""
+    tried, failed = decoded_samples(index)
+    expected = "expected samples with an image (jpg, png, webp) and a label (cls, json)"
+    if index.samples == 0:
+        reason = "0 samples"
+        if DOTTED in index.refused.counts:
+            reason += ", because the key of a sample ends at the first dot of its name, as in webdataset"
+            expected = (
+                "expected names without other dots, such as IMG_1.jpg for IMG.1.jpg; to write the tars anew with such "
+                "names: python -m jobs pack tars FOLDER NEW-FOLDER"
+            )
+    elif failed == tried:
+        reason = "none of the decoded samples is an image"
+    elif not index.classes and not unlabelled:
+        reason = "no sample has a usable label"
+        expected += "\n  to index images without labels for objective: masked, add --unlabelled"
+    elif not index.names and are_pairs(index.class_counts, labelled_samples(index)):
+        return PAIRS
+    else:
+        return ""
+    return f"{reason}\n  {expected}"
+
+
+def labelled_samples(index: Index) -> int:
+    """Return the number of samples with a usable label."""
+    return index.samples - sum(index.refused.counts[reason] for reason in LABEL_REASONS)
 
 
 # ------------------------------------------------------------------------------------- checks before indexing
@@ -288,7 +319,7 @@ def check_tables(path: Path, directory: str, shards: Iterable[str]) -> None:
         for shard in other.shards:
             if table_path(path.parent, shard.name) in tables:
                 raise DataError(
-                    f"{other_path} has a {shard.name} of {other.directory}: its table would go; use another --output"
+                    f"{other_path} has another {shard.name}, whose table would be lost; use another --output"
                 )
 
 
@@ -296,9 +327,11 @@ def check_kept(url: str) -> None:
     """Raise DataError unless a URL may be read, and may be stored in an index."""
     check_url(url)
     if not urlsplit(url).hostname:
-        raise DataError(f"{redacted(url)}: contains no bucket or host, expected one, as in s3://bucket/train")
+        raise DataError(f"{redacted(url)}: has no bucket or host; expected a URL like s3://bucket/train")
     if redacted(url) != url:
-        raise DataError(f"{redacted(url)}: a key in the URL would stay in the index; pass it by the environment")
+        raise DataError(
+            f"{redacted(url)}: the index would store the password or signature in this URL; pass it in the environment"
+        )
     if "//" in url.partition("://")[2]:
         raise DataError(f"{url}: some clients treat two consecutive slashes as one; store the shards under another key")
 
@@ -315,7 +348,7 @@ def local_tars(source: str | os.PathLike[str] | list[str]) -> TarList:
         paths = [path for pattern in source for path in matching(pattern)]
     if not paths:
         if isinstance(source, list):
-            reason = "no *.tar is given"
+            reason = "no *.tar was given"
         elif Path(source).is_dir():
             reason = "no *.tar here"
         elif Path(source).exists():
@@ -339,31 +372,16 @@ def local_tars(source: str | os.PathLike[str] | list[str]) -> TarList:
     return tars
 
 
-def matching(pattern: str) -> list[Path]:
-    """Return the files of a path with `{000..999}` or `*`, as the shell and remote URLs expand them.
-
-    A path of an existing file, and one that matches nothing, are returned as they are.
-    """
-    if Path(pattern).exists():
-        return [Path(pattern)]
-    paths: list[Path] = []
-    for name in braceexpand(pattern):
-        path = Path(name)
-        matches = sorted(path.parent.glob(path.name)) if "*" in path.name else []
-        paths += matches or [path]
-    return paths
-
-
 def remote_tars(urls: Sequence[str], cache: Cache, workers: int, stopped: threading.Event) -> TarList:
     """List the tars behind URLs, with the sizes given by the storage; raises DataError if there are none.
 
     Each URL names one tar, several with `{000..999}` or `*`, or a folder. `stopped` is set on errors, to end retries.
     """
     timeout_s = cache.cfg.timeout_s
-    sizes: dict[str, int] = {}  # URL: bytes
-    named: list[str] = []  # individual tars
+    sizes: dict[str, int] = {}  # URL → size in bytes
+    named: list[str] = []  # individually named tars
     for pattern in urls:
-        for url in braceexpand(pattern):
+        for url in braceexpand(pattern, escape=False):
             check_kept(url)
             if url.endswith(".tar") and "*" not in url:
                 named.append(url)

@@ -2,8 +2,8 @@
 
 1. `with IndexJournal(path, …)` reads `<path>.partial` of an earlier command with the same setting (data/seal.py), and
    deletes temporary files of killed processes.
-2. `has` tells which shards are finished.
-3. `add` records a finished shard: its row in the index, its samples per class, and what was skipped (`Refusals`).
+2. `has` returns whether a shard is finished.
+3. `add` records a finished shard: its row in the index, its samples per class, and skipped members (`Refusals`).
 4. `finish` writes the index of the set's shards, and deletes the journal.
 """
 
@@ -19,20 +19,18 @@ import psutil
 from data.errors import DataError
 from data.index.document import SUFFIX, write_index
 from data.index.index import Index, Refusals
-from data.index.names import NO_NAME, Names, preview
+from data.index.names import NO_NAME, Names, are_captions, preview
 from data.index.shard import Shard
 from data.seal import Journal
-
-FEW_NAMES = 1000  # up to this many classes may have a single image each; more texts that rarely repeat are captions
 
 
 class Record(NamedTuple):
     """Everything recorded about a finished shard."""
 
     shard: Shard
-    class_counts: Mapping[int, int]  # class: samples
+    class_counts: Mapping[int, int]  # class id → number of samples
     refused: Refusals  # skipped members of the tar, and unusable samples
-    texts: Refusals  # labels that are texts: class names, if the set has no ids
+    texts: Refusals  # text labels: class names, if the set has no ids
 
 
 class IndexJournal:
@@ -45,7 +43,7 @@ class IndexJournal:
         self.path = path
         self.classes = classes
         self.journal = Journal(path.with_name(path.name + ".partial"), [classes, setting])
-        self.records: dict[str, Record] = {}  # by shard name
+        self.records: dict[str, Record] = {}  # shard name → record
 
     def __enter__(self) -> IndexJournal:
         # Delete temporary files of this machine's killed processes, only of this set: another host may be writing
@@ -103,13 +101,12 @@ class IndexJournal:
             texts.add_all(record.texts, name)
 
         samples = sum(shard.samples for shard in shards)
-        are_captions = len(texts.counts) > max(FEW_NAMES, samples // 2)
-        if texts.counts and not samples_of_class and not are_captions:
+        if texts.counts and not samples_of_class and not are_captions(len(texts.counts), samples):
             names = tuple(sorted(texts.counts))
             if self.classes and len(names) > self.classes:
                 raise DataError(
-                    f"{self.path}: labels are {len(names)} names, {preview(names)}, and classes are {self.classes}\n"
-                    "  expected as many classes as names, or no number of classes: remove --classes"
+                    f"{self.path}: the labels are {len(names)} names, {preview(names)}, but classes is {self.classes}\n"
+                    "  expected the same number of classes and names; remove --classes"
                 )
             for label, name in enumerate(names):
                 samples_of_class[label] = texts.counts[name]

@@ -1,8 +1,8 @@
 """Read samples from memory-mapped shards, and verify them against the index.
 
 How a sample is read, in order:
-1. When a node first reads a shard, the shard's sha256 is compared with the index. Samples of a remote shard that has
-   not arrived yet are read by byte range, if the loader asks for it (`data.remote.ranges`).
+1. When a node first reads a shard, the shard's sha256 is compared with the index. Until a remote shard has arrived,
+   its samples are read by byte range, if the loader requests it (`data.remote.ranges`).
 2. The shard's table is opened and compared with its own sha256 in the index (`Index.table`).
 3. The sample's bytes are copied out of the mapping, and the digest of the copy is compared with the table: after step
    1, a file can decay or be overwritten without a change of size and time. A label read without its image has a
@@ -48,7 +48,7 @@ MOST_DROPPED = 100  # shards that an error offers to exclude; if more are missin
 
 
 def unusable_shards(index: Index) -> dict[str, str]:
-    """Return {path: problem} of local shards that are missing or have another size; remote shards are not checked."""
+    """Return {path: problem} of missing local shards and those of another size; remote shards are not checked."""
     problems: dict[str, str] = {}
     for shard in index.shards:
         place = index.location(shard)
@@ -61,22 +61,22 @@ def unusable_shards(index: Index) -> dict[str, str]:
             problems[place] = error.strerror or "unreadable"
             continue
         if size != shard.bytes:
-            problems[place] = f"{size} bytes, the index says {shard.bytes}"
+            problems[place] = f"{size} bytes, the index lists {shard.bytes}"
     return problems
 
 
 def check_sizes(sets: Sequence[Index], dropped: Sequence[str] = (), option: str = "") -> None:
-    """Raise DataError listing local shards that are missing or have another size than in the index.
+    """Raise DataError listing the local shards that do not exist with the size in the index.
 
     `option` is the config key that excludes shards, or ""; `dropped` are the shards that it already excludes.
     """
-    problems: dict[str, str] = {}  # path: problem
+    problems: dict[str, str] = {}  # path → problem
     for index in sets:
         problems |= unusable_shards(index)
     if not problems:
         return
 
-    places: set[str] = set()  # of all shards; subsets of a set share them
+    places: set[str] = set()  # paths of all shards; subsets of a set share them
     for index in sets:
         places.update(map(index.location, index.shards))
     # A failed disk may affect thousands of shards: list a few and count the rest. The first one goes into the first
@@ -133,14 +133,13 @@ class OpenShard(NamedTuple):
     """A memory-mapped shard."""
 
     tar: mmap.mmap
-    inode: int  # to recognise a newer copy in the cache
+    inode: int  # used to recognise a newer copy in the cache
 
 
 class ShardReader:
     """Returns (key, image bytes, label bytes) of any sample, and keeps recently used shards mapped.
 
-    With `by_range`, samples of remote shards that have not arrived are read individually; otherwise reading waits for
-    the shard.
+    With `by_range`, samples of missing remote shards are read individually; otherwise reading waits for the shard.
     """
 
     def __init__(self, index: Index, *, verify: bool = True, cache: CacheConfig | None = None, by_range: bool = False):
@@ -323,7 +322,7 @@ class ShardReader:
             status = os.fstat(file.fileno())
             if status.st_size != shard.bytes:
                 raise DataError(
-                    f"{place}: {status.st_size} bytes, the index says {shard.bytes}; restore it, or index it again"
+                    f"{place}: {status.st_size} bytes, the index lists {shard.bytes}; restore it, or index it again"
                 )
             tar = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
@@ -334,7 +333,7 @@ class ShardReader:
                 # The end of the path identifies a shard for `data.drop`, except in rare cases.
                 short_name = "/".join(place.split("/")[-2:])
                 raise DataError(
-                    f"{place}: its sha256 differs from the index: corrupt or replaced; "
+                    f"{place}: its sha256 differs from the index: altered or replaced; "
                     f"restore it, index it again, or train without it: data.drop=[{short_name}]"
                 )
             # If the mark cannot be written, for example on a full disk, the next process verifies again.

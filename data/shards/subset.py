@@ -4,7 +4,7 @@ How subsets of a set are created, in one pass for all of them (`make_subsets`):
 1. Labels come from the tables, which contain a digest of each label: the digest of `17` identifies the text without
    reading the tar. Other texts, such as several labels, are read once per shard. If no rule needs labels, only those
    of chosen samples are determined.
-2. Each rule chooses samples. Its parts apply in order, each to the samples that the previous part left:
+2. Each rule chooses samples. Its parts apply in order, each to the remaining samples:
    `keep` classes, `only` the samples of a list or all `but` these, a `part`, a number of `shots` per class.
 3. Each shard with chosen samples gets a table of these rows; other shards are not in the subset.
 4. The JSON refers to the same tars, and records the parent index and the rule (`index.Origin`).
@@ -43,7 +43,7 @@ from data.shards.parallel import Progress, in_parallel
 from data.shards.reader import ShardReader, check_sizes
 from data.sources.numbering import kept_ids
 
-# N samples in the set
+# N: number of samples in the set
 
 LISTED_ROWS = "data.extras.listed:listed_rows"
 NO_LABEL = -1  # replaces a missing or unusable label
@@ -67,14 +67,14 @@ class Rule:
             bounds_of(self.part, 1)
         check_seed(self.seed)
         if self.shots is not None and self.shots < 1:
-            raise ConfigError(f"shots are {self.shots}, expected 1 or more")
+            raise ConfigError(f"shots is {self.shots}, expected 1 or more")
         if self.shots is not None and self.seed is None:
-            raise ConfigError("shots are drawn by a seed, but none is given\n  expected a seed, as seed: 0 (--seed 0)")
+            raise ConfigError("shots needs a seed, but none is set\n  set one, for example seed: 0 (--seed 0)")
         if self.seed is not None and self.shots is None and self.part is None:
-            raise ConfigError("a seed needs shots or a part, but none is given\n  remove the seed, or add one of them")
+            raise ConfigError("a seed is set without shots or part\n  remove the seed, or add one of them")
         has_any = self.keep or self.only or self.but or self.part is not None or self.shots is not None
         if not has_any:
-            raise ConfigError("no rule chooses samples\n  expected one or more of keep, only, but, part, shots")
+            raise ConfigError("the subset has no rule\n  expected one or more of keep, only, but, part, shots")
 
     @property
     def needs_labels(self) -> bool:
@@ -82,7 +82,7 @@ class Rule:
         return bool(self.keep) or self.seed is not None
 
     def described(self) -> dict[str, Any]:
-        """Return the rule as plain values for the index: the parts that are set, lists by their path and digest."""
+        """Return the rule as plain values for the index: its non-empty parts, and lists by path and digest."""
         parts: dict[str, Any] = {}
         if self.keep:
             parts["keep"] = list(self.keep)
@@ -105,7 +105,7 @@ def check_seed(seed: int | None) -> None:
 class Labels(NamedTuple):
     """The labels of all samples, concatenated: those of sample n are `values[ends[n − 1] : ends[n]]`."""
 
-    values: np.ndarray  # int32
+    values: np.ndarray  # int32 class ids
     ends: np.ndarray  # (N,) int64
 
     def any_of_sample(self, marked: np.ndarray) -> np.ndarray:
@@ -126,7 +126,7 @@ class Part:
 
     folder: Path
     rule: Rule
-    name: str  # of the set
+    name: str  # name of the set
     chosen: np.ndarray = field(default_factory=lambda: np.empty(0, bool))  # (N,)
     shards: list[Shard] = field(default_factory=list)
     # Hash of the positions of all chosen samples; identifies the subset independently of rule and table format.
@@ -152,7 +152,6 @@ def make_subsets(
     rule chooses no samples or refers to missing ones, and if a tar is missing.
     """
     # 1. A subset must not overwrite a set, the tables of a set, or another subset.
-    # 1. A subset must not take the place of a set, of the tables of one, or of another subset.
     tables = {table_path(Path(), shard.name) for shard in parent.shards}
     for part in parts:
         check_name(part.name, "a set", "give its name: --name train-10shot")
@@ -173,8 +172,8 @@ def make_subsets(
             shares_table = any(table_path(Path(), shard.name) in tables for shard in index.shards)
             if other_path == part.path or shares_table:
                 raise DataError(
-                    f"{other_path} would lose its tables to the subset\n"
-                    "  expected a folder for the subset only\n  use another --output"
+                    f"the subset would overwrite the tables of {other_path}\n"
+                    "  expected a separate folder for the subset\n  use another --output"
                 )
     check_sizes([parent])
 
@@ -206,7 +205,7 @@ def read_all_labels(
 ) -> Labels:
     """Return the labels of all samples, or only of the `wanted` (N,) samples."""
     jobs = []
-    counts = np.zeros(index.samples, np.int32)  # labels of each sample
+    counts = np.zeros(index.samples, np.int32)  # number of labels of each sample
     rows_of_jobs = []
     for number in range(len(index.shards)):
         rows = index.rows(number)
@@ -236,7 +235,7 @@ def read_shard_labels(
     known = known_texts(index.classes, index.names)
     # Skip the sha256 of the tar, because each label is compared with its own digest.
     reader = ShardReader(index, verify=False, cache=cache)
-    values: list[int] = []  # of all texts, concatenated
+    values: list[int] = []  # labels of all texts, concatenated
     lengths = []  # number of labels per text
     for digest, row in zip(digests.tolist(), rows[first].tolist(), strict=True):
         text = known[digest] if digest in known else next(reader.labels(0, [row]))
@@ -307,7 +306,7 @@ def choose(index: Index, labels: Labels | None, rule: Rule) -> np.ndarray:
 
 
 def only_rows(chosen: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Return a mask like `chosen` that is True only at these rows."""
+    """Return a mask of the shape of `chosen`, True only at these rows."""
     mask = np.zeros_like(chosen)
     mask[rows] = True
     return mask
@@ -353,7 +352,7 @@ def write_subsets(parent: Index, parts: Sequence[Part], labels: Labels) -> list[
             except DataError:  # damaged: any shard of the set may have a table
                 shards = parent.shards
         replaced.append(shards)
-        # Delete the JSON first: nobody can then read a subset with tables of two different rules.
+        # Delete the JSON first, so that no process reads a subset with tables of two different rules.
         part.path.unlink(missing_ok=True)
 
     for number, shard in enumerate(parent.shards):

@@ -49,7 +49,7 @@ def read_class_list(path: str | os.PathLike[str]) -> Names:
                 content.append(json.loads(line) if path.suffix == ".jsonl" else line.strip())
 
         if not isinstance(content, list) or not content:
-            raise ValueError("it names no classes")
+            raise ValueError("it contains no class names")
         names = []
         for label, entry in enumerate(content):
             name = entry.get("name") if isinstance(entry, dict) else entry
@@ -57,7 +57,7 @@ def read_class_list(path: str | os.PathLike[str]) -> Names:
                 raise ValueError(f"class {label} has no name")
             names.append(name)
     except FileNotFoundError:
-        raise DataError(f"{path}: no such class list; expected a file with one class name per line") from None
+        raise DataError(f"{path}: class list not found; expected a file with one class name per line") from None
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
     except ValueError as error:
@@ -83,16 +83,16 @@ def check_unambiguous(names: Sequence[str], path: str) -> None:
     for label, name in enumerate(names):
         if name.isascii() and name.isdigit() and int(name) != label:
             raise DataError(
-                f"{path}: class {label} is called {name}, which as a label is the id of class {int(name)}\n"
-                "  expected names that are not numbers; if the labels are ids, remove the class list"
+                f"{path}: class {label} has the name {name}, which as a label would mean class {int(name)}\n"
+                "  expected names, not numbers; if the labels are ids, remove the class list"
             )
 
 
 @dataclass(frozen=True)
 class Numbering:
-    """A mapping of a source's class ids to those that are written."""
+    """A mapping from a source's class ids to the ids written to the set."""
 
-    names: Names = ()  # of the written ids; () if unknown
+    names: Names = ()  # names of the written ids; () if unknown
     ids: Mapping[int, int] | None = None  # {source id: written id}, without excluded classes; None: no change
     known: int | None = None  # number of the source's classes; None: unknown
 
@@ -107,7 +107,7 @@ class Numbering:
             return tuple(labels)
         written: list[int] = []
         for label in labels:
-            # Two classes merged into one give a single label.
+            # Two merged classes result in a single label.
             if label in self.ids and self.ids[label] not in written:
                 written.append(self.ids[label])
         return tuple(written)
@@ -122,7 +122,7 @@ def number(
     name: str = "the set",
     giver: str = "the class list",
 ) -> Numbering:
-    """Return the numbering that maps a source's `own` names to the ids of `target`; without `target`, to their own.
+    """Return the numbering from a source's `own` names to the ids of `target`, or to new ids without `target`.
 
     If the source has no names, its ids are taken as those of `target`. `rename` and `keep` refer to the source's
     classes. `name` and `giver` are the names of both sets for messages. Raises DataError if `target` lacks names.
@@ -165,7 +165,7 @@ def number(
             f"{name}: {giver} lacks {len(lacking)} of the {len(own)} classes here: {preview(lacking)}\n"
             f"  expected classes of {giver}: {preview(target)}\n"
             f"  rename them (--rename {shlex.quote(lacking[0] + '=NAME')}; in a recipe rename: "
-            f"{{{json.dumps(lacking[0], ensure_ascii=False)}: NAME}}), or pack this set with a numbering of its own"
+            f"{{{json.dumps(lacking[0], ensure_ascii=False)}: NAME}}), or pack this set with a separate numbering"
         )
     is_as_it_was = ids == dict(enumerate(range(len(own))))
     return Numbering(target, None if is_as_it_was else ids, len(own))
@@ -215,4 +215,4 @@ def check_known(wanted: Iterable[str], names: Sequence[str], what: str) -> None:
     expected = f"expected some of its {len(names)} classes: {preview(names)}"
     if not names:
         expected = "its class names are unknown: type class ids, or the names in a file (names: FILE)"
-    raise DataError(f"{what} has {preview(unknown)}, no class of this source\n  {expected}")
+    raise DataError(f"{what} has {preview(unknown)}, which this source does not have\n  {expected}")

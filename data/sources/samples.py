@@ -50,7 +50,7 @@ class Sample:
                 raise DataError(f"{self.image}: {self.size:,} bytes, expected at most {MAX_BYTES:,}; remove the file")
             return self.image.read_bytes()
         except OSError as error:
-            raise DataError(f"{self.image}: cannot read it ({error.strerror})") from None
+            raise DataError(f"cannot read {self.image} ({error.strerror})") from None
 
 
 class RawSample(NamedTuple):
@@ -129,7 +129,7 @@ class Published:
 class Archive(NamedTuple):
     """A data set as distributed by its owners."""
 
-    samples: Callable[[Path, str], Iterator[Sample]]  # arguments: the archive or its folder, and a split
-    classes: Callable[[Path], Names]  # in the order of their ids
-    published: dict[str, Published]  # by split; contains all splits
+    samples: Callable[[Path, str], Iterator[Sample]]  # called with (archive or its folder, split)
+    classes: Callable[[Path], Names]  # returns class names in the order of their ids
+    published: dict[str, Published]  # split → its published properties; contains all splits
     counted: Callable[[Path], Names] | None = None  # the published classes, if they differ from `classes`

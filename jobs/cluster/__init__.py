@@ -1,1 +1,1 @@
-"""A Ray cluster joined or started, one function on N of its workers, and the choice between Ray and processes."""
+"""Run a function on N supervised workers: on a Ray cluster, joined or embedded, or in processes of this machine."""

@@ -1,23 +1,24 @@
-"""The agent of a node: starts and watches the node's workers, and reports to the driver. Every node has one.
+"""A node's agent: starts and watches the workers of its node, and reports to the driver. Every node has one agent.
 
-On a Ray cluster the agent is an actor, without Ray an object in the driver; the class is the same.
+On a Ray cluster, the agent is an actor; without Ray, it is an object in the driver. The class is the same.
 
-1. It runs a fork server (fork_server.py), which stays warm between attempts and stages.
+1. The agent runs a fork server (fork_server.py), which stays warm between attempts and stages.
 2. `start` forks this node's workers of an attempt.
-3. `poll` answers after `wait_s`, or at once if a worker has started, ended or received SIGTERM. The answer is small:
+3. `poll` returns after `wait_s`, or at once if a worker has started, ended or received SIGTERM. The report is small:
 
        NodeReport(workers=[WorkerState(rank=3, pid=4711, place=PhaseReport(812, "reduce", 1200, ""), …), …])
 
-   Everything that only the worker's node knows is determined here: its exit code and signal, whether it is stopped by a
-   signal, and whether the kernel's out-of-memory killer has killed it.
-4. `stop` asks the workers to commit and end; `end` kills the remaining processes of an attempt.
+   The agent determines what only the worker's node knows: its exit code or signal, whether it is suspended by a signal,
+   and whether it was killed by the kernel's out-of-memory killer. A suspended fork server is killed and replaced.
+4. `stop` requests the workers to commit and exit; `end` kills the remaining processes of an attempt.
 
-When the driver ends, the agent ends, and with it the workers (fork_server.py).
+When the driver ends, so do the agent and its workers (fork_server.py).
 """
 
 import dataclasses
 import fcntl
 import json
+import math
 import os
 import shutil
 import signal
@@ -43,12 +44,15 @@ from jobs.cluster.worker import LOOPBACK, RankInfo, WorkerRecord, WorkerSpec, wo
 from pipeline.monitoring.watchdog import STOP_FILE, PhaseReport, read_phase
 
 VMSTAT = Path("/proc/vmstat")  # counts OOM kills of all cgroups; readable in any container
-OOM_WINDOW_S = 10.0  # between the kernel's kill and the worker's end as seen here: a large process takes a while to die
-OOM_LOOK_S = 1.0  # between two reads of the kernel's counter
+OOM_WINDOW_S = 10.0  # maximum time from an OOM kill to the worker's end; a large process takes a while to die
+LOOK_S = 1.0  # interval between reads of the kernel's counter and of the fork server's state
 MEMORY = Path("/dev/shm")
 FOLDER_PREFIX = "pl-agent-"
 LOCK = "lock"
-END_S = 10.0  # for killed workers to disappear
+END_S = 10.0  # maximum wait for killed workers to disappear
+# A fork server that a signal such as SIGSTOP has suspended for this long is killed: it can neither start workers nor
+# report that one has ended.
+FROZEN_S = 10.0
 STATUS = Path("/proc/self/status")  # Linux
 
 _umask_lock = threading.Lock()
@@ -56,13 +60,13 @@ _umask_lock = threading.Lock()
 
 @dataclass(frozen=True)
 class StartRequest:
-    """The workers of an attempt that an agent has to start."""
+    """A request to an agent to start the workers of an attempt on its node."""
 
     ranks: Sequence[RankInfo]
     payload: bytes  # pickled (function, task)
     folder: Path  # the attempt's folder
-    variables: Mapping[str, str]  # for every worker, in addition to the node's environment
-    # For nodes without shared storage: the initial content of an attempt's folder (NodeFiles.begin).
+    variables: Mapping[str, str]  # environment variables for every worker, in addition to those of the node
+    # For nodes without shared storage: the initial content of the attempt's folder (NodeFiles.begin).
     token: str = ""  # "" if the attempt's folder is the same on every node
     carried: Mapping[str, bytes | None] = field(default_factory=dict)
     earlier: Sequence[str] = ()
@@ -70,14 +74,14 @@ class StartRequest:
 
 @dataclass
 class WorkerState:
-    """State of a worker, as its node sees it."""
+    """State of a worker, determined by its node's agent."""
 
     rank: int
     pid: int = 0  # 0 before the fork
-    record: WorkerRecord | None = None  # written by the worker at its start and its end
+    record: WorkerRecord | None = None  # written by the worker when it starts and ends
     place: PhaseReport | None = None
-    is_stopped: bool = False  # by a signal such as SIGSTOP
-    death: str = ""  # cause of death, if it ended without recording that
+    is_stopped: bool = False  # suspended by a signal such as SIGSTOP
+    death: str = ""  # cause of death, if the worker ended without writing a record
 
     @property
     def has_ended(self) -> bool:
@@ -87,86 +91,98 @@ class WorkerState:
 
 @dataclass(frozen=True)
 class NodeReport:
-    """An agent's answer to a poll."""
+    """An agent's reply to a poll."""
 
-    news: int  # number of events so far on this node; sent with the next poll
+    news: int  # number of events on this node so far; the next poll sends it back
     workers: list[WorkerState] = field(default_factory=list)
-    sigterm_ranks: list[int] = field(default_factory=list)  # ranks with a SIGTERM
-    changes: list[Change] = field(default_factory=list)  # of files, if the node shares no storage with the driver
+    sigterm_ranks: list[int] = field(default_factory=list)  # ranks of the workers that have received SIGTERM
+    # Changed files, if the node does not share the driver's storage.
+    changes: list[Change] = field(default_factory=list)
+    fault: str = ""  # why the agent has killed its fork server in this attempt
 
 
 @dataclass(frozen=True)
 class NodeAgent:
-    """A node's agent, as the driver sees it."""
+    """The driver's handle of a node's agent."""
 
     name: str  # the node's name, for messages
     node_id: str  # Ray's node id; "" without Ray
     address: str
-    slots: int  # number of workers with a place on the node
-    call: Callable[..., "Future[Any]"]  # takes the name of a method of Agent, and its arguments
+    slots: int  # number of workers placed on the node
+    call: Callable[..., "Future[Any]"]  # calls a method of Agent by name, with these arguments
     visible_gpus: str = ""  # CUDA_VISIBLE_DEVICES of its workers; "": as in the node's environment
+    is_up: bool = False  # it has responded before, so it is not starting: silence means that it is frozen
 
 
 class Agent:
     """Runs the workers of its node, one attempt at a time. Thread-safe."""
 
     def __init__(self, address: str = LOOPBACK, *, has_gpus: bool = False) -> None:
-        self.address = address  # at which workers on other nodes reach this node
+        self.address = address  # this node's address for workers on other nodes
         self.has_gpus = has_gpus
         self.server: ForkServer | None = None
         self.changed = threading.Condition()  # held while the following attributes are read or written
-        self.port = 0  # of the store that the next rank 0 serves; 0 until the fork server has opened it
+        self.port = 0  # port of the store that the next rank 0 serves; 0 until the fork server has opened it
         self.news = 0
-        self.number = 0  # attempts started on this node
+        self.number = 0  # number of attempts started on this node
         self.folder = Path()  # the attempt's folder
-        self.workers: dict[int, WorkerState] = {}  # by rank, of the running attempt
+        self.workers: dict[int, WorkerState] = {}  # workers of the running attempt, by rank
         self.ended_pids: set[int] = set()  # pids of this attempt's ended workers
         self.files: NodeFiles | None = None
+        self.stopped_since = math.inf  # when the fork server was first seen stopped by a signal; inf if it runs
+        self.fault = ""  # why the fork server was killed in this attempt
         self.oom_kills = OomKills()
 
-        # This agent's folder is in memory, so that workers can report their phase even if the disk is full. Its lock is
-        # held as long as the agent is alive.
+        # This agent's folder is in memory, so that workers can report their phase even if the disk is full. The agent
+        # holds its lock as long as it is alive.
         parent = MEMORY if os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir())
         self.base = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=parent))
-        self.node_folder = self.base  # of the attempt
+        self.node_folder = self.base  # the current attempt's folder on this node
         self.lock = os.open(self.base / LOCK, os.O_WRONLY | os.O_CREAT)
         fcntl.flock(self.lock, fcntl.LOCK_EX)
         remove_folders_of_killed_agents(parent)
 
     def warm_up(self) -> None:
-        """Start the fork server if there is none, without waiting for it.
+        """Start the fork server if it is not running, without waiting for it.
 
-        It imports modules only for workers without GPUs: importing torch or DeepSpeed may initialize CUDA, and a
-        process that has initialized CUDA must not fork.
+        The fork server imports modules only for workers without GPUs: importing torch or DeepSpeed may initialize CUDA,
+        and a process that has initialized CUDA must not fork.
         """
         with self.changed:
             if self.server is None:
                 self.server = ForkServer(self.base, has_gpus=self.has_gpus)
                 threading.Thread(target=self._hear, args=(self.server,), name="fork server", daemon=True).start()
 
+    def ping(self) -> None:
+        """Respond at once, even during `listen` and `start`, which may take minutes: the driver's sign of life."""
+
     def listen(self) -> int:
         """Return the port of the store that rank 0 of the next attempt will serve on this node."""
         self.warm_up()
         with self.changed:
             self.port = 0
+            self.fault = ""
             assert self.server is not None
             self.server.connection.send(Listen(self.address))
-            # The fork server answers after all its imports.
-            self.changed.wait_for(lambda: self.port or self.server is None)
+            # The fork server responds only after all its imports.
+            while not self.port and self.server is not None:
+                self.changed.wait(LOOK_S)
+                self._end_frozen_server(FROZEN_S)
             if self.server is None:
-                raise RuntimeError(f"the fork server of {socket.gethostname()} has died")
+                raise RuntimeError(self.fault or f"the fork server of {socket.gethostname()} has died")
             return self.port
 
     def start(self, request: StartRequest) -> bool:
-        """Fork this node's workers of an attempt, after ending those of the previous one.
+        """Kill the workers of the previous attempt, and fork this node's workers of a new one.
 
-        Returns whether the attempt's folder is this node's own, separate from the driver's.
+        Returns whether the attempt's folder on this node is separate from the driver's.
         """
         self.end()
         self.warm_up()
         with self.changed:
             self.folder = request.folder
             self.files = None
+            self.fault = ""
             if request.token:
                 files = NodeFiles(request.folder)
                 if files.begin(request.token, request.carried, request.earlier):
@@ -175,7 +191,8 @@ class Agent:
             assert self.server is not None
             self.node_folder = self.base / str(self.number)
             self.node_folder.mkdir(parents=True)
-            # The fork server has the environment and umask of its start; credentials may have been added since.
+            # Send the current environment and umask: they may have changed since the fork server's start, for example
+            # by added credentials.
             environment = {**os.environ, **request.variables}
             for info in request.ranks:
                 self.workers[info.rank] = WorkerState(info.rank)
@@ -194,7 +211,7 @@ class Agent:
             return self.files is not None
 
     def poll(self, news: int, wait_s: float, acknowledged: Mapping[str, Mark]) -> NodeReport:
-        """Return the state of the workers after `wait_s`, or at once if something has happened since `news`.
+        """Return the state of the workers after `wait_s`, or at once if there are events after number `news`.
 
         `acknowledged` contains the marks of file changes that the driver has written.
         """
@@ -203,8 +220,9 @@ class Agent:
             if self.files is not None:
                 self.files.acknowledge(acknowledged)
             while self.news == news and time.monotonic() < deadline:
-                self.changed.wait(min(OOM_LOOK_S, max(0.0, deadline - time.monotonic())))
+                self.changed.wait(min(LOOK_S, max(0.0, deadline - time.monotonic())))
                 self.oom_kills.are_recent()
+            self._end_frozen_server(FROZEN_S)
             self._read_records()
             sigterm_ranks = []
             for worker in self.workers.values():
@@ -215,9 +233,9 @@ class Agent:
                 if worker_file(self.node_folder, worker.rank, ".sigterm").exists():
                     sigterm_ranks.append(worker.rank)
             changes = self.files.look() if self.files is not None else []
-            # Copies: without Ray, the driver has the same objects, which change at the attempt's end.
+            # Return copies: without Ray, the driver would get these objects, which change when the attempt ends.
             states = [dataclasses.replace(worker) for worker in self.workers.values()]
-            return NodeReport(self.news, states, sigterm_ranks, changes)
+            return NodeReport(self.news, states, sigterm_ranks, changes, self.fault)
 
     def acknowledge(self, acknowledged: Mapping[str, Mark]) -> None:
         """Record which file changes the driver has written."""
@@ -226,7 +244,7 @@ class Agent:
                 self.files.acknowledge(acknowledged)
 
     def stop(self) -> bool:
-        """Ask the workers to commit and end; return whether any of them has started by now."""
+        """Request the workers to commit and exit; return whether any of them has started."""
         with self.changed:
             # Every worker checks for this file.
             if self.workers:
@@ -234,10 +252,15 @@ class Agent:
             self._read_records()
             return any(worker.record is not None for worker in self.workers.values())
 
-    def end(self) -> None:
-        """Kill the workers of the attempt with their data loaders, and wait until they are gone."""
+    def end(self) -> str:
+        """Kill the attempt's workers and their data loaders, and wait until they are gone.
+
+        Returns why the fork server had to be killed; "" if it works.
+        """
         with self.changed:
-            # A worker has no pid before its fork; the fork server answers requests in order.
+            # A suspended fork server would not report that its workers have ended.
+            self._end_frozen_server(0.0)
+            # Wait for all forks: a worker has no pid before its fork.
             self.changed.wait_for(
                 lambda: self.server is None or all(state.pid for state in self.workers.values()), END_S
             )
@@ -245,7 +268,7 @@ class Agent:
             for pid in pids - self.ended_pids:
                 kill_group(pid)
             self.changed.wait_for(lambda: self.server is None or pids <= self.ended_pids, END_S)
-            # If the fork server has died, nobody reports the end of its workers: check the processes.
+            # If the fork server has died, it cannot report the end of its workers: check the processes.
             deadline = time.monotonic() + END_S
             for pid in pids - self.ended_pids:
                 with suppress(psutil.Error):  # the process is gone
@@ -257,9 +280,10 @@ class Agent:
             self.port = 0
             if self.node_folder != self.base:
                 shutil.rmtree(self.node_folder, ignore_errors=True)
+            return self.fault
 
     def close(self) -> None:
-        """End the fork server and all processes of this agent."""
+        """Stop the fork server and all processes of this agent."""
         with self.changed:
             server = self.server
             self.server = None
@@ -268,7 +292,7 @@ class Agent:
         shutil.rmtree(self.base, ignore_errors=True)
 
     def _hear(self, server: ForkServer) -> None:
-        """Process the answers of a fork server until it ends; runs in a thread."""
+        """Process the replies of a fork server until it ends; runs in a thread."""
         with suppress(EOFError, OSError):
             while True:
                 answer = server.connection.recv()
@@ -278,9 +302,9 @@ class Agent:
                     elif isinstance(answer, Forked):
                         self.workers[answer.rank].pid = answer.pid
                     elif isinstance(answer, WorkerEnded):
-                        # A worker writes its record before it ends; without a record, something else ended it. A
-                        # negative exit code is a signal. The kernel's OOM killer also sends SIGKILL and reports no pid;
-                        # its counter is the only evidence readable everywhere.
+                        # A worker writes its record before it ends; if there is no record, it was killed or crashed. A
+                        # negative exit code is a signal. The kernel's OOM killer sends SIGKILL too, but reports no pid:
+                        # its counter is the only evidence that is readable everywhere.
                         self._read_records()
                         self.ended_pids.add(answer.pid)
                         if answer.exit_code >= 0:
@@ -295,13 +319,13 @@ class Agent:
                     self.news += 1
                     self.changed.notify_all()
 
-        # The fork server has ended. Its workers should end by themselves; kill them in case they do not.
+        # The fork server has ended. Its workers should exit too; kill them in case they do not.
         with self.changed:
             for worker in self.workers.values():
                 if worker.pid and not worker.has_ended:
                     kill_group(worker.pid)
                 if not worker.has_ended:
-                    worker.death = "its node's fork server died (killed, or crashed)"
+                    worker.death = self.fault or "its node's fork server died (killed, or crashed)"
             has_died = self.server is server
             if has_died:
                 self.server = None
@@ -309,6 +333,19 @@ class Agent:
             self.changed.notify_all()
         if has_died:
             server.close()
+
+    def _end_frozen_server(self, limit_s: float) -> None:
+        """Kill the fork server if a signal has stopped it for `limit_s`; called repeatedly, with the lock held."""
+        if self.server is None or not self.server.is_stopped():
+            self.stopped_since = math.inf
+            return
+        now = time.monotonic()
+        self.stopped_since = min(self.stopped_since, now)
+        if now >= self.stopped_since + limit_s:
+            stopped_s = now - self.stopped_since
+            self.fault = f"its node's fork server was frozen: stopped by a signal for {stopped_s:.0f} s, then killed"
+            # `_hear` ends its workers, and the next attempt starts another one.
+            self.server.process.kill()
 
     def _read_records(self) -> None:
         for worker in self.workers.values():
@@ -318,28 +355,28 @@ class Agent:
 
 
 def remove_folders_of_killed_agents(parent: Path) -> None:
-    """Remove this user's agent folders with a free lock; every user of the machine may write to `parent`."""
+    """Remove this user's agent folders whose lock is free. Every user of the machine may write to `parent`."""
     for other in parent.glob(f"{FOLDER_PREFIX}*"):
-        # Another user may have made the folder, or a link or pipe of this name: do not open anything in it.
+        # Another user may have created the folder, or a link or pipe of this name: do not open anything in it.
         if not (is_own(other) and is_own(other / LOCK)):
             continue
-        # The folder may disappear meanwhile, or its lock may be held.
+        # The folder may have disappeared, or its lock may be held.
         with suppress(OSError, StorageError), open(other / LOCK, "a", opener=open_regular) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(other, ignore_errors=True)
 
 
 class OomKills:
-    """Counts the recent kills by the kernel's out-of-memory killer on this machine."""
+    """Detects recent kills by the kernel's out-of-memory killer on this machine."""
 
     def __init__(self) -> None:
         self.counts: deque[tuple[float, int]] = deque()  # (time, kills since boot), oldest first
         self.are_recent()
 
     def are_recent(self) -> bool:
-        """Read the kernel's counter; return whether it has grown in the last OOM_WINDOW_S. False if it is unreadable.
+        """Return whether the kernel's counter has increased in the last OOM_WINDOW_S; False if it is unreadable.
 
-        It is called about once a second, so the oldest stored count is at least as old as the window.
+        This is called about once a second, so the oldest stored count is at least as old as the window.
         """
         now = time.monotonic()
         kills = 0
@@ -360,7 +397,7 @@ def current_umask() -> int:
         for line in STATUS.read_text().splitlines():
             if line.startswith("Umask:"):
                 return int(line.split()[1], 8)
-    # Without /proc it can only be read by setting it, and a concurrent thread would read the temporary 0.
+    # Without /proc, the umask can only be read by setting it. Lock, because another thread would read the temporary 0.
     with _umask_lock:
         umask = os.umask(0)
         os.umask(umask)

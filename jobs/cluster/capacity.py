@@ -1,14 +1,14 @@
-"""Free room in a Ray cluster: how many workers fit on which nodes, and which campaigns hold the rest.
+"""Compute the free room in a Ray cluster: how many workers fit on which nodes, and which campaigns hold the rest.
 
-The resources of one worker are a share. A share always lies on a single node.
+The resources of one worker are called a share. A share is never split between nodes.
 
 >>> room_for({"CPU": 2}, {"n1": {"CPU": 5.0}, "n2": {"CPU": 1.0}})
 2
 >>> missing(2, {"CPU": 4}, open_to_us={"n1": {"CPU": 6.0}}, cluster=ClusterState.now())
 room for 1 of 2 workers of 4 CPUs; free: 6 CPUs on n1; held: 8 CPUs by /runs/photographs
 
-Only public interfaces of Ray are used: its nodes, its table of placement groups, and the status that `ray status`
-prints. Each status is one request to the head.
+Only public interfaces of Ray are used: its list of nodes, its table of placement groups, and the status printed by
+`ray status`, which takes one request to the head.
 """
 
 from collections import Counter
@@ -22,22 +22,22 @@ from ray.util.placement_group import placement_group_table
 from data.checks import few
 
 OWNER = "patchline "  # prefix of our placement groups' names; the run and a random suffix follow
-DRAINING = "DRAINING"  # Ray's status of a node about to leave
+DRAINING = "DRAINING"  # Ray's status of a node that is about to leave
 
-Resources = Mapping[str, float]  # amount by Ray's resource name
+Resources = Mapping[str, float]  # Ray's resource name → amount
 
 
 @dataclass(frozen=True)
 class ClusterState:
-    """The resources of a cluster's living nodes, by node id."""
+    """The total and free resources of a cluster's alive nodes, by node id."""
 
     total: dict[str, dict[str, float]]
     free: dict[str, dict[str, float]]
-    draining: set[str]  # node ids
+    draining: set[str]  # ids of draining nodes
 
     @classmethod
     def now(cls, without: Set[str] = frozenset()) -> "ClusterState":
-        """Request the current state from the head, without the nodes in `without`. Thread-safe."""
+        """Request the current state from the head, excluding the nodes in `without`. Thread-safe."""
         status = get_cluster_status(ray.get_runtime_context().gcs_address)
         total: dict[str, dict[str, float]] = {}
         free: dict[str, dict[str, float]] = {}
@@ -48,10 +48,10 @@ class ClusterState:
                 continue
             total[node.node_id] = node.total_resources()
             free[node.node_id] = node.available_resources()
-            unreserved[node.node_id] = node.total_resources()  # total minus what placement groups hold
+            unreserved[node.node_id] = node.total_resources()  # reservations are subtracted below
             if node.node_status == DRAINING:
                 draining.add(node.node_id)
-        # Free resources are reported up to a second late; placement groups are known at once.
+        # Ray reports free resources up to a second late, but lists placement groups at once.
         for row in placement_group_table().values():
             if row["state"] == "CREATED":
                 for bundle, node_id in row["bundles_to_node_id"].items():
@@ -70,7 +70,7 @@ class ClusterState:
 
 
 def room_for(share: Mapping[str, int], nodes: Mapping[str, Resources]) -> int:
-    """Return how many workers fit on the nodes; the resources of one worker are never split between two nodes."""
+    """Return how many workers fit on the nodes, if the resources of one worker are never split between nodes."""
     workers = 0
     for resources in nodes.values():
         workers += min(int(resources.get(name, 0) // count) for name, count in share.items())
@@ -78,7 +78,7 @@ def room_for(share: Mapping[str, int], nodes: Mapping[str, Resources]) -> int:
 
 
 def missing(workers: int, share: Mapping[str, int], open_to_us: Mapping[str, Resources], cluster: ClusterState) -> str:
-    """Describe why workers have to wait: how many fit, what is free on which node, which campaigns hold the rest."""
+    """Describe why workers have to wait: how many fit, free resources by node, and which campaigns hold the rest."""
     parts = [f"room for {min(room_for(share, open_to_us), workers)} of {workers} workers of {in_words(share)}"]
     room_when_empty = room_for(share, cluster.total)
     if room_when_empty < workers:
@@ -116,5 +116,5 @@ def missing(workers: int, share: Mapping[str, int], open_to_us: Mapping[str, Res
 
 
 def in_words(amounts: Mapping[str, float]) -> str:
-    """Return amounts in words, such as "4 CPUs and 1 GPUs"."""
+    """Return resource amounts as text, such as "4 CPUs and 1 GPUs"."""
     return " and ".join(f"{count:g} {name}s" for name, count in amounts.items())

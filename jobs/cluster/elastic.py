@@ -1,13 +1,13 @@
-"""Elastic training: how many workers the next attempt of a stage uses, and when a running attempt stops to grow.
+"""Elastic training: decide how many workers the next attempt uses, and when to stop an attempt to scale up.
 
-1. A thread checks every few seconds how many workers the cluster has room for. It is a thread because an unreachable
-   head answers late.
-2. Growing is possible only after new nodes have stayed for `patience_s`.
-3. At the first commit after that, the workers are asked to stop, which loses no step. The next attempt uses all places
-   that are free then.
-4. If the next attempt does not get the places, because another campaign was faster or the nodes have left, the run does
-   not try to grow for ten minutes. The same applies if the larger attempt ends without a commit, because a new node may
-   be broken: the run then continues with the previous number of workers, on their nodes.
+1. A thread checks every few seconds how many workers the cluster has room for. It is a separate thread because an
+   unreachable head responds late.
+2. A scale-up is possible only after new nodes have stayed in the cluster for `patience_s`.
+3. At the first commit after that, the workers are requested to stop, which loses no step. The next attempt uses all
+   places that are free by then.
+4. If the next attempt does not get the places, because another campaign took them or the nodes have left, the run does
+   not try to scale up for ten minutes. The same applies if the larger attempt ends without a commit, because a new node
+   may be broken: the run then falls back to the previous number of workers, on their nodes.
 
     growth = Growth((4, 3), 60.0, room, last_step)      # for an attempt with two workers
     growth.start()
@@ -21,14 +21,14 @@ from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-LOOK_S = 3.0  # between two checks of the room in the cluster
-AGAIN_S = 600.0  # before the next try to grow after a failed one; doubles with each failure
+LOOK_S = 3.0  # interval between checks of the room in the cluster
+AGAIN_S = 600.0  # wait after a failed scale-up; doubles with each failure
 LONGEST_AGAIN_S = 86_400.0
 
 
 @dataclass(frozen=True)
 class Proven:
-    """The number of workers and the nodes of a committed attempt."""
+    """The number of workers and the nodes of an attempt that has committed."""
 
     world: int
     nodes: Set[str]
@@ -36,28 +36,28 @@ class Proven:
 
 @dataclass
 class Sizes:
-    """The numbers of workers ("worlds") that the next attempt of a stage may use; kept between attempts."""
+    """The numbers of workers ("worlds") that a stage's next attempt may use; persists between attempts."""
 
     worlds: Sequence[int]  # the stage's allowed numbers of workers, largest first
     clock: Callable[[], float] = time.monotonic  # seconds
     limit: int | None = None  # maximum number of workers of the next attempt
-    proven: Proven | None = None  # the last attempt with a commit
-    target: int = 0  # the number of workers for which the previous attempt was stopped; 0 if it was not
-    not_before: float = 0.0  # earliest time to grow, by `clock`
-    failures: int = 0  # failed tries to grow since the last success
+    proven: Proven | None = None  # the last attempt that has committed
+    target: int = 0  # target of the scale-up for which the previous attempt was stopped; 0 if there was none
+    not_before: float = 0.0  # earliest time of the next scale-up, by `clock`
+    failures: int = 0  # failed scale-ups since the last successful one
 
     def open_worlds(self) -> list[int]:
         """Return the numbers of workers that the next attempt may use, largest first."""
         return [world for world in self.worlds if self.limit is None or world <= self.limit]
 
     def begins(self, world: int) -> None:
-        """Record that an attempt has places for `world` workers; if it did not grow as planned, postpone growth."""
+        """Record that an attempt has places for `world` workers; if these are too few, postpone the next scale-up."""
         if world < self.target:
             self.postpone_growth()
         self.target = 0
 
     def grows(self, target: int) -> None:
-        """Record that an attempt was stopped in order to grow to `target` workers."""
+        """Record that an attempt was stopped to scale up to `target` workers."""
         self.target = target
         self.limit = None
 
@@ -68,7 +68,7 @@ class Sizes:
         self.proven = Proven(world, nodes)
 
     def fall_back(self, world: int) -> Proven | None:
-        """Return the attempt to fall back to after a larger one made no commit; None if it was not larger."""
+        """Return the proven attempt to fall back to after a larger one failed to commit; None if it was not larger."""
         if self.proven is None or world <= self.proven.world:
             return None
         self.limit = self.proven.world
@@ -76,38 +76,38 @@ class Sizes:
         return self.proven
 
     def postpone_growth(self) -> None:
-        """Suspend scale-up for a cooldown period, which doubles each time up to a limit."""
+        """Suspend scale-up for a cooldown period, which doubles with each failure up to a limit."""
         self.not_before = self.clock() + min(AGAIN_S * 2**self.failures, LONGEST_AGAIN_S)
         self.failures += 1
 
 
 @dataclass
 class Growth:
-    """Watches one attempt and determines when it should stop to make room for a larger one."""
+    """Watches the cluster during one attempt, and determines when the attempt should stop to scale up."""
 
     larger: Sequence[int]  # larger numbers of workers that the stage allows
     patience_s: float
     room: Callable[[], int]  # returns how many workers the cluster has room for
     last_step: Callable[[], int]  # returns the step of the newest commit
-    not_before: float = 0.0  # earliest time to grow, by `clock`
+    not_before: float = 0.0  # earliest time of a scale-up, by `clock`
     clock: Callable[[], float] = time.monotonic  # seconds
 
-    target: int | None = None  # target number of workers once a scale-up is due
+    target: int | None = None  # number of workers to scale up to; None until a scale-up is due
     since: dict[int, float] = field(default_factory=dict)  # world size → time since which there has been room for it
-    step: int = -1  # step of the newest commit, as last read
-    step_before: int | None = None  # step of the latest commit when scale-up first became possible
-    has_ended: threading.Event = field(default_factory=threading.Event)  # set at the end of the attempt
+    step: int = -1  # step of the newest commit, when last read
+    step_before: int | None = None  # step of the newest commit when the scale-up became possible
+    has_ended: threading.Event = field(default_factory=threading.Event)  # set when the attempt ends
 
     def start(self) -> None:
-        """Start watching if there is a larger world; setting `has_ended` stops the thread."""
-        # A daemon thread: the driver may exit while the thread waits for an answer.
+        """Start the thread if the stage allows more workers; setting `has_ended` stops it."""
+        # Use a daemon thread, because the driver may exit while it waits for a response.
         if self.larger:
             threading.Thread(target=self.watch, name="growth", daemon=True).start()
 
     def watch(self) -> None:
-        """Check the room every few seconds until the attempt has ended."""
+        """Check the room in the cluster every LOOK_S until the attempt has ended."""
         while not self.has_ended.wait(LOOK_S):
-            # The head may be unreachable: check again next time.
+            # Ignore errors: the head may be unreachable, and the next check may succeed.
             with suppress(Exception):
                 self.look()
 
@@ -120,18 +120,19 @@ class Growth:
             if world <= room:
                 since[world] = self.since.get(world, now)
         self.since = since
-        # Read here and not in `is_due`, because an object store may answer late.
+        # Read the step here instead of in `is_due`, because an object store may respond late.
         if since:
             self.step = self.last_step()
 
     def is_due(self) -> bool:
         """Return whether to stop this attempt so that the next one can use more workers.
 
-        It is true if capacity has been stable and a checkpoint has been committed since. Once true, it stays true.
+        This is true if there has been room for `patience_s`, and a checkpoint was committed after that. Once true, it
+        stays true.
         """
         if self.target is not None:
             return True
-        # Worlds for which there has been room for `patience_s`.
+        # World sizes for which there has been room for `patience_s`.
         now = self.clock()
         stable = [world for world, since in self.since.items() if now >= since + self.patience_s]
         if now < self.not_before or not stable:

@@ -1,19 +1,19 @@
-"""An embedded Ray cluster: runs `ray start --head` on the loopback interface during a command, and ends it with it.
+"""An embedded Ray cluster: runs `ray start --head` on the loopback interface, and ends when the command ends.
 
     python -m jobs.cluster.embedded DIRECTORY CPUS [gpus]        (the guard, a child of the driver)
 
-1. `start` makes the cluster's directory and starts the guard in a separate session. The driver does not wait, so that
+1. `start` creates the cluster's directory and starts the guard in a separate session. The driver does not wait, so that
    Ray starts during the driver's imports.
-2. The guard runs `ray start --head` with free ports on 127.0.0.1 and with a token that only this user can read. If
-   workers need GPUs, it counts the GPUs that torch sees, because Ray finds none without NVML. Then it writes
+2. The guard runs `ray start --head` with free ports on 127.0.0.1, and with a token that only this user can read. If
+   workers need GPUs, it passes the number of GPUs that torch sees, because Ray finds none without NVML. Then it writes
    "ready host:port", or "failed" and the reason, to its standard output.
 3. The driver reads that line when it joins the cluster (ray.py).
-4. The guard waits until its standard input is closed: by `end`, at the driver's exit, or when the driver is killed by
-   SIGKILL. Then it kills every process of its session, which includes all of Ray's, and removes the directory.
+4. The guard waits until its standard input is closed: by `end`, when the driver exits, or when the driver is killed.
+   Then it kills every process of its session, which includes all of Ray's, and removes the directory.
 
-Ray's own fate sharing is not enough: after the head is killed, its agents run for 40 s and more, and the directory is
-never removed. Ray is not imported here, so that the cluster can start before that import (jobs/run/session.py).
-The facts about Ray were measured with version 2.60.
+Ray's own fate sharing is not enough: after the head is killed, its agents keep running for 40 s or more, and the
+directory is never removed. Ray is not imported here, so that the cluster can start before that slow import
+(jobs/run/session.py). All statements about Ray were measured with version 2.60.
 """
 
 import os
@@ -39,27 +39,27 @@ from jobs.cluster_config import ClusterConfig
 from pipeline.identity import workers_per_gpu
 
 SOCKET_PATH_BYTES = 107  # maximum length of an AF_UNIX address
-RAY_SOCKET_BYTES = 75  # maximum length of what Ray appends to its temporary directory
+RAY_SOCKET_BYTES = 75  # maximum length of the path that Ray appends to its temporary directory
 DIRECTORY_PREFIX = "pl-ray-"
 INNER_DIRECTORY = "r"
 GPUS = "gpus"  # the argument that tells the guard to count GPUs
 COUNT_GPUS = "import torch; print(torch.cuda.device_count())"
 DIRECTORY_NAME_BYTES = 18  # "/", the prefix, the suffix of mkdtemp, "/" and the inner directory
 OBJECT_STORE_BYTES = 200 * 2**20  # almost nothing is stored there; Ray's default is 30 % of the memory
-CLEAR_S = 30.0  # for the processes to die, before the directory is removed in any case
+CLEAR_S = 30.0  # maximum wait for the processes to die, before the directory is removed anyway
 
-# Except on macOS, Ray replaces 127.0.0.1 by an external address, and most of its ports then listen on all interfaces.
-# The value 0 makes it behave as on macOS. Ray reads this variable and RAY_AUTH_MODE when it is imported.
+# Except on macOS, Ray replaces 127.0.0.1 with an external address, and most of its ports then listen on all interfaces.
+# The value 0 makes Ray behave as on macOS. Ray reads this variable and RAY_AUTH_MODE when it is imported.
 LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # workers without GPUs hide them themselves
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # do not hide GPUs: workers without GPUs hide them themselves
 }
 EMBEDDED_ENVIRONMENT = {
-    "RAY_agent_register_timeout_ms": "240000",  # on a small busy machine the raylet aborts after the default 30 s
+    "RAY_agent_register_timeout_ms": "240000",  # default 30 s, after which the raylet aborts on a small busy machine
     "RAY_worker_register_timeout_seconds": "240",
-    # Otherwise Ray starts a process for each CPU at once; actors with their own environment variables use none of them.
+    # Do not start a process for each CPU: actors with their own environment variables cannot use them.
     "RAY_prestart_worker_first_driver": "0",
 }
 
@@ -70,8 +70,8 @@ class Embedded:
 
     guard: subprocess.Popen[str]
     directory: Path  # ours (mode 0700); Ray's own directory inside it is open to everybody (0777)
-    cpus: int  # number of CPUs that Ray counts
-    counts_gpus: bool  # whether Ray counts the GPUs that torch sees
+    cpus: int  # number of CPUs given to Ray
+    counts_gpus: bool  # whether Ray was given the GPUs that torch sees
 
 
 _started: list[Embedded] = []  # at most one
@@ -81,7 +81,7 @@ _started: list[Embedded] = []  # at most one
 
 
 def is_wanted() -> bool:
-    """Return whether RAY_ADDRESS names no existing cluster, so that an embedded one is needed."""
+    """Return whether an embedded cluster is needed, because RAY_ADDRESS does not name an existing one."""
     return os.environ.get("RAY_ADDRESS", "") in ("", "local")
 
 
@@ -91,7 +91,7 @@ def is_started() -> bool:
 
 
 def is_too_small(cluster: ClusterConfig) -> bool:
-    """Return whether the embedded cluster, if there is one, can never hold the workers of this config."""
+    """Return whether the embedded cluster is running but cannot hold the workers of this config."""
     if not _started:
         return False
     lacks_gpus = cluster.gpus_per_worker > 0 and not _started[0].counts_gpus
@@ -99,25 +99,25 @@ def is_too_small(cluster: ClusterConfig) -> bool:
 
 
 def start(cluster: ClusterConfig) -> Embedded:
-    """Start an embedded cluster with enough CPUs for these workers, without waiting for it; end a smaller one.
+    """Start an embedded cluster with enough CPUs for these workers, without waiting for it; stop a smaller one.
 
-    Raises ClusterError if no token can be stored, and OSError.
+    Raises ClusterError if the token cannot be stored, and OSError.
     """
     if _started and not is_too_small(cluster):
         return _started[0]
     end()
     make_token()
-    # This process needs the same variables to join; Ray reads them when it is imported.
+    # This process needs the same variables to join the cluster; Ray reads them when it is imported.
     os.environ.update(ENVIRONMENT | EMBEDDED_ENVIRONMENT | dict(os.environ))
     os.environ[LOOPBACK_ONLY] = "0"
-    # Workers inherit this environment from the raylet: it makes them use this Python and import the packages from here.
+    # Workers inherit this environment from the raylet, so that they use this Python and this checkout's packages.
     path = os.pathsep.join(filter(None, [str(Path(sys.executable).parent), os.environ.get("PATH")]))
     environment = {**os.environ, "PYTHONPATH": import_path(), "PATH": path}
-    # Ray only counts CPUs: workers with few threads may share the cores.
+    # The number of CPUs is only Ray's accounting: workers with few threads may share cores.
     cpus = max(os.cpu_count() or 1, cluster.least * cluster.cpus_per_worker)
     counts_gpus = cluster.gpus_per_worker > 0
     directory = short_directory()
-    # -P excludes the working directory from the import path, because its files may shadow modules.
+    # -P excludes the working directory from the import path, because its files could shadow modules.
     command = [sys.executable, "-P", "-m", "jobs.cluster.embedded", str(directory), str(cpus)]
     if counts_gpus:
         workers_per_gpu()  # an invalid setting raises here instead of in the guard
@@ -128,10 +128,10 @@ def start(cluster: ClusterConfig) -> Embedded:
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            # Otherwise a program that reads the driver's stderr to its end would wait for the guard's end.
+            # Not inherited: a program that reads the driver's stderr to its end would wait for the guard.
             stderr=subprocess.DEVNULL,
             text=True,
-            # Protects the guard from Ctrl-C, and identifies Ray's processes by their session.
+            # A new session protects the guard from Ctrl-C, and identifies Ray's processes.
             start_new_session=True,
         )
     except OSError:
@@ -142,9 +142,9 @@ def start(cluster: ClusterConfig) -> Embedded:
 
 
 def end(*, waits: bool = True) -> None:
-    """End the embedded cluster, if there is one: all its processes and its temporary directory.
+    """Stop the embedded cluster, if it is running: kill all its processes and remove its temporary directory.
 
-    With `waits=False`, the guard does that in the background.
+    With `waits=False`, return at once and leave this to the guard.
     """
     while _started:
         del os.environ[LOOPBACK_ONLY]
@@ -159,10 +159,10 @@ def end(*, waits: bool = True) -> None:
 
 
 def short_directory() -> Path:
-    """Make a temporary directory with a path short enough for Ray to append the names of its sockets."""
+    """Create a temporary directory with a path short enough for Ray's socket names below it."""
     longest = SOCKET_PATH_BYTES - RAY_SOCKET_BYTES - DIRECTORY_NAME_BYTES
     chosen = "/tmp"
-    # The user's choice comes first, unless Ray would fail: "AF_UNIX path length cannot exceed 107 bytes".
+    # Prefer the user's choice, unless Ray would fail: "AF_UNIX path length cannot exceed 107 bytes".
     for parent in (os.environ.get("RAY_TMPDIR", ""), tempfile.gettempdir()):
         if len(parent) <= longest and os.access(parent, os.W_OK):
             chosen = parent
@@ -170,29 +170,29 @@ def short_directory() -> Path:
     return Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX, dir=chosen))
 
 
-# ------------------------------------------------------------------------ the token: protects against running code
+# ------------------------------------------------------------------------ the token
 
 
 def token_path() -> Path:
-    """Return the path where Ray looks for the token, unless RAY_AUTH_TOKEN contains it."""
+    """Return the path from which Ray reads the token, unless RAY_AUTH_TOKEN contains it."""
     return Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or home() / ".ray" / "auth_token")
 
 
 def make_token() -> None:
-    """Enable Ray's token authentication; if there is no token yet, make one that only this user can read.
+    """Enable Ray's token authentication; if there is no token yet, create one that only this user can read.
 
-    Call this before Ray is imported, because Ray reads RAY_AUTH_MODE then. Raises ClusterError.
+    Call this before Ray is imported, because Ray reads RAY_AUTH_MODE at import. Raises ClusterError.
     """
     path = token_path()
     try:
         if os.environ.get("RAY_AUTH_TOKEN"):
             pass
         elif path.exists():
-            # Ray creates the file readable for everybody (0644).
+            # Ray creates this file with mode 0644, readable for everybody.
             path.chmod(0o600)
         else:
-            # Another command may make a token at the same moment. The complete file is linked to its final name, so
-            # that the first one wins. `mkstemp` makes it unreadable for others from the start.
+            # Another command may create a token at the same moment. Each command links its complete file to the final
+            # name, and the first one wins. `mkstemp` makes the file unreadable for others from the start.
             path.parent.mkdir(parents=True, exist_ok=True)
             handle, made = tempfile.mkstemp(prefix=path.name, dir=path.parent)
             try:
@@ -205,14 +205,14 @@ def make_token() -> None:
     except OSError as error:
         raise ClusterError(
             f"cannot store the cluster's token in {path}: {error.strerror}\n"
-            f"without a token, anyone could run code on the cluster\n"
-            f"set RAY_AUTH_TOKEN_PATH to a file that you can write"
+            f"  without a token, anyone could run code on the cluster\n"
+            f"  set RAY_AUTH_TOKEN_PATH to a file that you can write"
         ) from None
     os.environ["RAY_AUTH_MODE"] = "token"
 
 
 def use_token_if_any() -> None:
-    """Send our token, if we have one, to a cluster that may require it. Call this before Ray is imported."""
+    """Enable Ray's token authentication if this user has a token. Call this before Ray is imported."""
     if os.environ.get("RAY_AUTH_TOKEN") or token_path().exists():
         os.environ.setdefault("RAY_AUTH_MODE", "token")
 
@@ -221,7 +221,7 @@ def use_token_if_any() -> None:
 
 
 def main() -> None:
-    # A signal may be sent to the driver and all its children, but the guard must outlive the driver.
+    # Ignore signals sent to the driver and all its children: the guard must outlive the driver.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, outlive)
     directory, cpus, *words = sys.argv[1:]
@@ -229,7 +229,7 @@ def main() -> None:
     if GPUS in words:
         resources += gpu_option()
 
-    # The ports are free at this moment. If another program takes one before Ray does, `ray start` reports it.
+    # Find free ports. If another program takes one before Ray does, `ray start` reports it.
     sockets = []
     ports = []
     for _ in range(3):
@@ -245,22 +245,22 @@ def main() -> None:
                 *("ray", "start", "--head", "--disable-usage-stats"),
                 *("--node-ip-address", LOOPBACK, "--port", port),
                 *("--dashboard-host", LOOPBACK, "--dashboard-port", dashboard_port, "--include-dashboard=true"),
-                # If two clusters on one machine use the same agent port, the agent of the later one starts without its
-                # server, silently, and the cluster then accepts no jobs. 0 chooses a free port.
+                # If two clusters on one machine use the same agent port, the second one's agent silently starts without
+                # a server, and that cluster accepts no jobs. 0 selects a free port.
                 *("--dashboard-agent-listen-port", "0", "--min-worker-port", "0", "--max-worker-port", "0"),
-                # Nobody uses Ray's client server, but `ray start` has no option to disable it.
+                # Ray's client server is not used, but `ray start` has no option to disable it.
                 *("--ray-client-server-port", client_port),
                 *(*resources, "--object-store-memory", str(OBJECT_STORE_BYTES)),
                 *("--temp-dir", os.path.join(directory, INNER_DIRECTORY)),
-                # Two unneeded processes, each of which costs half a CPU-second: the autoscaler's monitor, and the one
-                # that sends the output of workers to drivers.
+                # Save half a CPU-second each: do not start the autoscaler's monitor, or the process that sends the
+                # output of workers to drivers.
                 *("--no-monitor", "--include-log-monitor=false"),
             ],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
         )
-    # While the cluster starts, also watch for the end of the driver.
+    # While the cluster starts, check whether the driver has ended.
     has_driver = True
     while has_driver and start.poll() is None:
         readable, _, _ = select.select([sys.stdin], [], [], 0.05)
@@ -269,17 +269,17 @@ def main() -> None:
         answer = f"ready {LOOPBACK}:{port}"
         if start.returncode != 0:
             _, _, last_line = log.read_text(errors="replace").strip().rpartition("\n")
-            answer = f"failed {last_line.strip() or f'ray start has ended with code {start.returncode}'}"
+            answer = f"failed {last_line.strip() or f'ray start ended with exit code {start.returncode}'}"
         with suppress(BrokenPipeError):
             print(answer, flush=True)
-        # The pipe is closed when the driver ends in any way, including SIGKILL.
+        # The pipe is closed when the driver ends, even by SIGKILL.
         sys.stdin.read()
     clear(directory)
 
 
 def gpu_option() -> list[str]:
-    """Return the option that tells `ray start` how many GPUs torch sees; an empty list if there are none."""
-    # In a separate process: the guard runs as long as the command, and torch takes 0.3 GB.
+    """Return the option of `ray start` with the number of GPUs that torch sees; [] if there are none."""
+    # Import torch in a separate process: it takes 0.3 GB, and the guard runs as long as the command.
     done = subprocess.run([sys.executable, "-P", "-c", COUNT_GPUS], capture_output=True, text=True)
     count = done.stdout.strip()
     if not count.isdecimal() or count == "0":
@@ -288,11 +288,11 @@ def gpu_option() -> list[str]:
 
 
 def clear(directory: str) -> None:
-    """Kill all processes of this session and their children until none is left; remove the directory."""
+    """Kill all processes of this session and their children; then remove the directory."""
     session = os.getsid(0)
     deadline = time.monotonic() + CLEAR_S
     while time.monotonic() < deadline:
-        # Repeat until there are none: a killed process may just have started another one.
+        # Repeat until no process is left: a killed process may just have started another one.
         members = []
         for process in psutil.process_iter():
             with suppress(ProcessLookupError, PermissionError, psutil.Error):
@@ -301,7 +301,7 @@ def clear(directory: str) -> None:
                     members.append(process)
         if not members:
             break
-        # A worker may have left the session, but its parent has not.
+        # Include children, because a worker may have left the session.
         for process in list(members):
             with suppress(psutil.Error):
                 members += process.children(recursive=True)

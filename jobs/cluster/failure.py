@@ -1,7 +1,7 @@
-"""Finds the worker that caused the end of an attempt, from the records of all workers.
+"""Find the worker that caused an attempt to fail, from the records of all workers.
 
-When a worker dies, all its peers raise within 0.1 s because their collectives lose a member. Most reported errors are
-therefore consequences; `first_failure` looks for the cause.
+When a worker dies, all its peers raise within 0.1 s, because their collectives lose a member. Most reported errors are
+therefore consequences; `first_failure` finds the cause.
 """
 
 import errno
@@ -16,22 +16,23 @@ from data.errors import PatchlineError
 from jobs.cluster.agent import WorkerState
 from jobs.cluster.worker import WorkerRecord, worker_file
 
-ASKED_TO_END_S = 1.5  # for the other workers to end, after one has requested an exit code or lost a peer
-RAISED_S = 0.5  # for another worker to die after one has raised: the death was then the cause
-STACK_CHARACTERS = 10_000  # from the end of a dead worker's log; enough for the stacks of all its threads
+ASKED_TO_END_S = 1.5  # wait for other workers to end, after one has requested an exit code or lost a peer
+RAISED_S = 0.5  # wait for another worker's death after one has raised, because that death would be the cause
+STACK_CHARACTERS = 10_000  # read from the end of a dead worker's log; enough for the stacks of all its threads
 
-# The exceptions that torch raises when a collective loses a member, and parts of their texts: gloo, NCCL, the store.
+# Exceptions that torch raises when a collective loses a member, and parts of their messages: gloo, NCCL, the store.
 COLLECTIVE_ERRORS = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError")
 COLLECTIVE_WORDS = re.compile(r"gloo/transport|ncclRemoteError|ncclSystemError|TCPStore")
-OUT_OF_FILES = os.strerror(errno.EMFILE)  # also in the errors of gloo, NCCL and torch's store
+OUT_OF_FILES = os.strerror(errno.EMFILE)  # this text also occurs in errors of gloo, NCCL and torch's store
 PEER_ADDRESS = re.compile(r"\[([0-9a-fA-F.:]+)\]:\d+")  # "Read error [10.0.0.2]:34530: Connection reset by peer."
 
 
 class WorkerGroupError(Exception):
-    """An attempt failed because of a worker; no worker is running any more.
+    """An attempt failed because of a worker; all its workers have ended.
 
-    `exit_code` is the code that the worker requested, by SystemExit or by an exception with an `exit_code`; None for a
-    crash, a signal or a lost node. `kind` is the name of the exception's class, "" without an exception.
+    `exit_code` is the code that the worker requested, by SystemExit or by an exception with an `exit_code`; it is None
+    after a crash, a signal or the loss of a node. `kind` is the class name of the worker's exception; "" if there was
+    none.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class WorkerGroupError(Exception):
 
 
 class StageFailed(PatchlineError):
-    """A stage failed for a reason that a restart cannot fix; has the worker's exit code and exception."""
+    """A stage failed for a reason that a restart cannot fix; carries the worker's exit code and exception class."""
 
     def __init__(self, message: str, exit_code: int, kind: str = "") -> None:
         super().__init__(message)
@@ -73,14 +74,14 @@ class StageFailed(PatchlineError):
 
 @dataclass(frozen=True)
 class Evidence:
-    """The last reported states of an attempt's workers, all by rank."""
+    """The last reported states of an attempt's workers, by rank."""
 
     folder: Path  # the attempt's folder
     world: int
     states: Mapping[int, WorkerState]
     node_names: Mapping[int, str]
     addresses: Mapping[int, str]  # addresses of the workers' nodes
-    losses: Mapping[int, str]  # why a worker's node was lost
+    losses: Mapping[int, str]  # ranks on lost nodes → how the node was lost
 
     def ends(self) -> dict[int, WorkerRecord]:
         """Return the records of the ended workers."""
@@ -91,10 +92,10 @@ class Evidence:
         return ends
 
     def deaths(self) -> dict[int, str]:
-        """Return the causes of death of the workers that ended without recording it.
+        """Return the causes of death of the workers that ended without writing a record.
 
-        A lost node does not count if any worker has requested an exit code: a drained node disappears as soon as its
-        workers have committed.
+        A lost node does not count if any worker has requested an exit code, because a drained node disappears as soon
+        as its workers have committed.
         """
         deaths = {}
         ends = self.ends()
@@ -108,17 +109,17 @@ class Evidence:
         return deaths
 
     def grace_s(self) -> float:
-        """Return how many seconds to wait for a better explanation of a failure; infinite if nothing has failed."""
+        """Return how many seconds to wait for better evidence after a failure; infinite if nothing has failed."""
         raised = [record for record in self.ends().values() if "error" in record]
         if any(record["exit_code"] is not None or has_lost_a_peer(record) for record in raised):
             return ASKED_TO_END_S
         if raised:
             return RAISED_S
-        # The lost node's workers may have requested their end before it was lost; then the others do so as well.
+        # Workers may have requested an exit code before their node was lost; then the others do so too.
         return ASKED_TO_END_S if self.losses else math.inf
 
     def silent_failure(self, rank: int, cause: str) -> WorkerGroupError:
-        """Return the error for a worker that recorded no exception, with the stacks from its log."""
+        """Return the error of a worker that has recorded no exception, with the stack traces from its log."""
         log = worker_file(self.folder, rank, ".log")
         stacks = ""
         # A worker that died very early has no log yet.
@@ -127,13 +128,13 @@ class Evidence:
         return WorkerGroupError(rank, self.node_names.get(rank, "an unknown node"), cause, stacks)
 
     def first_failure(self) -> WorkerGroupError | None:
-        """Return the error of the worker that caused the attempt's end; None if all workers have returned.
+        """Return the error of the worker that caused the attempt to fail; None if all workers have returned.
 
         The first match wins:
-        1. a worker that died without recording its end, because a death makes all its peers raise;
+        1. a worker that died without writing a record, because a death makes all its peers raise;
         2. the earliest worker that requested an exit code: it ended on purpose, and the others crashed because of it;
-        3. the earliest worker that raised. Times are those of each node's own clock, so across nodes the order is only
-           as accurate as the clocks.
+        3. the earliest worker that raised. Each time is from the clock of the worker's node, so across nodes, the order
+           is only as accurate as the clocks.
         """
         deaths = self.deaths()
         if deaths:
@@ -145,14 +146,14 @@ class Evidence:
             cause = "its workers ended without reporting a result"
             return None if len(ends) == self.world else WorkerGroupError(None, "", cause)
 
-        # False sorts before True, so requested exit codes come before crashes.
-        # A worker that has reached its limit of open files loses its peers, and they lose it.
+        # False sorts before True, so requested exit codes come before crashes. A worker that has reached its limit of
+        # open files comes first among crashes: its connections fail, so its peers crash too.
         first = min(
             raised,
             key=lambda record: (record["exit_code"] is None, OUT_OF_FILES not in record["error"], record["ended"]),
         )
         if has_lost_a_peer(first):
-            # The error contains at most the address of the peer's node, which may run several workers.
+            # At best, the error contains the address of the peer's node, which may run several workers.
             peer = "the other workers"
             address = PEER_ADDRESS.search(first["error"])
             if address is not None:
@@ -164,14 +165,14 @@ class Evidence:
                 if others:
                     workers = "worker" if len(others) == 1 else "one of workers"
                     peer = f"{workers} {', '.join(map(str, others))} on {self.node_names[others[0]]}"
-            cause = f"a collective failed: {peer} was lost or did not answer, but no worker was seen to die"
-            # It may have been chance, as a death may: without a kind, a second time does not count as a repetition.
+            cause = f"a collective failed: {peer} was lost or did not respond, but no worker is known to have died"
+            # No kind: like a death, this may have happened by chance, so a second time does not end the stage.
             return WorkerGroupError(first["rank"], first["node"], cause, first["traceback"])
         cause = f"{first['kind']}: {first['error']}".rstrip(": ")
         if OUT_OF_FILES in cause:
             cause += (
-                "\n  this worker has reached its limit of open files; expected one above its shards and connections"
-                "\n  type ulimit -n 65536 on that node before the command (in a service: LimitNOFILE=65536)"
+                "\n  this worker has reached its limit of open files, which must exceed its shards and connections"
+                "\n  type ulimit -n 65536 on that node before the command (in a systemd unit: LimitNOFILE=65536)"
             )
         return WorkerGroupError(
             first["rank"],

@@ -1,19 +1,20 @@
-"""A fork server: a process that imports what workers need, then forks them in 0.1 s instead of 3 to 6 s each.
+"""A fork server: a process that imports the workers' modules once and forks a worker in 0.1 s instead of 3 to 6 s.
 
     python -m jobs.cluster.fork_server CONNECTION LIFELINE FOLDER [imports]      two inherited file descriptors
 
-1. Its agent (agent.py) starts it; it imports torch, DeepSpeed and more while the driver still prepares.
-2. It receives requests through the connection, and answers each:
+1. Its agent (agent.py) starts it. It imports torch, DeepSpeed and other modules while the driver still prepares.
+2. It receives requests through the connection and replies to each:
 
        Listen("10.0.0.1")        →  Listening(34530)       the port of the next rank 0's store
        WorkerSpec(rank 3, …)    →  Forked(3, pid=4711)
 
 3. When a worker ends, it kills the rest of the worker's process group and sends WorkerEnded(4711, -9).
-4. When the agent is gone, the lifeline becomes readable: it kills all workers, removes the node's folder, and ends.
+4. When the agent is gone, the lifeline becomes readable. The server then kills all workers, removes the node's folder
+   and exits.
 
-The imports must not start threads or use GPUs, because neither survives a fork. For workers with GPUs nothing is
-imported here: a forked process may use CUDA only if its parent has never initialized it, so each worker imports
-separately.
+The imports must not start threads or use GPUs, because neither survives a fork. If workers use GPUs, nothing is
+imported here and each worker imports separately: a forked process can use CUDA only if its parent has never initialized
+it.
 """
 
 import gc
@@ -30,32 +31,34 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+import psutil
+
 from data.files import import_path
 from jobs.cluster.worker import STOP_SIGNALS, WorkerSpec, outlive, run_worker
-from jobs.cluster_config import MALLOC_VARIABLE
 
-# Imported once for all workers, together with DeepSpeed.
+# Modules imported once for all workers, in addition to DeepSpeed.
 PRELOAD = (
     "pipeline.train",  # this and the next: modules of the workers' functions
     "pipeline.evaluation.worker",
-    # It imports sympy, which a worker uses to infer shapes on the meta device and to count FLOPs.
+    # imports sympy, which workers use to infer shapes on the meta device and to count FLOPs
     "torch.fx.experimental.symbolic_shapes",
-    "torch.utils.tensorboard",  # rank 0 writes event files with it
+    "torch.utils.tensorboard",  # used by rank 0 to write event files
 )
+MALLOC_VARIABLE = "GLIBC_TUNABLES"  # read by glibc's malloc when a process starts
 IMPORTS = "imports"  # the argument that enables these imports
 # glibc settings for workers on CPUs, which reuse the memory of earlier steps (keep_freed_memory in
 # pipeline/process_group.py):
-# - One arena for all threads. The heaps of other threads hold at most 64 MB; larger blocks return to the kernel at
-#   once, whatever mallopt was set to.
-# - No per-thread cache. Torch requests aligned memory, from which malloc cuts off ends of about 64 bytes. In the cache
-#   they count as used, so a freed large block is not merged with its neighbours and is slightly too small for the next
-#   request of its size. The heap would then grow by whole tensors every few steps.
+# - One arena for all threads. The heaps of other arenas hold at most 64 MB; larger blocks return to the kernel at once,
+#   regardless of mallopt.
+# - No per-thread cache. Torch requests aligned memory, from which malloc cuts off remainders of about 64 bytes. Cached
+#   remainders count as used, so a freed large block is not merged with its neighbors and is slightly too small for the
+#   next request of its size. The heap would then grow by whole tensors every few steps.
 MALLOC = {MALLOC_VARIABLE: "glibc.malloc.arena_max=1:glibc.malloc.tcache_count=0"}
 
 
 @dataclass(frozen=True)
 class Listen:
-    """Requests a socket at this address, on which rank 0 of the next attempt serves the workers' store."""
+    """A request for a socket at this address, on which the next attempt's rank 0 serves the workers' store."""
 
     address: str
 
@@ -81,10 +84,10 @@ class WorkerEnded:
 
 
 class ForkServer:
-    """The agent's side of a fork server: a child process, and a connection for requests and answers."""
+    """The agent's handle of a fork server: its child process, and a connection for requests and replies."""
 
     def __init__(self, folder: Path, *, has_gpus: bool) -> None:
-        """Start the process; `folder` is removed when it ends. If workers have GPUs, it imports nothing early."""
+        """Start the process. It removes `folder` when it ends, and imports nothing if workers have GPUs."""
         ours, theirs = socket.socketpair()
         lifeline, self.lifeline = os.pipe()
         self.connection = Connection(ours.detach())
@@ -92,8 +95,8 @@ class ForkServer:
         environment = {**os.environ, "PYTHONPATH": import_path()}
         if not has_gpus:
             words.append(IMPORTS)
-            # DeepSpeed chooses its accelerator at import, here for all workers. malloc uses the last of repeated
-            # settings, so the user's settings come first.
+            # DeepSpeed selects its accelerator at import, which happens here for all workers. If a malloc setting is
+            # repeated, the last one applies, so ours come after the user's.
             settings = [environment.get(MALLOC_VARIABLE), MALLOC[MALLOC_VARIABLE]]
             environment |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
             environment[MALLOC_VARIABLE] = ":".join(filter(None, settings))
@@ -105,7 +108,7 @@ class ForkServer:
         self, words: Sequence[str], environment: Mapping[str, str], handles: Sequence[int]
     ) -> subprocess.Popen[bytes]:
         """Start the process with these inherited file descriptors."""
-        # Block signals until the new process has its handlers; it inherits the mask and unblocks them itself.
+        # Block signals until the new process has installed its handlers; it inherits the mask and unblocks them.
         blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             return subprocess.Popen(
@@ -113,16 +116,25 @@ class ForkServer:
                 env=environment,
                 pass_fds=handles,
                 stdin=subprocess.DEVNULL,
-                # A signal to the driver's process group, such as Ctrl-C or from `timeout`, must not reach the workers.
+                # Signals to the driver's process group, from Ctrl-C or `timeout`, must not reach the workers.
                 start_new_session=True,
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
 
+    def is_stopped(self) -> bool:
+        """Return whether a signal such as SIGSTOP has stopped the process."""
+        with suppress(psutil.Error):
+            return psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED
+        return False
+
     def close(self) -> None:
-        """End the process and all its workers, and wait for that."""
+        """Kill the process and all its workers; wait until it has exited."""
         with suppress(OSError):
             os.close(self.lifeline)
+        # A stopped process would never see the closed lifeline; its workers do.
+        if self.is_stopped():
+            self.process.kill()
         self.process.wait()
         self.connection.close()
 
@@ -133,19 +145,19 @@ class ForkServer:
 def main(arguments: Sequence[str]) -> None:
     """Import modules, then fork workers on request."""
     connection, lifeline, folder, *words = arguments
-    # Stopping a job may signal all its processes, but the driver decides when workers end.
+    # Ignore stop signals sent to all processes of a job: the driver decides when workers end.
     for number in STOP_SIGNALS:
         signal.signal(number, outlive)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     if IMPORTS in words:
         import_for_workers()
-    # All forks share the current objects: exclude them from garbage collection, which would copy their pages.
+    # Exclude current objects from garbage collection, which would copy the pages that all forks share.
     gc.freeze()
     serve(Connection(int(connection)), int(lifeline), Path(folder))
 
 
 def import_for_workers() -> None:
-    """Import what all workers need. An import that fails here fails again in a worker, whose error names its rank."""
+    """Import the modules that all workers need; ignore errors, because a worker raises them again with its rank."""
     for name in PRELOAD:
         with suppress(Exception):
             importlib.import_module(name)
@@ -158,8 +170,8 @@ def import_for_workers() -> None:
 def serve(connection: Connection, lifeline: int, folder: Path) -> None:
     """Process requests until the agent is gone; then kill every worker and remove the node's folder."""
     store: socket.socket | None = None  # the socket for the next rank 0
-    pids: set[int] = set()  # workers not yet waited for
-    # Pipes: workers write a byte to the first for each piece of news, SIGCHLD to the second.
+    pids: set[int] = set()  # pids of workers that have not been reaped
+    # Two pipes: workers write a byte to the first after each event, and SIGCHLD writes to the second.
     news, news_writer = os.pipe()
     deaths, deaths_writer = os.pipe()
     os.set_blocking(deaths_writer, False)
@@ -174,13 +186,13 @@ def serve(connection: Connection, lifeline: int, folder: Path) -> None:
                 os.read(news, 4096)
                 connection.send(None)  # a worker has written to the node's folder
 
-            # One signal may stand for several ended workers: check them all.
+            # One SIGCHLD may stand for several ended workers, so check them all.
             if deaths in ready:
                 os.read(deaths, 4096)
                 for pid in list(pids):
                     if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                         continue
-                    # The worker's data loaders are in its group. Kill them before the pid can be reused.
+                    # Kill the worker's data loaders, which are in its group, before the pid can be reused.
                     kill_group(pid)
                     _, status = os.waitpid(pid, 0)
                     pids.discard(pid)
@@ -190,7 +202,7 @@ def serve(connection: Connection, lifeline: int, folder: Path) -> None:
                 continue
             request = connection.recv()
             if isinstance(request, Listen):
-                # In an IPv6-only cluster, addresses look like "fd00::2".
+                # In IPv6-only clusters, addresses look like "fd00::2".
                 store = socket.socket(socket.AF_INET6 if ":" in request.address else socket.AF_INET)
                 store.bind((request.address, 0))
                 store.listen()
@@ -202,13 +214,13 @@ def serve(connection: Connection, lifeline: int, folder: Path) -> None:
                 try:
                     signal.set_wakeup_fd(-1)
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                    # Its end tells the agent that the server has died, so no worker may keep it open.
+                    # The agent notices the server's death by the end of this connection: workers must not keep it open.
                     connection.close()
                     for handle in (news, deaths, deaths_writer):
                         os.close(handle)
                     run_worker(request, store, lifeline, news_writer)
                 finally:
-                    # A worker that gets here has written no record; its exit code has to suffice.
+                    # A worker that gets here has written no record, so the agent reports only its exit code.
                     os._exit(1)
             pids.add(pid)
             if request.info.rank == 0 and store is not None:
@@ -226,16 +238,16 @@ def serve(connection: Connection, lifeline: int, folder: Path) -> None:
 
 
 def kill_group(pid: int) -> None:
-    """Kill a worker and all processes that it has started."""
+    """Kill a worker and all processes in its process group."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
-    # A worker without a process group yet is killed directly.
+    # Also kill the worker itself, which may not have created its process group yet.
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":
-    # Import this file under its real name: pickled objects refer to its classes by that, not as `__main__`.
+    # Import this file under its real name, because pickled objects refer to its classes by that name.
     from jobs.cluster import fork_server
 
     fork_server.main(sys.argv[1:])

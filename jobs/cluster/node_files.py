@@ -1,23 +1,24 @@
-"""Copies the files that workers write on their own node to the driver, if nodes and driver share no storage.
+"""Copy the files that workers write from their nodes to the driver, if nodes and driver do not share storage.
 
-A stage's folder then has the same path on every node, but it is a separate folder on each.
+A stage's folder then has the same path on every node, but is a separate folder on each.
 
 1. Before the workers start, `NodeFiles.begin` prepares the folders on every node: the attempt's folder, empty folders
-   of earlier attempts, and the few files that attempts pass to the next one. It also detects whether the node's folder
-   is the driver's own after all; then nothing must be copied.
+   of earlier attempts, and the few files that one attempt passes to the next. It also detects whether the node's folder
+   is the driver's after all; then nothing needs to be copied.
 2. With every report, the agent sends new, changed or longer files, which `NodeFiles.look` returns:
 
        Change("attempts/attempt-000001/rank-00003.json", b'{"rank": 3, …', is_appended=False, mark=(311, 1764…))
        Change("metrics.jsonl", b'{"kind": "train", …}\n', is_appended=True, mark=(81733, 0))
 
-3. `apply_changes` writes them into the driver's folders, under the same names.
-4. The driver acknowledges each written change by its `mark`. Only then does the node count it as sent: a lost answer
-   loses no file, and no line of a log is sent twice.
+3. `apply_changes` writes these changes to the driver's folders, under the same names.
+4. The driver acknowledges each written change by its `mark`. Only then does the node record it as sent, so that a lost
+   answer loses no file and no log line is copied twice.
 
 There are two kinds of files:
-- `rank-*` of the attempt, and the files carried between attempts, are sent completely after every change;
-- log.txt, metrics.jsonl and TensorBoard's files are appended to, by several nodes and the driver, so only the new part
-  is sent. The node records its position in `sent.json`, also for later attempts.
+- complete files: `rank-*` of the attempt, and files carried between attempts. They are sent as a whole after each
+  change;
+- appended files: log.txt, metrics.jsonl and TensorBoard's files, to which several nodes and the driver append. Only the
+  new part is sent. The node records its position in `sent.json` for this and later attempts.
 """
 
 import json
@@ -35,20 +36,20 @@ from pipeline.monitoring.telemetry import append_whole
 # Version of a file. Complete files: size in bytes, mtime in ns. Appended files: number of bytes sent, 0.
 Mark = tuple[int, int]
 
-SENT = "sent.json"  # in the stage's folder on a node: bytes sent of each appended file
-TOKEN = "driver-token"  # in the attempt's folder: a node that finds the driver's token shares storage with the driver
+SENT = "sent.json"  # in the stage's folder on a node: number of bytes sent of each appended file
+TOKEN = "driver-token"  # in the attempt's folder; a node that finds the driver's token shares storage with the driver
 LOGS = ("log.txt", "metrics.jsonl")  # in the stage's folder; several nodes may append lines
 TENSORBOARD = "tensorboard"
-# Maximum bytes of a file in one report. The rest of an appended file follows in the next report. Of a longer complete
-# file only the end is sent, because the stacks are at the end of a worker's log.
+# Maximum bytes of a file in one report. The rest of an appended file follows in the next report. For a longer complete
+# file, only the end is sent, because the stack traces are at the end of a worker's log.
 LARGEST_BYTES = 1 << 20
-# The mtime has a resolution of up to 10 ms: a file read just after a change may have changed again.
+# The mtime may be as coarse as 10 ms, so a file read just after a change may change again with the same mtime.
 SETTLED_NS = 1_000_000_000
 
 
 @dataclass(frozen=True)
 class Change:
-    """A file on a node that the driver does not have yet, or has in an older version."""
+    """A new or changed file on a node, or the new part of an appended file."""
 
     name: str  # relative to the stage's folder
     content: bytes
@@ -65,21 +66,21 @@ class NodeFiles:
     def __init__(self, attempt: Path) -> None:
         self.attempt = attempt
         self.stage = attempt.parents[1]
-        self.carried: list[str] = []  # names, relative to the stage's folder, of the files carried between attempts
-        self.sent: dict[str, Mark] = {}  # by name: the last version that the driver has acknowledged
+        self.carried: list[str] = []  # names of the files carried between attempts, relative to the stage's folder
+        self.sent: dict[str, Mark] = {}  # name of a complete file → last version that the driver has acknowledged
         self.settled: set[str] = set()  # names of complete files that had not just changed when they were read
-        self.grown: dict[str, int] = {}  # by name: bytes of an appended file that the driver has, over all attempts
+        self.grown: dict[str, int] = {}  # name of an appended file → number of bytes that the driver has
 
     def begin(self, token: str, carried: Mapping[str, bytes | None], earlier: Iterable[str]) -> bool:
-        """Prepare the folders for the workers; return False without doing so if the driver's folders are shared.
+        """Prepare the folders for the workers; if the node shares the driver's folders, do nothing and return False.
 
-        `carried` contains the files that attempts pass to the next one, None for a missing file. `earlier` contains
+        `carried` contains the files that one attempt passes to the next; None for a missing file. `earlier` contains
         the folder names of the stage's earlier attempts.
         """
         with suppress(OSError):
             if (self.attempt / TOKEN).read_text() == token:
                 return False
-        # An earlier agent of this attempt may have prepared the folder and then been killed.
+        # A killed agent of the same attempt may have prepared the folder before.
         is_new = not self.attempt.exists()
         self.attempt.mkdir(parents=True, exist_ok=True)
         for name in earlier:
@@ -93,11 +94,11 @@ class NodeFiles:
             else:
                 _replace(self.stage / name, content)
 
-        # How much of the appended files earlier attempts have sent.
+        # Read how much of the appended files earlier attempts have sent.
         try:
             self.grown = json.loads((self.stage / SENT).read_text())
         except (OSError, ValueError):
-            # The first attempt with a worker on this node: existing files were written by a driver that ran here.
+            # First attempt with a worker on this node: existing files were written by a driver on this machine.
             for path in self._growing():
                 with suppress(OSError):
                     self.grown[str(path.relative_to(self.stage))] = path.stat().st_size
@@ -107,7 +108,7 @@ class NodeFiles:
     def look(self) -> list[Change]:
         """Return the changes that the driver has not acknowledged yet."""
         changes = []
-        # Complete files. A file may be deleted or replaced at this moment: the next call finds it.
+        # Complete files. If a file is deleted or replaced while it is read, the next call finds the new version.
         for path in [*sorted(self.attempt.glob("rank-*")), *(self.stage / name for name in self.carried)]:
             name = str(path.relative_to(self.stage))
             with suppress(OSError), path.open("rb") as file:
@@ -123,19 +124,19 @@ class NodeFiles:
                 else:
                     self.settled.discard(name)
 
-        # Appended files: send the new part.
+        # Appended files: return only the new part.
         for path in self._growing():
             name = str(path.relative_to(self.stage))
             known = self.grown.setdefault(name, 0)
             with suppress(OSError), path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
-                # Shorter than what was sent: the file was replaced.
+                # If the file is shorter than the part already sent, it was replaced.
                 if size < known:
                     known = 0
                 file.seek(known)
                 content = file.read(min(size - known, LARGEST_BYTES))
-                # The last line may be incomplete, and another node's line would continue it. A line that is longer
-                # than one report is sent in parts, because it would never be sent otherwise.
+                # Leave out an incomplete last line, which another node's line would continue. A line longer than one
+                # report is sent in parts, because it would never be complete.
                 is_lines = path.suffix in (".txt", ".jsonl")
                 if is_lines and (b"\n" in content or len(content) < LARGEST_BYTES):
                     content = content[: content.rfind(b"\n") + 1]
@@ -144,7 +145,7 @@ class NodeFiles:
         return changes
 
     def acknowledge(self, acknowledged: Mapping[str, Mark]) -> None:
-        """Record which changes the driver has written: by file name, the mark of the change."""
+        """Record the changes that the driver has written: file name → mark of the change."""
         has_grown = False
         for name, mark in acknowledged.items():
             if name in self.grown:
@@ -161,7 +162,7 @@ class NodeFiles:
         yield from sorted((self.stage / TENSORBOARD).glob("*"))
 
     def _keep_grown(self) -> None:
-        # If the disk is full, a later attempt sends some lines twice; this attempt does not.
+        # If the disk is full, a later attempt sends some lines again, but this attempt does not.
         with suppress(OSError):
             _replace(self.stage / SENT, json.dumps(self.grown).encode())
 
@@ -170,21 +171,21 @@ class NodeFiles:
 
 
 def mark_driver_folder(attempt: Path, token: str) -> None:
-    """Mark an attempt's folder as the driver's own, so that nodes can detect shared storage."""
+    """Mark an attempt's folder as the driver's, so that nodes can detect shared storage."""
     (attempt / TOKEN).write_text(token)
-    # The driver's files already contain everything sent from this machine earlier.
+    # The driver's files already contain everything that an agent on this machine has sent before.
     (attempt.parents[1] / SENT).unlink(missing_ok=True)
 
 
 def apply_changes(stage: Path, changes: Iterable[Change]) -> dict[str, Mark]:
-    """Write a node's changes into the driver's folder of the stage; return the marks of the written changes.
+    """Write a node's changes to the driver's folder of the stage; return file name → mark of each written change.
 
-    Raises DataError if the name of a change leads outside the stage's folder.
+    Raises DataError if a file name leads outside the stage's folder.
     """
     acknowledged = {}
     for change in changes:
         path = stage / check_file_name(change.name, "a node's agent")
-        # On a full disk the change is not written; the node sends it again.
+        # If the disk is full, the change is not acknowledged, and the node sends it again.
         with suppress(OSError):
             if not path.parent.exists():
                 path.parent.mkdir(parents=True)
@@ -199,7 +200,7 @@ def apply_changes(stage: Path, changes: Iterable[Change]) -> dict[str, Mark]:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Replace a file atomically. It is not flushed, because nobody reads it after a power failure."""
+    """Replace a file atomically, without flushing it, because nobody reads it after a power failure."""
     temporary = temporary_name(path)
     temporary.write_bytes(content)
     os.replace(temporary, path)

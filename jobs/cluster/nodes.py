@@ -1,12 +1,12 @@
 """The nodes on which a campaign's workers run: this machine, or the nodes of a Ray cluster (ray_nodes.py).
 
     nodes = nodes_of(cluster)
-    world = nodes.reserve("/runs/digits", (4, 2), print, on_tick)    # waits for free places and logs what is missing
+    world = nodes.reserve("/runs/digits", (4, 2), print, on_tick)    # waits for free places
     agents = nodes.agents(world)                            # one per node, reused by later attempts and stages
     agents[0].call("poll", 0, 1.0, {})                      # a Future
 
-`RayNodes` has the same methods as `ThisMachine`; they are documented here. Importing Ray takes seconds, so it is only
-imported if the campaign runs on a Ray cluster.
+`RayNodes` has the same methods as `ThisMachine`, which documents them. Ray takes seconds to import, so it is imported
+only if the campaign runs on a Ray cluster.
 """
 
 import os
@@ -30,26 +30,26 @@ Nodes: TypeAlias = "ThisMachine | RayNodes"
 
 
 class ThisMachine:
-    """Worker processes on this machine without Ray: a single node, whose agent is an object in the driver."""
+    """Workers in processes of this machine, without Ray: a single node, whose agent is an object in the driver."""
 
-    own_node = ""  # id of the driver's own node
+    own_node = ""  # id of the driver's node
 
     def __init__(self, cluster: ClusterConfig) -> None:
         self.cluster = cluster
         self.agent = Agent(has_gpus=cluster.gpus_per_worker > 0)
-        # For a pending poll and for other calls of the agent during that poll.
+        # One thread for the pending poll, the others for calls of the agent during that poll.
         self.threads = ThreadPoolExecutor(max_workers=4, thread_name_prefix="agent")
 
     def warm_up(self) -> None:
-        """Begin time-consuming worker setup early, if this takes no resources from other users."""
+        """Start slow preparations of the workers early, as far as they take no resources from other users."""
         self.agent.warm_up()
 
     def reserve(self, run: str, worlds: Sequence[int], log: Callable[[str], None], on_tick: Callable[[], None]) -> int:
-        """Reserve places for as many workers as possible, and return their number, one of `worlds` (largest first).
+        """Reserve places for as many workers as possible; return their number, one of `worlds` (largest first).
 
         `run` is the name under which other users see the reservation. `on_tick` is called several times a second
-        while this method waits; an exception that it raises ends the wait. Raises ClusterError; for plain processes,
-        only if this machine has too few GPUs.
+        during the wait and may end it by raising an exception. Raises ClusterError; on this machine, only if it has too
+        few GPUs.
         """
         gpus = self.cluster.gpus_per_worker
         if not gpus:
@@ -60,9 +60,9 @@ class ThisMachine:
                 return world
         raise ClusterError(
             f"{worlds[-1]} workers need {worlds[-1] * gpus} GPUs, but this machine has {present}\n"
-            f"cluster.backend=processes uses one machine only\n"
-            f"type cluster.workers={max(1, present // gpus)}, cluster.gpus_per_worker=0 "
-            f"or cluster.backend=ray for more machines"
+            f"  cluster.backend=processes uses only one machine\n"
+            f"  type cluster.workers={max(1, present // gpus)}, cluster.gpus_per_worker=0, "
+            f"or cluster.backend=ray to use several machines"
         )
 
     def agents(self, world: int) -> list[NodeAgent]:
@@ -74,34 +74,34 @@ class ThisMachine:
         return self.threads.submit(getattr(self.agent, method), *arguments)
 
     def losses_of(self, asked: Sequence[tuple[NodeAgent, BaseException | None]]) -> list[str]:
-        """Return for each agent how its node was lost, or "" if the node is still there; stop using lost nodes.
+        """Return for each agent how its node was lost, or "" if it was not; stop using lost nodes.
 
-        `asked` pairs each agent with the exception of the last call, or None if that call has not returned.
+        `asked` pairs each agent with the exception of its last call, or with None if that call has not returned.
         """
         return [""] * len(asked)
 
+    def give_up(self, agent: NodeAgent) -> None:
+        """Kill an agent that does not respond and its workers, and avoid its node; the next attempt starts another."""
+
     def room(self) -> int:
-        """Return how many workers the cluster can hold, including those that run now. Thread-safe."""
-        return 0  # all places exist from the start
+        """Return how many workers the cluster can hold now, including the running ones. Thread-safe."""
+        return 0  # this machine never gets more places
 
     def status(self) -> tuple[Set[str], Set[str]]:
-        """Return the ids of draining nodes, and of staying nodes that have room for another worker.
-
-        Thread-safe.
-        """
+        """Return the ids of draining nodes, and of other nodes that have room for another worker. Thread-safe."""
         return frozenset(), frozenset()
 
     def warm_up_spares(self, spare: Set[str]) -> None:
-        """Start agents on a few of these nodes, to which the next attempt may move."""
+        """Start agents on a few of these spare nodes, in case the next attempt moves there."""
 
     def avoid(self, node_ids: Sequence[str]) -> None:
-        """Place the next attempt on other nodes than these, if the others have enough room."""
+        """Do not place the next attempt on these nodes, if the others have enough room."""
 
     def stay_on(self, node_ids: Set[str]) -> None:
-        """Place the next attempts on these nodes only, if they have enough room."""
+        """Place the next attempts only on these nodes, if they have enough room."""
 
     def identities(self) -> Mapping[str, Identity]:
-        """Return the identity (code and package versions) of every node that can be excluded, by node id."""
+        """Return the code and package versions of every node that can be excluded, by node id."""
         return {}
 
     def exclude(self, node_ids: Set[str], least: int) -> int:
@@ -113,19 +113,19 @@ class ThisMachine:
 
     def gpus_present(self) -> tuple[int, str]:
         """Return the number of GPUs, and whether they belong to this "machine" or to a "cluster"."""
-        # CUDA_VISIBLE_DEVICES may hide GPUs; the user chose that. Importing torch takes a second.
+        # torch also respects CUDA_VISIBLE_DEVICES. Imported here, because torch takes a second to import.
         import torch
 
         return torch.cuda.device_count() * workers_per_gpu(), "machine"
 
 
-_machines: dict[bool, ThisMachine] = {}  # of this process, by whether workers use GPUs
+_machines: dict[bool, ThisMachine] = {}  # whether workers use GPUs → this process's ThisMachine
 
 
 def nodes_of(cluster: ClusterConfig) -> Nodes:
     """Return the nodes for the workers of this config; join or start the Ray cluster if needed.
 
-    Agents stay warm for all commands of this process.
+    The nodes are cached, so that agents stay warm until this process ends.
     """
     if cluster.backend == "ray":
         # `connect` comes first: it sets environment variables that Ray reads when it is imported.
@@ -142,11 +142,11 @@ def nodes_of(cluster: ClusterConfig) -> Nodes:
 
 
 def start_early(cluster: ClusterConfig) -> None:
-    """Start slow preparations of the workers early: the fork server, or an embedded Ray cluster."""
+    """Start the fork server or an embedded Ray cluster early, because it takes seconds."""
     if cluster.backend == "processes":
         nodes_of(cluster).warm_up()
-    # An existing cluster is only joined when workers are needed.
+    # An existing cluster is joined only when workers are needed.
     elif embedded.is_wanted() and not embedded.is_started():
-        # The error occurs again when the cluster is needed, and is reported then.
+        # Ignore errors: they occur again, and are reported, when the cluster is needed.
         with suppress(OSError, ClusterError):
             embedded.start(cluster)

@@ -1,4 +1,4 @@
-"""The agent of a node as a Ray actor. It also reports the node's workers to Prometheus."""
+"""A node's agent as a Ray actor, which also reports the node's workers to Prometheus."""
 
 import signal
 import threading
@@ -17,17 +17,17 @@ WORKER_GAUGE = "patchline_worker"
 
 
 class RayAgent(Agent):
-    """The agent as a Ray actor; also sets the gauge ray_patchline_worker to 1 for each worker on its node."""
+    """The agent as a Ray actor; it also sets the gauge ray_patchline_worker to 1 for each worker on its node."""
 
     def __init__(self, has_gpus: bool) -> None:
         super().__init__(ray.util.get_node_ip_address(), has_gpus=has_gpus)
-        # Stopping a node signals all its processes, but this one must still report how the workers end.
+        # Ignore SIGTERM, which a stopping node sends to all processes: the agent must still report how workers end.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, outlive)
         threading.Thread(target=self.show_workers, daemon=True).start()
 
     def show_workers(self) -> None:
-        """Set the gauge repeatedly; Prometheus joins it with Ray's values for the node by the label `instance`."""
+        """Set the gauge periodically; in Prometheus, its label `instance` joins it with Ray's metrics of the node."""
         gauge = Gauge(WORKER_GAUGE, "1 for each worker on this node", tag_keys=("run", "stage", "rank"))
         while True:
             with self.changed:
@@ -38,7 +38,7 @@ class RayAgent(Agent):
             stage, _, _ = stage_and_key.rpartition("-")
             for rank in ranks:
                 gauge.set(1.0, tags={"run": run, "stage": stage, "rank": str(rank)})
-            # Immediately after an event, because an attempt may be shorter than the interval.
+            # Also set it right after each event, because an attempt may be shorter than the interval.
             deadline = time.monotonic() + GAUGE_EVERY_S
             with self.changed:
                 while self.news == news and time.monotonic() < deadline:
@@ -46,6 +46,6 @@ class RayAgent(Agent):
 
 
 def call_actor(actor: Any, method: str, *arguments: object) -> "Future[Any]":
-    """Call a method of an agent; the returned future holds the result."""
+    """Call a method of an agent's actor; return a future of its result."""
     future: Future[Any] = getattr(actor, method).remote(*arguments).future()
     return future

@@ -1,11 +1,11 @@
-"""The nodes of a Ray cluster in a campaign: its places, its agents, and draining nodes.
+"""A campaign's nodes in a Ray cluster: its places, its agents, and draining nodes.
 
     nodes = ray_nodes_of(cluster, is_embedded=False)
     world = nodes.reserve("/runs/digits", (4, 2), print, on_tick)    # ray_places.py
     agents = nodes.agents(world)                                     # an actor on each node with workers: ray_agent.py
 
-An agent is bound to a node, not to places, so it stays warm between attempts and stages even if the places change. In
-Ray's accounting it uses no CPU.
+An agent is bound to a node and not to places, so it stays warm between attempts and stages even if the places change.
+In Ray's accounting, it uses no CPU.
 """
 
 import secrets
@@ -27,18 +27,19 @@ from jobs.cluster.ray_places import RayPlaces, takes_connections
 from jobs.cluster_config import ClusterConfig
 from pipeline.identity import Identity, identity
 
-WARM_SPARES = 2  # nodes without workers that keep an agent; importing torch takes 4 s of two cores and 0.4 GB
+WARM_SPARES = 2  # nodes without workers that keep an agent, which costs 0.4 GB and, at its start, 4 s of two cores
 AGENT_THREADS = 4  # per agent: one for a poll, the others for calls during the poll
-IDENTITY_S = 60.0  # for all nodes to return their identity: Ray starts a process on each
+IDENTITY_S = 60.0  # maximum wait for all nodes to return their identity: Ray starts a process on each
 
 
 class RayNodes(RayPlaces):
-    """This process's places and agents in its Ray cluster; `ThisMachine` documents the methods."""
+    """The places and agents of this process in its Ray cluster; `ThisMachine` documents the methods."""
 
     def __init__(self, cluster: ClusterConfig, *, is_embedded: bool) -> None:
         super().__init__(cluster, is_embedded=is_embedded)
         self.own_node = str(ray.get_runtime_context().get_node_id())
-        self.actors: dict[str, Any] = {}  # the running agents of this process, by node id
+        self.actors: dict[str, Any] = {}  # this process's running agents, by node id
+        self.warmed_up: dict[str, Any] = {}  # each agent's reply to its first call, by node id
         self.used: Set[str] = frozenset()  # ids of the nodes with workers of the last attempt
         self.actors_started = 0
         self.group_id = ""  # the placement group that `gpu_ids` belongs to
@@ -47,15 +48,15 @@ class RayNodes(RayPlaces):
     # -------------------------------------------------------------------- agents
 
     def warm_up(self) -> None:
-        """Start agents on the nodes that will probably get workers, because their imports take seconds.
+        """Start agents early on the nodes that will probably get workers, because their imports take seconds.
 
-        Raises ClusterError if an embedded cluster is too small, instead of later when the workers are needed.
+        Raises ClusterError at once if an embedded cluster is too small.
         """
         self.refuse_too_few(self.cluster.least)
         if self.is_embedded:
             self.start_agent(self.own_node)
             return
-        # Ray packs the workers on few nodes; unneeded agents end after the placement.
+        # Ray packs the workers on few nodes, so start with the largest; unneeded agents end after the placement.
         rooms = {node_id: room_for(self.share, {node_id: free}) for node_id, free in self.state().staying.items()}
         room = 0
         for node_id in sorted(rooms, key=lambda node_id: -rooms[node_id]):
@@ -73,7 +74,7 @@ class RayNodes(RayPlaces):
             self.gpu_ids = {}
         rows = {node["NodeID"]: node for node in ray.nodes()}
         gpus = self.cluster.gpus_per_worker
-        # Unused agents only take up memory; a few are kept for the next attempt, but none on an avoided node.
+        # Unused agents only take up memory. Keep a few for the next attempt, but none on an avoided node.
         self.used = places.keys()
         avoided = self.avoided_now()
         kept = 0
@@ -85,7 +86,7 @@ class RayNodes(RayPlaces):
                 self.end_agent(node_id)
         agents = []
         for node_id, bundles in places.items():
-            # Ray has no table of the GPUs in a bundle, so a task in each bundle returns them. They stay the same as
+            # Ray has no table of the GPUs in a bundle, so run a task in each bundle to get them. They do not change as
             # long as the bundle exists.
             if gpus and node_id not in self.gpu_ids:
                 answers = []
@@ -105,15 +106,16 @@ class RayNodes(RayPlaces):
                     slots=sum(bundles.values()),
                     call=partial(call_actor, self.start_agent(node_id)),
                     visible_gpus=self.gpu_ids.get(node_id, ""),
+                    is_up=len(ray.wait([self.warmed_up[node_id]], timeout=0)[0]) > 0,
                 )
             )
         return agents
 
     def warm_up_spares(self, spare: Set[str]) -> None:
-        """Start agents on a few of these nodes, to which the next attempt may move.
+        """Start agents on a few of these spare nodes, in case the next attempt moves there.
 
-        Not for workers with GPUs: their agents import nothing early, and an autoscaler does not remove a node with an
-        agent.
+        If workers use GPUs, start none: their agents import nothing early, and an autoscaler does not remove a node
+        with an agent.
         """
         if self.cluster.gpus_per_worker:
             return
@@ -122,32 +124,38 @@ class RayNodes(RayPlaces):
             self.start_agent(node_id)
 
     def start_agent(self, node_id: str) -> Any:
-        """Return a node's agent (an actor); start it if there is none."""
+        """Return the actor of a node's agent; start it if it is not running."""
         if node_id not in self.actors:
             self.actors_started += 1
             remote: Any = ray.remote(RayAgent).options(
-                # This name is shown in the dashboard.
+                # The dashboard shows this name.
                 name=f"{Path(self.run).name} agent {self.actors_started} {secrets.token_hex(2)}",
                 num_cpus=0,
                 max_restarts=0,
                 max_concurrency=AGENT_THREADS,
-                # Not soft: on another node the agent would start the workers there.
+                # Not soft: an agent on another node would start the workers there.
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
             )
             self.actors[node_id] = remote.remote(self.cluster.gpus_per_worker > 0)
-            self.actors[node_id].warm_up.remote()
+            self.warmed_up[node_id] = self.actors[node_id].warm_up.remote()
         return self.actors[node_id]
 
     def end_agent(self, node_id: str) -> None:
-        """End a node's agent and its workers, if there is one."""
+        """Kill a node's agent and its workers, if the agent is running."""
         with suppress(Exception):
             ray.kill(self.actors[node_id])
         self.actors.pop(node_id, None)
 
-    def losses_of(self, asked: Sequence[tuple[NodeAgent, BaseException | None]]) -> list[str]:
-        """Return for each agent how its node or the agent itself was lost, or ""; stop using the lost ones.
+    def give_up(self, agent: NodeAgent) -> None:
+        """Kill an agent that does not respond and its workers, and avoid its node."""
+        self.avoid([agent.node_id])
+        # Ray kills a frozen process after 5 s; its fork server and workers end with it.
+        self.end_agent(agent.node_id)
 
-        Ray is queried once, and all nodes are probed in parallel: a rack without power costs a single timeout.
+    def losses_of(self, asked: Sequence[tuple[NodeAgent, BaseException | None]]) -> list[str]:
+        """Return for each agent how it or its node was lost, or "" if it was not; stop using lost ones.
+
+        Ray is queried only once and all nodes are probed in parallel, so a rack without power costs a single timeout.
         """
         alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
         nodes = [alive.get(agent.node_id) for agent, _ in asked]
@@ -155,17 +163,17 @@ class RayNodes(RayPlaces):
             answers = list(threads.map(lambda node: node is None or takes_connections(node), nodes))
         losses = []
         for (agent, error), node, takes in zip(asked, nodes, answers, strict=True):
-            loss = "" if takes else "its node does not answer"
+            loss = "" if takes else "its node does not respond"
             if node is None:
                 loss = "its node left the cluster"
             if loss:
-                # Request new places on other nodes.
+                # Release the places, so that the next attempt requests new ones on other nodes.
                 self.avoid([agent.node_id])
                 self.release()
             elif isinstance(error, OutOfMemoryError):
                 loss = f"its node's agent was killed by Ray's out-of-memory killer: {str(error).splitlines()[0]}"
             elif isinstance(error, RayActorError) and not isinstance(error, ActorUnavailableError):
-                loss = "its node's agent died (killed, or crashed), and its workers with it"
+                loss = "its node's agent died (killed, or crashed), together with its workers"
             if loss:
                 self.end_agent(agent.node_id)
             losses.append(loss)
@@ -176,7 +184,7 @@ class RayNodes(RayPlaces):
     def status(self) -> tuple[Set[str], Set[str]]:
         """Return the ids of draining nodes, and of other nodes with room for a worker. Thread-safe.
 
-        A node drains by command, by decision of the autoscaler, or after a SIGTERM to `ray start --block`.
+        A node is drained by a command, by the autoscaler, or after SIGTERM to `ray start --block`.
         """
         state = ClusterState.now()
         avoided = self.avoided_now()
@@ -203,7 +211,7 @@ class RayNodes(RayPlaces):
         return room
 
     def identities(self) -> dict[str, Identity]:
-        """Return code and package versions of every node that answers, by node id."""
+        """Return the code and package versions of every node that responds, by node id."""
         values, _ = run_on_nodes(identity, "", without=(), timeout_s=IDENTITY_S)
         return dict(values)
 
@@ -211,10 +219,10 @@ class RayNodes(RayPlaces):
 def run_on_nodes(
     function: Callable[..., Any], *arguments: object, without: Collection[str], timeout_s: float
 ) -> tuple[list[tuple[str, Any]], dict[str, str]]:
-    """Run a function once on each living node, except on those whose ids are in `without`.
+    """Run a function once on each alive node, except on those whose ids are in `without`.
 
-    Returns (node id, value) pairs, and for nodes without a value the reason, by node name. Nothing is reserved, so the
-    function also runs on nodes that another campaign has filled.
+    Returns (node id, value) pairs, and node name → reason for nodes without a value. Nothing is reserved, so the
+    function also runs on nodes filled by other campaigns.
     """
     remote_function: Any = ray.remote(num_cpus=0, max_retries=0)(function)
     asked = []
@@ -222,7 +230,7 @@ def run_on_nodes(
         if node["Alive"] and node["NodeID"] not in without:
             pinned = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             asked.append((node, remote_function.options(scheduling_strategy=pinned).remote(*arguments)))
-    # Wait for all together, so that a node that does not answer does not delay the others.
+    # Wait for all nodes together, so that a node that does not respond does not delay the others.
     ray.wait([answer for _, answer in asked], num_returns=len(asked), timeout=timeout_s)
     values = []
     unanswered = {}
@@ -230,21 +238,21 @@ def run_on_nodes(
         try:
             values.append((node["NodeID"], ray.get(answer, timeout=0)))
         except RayError as error:  # includes timeouts
-            unanswered[node["NodeManagerHostname"]] = str(error).splitlines()[0] or f"no answer in {timeout_s:g} s"
+            unanswered[node["NodeManagerHostname"]] = str(error).splitlines()[0] or f"no response in {timeout_s:g} s"
     return values, unanswered
 
 
-_joined: dict[tuple[str, str], RayNodes] = {}  # by the ids of this node and of this Ray job; at most one entry
+_joined: dict[tuple[str, str], RayNodes] = {}  # (id of this node, id of this Ray job) → nodes; at most one entry
 
 
 def ray_nodes_of(cluster: ClusterConfig, *, is_embedded: bool) -> RayNodes:
     """Return this process's places and agents in the cluster that it has joined."""
-    # Job ids restart in every cluster, so the node id is needed too; node ids are unique.
+    # Each cluster counts its job ids from 1, so the node id, which is unique, is needed too.
     context = ray.get_runtime_context()
     connection = (str(context.get_node_id()), str(context.get_job_id()))
     if connection not in _joined:
-        # Places and agents of an earlier connection are gone. Avoided and excluded nodes are kept, because this may
-        # be the same cluster, joined again.
+        # Places and agents of an earlier connection are gone. Keep avoided and excluded nodes, because this may be the
+        # same cluster, joined again.
         nodes = RayNodes(cluster, is_embedded=is_embedded)
         for before in _joined.values():
             nodes.avoided |= before.avoided

@@ -1,15 +1,15 @@
-"""Places: the CPUs and GPUs that Ray reserves for a campaign's workers.
+"""Reserve places for a campaign's workers in a Ray cluster. A place is the CPUs and GPUs of one worker.
 
-1. `reserve` requests a placement group from Ray. Each bundle holds the CPUs and GPUs of one or more workers and lies on
-   a single node. Ray's scheduler queues the request with all others, and an autoscaler sees what is needed.
-2. While there is not enough room, a message reports how many workers fit and which campaigns hold the rest.
+1. `reserve` requests a placement group from Ray. Each bundle holds the places of one or more workers on a single node.
+   Ray's scheduler queues the request with all others, and an autoscaler sees what is needed.
+2. As long as there is not enough room, a message reports how many workers fit and which campaigns hold the rest.
 3. Places are kept when an attempt fails, so that no other campaign takes them before the next attempt. New places are
-   requested if one of the nodes is about to leave or does not answer.
+   requested if one of the nodes is about to leave or does not respond.
 4. Ray releases all places when this process leaves the cluster.
 
-If `cluster.workers` is a range, its maximum is requested first, so that an autoscaler sees it. After `patience_s` the
-largest number of workers that fits is requested instead. Between two attempts, the places are exchanged for more as
-soon as more workers fit.
+If `cluster.workers` is a range, its maximum is requested first, so that an autoscaler sees it. After `patience_s`, the
+largest number of workers that fits is requested instead. Between attempts, the places are exchanged for more places if
+more workers fit.
 
 Excluded nodes are never used. Avoided nodes are used only if the others have too little room.
 """
@@ -34,17 +34,17 @@ from jobs.cluster.ray import WAITING
 from jobs.cluster_config import ClusterConfig
 
 POLL_S = 0.1
-FIRST_LINE_S = 3.0  # before the first message: the places of the previous worker group take a moment to become free
-NEXT_LINE_S = 10.0  # between two different messages
-SAME_LINE_S = 60.0  # before the same message is logged again
-NEXT_CHOICE_S = 5.0  # for Ray to place a request, before a different number of workers is requested
-AVOID_S = 600.0  # how long to avoid a node after it was about to leave
-MISSED_S = 70.0  # Ray has detected a dead node by then: a node still listed may be used
-TOO_FEW = "type a smaller cluster.workers, or set RAY_ADDRESS=host:port of a larger cluster"
+FIRST_LINE_S = 3.0  # wait before the first message: places of the previous worker group take a moment to become free
+NEXT_LINE_S = 10.0  # minimum interval between different messages
+SAME_LINE_S = 60.0  # interval at which the same message is repeated
+NEXT_CHOICE_S = 5.0  # time for Ray to place a request, before a different number of workers is requested
+AVOID_S = 600.0  # how long a node is avoided after it was about to leave
+MISSED_S = 70.0  # within this time Ray detects a dead node, so a node that is still listed may be used again
+TOO_FEW = "type a smaller cluster.workers, or set RAY_ADDRESS=HOST:PORT of a larger cluster"
 
-ANSWER_S = 0.5  # for the kernel of a living node to accept a connection
-ASKED_TIMES = 2  # tries, because a packet may be lost: TCP would retry after 1 s, a new connection retries at once
-ASKED_AT_ONCE = 64  # nodes
+ANSWER_S = 0.5  # timeout for the kernel of an alive node to accept a connection
+ASKED_TIMES = 2  # connection tries, because a packet may be lost: TCP retries after 1 s, a new connection at once
+ASKED_AT_ONCE = 64  # number of nodes probed in parallel
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ class Reservation:
 
 
 def takes_connections(node: Mapping[str, Any]) -> bool:
-    """Return whether a node of `ray.nodes()` accepts a connection; its kernel does so even if its processes are busy.
+    """Return whether a node in `ray.nodes()` accepts connections; the kernel does so even if all processes are busy.
 
-    Ray's own health check takes 15 s for a node that refuses connections, and 65 s for one that does not answer.
+    Ray's own health check takes 15 s for a node that refuses connections, and 65 s for one that does not respond.
     """
     for _ in range(ASKED_TIMES):
         with suppress(OSError):
@@ -74,18 +74,19 @@ def takes_connections(node: Mapping[str, Any]) -> bool:
 
 
 def without_nodes(node_ids: Set[str], bundles: int) -> list[dict[str, str]] | None:
-    """Return label selectors that keep `bundles` bundles away from these nodes; None if there are no such nodes."""
+    """Return label selectors that exclude these nodes, for a number of bundles; None if there is no node to exclude."""
     if not node_ids:
         return None
-    # No space after the comma: Ray would make it a part of the next node id, which then matches no node.
+    # No space after the comma: Ray would include it in the next node id.
     return [{"ray.io/node-id": f"!in({','.join(sorted(node_ids))})"}] * bundles
 
 
 def bundle_sizes(workers: int, rooms: Iterable[int]) -> list[int]:
-    """Return the number of workers of each bundle, for nodes with room for `rooms` workers each.
+    """Return the number of workers in each bundle, if the nodes have room for `rooms` workers.
 
-    A bundle takes all that a node has free: on 1,000 nodes with room for eight workers each, Ray places 1,000 bundles
-    instead of 8,000. Workers without room yet get one bundle each, because the size of future nodes is unknown.
+    One bundle takes all free room of a node: on 1,000 nodes with room for eight workers each, Ray places 1,000 bundles
+    instead of 8,000. Workers for which there is no room yet get one bundle each, because the size of future nodes is
+    unknown.
     """
     sizes: list[int] = []
     for room in sorted(rooms, reverse=True):
@@ -96,7 +97,7 @@ def bundle_sizes(workers: int, rooms: Iterable[int]) -> list[int]:
 
 
 def largest_within(worlds: Sequence[int], room: int) -> int:
-    """Return the largest world that fits into `room` workers; 0 if none fits."""
+    """Return the largest of these world sizes that is at most `room`; 0 if there is none."""
     return max((world for world in worlds if world <= room), default=0)
 
 
@@ -106,16 +107,16 @@ class RayPlaces:
     def __init__(self, cluster: ClusterConfig, *, is_embedded: bool) -> None:
         self.cluster = cluster
         self.is_embedded = is_embedded
-        self.avoided: dict[str, float] = {}  # id of a node that may leave or does not answer → since when
-        self.excluded: set[str] = set()  # ids of nodes never to use again
+        self.avoided: dict[str, float] = {}  # id of a node that may leave or does not respond → time since then
+        self.excluded: set[str] = set()  # ids of nodes that must not be used again
         self.reservation: Reservation | None = None
         self.last_sizes: Sequence[int] = ()  # bundle sizes of the last request
-        self.borrowed: list[Reservation] = []  # free places in temporary use, released as soon as anybody needs them
+        self.borrowed: list[Reservation] = []  # free places in temporary use, released as soon as others need them
         self.run = ""
 
     @property
     def share(self) -> dict[str, int]:
-        """Return the resources of one worker, by Ray's resource name, without zero amounts."""
+        """Return the resources of one worker: Ray's resource name → amount, without zero amounts."""
         share = {"CPU": self.cluster.cpus_per_worker}
         if self.cluster.gpus_per_worker:
             share["GPU"] = self.cluster.gpus_per_worker
@@ -124,18 +125,18 @@ class RayPlaces:
     def reserve(self, run: str, worlds: Sequence[int], log: Callable[[str], None], on_tick: Callable[[], None]) -> int:
         """Wait for places, and return how many workers have one.
 
-        Returns at once if this process already holds suitable places, all of their nodes stay, and no larger world
-        fits. `on_tick` is called several times a second; an exception that it raises ends the wait. Raises ClusterError
-        after `wait_s`, or at once if an embedded cluster is too small.
+        Returns at once if this process already holds suitable places, none of their nodes is leaving, and no larger
+        number of workers fits. `on_tick` is called several times a second and may end the wait by raising an exception.
+        Raises ClusterError after `wait_s`, or at once if an embedded cluster is too small.
         """
         self.run = run
         if self.is_embedded:
-            # An embedded cluster never grows: do not wait for more places.
+            # An embedded cluster never gets more nodes, so do not wait for more places.
             room = self.refuse_too_few(worlds[-1])
             worlds = [world for world in worlds if world <= room]
 
-        # Keep held places if all their nodes stay. Ray places a group again after it has lost a node; a REMOVED group
-        # was deleted by somebody else.
+        # Keep held places if none of their nodes is leaving. If a node is lost, Ray places the group again; a REMOVED
+        # group was deleted by somebody else.
         held = self.reservation
         if held is not None and held.share == self.share and held.workers in worlds:
             row = placement_group_table(held.group)
@@ -146,7 +147,7 @@ class RayPlaces:
         else:
             held = None
         if held is None:
-            # Ray would place bundles on a node that has just lost power, and wait until it detects that.
+            # Probe all nodes: Ray would place bundles on a node that has just lost power, and notice it only later.
             avoided = self.avoided_now()
             nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in avoided]
             with ThreadPoolExecutor(ASKED_AT_ONCE) as threads:
@@ -155,7 +156,7 @@ class RayPlaces:
                         self.avoid([node["NodeID"]])
             self._request(worlds[0], worlds[-1])
         elif len(worlds) > 1:
-            # Exchange the places for more, if more workers fit.
+            # If more workers fit, exchange the places for more.
             more = largest_within(worlds, self.room())
             if more > held.workers:
                 self._request(more, worlds[-1])
@@ -169,13 +170,13 @@ class RayPlaces:
         return self.workers_held
 
     def state(self) -> ClusterState:
-        """Return the cluster's state without the excluded nodes. Thread-safe."""
+        """Return the state of the cluster without the excluded nodes. Thread-safe."""
         return ClusterState.now(without=self.excluded)
 
     def refuse_too_few(self, least: int) -> int:
         """Return how many workers the whole cluster can hold.
 
-        Raises ClusterError if an embedded cluster can hold fewer than `least`, because it never grows.
+        Raises ClusterError if an embedded cluster, which never gets more nodes, can hold fewer than `least`.
         """
         share = self.share
         room = room_for(share, self.state().total)
@@ -184,12 +185,12 @@ class RayPlaces:
             advice = TOO_FEW
             if "GPU" in share and not self.gpus_present()[0]:
                 reason = "neither Ray nor torch sees a GPU on this machine"
-                advice = f"type cluster.gpus_per_worker=0 to train on the CPU; or {TOO_FEW}"
-            raise ClusterError(f"room for {room} of {least} workers of {in_words(share)}\n{reason}\n{advice}")
+                advice = f"to train on the CPU, type cluster.gpus_per_worker=0; or {TOO_FEW}"
+            raise ClusterError(f"room for {room} of {least} workers of {in_words(share)}\n  {reason}\n  {advice}")
         return room
 
     def gpus_present(self) -> tuple[int, str]:
-        """Return the number of GPUs in the cluster, and whether that is this "machine" or another "cluster"."""
+        """Return the number of GPUs, and whether they belong to this "machine" or to a "cluster"."""
         place = "machine" if self.is_embedded else "cluster"
         return int(ray.cluster_resources().get("GPU", 0)), place
 
@@ -205,7 +206,7 @@ class RayPlaces:
         return set(self.places(world))
 
     def places(self, world: int) -> dict[str, dict[int, int]]:
-        """Return the places of the first `world` workers: for each node, the number of workers in each bundle."""
+        """Return the places of the first `world` workers: node id → bundle → number of workers."""
         assert self.reservation is not None and self.reservation.workers >= world
         nodes: dict[str, dict[int, int]] = {}  # ordered by each node's first bundle
         remaining = world
@@ -224,14 +225,14 @@ class RayPlaces:
             remove_placement_group(reservation.group)
 
     def room(self) -> int:
-        """Return how many workers the cluster can hold, including those with a place. Thread-safe."""
-        # Campaigns that wait for places take precedence over growing.
+        """Return how many workers the cluster can hold now, including those with a place. Thread-safe."""
+        # Campaigns that wait for places take precedence over a scale-up.
         if self.has_pending_requests():
             return self.workers_held
         return room_for(self.share, self._open_to_us(self.state(), self.avoided_now()))
 
     def has_pending_requests(self) -> bool:
-        """Return whether anybody else waits for a placement group that fits into the cluster. Thread-safe."""
+        """Return whether another process is waiting for a placement group that fits into the cluster. Thread-safe."""
         total = self.state().total
         ours = [reservation.group.id.hex() for reservation in [self.reservation, *self.borrowed] if reservation]
         for group, row in placement_group_table().items():
@@ -254,7 +255,7 @@ class RayPlaces:
         state = self.state()
         avoided = self._avoided_for(least, state)
         sizes: Sequence[int] = self.sizes(workers, self._open_to_us(state, avoided))
-        # Recently released resources, such as after the loss of a node, are not reported as free yet.
+        # Ray does not report recently released resources as free yet, for example after the loss of a node.
         if len(self.last_sizes) < len(sizes) and sum(self.last_sizes) == workers:
             sizes = self.last_sizes
         self.release()
@@ -264,7 +265,7 @@ class RayPlaces:
         group = placement_group(
             bundles,
             strategy="PACK",
-            # Ray refuses a second group of the same name, and the old group may not be removed yet.
+            # Use a new name: Ray refuses a second group of the same name, and the old one may not be removed yet.
             name=f"{OWNER}{self.run} {secrets.token_hex(4)}",
             bundle_label_selector=without_nodes(avoided, len(bundles)),
         )
@@ -272,11 +273,11 @@ class RayPlaces:
         self.last_sizes = sizes
 
     def sizes(self, workers: int, nodes: Mapping[str, Mapping[str, float]]) -> list[int]:
-        """Return the number of workers of each bundle, given the free resources of the nodes."""
+        """Return the number of workers in each bundle, given the free resources of the nodes."""
         return bundle_sizes(workers, [room_for(self.share, {node: free}) for node, free in nodes.items()])
 
     def _wait(self, worlds: Sequence[int], log: Callable[[str], None], on_tick: Callable[[], None]) -> None:
-        """Wait until Ray has placed the request; log what is missing meanwhile. Raises the errors of `reserve`."""
+        """Wait until Ray has placed the request, and log what is missing. Raises the errors of `reserve`."""
         patience_s = self.cluster.patience_s
         timeout_s = self.cluster.wait_s or math.inf
         began = time.monotonic()
@@ -298,9 +299,9 @@ class RayPlaces:
             if now > deadline:
                 raise ClusterError(
                     f"{self._missing(worlds[-1])}\n"
-                    f"the places did not become free within {timeout_s:.0f} s (cluster.wait_s)\n{TOO_FEW}"
+                    f"  the places did not become free within {timeout_s:.0f} s (cluster.wait_s)\n  {TOO_FEW}"
                 )
-            # Log after a few seconds, after a change, and from time to time; otherwise a queue looks like a hang.
+            # Log after a few seconds, after each change, and once in a while, because a silent wait looks like a hang.
             if now > next_line:
                 line = self._missing(worlds[0])
                 if len(worlds) > 1:
@@ -313,17 +314,17 @@ class RayPlaces:
             assert self.reservation is not None
 
     def _missing(self, workers: int) -> str:
-        """Describe how many workers fit, what is free on which node, and which campaigns hold the rest."""
+        """Describe how many workers fit, the free resources by node, and which campaigns hold the rest."""
         state = self.state()
         return missing(workers, self.share, self._open_to_us(state, set()), state)
 
     def _adjust_request(self, worlds: Sequence[int], log: Callable[[str], None], *, is_patient: bool) -> bool:
         """Adjust the request to the room in the cluster; return whether it is for fewer workers than the maximum.
 
-        If `is_patient`, the number of workers stays the same and only the sizes of the bundles change.
+        If `is_patient`, only the sizes of the bundles change, and the number of workers stays the same.
         """
         state = self.state()
-        # Nodes avoided for long are used only if the others have too little room.
+        # Use nodes that have been avoided for long again, but only if the others have too little room.
         avoided = self._avoided_for(worlds[-1], state)
         open_to_us = self._open_to_us(state, avoided)
         room = room_for(self.share, open_to_us)
@@ -335,7 +336,7 @@ class RayPlaces:
             for node in back:
                 del self.avoided[node]
 
-        # If no world fits, keep requesting the maximum, so that an autoscaler sees it.
+        # If no allowed number of workers fits, keep requesting the maximum, so that an autoscaler sees it.
         world = self.workers_held if is_patient else largest_within(worlds, room) or worlds[0]
         assert self.reservation is not None
         if has_other_nodes or self.sizes(world, open_to_us) != self.reservation.sizes:
@@ -346,7 +347,7 @@ class RayPlaces:
         return world < worlds[0]
 
     def _open_to_us(self, state: ClusterState, avoided: Set[str]) -> dict[str, Counter[str]]:
-        """Return by node what this process can use: free resources and those that it holds."""
+        """Return the resources that this process can use on each node: free ones and those it holds."""
         nodes: dict[str, Counter[str]] = {}
         for node, resources in state.staying.items():
             if node not in avoided:
@@ -361,10 +362,10 @@ class RayPlaces:
                         nodes[node][name] += amount * reservation.sizes[bundle]
         return nodes
 
-    # -------------------------------------------------------------------- nodes without places
+    # -------------------------------------------------------------------- avoided and excluded nodes
 
     def avoid(self, node_ids: Iterable[str]) -> None:
-        """Avoid these nodes for a while in new placements, as long as the others have enough room."""
+        """Avoid these nodes in new placements for AVOID_S, if the others have enough room."""
         for node_id in node_ids:
             self.avoided[node_id] = time.monotonic()
 
@@ -374,14 +375,15 @@ class RayPlaces:
         return self.excluded | {node for node, since in self.avoided.items() if now < since + AVOID_S}
 
     def _long_avoided(self, nodes: Set[str]) -> set[str]:
-        """Return the nodes avoided for longer than Ray needs to detect a dead node."""
+        """Return the nodes that have been avoided for longer than Ray takes to detect a dead node."""
         now = time.monotonic()
         return {node for node in nodes - self.excluded if now > self.avoided[node] + MISSED_S}
 
     def _avoided_for(self, least: int, state: ClusterState) -> set[str]:
-        """Return the nodes to keep free of workers, given that the others have room for `least` workers.
+        """Return the nodes on which no worker may be placed: excluded and avoided nodes.
 
-        Otherwise only excluded nodes are returned: a worker may have received a signal not meant for its node.
+        If the other nodes have no room for `least` workers, return only excluded nodes: a node may be avoided wrongly,
+        because a worker has received a signal that was not meant for its node.
         """
         avoided = self.avoided_now() & set(state.total)
         others = {node: resources for node, resources in state.total.items() if node not in avoided}

@@ -1,42 +1,41 @@
-"""Runs attempts of a stage on a worker group until one succeeds, or until another attempt would not help.
+"""Run attempts of a stage on a worker group until one succeeds, or until another attempt would not help.
 
     supervise(train, make_task, context, worlds=(4, 2, 1), stall_s=600.0)
     → {"step": 40, "samples_seen": 640, …}: the value of `train(task)` in rank 0 of the attempt that succeeded
 
-One attempt, in order (`supervise`):
-0. Reserve a place for every worker: wait until the cluster has room, or until this process is asked to end. If the
-   stage allows several numbers of workers, this step chooses one.
-1. Claim the next attempt number of the run: from now on no older attempt can commit a checkpoint.
-2. Get the task from the stage: the document that all workers receive.
-3. Make the attempt's folder, `<stage>/attempts/attempt-000001`, for the files of the workers.
-4. Run the worker group. About every 0.5 s, in order (`Attempt.look`): report the status; end the attempt if a worker is
-   stuck; log the name of a slow worker; ask the workers to commit and end if there is room for more workers, if a node
-   is about to leave, or if this process is asked to end.
-5. The worker function returns a value: done.
+Steps of an attempt (`supervise`):
+0. Reserve a place for every worker: wait until the cluster has room or a stop is requested. If the stage allows several
+   numbers of workers, choose one.
+1. Claim the next attempt number of the run. From now on, no older attempt can commit a checkpoint.
+2. Get the task from the stage: the document sent to all workers.
+3. Create the attempt's folder, `<stage>/attempts/attempt-000001`, for the workers' files.
+4. Run the worker group. About every 0.5 s (`Attempt.look`): report the status; end the attempt if a worker is stuck;
+   log slow workers; request a commit and exit of the workers if there is room for more workers, if a node is about to
+   leave, or if a stop is requested.
+5. The worker function has returned a value: done.
 
-If the worker group has ended otherwise, in order:
-6. Another command owns the run by now, because this process was frozen: RunOwned.
-7. A failure is recorded as an incident, unless a worker committed and stopped (exit code 75).
-8. If a node is about to leave, or if there is room for more workers (elastic.py), the workers have committed and
-   stopped as if this process were asked to end. The next attempt starts at once, on other nodes or on more. This is a
-   move (`move`), not a restart.
-9. This process is asked to end, and there was nothing to commit: Preempted.
+If the worker group has ended in any other way:
+6. If another command has taken over the run, because this process was suspended: RunOwned.
+7. Record a failure as an incident, unless a worker has committed and stopped (exit code 75).
+8. If the workers have committed and stopped because a node is about to leave or there is room for more workers
+   (elastic.py), start the next attempt at once on other or more nodes (`move`). This does not count as a restart.
+9. If a stop is requested and there was nothing to commit: Preempted.
 10. Otherwise the attempt has failed, and the first case that applies decides (`recover`):
-    a. A worker requested exit code 75, because it committed and stopped: Preempted.
+    a. A worker requested exit code 75, because it has committed and stopped: Preempted.
     b. A worker requested exit code 73, because another command seemed to own the run: RunOwned if one does; otherwise
-       the next attempt starts at once.
-    c. Workers refused to start because some nodes differ from the others: those nodes are excluded from this and all
-       later attempts, and the next attempt starts at once. StageFailed if the other nodes have too little room. Not if
-       this process is asked to end.
-    d. The attempt had more workers than the last one that committed, and made no checkpoint: the next attempt starts at
-       once with the workers and nodes of that one, because a new node may be broken. Not if this process is asked to
-       end.
-    e. A worker requested another exit code: StageFailed with that code, because a restart does not help.
-    f. There was no new checkpoint, and the exception is the same as in the previous attempt, or more than
+       start the next attempt at once.
+    c. Workers refused to start, because some nodes differ from the majority: exclude those nodes from this and all
+       later attempts, and start the next attempt at once. StageFailed if the other nodes have too little room. This
+       does not apply if a stop is requested.
+    d. The attempt had more workers than the last one that committed, and did not commit: start the next attempt at
+       once with the workers and nodes of that one, because a new node may be broken. This does not apply if a stop is
+       requested.
+    e. A worker requested another exit code: StageFailed with that code, because a restart would not help.
+    f. There is no new checkpoint, and either the exception is the same as in the previous attempt or more than
        `max_restarts` attempts have failed in a row: StageFailed.
-    g. This process is asked to end: Preempted.
-    h. Otherwise wait, then start the next attempt from the newest checkpoint. There is no wait after a new checkpoint;
-       without one the wait is `backoff_s`, doubled with every attempt.
+    g. A stop is requested: Preempted.
+    h. Otherwise, start the next attempt from the newest checkpoint: at once if that checkpoint is new, else after
+       `backoff_s`, doubled with each failed attempt.
 """
 
 import builtins
@@ -63,10 +62,10 @@ from pipeline.monitoring.watchdog import PhaseReport, Watch
 
 RESUME_HINT = "run the same command again to resume"
 
-# Parts of the messages for exhausted memory: the kernel's or Ray's OOM killer, CUDA, Python, torch on a CPU, C++.
+# Parts of messages about exhausted memory: from the kernel's or Ray's OOM killer, CUDA, Python, torch on CPUs, C++.
 OUT_OF_MEMORY = ("out-of-memory", "OutOfMemoryError", "MemoryError", "can't allocate memory", "bad_alloc")
-LESS_MEMORY = "; lower micro_batch or data.processes, or raise checkpoint_blocks"
-STOP_POLL_S = 0.2  # how often a wait checks whether this process is asked to end
+LESS_MEMORY = "; to use less memory, decrease micro_batch or data.processes, or increase checkpoint_blocks"
+STOP_POLL_S = 0.2  # interval at which a wait checks for a requested stop
 
 Accompany = Callable[[Task, Path, ClusterConfig], AbstractContextManager[object]]
 
@@ -84,11 +83,11 @@ def supervise(
 ) -> dict[str, Any]:
     """Run attempts of a stage until one succeeds; return rank 0's value.
 
-    `make_task(attempt)` returns the task that the workers of an attempt receive. `worlds` are the allowed numbers of
-    workers, largest first. An attempt fails if a worker holds up all others for `stall_s` seconds. If this process is
-    asked to end, workers that cannot commit are ended at once. `carried_files` names the files in the stage's folder
-    that one attempt passes to the next. `accompany(task, attempt_folder, cluster)` returns the context manager of a
-    service that runs during each attempt.
+    `make_task(attempt)` returns the task for the workers of an attempt. `worlds` are the allowed numbers of workers,
+    largest first. An attempt fails if one worker blocks all others for `stall_s` seconds. With `can_commit=False`, a
+    requested stop ends the workers at once. `carried_files` names the files in the stage's folder that one attempt
+    passes to the next. `accompany(task, attempt_folder, cluster)` returns the context manager of a service that runs
+    during each attempt.
 
     Raises Preempted if the stage was stopped, StageFailed if it cannot continue.
     """
@@ -96,7 +95,7 @@ def supervise(
     storage = context.campaign.storage
     history = History(Sizes(worlds))
     while True:
-        # 0. Before the claim: an attempt that never had a place leaves no trace.
+        # 0. Reserve before the claim, so that an attempt without places leaves no trace.
         sizes = history.sizes
         world = nodes.reserve(storage.address(), sizes.open_worlds(), context.log, partial(end_if_requested, context))
         sizes.begins(world)
@@ -112,7 +111,7 @@ def supervise(
         folder = context.attempt_folder(number)
         folder.mkdir(parents=True)
 
-        # 4 and 5. Each attempt has a new watchdog, which starts to count at the first report of these workers.
+        # 4 and 5. Each attempt has a new watchdog, which starts timing at the first report of its workers.
         watch = Watch(world, stall_s, cluster.start_timeout_s)
         group = WorkerGroup(nodes, cluster, folder, is_shared=storage.is_shared, carried_files=carried_files)
         attempt = Attempt(context, number, group, watch, growth, can_commit)
@@ -127,16 +126,16 @@ def supervise(
         except (WorkerGroupError, Preempted) as error:
             # 6.
             context.poll(number, 0)
-            # 7. Before the store is read: it may be gone, and its error would replace this one.
+            # 7. Record before reading the store, which may be unreachable and raise another error.
             if isinstance(error, WorkerGroupError) and error.exit_code != ExitCode.PREEMPTED:
                 write_incident(context, number, error, group.places())
-            # If no attempt follows and a worker has reported its end, progress makes no difference: the error is raised
-            # below. Reading a lost store takes a minute.
+            # If a stop is requested and a worker has requested an exit code, the error is raised below in any case. Do
+            # not check for progress then, because reading an unreachable store takes a minute.
             is_end_of_stage = context.stop_requested() and error.exit_code is not None
             made_progress = not is_end_of_stage and last_step(context) > step_before
             if made_progress:
                 sizes.has_committed(world, {link.agent.node_id for link in group.links})
-            # 8. Only if this process is not asked to end as well.
+            # 8. Not if a stop is requested too.
             was_asked = growth.target is not None or bool(group.drain_events)
             if error.exit_code == ExitCode.PREEMPTED and was_asked and not context.stop_requested():
                 move(attempt, nodes, sizes)
@@ -147,7 +146,9 @@ def supervise(
             failure = error
         finally:
             growth.has_ended.set()
-            # Workers may have logged something after the last poll.
+            for remark in group.remarks:
+                context.log(remark)
+            # Workers may have written log lines after the last poll.
             context.poll(number, 0)
         # 10.
         recover(context, nodes, history, failure, world, made_progress=made_progress)
@@ -155,7 +156,7 @@ def supervise(
 
 @dataclass
 class History:
-    """What the supervisor remembers between the attempts of a stage."""
+    """The supervisor's state that persists between attempts of a stage."""
 
     sizes: Sizes
     failures: int = 0  # failed attempts in a row without a new checkpoint
@@ -164,7 +165,7 @@ class History:
 
 @dataclass(frozen=True)
 class Attempt:
-    """A running attempt, as the driver sees it."""
+    """The driver's view of a running attempt."""
 
     context: Context
     number: int
@@ -174,48 +175,41 @@ class Attempt:
     can_commit: bool
 
     def look(self) -> None:
-        """Check the workers once, as they were last reported, about every 0.5 s.
+        """Check the last reported state of the workers; called about every 0.5 s.
 
-        Raises WorkerGroupError if a worker is stuck, Preempted if this process is asked to end and there is nothing to
-        commit.
+        Raises WorkerGroupError if a worker is stuck, Preempted if a stop is requested and there is nothing to commit.
         """
         context = self.context
         group = self.group
-        # This comes first: if the driver was frozen, another command may own the run, and its files must not change.
+        # Poll first: if the driver was suspended, another command may own the run, and its files must not be changed.
         step = min((place.step for place in group.places().values()), default=0)
         context.poll(self.number, step)
-        # The agents read the files of the workers; no worker has to answer, so a frozen one cannot block this. A worker
-        # that has ended enters no new phase: the rest of the time is cleanup and not a stall.
+        # The agents read files that the workers write, so a suspended worker cannot block this. After all workers have
+        # ended, they enter no new phases: the remaining time is cleanup and not a stall.
         if not group.have_all_ended():
             stuck = self.watch.find_stall(group.places(), group.is_frozen)
-            if stuck is not None:
+            # If an agent stays silent, the worker group ends the attempt soon, and names the agent.
+            if stuck is not None and not group.has_silent_agent():
                 raise group.evidence().silent_failure(stuck.rank, stuck.cause)
-            # A slow worker does not end the attempt: the run continues at its pace, and the user learns which it is.
+            # A slow worker does not end the attempt; only log which worker it is.
             slow = self.watch.slow()
             if slow is not None:
-                rank, share = slow
-                context.log(
-                    f"worker {rank} on {group.node_names[rank]} is slow: "
-                    f"in {share:.0%} of the checks, all other workers were waiting for it"
-                )
+                context.log(f"worker {slow.rank} on {group.node_names[slow.rank]} is slow: {slow.cause}")
         if self.growth.target is None and self.growth.is_due():
             room = f"room for {self.growth.target} workers, currently {self.watch.world}"
             context.log(f"{room}: committing this step, then continuing with more workers")
 
-        # Repeatedly, because the attempt may have just begun.
+        # Repeat the request at each check, because workers may not have started yet.
         if group.drain_events or self.growth.target is not None or context.stop_requested():
-            # Workers have nothing to commit before their start, and placing them may take minutes.
+            # Before the workers have started there is nothing to commit, and starting them may take minutes.
             if not group.request_stop():
                 end_if_requested(context)
             if not self.can_commit:
-                raise Preempted(
-                    f"stopped in {context.stage.name}; "
-                    "run the same command again to start this stage from its beginning"
-                )
+                raise Preempted(f"stopped in {context.stage.name}; run the same command again to restart this stage")
 
 
 def end_if_requested(context: Context) -> None:
-    """Raise Preempted if this process is asked to end and no worker has started yet."""
+    """Raise Preempted if a stop is requested; called before any worker has started."""
     if context.stop_requested():
         raise Preempted(f"stopped before the workers started, at {restart_point(context)}; {RESUME_HINT}")
 
@@ -227,7 +221,7 @@ def last_step(context: Context) -> int:
 
 
 def restart_point(context: Context) -> str:
-    """Describe where the next attempt starts: "step 40", or at the beginning."""
+    """Describe where the next attempt starts: "step 40", or the beginning."""
     step = last_step(context)
     return f"step {step}" if step >= 0 else "the beginning (no checkpoint yet)"
 
@@ -238,8 +232,8 @@ def restart_point(context: Context) -> str:
 def write_incident(
     context: Context, attempt: int, failure: WorkerGroupError, places: Mapping[int, PhaseReport]
 ) -> None:
-    """Append a failure to incidents.txt: time, attempt, worker, its phase (one of `places`), and cause."""
-    # Stored in the failure, because the log and the stage's error show them too.
+    """Append a failure to incidents.txt: time, attempt, worker, the worker's phase (from `places`), and cause."""
+    # Store phase and advice in the failure, because the log and the stage's error show them too.
     if failure.rank is not None and failure.rank in places:
         failure.place = str(places[failure.rank])
     if any(word in failure.cause for word in OUT_OF_MEMORY):
@@ -250,36 +244,41 @@ def write_incident(
         with open(context.directory / "incidents.txt", "a") as file:
             file.write(f"{clock} attempt {attempt}: {failure}\n{failure.traceback}\n")
     except OSError as refused:
-        # A full disk may be the incident itself: log it, and let the supervisor continue.
+        # A full disk may be the incident itself: log the incident, and let the supervisor continue.
         context.log(f"could not write incidents.txt ({refused}): {failure}")
 
 
 def move(attempt: Attempt, nodes: Nodes, sizes: Sizes) -> None:
-    """Log why the next attempt moves: which nodes are leaving, or how many workers it grows to.
+    """Prepare and log a move of the next attempt: away from leaving nodes, or to more workers.
 
-    Raises Preempted if the driver's own node is leaving, because the next attempt needs a driver elsewhere.
+    Raises Preempted if the driver's node is leaving, because the next attempt needs a driver on another node.
     """
     context = attempt.context
     target = attempt.growth.target
     drain_events = attempt.group.drain_events
     if target is not None and not drain_events:
         sizes.grows(target)
-        context.log(f"growing from {attempt.watch.world} to {target} workers, resuming from {restart_point(context)}")
+        context.log(
+            f"scaling up from {attempt.watch.world} to {target} workers, resuming from {restart_point(context)}"
+        )
         return
     leaving = {}
     for event in drain_events.values():
         leaving[event.node_id] = f"{event.node} ({event.why})"
     text = f"leaving the cluster: {', '.join(leaving.values())}"
     if None in drain_events:
-        raise Preempted(f"{text}; this command runs on that node; stopped at {restart_point(context)}; {RESUME_HINT}")
+        raise Preempted(
+            f"{text}; stopped at {restart_point(context)}, because this command runs on that node; {RESUME_HINT}"
+        )
     nodes.avoid(list(leaving))
     context.log(f"{text}; moving the workers to other nodes, resuming from {restart_point(context)}")
 
 
 def exclude_unlike_nodes(context: Context, nodes: Nodes, failure: WorkerGroupError, least: int) -> None:
-    """Exclude and report the nodes that differ from the majority of all nodes, with or without workers.
+    """Exclude and log the nodes whose code or packages differ from the majority of all nodes.
 
-    Raises StageFailed if no node differs, if there is no majority, or if the other nodes have too little room.
+    Nodes without workers count too. Raises StageFailed if no node differs, if there is no majority, or if the other
+    nodes have too little room.
     """
     identities = nodes.identities()
     code = code_version()
@@ -303,7 +302,7 @@ def exclude_unlike_nodes(context: Context, nodes: Nodes, failure: WorkerGroupErr
     names = ", ".join(identities[node_id]["node"] for node_id in odd)
     room = nodes.exclude(odd.keys(), least)
     if room < least:
-        message += f"\n  without {names} the cluster has room for {room} of {least} workers"
+        message += f"\n  without {names}, the cluster has room for only {room} of {least} workers"
         raise StageFailed(message, ExitCode.UNAVAILABLE, failure.kind)
     why = "; ".join(dict.fromkeys(odd.values()))
     context.log(f"excluded from this campaign: {names} ({why}); restarting from {restart_point(context)}")
@@ -312,62 +311,62 @@ def exclude_unlike_nodes(context: Context, nodes: Nodes, failure: WorkerGroupErr
 def recover(
     context: Context, nodes: Nodes, history: History, failure: WorkerGroupError, world: int, *, made_progress: bool
 ) -> None:
-    """Decide what follows a failed attempt of `world` workers; return when the next attempt may start.
+    """Handle a failed attempt of `world` workers (step 10 of the module's docstring).
 
-    Follows cases a to h of the module's docstring. Raises Preempted (also if this process is asked to end during a
-    wait), RunOwned and StageFailed.
+    Returns when the next attempt may start. Raises Preempted (also if a stop is requested during the wait), RunOwned
+    and StageFailed.
     """
-    # a. The message of the worker's exception, without the exception's name.
+    # a. The cause is "Exception: message"; report only the message.
     message = failure.cause.partition(": ")[2]
     if failure.exit_code == ExitCode.PREEMPTED:
         raise Preempted(message)
-    # b. A driver that lost the run may have claimed an attempt number as its last act; this one then still owns it.
+    # b. This command may still own the run: a driver that lost it may have claimed a last attempt number.
     if failure.exit_code == ExitCode.OWNED:
         context.check_owned()
         context.log(f"{failure}; restarting from {restart_point(context)}")
         return
-    # c. Before d, which would not exclude the differing nodes.
+    # c. This comes before d, which would not exclude the differing nodes.
     if failure.kind == MismatchedNodes.__name__ and not context.stop_requested():
         exclude_unlike_nodes(context, nodes, failure, min(history.sizes.worlds))
         return
-    # d. Back to the workers and nodes of the last attempt that committed.
+    # d. Fall back to the workers and nodes of the last attempt that committed.
     if not made_progress:
         proven = history.sizes.fall_back(world)
         if proven is not None and not context.stop_requested():
             nodes.stay_on(proven.nodes)
-            text = f"no commit with {world} workers: falling back to {proven.world} workers on their previous nodes"
-            context.log(f"{failure}; {text}, resuming from {restart_point(context)}")
+            text = f"no commit with {world} workers, so falling back to {proven.world} workers on the previous nodes"
+            context.log(f"{failure}; {text} and resuming from {restart_point(context)}")
             return
     # e.
     if failure.exit_code is not None:
         raise StageFailed(f"{context.stage.name}: {message}", failure.exit_code, failure.kind)
 
-    # f. A new checkpoint is progress, however short the attempt was: such a stage may be restarted any number of times.
-    # One restart is enough to know that an exception repeats; a death, which has no kind, may have been chance.
+    # f. A new checkpoint is progress even if the attempt was short, so the number of such restarts is not limited. An
+    # exception that repeats after one restart ends the stage; a death, which has no kind, may have been chance.
     history.failures = 0 if made_progress else history.failures + 1
     is_same_again = failure.kind != "" and failure.cause == history.last_cause and history.failures > 0
     history.last_cause = failure.cause
     start = restart_point(context)
     if is_same_again or history.failures > context.campaign.cluster.max_restarts:
-        # An error of the disk has a separate exit code: the user should check the storage, not the training.
-        exception = getattr(builtins, failure.kind, None)  # built-in: "PermissionError" and others
+        # I/O errors have a separate exit code, so that the user checks the storage and not the training.
+        exception = getattr(builtins, failure.kind, None)  # built-in exceptions such as PermissionError
         is_os_error = isinstance(exception, type) and issubclass(exception, OSError)
         raise StageFailed(
             f"{context.stage.name}: {failure}\n"
-            f"  {history.failures} attempts in a row made no new checkpoint; the next one would start from {start}\n"
+            f"  {history.failures} attempts in a row ended without a new checkpoint; the next would start from {start}\n"
             f"  for the traceback, see {context.directory / 'incidents.txt'}",
             ExitCode.IO if is_os_error else ExitCode.INTERNAL,
         )
     # g.
     if context.stop_requested():
         raise Preempted(f"{failure}; stopped at {start}; {RESUME_HINT}")
-    # h. Restart at once after a new checkpoint; otherwise wait, because a disk or node may need time to recover.
+    # h. After a new checkpoint, restart at once; otherwise wait, because a disk or node may need time to recover.
     wait_s = 0.0
     if history.failures:
         wait_s = context.campaign.cluster.backoff_s * 2 ** (history.failures - 1)
     remark = f" in {wait_s:.0f} s" if wait_s else ""
     context.log(f"{failure}; restarting from {start}{remark}")
-    # Sleep in short intervals, so that a signal is noticed during the wait.
+    # Sleep in short intervals, to notice a stop during the wait.
     deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline:
         if context.stop_requested():

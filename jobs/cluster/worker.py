@@ -1,17 +1,17 @@
 """A worker: a forked process with a rank, which runs one function in an attempt of a stage.
 
-1. The fork server (fork_server.py) forks. The new process leads a separate process group, and dies with its agent.
+1. The fork server (fork_server.py) forks. The new process leads a separate process group and dies with its agent.
 2. It sets its environment, working directory and umask, and redirects its output to `rank-00003.log`.
-3. It writes a record into the attempt's folder when it starts, and again when its function returns or raises:
+3. It writes a record to the attempt's folder when it starts, and again when its function returns or raises:
 
        {"rank": 3, "node": "n1", "pid": 4711, "started": 1763800000.0}
        … and "ended": 1763800100.0, "value": {"step": 40}
        … or "ended": 1763800100.0, "exit_code": 65, "kind": "DataError", "error": "…", "traceback": "…"
 
-   These records are for people. The agent reads a copy in the node's folder, which no other node shares. There the
+   These records are for people. The agent reads a copy in the node's folder, which is local to the node. There, the
    worker also reports its phase (pipeline/monitoring/watchdog.py).
-4. Then it waits until the agent kills it. Until then rank 0 keeps serving the store through which the workers find each
-   other, and if a worker has raised, its peers do not raise as well because of closed connections.
+4. It waits until the agent kills it. Until then, rank 0 serves the store through which the workers find each other, and
+   the connections of a failed worker stay open, so that its peers do not fail too.
 """
 
 import faulthandler
@@ -38,13 +38,13 @@ from data.errors import ClusterError
 from data.files import SAME_STORAGE, error_text, look_for, write_with_reserve
 from pipeline.monitoring.watchdog import NODE_FOLDER
 
-Task = dict[str, Any]  # JSON; what the workers of an attempt receive
+Task = dict[str, Any]  # JSON document sent to the workers of an attempt
 WorkerFunction = Callable[[Task], object]  # importable by its module's name; returns JSON
 
 LOOPBACK = "127.0.0.1"
-LONGEST_TRACEBACK = 10_000  # characters, from the end
-RECORD_RESERVE_BYTES = 16_384  # space in a worker's record for its error and traceback
-# Slurm and a terminal's Ctrl-C send these signals to all processes of a job.
+LONGEST_TRACEBACK = 10_000  # characters, counted from the end
+RECORD_RESERVE_BYTES = 16_384  # space reserved in a worker's record for its error and traceback
+# Slurm, and Ctrl-C in a terminal, send these signals to all processes of a job.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -59,7 +59,7 @@ class WorkerRecord(TypedDict):
     started: float
     ended: NotRequired[float]
     value: NotRequired[object]  # if the worker's function returned
-    exit_code: NotRequired[int | None]  # this and the next three: if the worker raised
+    exit_code: NotRequired[int | None]  # this and the next three fields: if the worker raised
     kind: NotRequired[str]
     error: NotRequired[str]
     traceback: NotRequired[str]
@@ -74,11 +74,11 @@ class RankInfo:
     local_rank: int
     local_world: int
     node_rank: int
-    address: str  # at which the other workers reach this worker's node
+    address: str  # address of this worker's node for the other workers
     threads: int
     gpus: int
     node_id: str = ""  # Ray's node id, because node names may repeat; "" without Ray
-    visible_gpus: str = ""  # CUDA_VISIBLE_DEVICES, if Ray has assigned GPUs of the node
+    visible_gpus: str = ""  # CUDA_VISIBLE_DEVICES, if Ray has assigned GPUs
 
     def environment(self) -> dict[str, str]:
         """Return the variables that torch.distributed and DeepSpeed read, except for MASTER_ADDR and MASTER_PORT."""
@@ -90,7 +90,7 @@ class RankInfo:
             "NODE_RANK": str(self.node_rank),
             "OMP_NUM_THREADS": str(self.threads),
         }
-        # Hide the GPUs here, because Ray is configured not to (RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO).
+        # Hide the GPUs, because Ray is configured not to hide them (RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO).
         if not self.gpus:
             variables["CUDA_VISIBLE_DEVICES"] = ""
             variables["DS_ACCELERATOR"] = "cpu"
@@ -102,10 +102,10 @@ class RankInfo:
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """All that a forked worker needs in order to start."""
+    """Everything that a forked worker needs to start."""
 
     info: RankInfo
-    payload: bytes  # pickled (function, task), so that neither agent nor fork server imports the function
+    payload: bytes  # pickled (function, task), so that agent and fork server need not import the function
     folder: Path  # the attempt's folder
     node_folder: Path  # the attempt's folder on this node only
     environment: dict[str, str]
@@ -119,7 +119,7 @@ def worker_file(folder: Path, rank: int, suffix: str) -> Path:
     return folder / f"rank-{rank:05d}{suffix}"
 
 
-_stores: list[Any] = []  # of rank 0: its store, kept as long as the process exists
+_stores: list[Any] = []  # rank 0's store, referenced here to keep it alive
 
 
 def run_worker(spec: WorkerSpec, server: socket.socket | None, lifeline: int, news: int) -> None:
@@ -128,7 +128,7 @@ def run_worker(spec: WorkerSpec, server: socket.socket | None, lifeline: int, ne
     In rank 0, `server` is the socket of the store through which the workers find each other. `lifeline` becomes
     readable when the agent is gone. A byte written to `news` makes the agent read the node's folder.
     """
-    # The data loaders of this worker belong to its process group, and are killed with it.
+    # Start a new process group, which includes this worker's data loaders and is killed as a whole.
     os.setsid()
     info = spec.info
     os.environ.clear()
@@ -136,9 +136,8 @@ def run_worker(spec: WorkerSpec, server: socket.socket | None, lifeline: int, ne
     os.chdir(spec.directory)
     os.umask(spec.umask)
 
-    # Signals to all processes of a machine are ignored, but SIGTERM is reported to the agent at once. A
-    # Python handler would have to wait until a collective returns; the file descriptor of `set_wakeup_fd` is written
-    # by the signal itself.
+    # Ignore signals sent to all processes of a machine, but report SIGTERM to the agent at once. A Python handler would
+    # run only after a collective returns; the file descriptor of `set_wakeup_fd` is written by the signal itself.
     for number in STOP_SIGNALS:
         signal.signal(number, outlive)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -164,8 +163,8 @@ def run_worker(spec: WorkerSpec, server: socket.socket | None, lifeline: int, ne
         if info.rank == 0:
             from torch.distributed import TCPStore
 
-            # torch's rank 0 would serve the store on all interfaces; this one uses the fork server's socket, which is
-            # bound to one address.
+            # By default, torch's rank 0 serves the store on all interfaces. Use the fork server's socket instead, which
+            # is bound to one address.
             assert server is not None
             address, port = server.getsockname()[:2]
             handle = server.detach()
@@ -173,7 +172,7 @@ def run_worker(spec: WorkerSpec, server: socket.socket | None, lifeline: int, ne
         function, task = pickle.loads(spec.payload)
         value = function(task)
         end: WorkerRecord = {**record, "ended": time.time(), "value": value}
-        # A value that is not JSON raises here, so that it counts as this worker's error.
+        # If the value is not JSON, this raises, so that it is reported as this worker's error.
         json.dumps(end)
     except BaseException as error:
         trace = traceback.format_exc()
@@ -183,13 +182,13 @@ def run_worker(spec: WorkerSpec, server: socket.socket | None, lifeline: int, ne
         end = {
             **record,
             "ended": time.time(),
-            # sys.exit("some text") counts as an ordinary failure.
+            # sys.exit("some text") is reported like a failure without an exit code.
             "exit_code": exit_code if isinstance(exit_code, int) else None,
             "kind": type(error).__name__,
             "error": error_text(error) if isinstance(error, OSError) else str(error),
             "traceback": trace[-LONGEST_TRACEBACK:],
         }
-    # The record comes first: on a full disk, writing to the log raises.
+    # Write the record first: if the disk is full, writing to the log raises.
     _write_record(spec, end)
     os.write(news, b".")
     with suppress(OSError, ValueError):  # ValueError: the function has closed the stream
@@ -203,36 +202,39 @@ def run_worker(spec: WorkerSpec, server: socket.socket | None, lifeline: int, ne
 
 
 def _prepare(spec: WorkerSpec) -> None:
-    """Redirect output to the worker's log, and configure torch and gloo. Raises ClusterError without a folder."""
+    """Redirect output to the worker's log, and configure torch and gloo.
+
+    Raises ClusterError if the attempt's folder does not appear on this node.
+    """
     info = spec.info
     folder = spec.folder
     if spec.is_shared:
-        # With retries, because a network file system may show the driver's new folder late.
+        # Retry, because a network file system may show the driver's new folder late.
         unseen, waited_s = look_for(folder.parent, {folder.name: None})
         if unseen:
             raise ClusterError(
-                f"{folder}, created by the driver, did not appear on {socket.gethostname()} within {waited_s:.0f} s\n"
+                f"the driver's folder {folder} did not appear on {socket.gethostname()} within {waited_s:.0f} s\n"
                 f"  {SAME_STORAGE}"
             )
-    # C libraries bypass sys.stdout, so the file descriptors are redirected.
+    # Redirect the file descriptors, because C libraries bypass sys.stdout.
     log = os.open(worker_file(folder, info.rank, ".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     for stream in (1, 2):
         os.dup2(log, stream)
     # A crash in C code raises no exception; only Python's fault handler reports it.
     faulthandler.enable(2)
-    # If the host name does not resolve, gloo would use the loopback interface: name the right one.
+    # If the host name does not resolve, gloo uses the loopback interface, so select the right one.
     for interface, interface_addresses in psutil.net_if_addrs().items():
         if any(entry.address == info.address for entry in interface_addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    # A forked worker has already imported torch, which then ignores OMP_NUM_THREADS.
+    # A forked worker ignores OMP_NUM_THREADS, because torch was imported before the fork.
     import torch
 
     torch.set_num_threads(info.threads)
 
 
 def _write_record(spec: WorkerSpec, record: WorkerRecord) -> None:
-    """Write a worker's record to the node's folder, for the agent, and to the attempt's folder, for people."""
-    # Space is reserved at the start: the end must be recorded even if a full disk is its cause.
+    """Write a worker's record to the node's folder (for the agent) and to the attempt's folder (for people)."""
+    # The first record reserves space, so that the final one can be written even if the disk is full.
     text = json.dumps(record)
     rank = spec.info.rank
     write_with_reserve(worker_file(spec.node_folder, rank, ".json"), text, RECORD_RESERVE_BYTES)
@@ -241,17 +243,17 @@ def _write_record(spec: WorkerSpec, record: WorkerRecord) -> None:
 
 
 def _listen(lifeline: int, signals: int, sigterm_file: Path, news: int) -> None:
-    """Report a SIGTERM to the agent, and kill this worker with its data loaders when the agent is gone."""
-    # No signal informs the child of a fork server of the agent's end.
+    """Report SIGTERM to the agent; kill this worker and its data loaders when the agent is gone."""
+    # The agent is not this process's parent, so no signal reports its end; the lifeline does.
     while lifeline not in wait([lifeline, signals]):
         if signal.SIGTERM in os.read(signals, 4096):
-            # If the node's memory is full, only this report is lost.
+            # If the in-memory folder is full, only this report is lost.
             with suppress(OSError):
                 sigterm_file.touch()
                 os.write(news, b".")
-    # 0 is the process group of this worker and its data loaders.
+    # 0 selects this worker's process group, which includes its data loaders.
     os.killpg(0, signal.SIGKILL)
 
 
 def outlive(number: int, frame: FrameType | None) -> None:
-    """Handle a signal by doing nothing. Unlike SIG_IGN, this is not inherited by child programs."""
+    """Signal handler that does nothing. Unlike SIG_IGN, it is not inherited by child programs."""

@@ -1,13 +1,13 @@
-"""Runs one attempt of a stage on N workers: starts them through their nodes' agents, polls, and reports the outcome.
+"""Run one attempt of a stage on N workers: start them through their nodes' agents, poll them, return the outcome.
 
-1. The driver makes the attempt's folder and sends every agent the ranks of its node. All workers get the same function
-   and the same task.
-2. The driver polls all agents with the same deadline, about once a second; an agent with news answers at once. The
-   driver updates the state of every worker and calls `on_tick`, which may raise to end the attempt. An answer is the
-   agent's heartbeat: after MISSED_BEATS without one, the driver probes the node itself. If the node does not answer
-   either, it is lost.
-3. In any case, the agents kill the remaining workers: no worker is running when `run` returns.
-4. If all workers have returned, rank 0's value is the result. Otherwise failure.py finds the worker that failed first.
+1. The driver creates the attempt's folder and sends every agent the ranks of its node. All workers get the same
+   function and the same task.
+2. The driver polls all agents with the same deadline, about once a second; an agent with news responds at once. The
+   driver updates the state of every worker and calls `on_tick`, which may raise to end the attempt. Each reply is a
+   heartbeat: after MISSED_BEATS without one, the driver probes the node. A node that does not respond either is lost.
+   If only the agent is silent, the driver replaces it after AGENT_SILENT_S.
+3. At the end, the agents always kill the remaining workers: no worker is running when `run` returns.
+4. If all workers have returned, rank 0's value is the result. Otherwise, failure.py finds the worker that failed first.
 """
 
 import math
@@ -32,20 +32,25 @@ from jobs.cluster.worker import RankInfo, Task, WorkerFunction
 from jobs.cluster_config import ClusterConfig
 from pipeline.monitoring.watchdog import PhaseReport
 
-TICK_S = 0.5  # at most, between two calls of `on_tick`
-POLL_S = 1.0  # heartbeat period: how often an agent without news answers
-TOGETHER_S = 0.05  # agents with the same deadline answer within this time
-# Heartbeats that an agent may miss before its node is probed, counted from the unanswered poll. That poll may be 1 s
+TICK_S = 0.5  # maximum interval between calls of `on_tick`
+POLL_S = 1.0  # heartbeat period: how often an agent responds if nothing happens
+TOGETHER_S = 0.05  # agents with the same deadline respond within this time
+# Heartbeats that an agent may miss before its node is probed, counted from the pending poll. That poll may be 1 s
 # old when a network link fails, so the probe is 5 to 6.5 s after the failure (at the next tick): a link that recovers
 # within 5 s costs nothing. The probe takes 1 s (ANSWER_S, ASKED_TIMES in ray_places.py), so a loss is known after 6 to
 # 7.5 s.
 MISSED_BEATS = 6
-# The same after a worker has reported a lost peer: probe at once, because the cause is determined 1.5 s after that.
+# The same limit after a worker has reported a lost peer: probe earlier, because the cause is determined after 1.5 s.
 MISSED_BEATS_PEER = 1
-STATUS_POLL_S = 1.0  # between two queries for draining and spare nodes
-STOP_AGAIN_S = 5.0  # between two requests to commit and end
-END_S = 20.0  # for agents to end their workers
-DRAINED = "its node is drained"
+# An agent that has not responded for this long, although its node does, is suspended (SIGSTOP) or stuck: it is ended,
+# its node is avoided, and the attempt fails. A driver that was itself suspended counts at most MISSED_BEATS of that
+# time.
+AGENT_SILENT_S = 30.0
+SILENT_BEATS = 3  # heartbeats that an agent may miss before the last known phases of its workers are outdated
+STATUS_POLL_S = 1.0  # interval between queries for draining and spare nodes
+STOP_AGAIN_S = 5.0  # interval between requests to commit and exit
+END_S = 20.0  # maximum wait for agents to kill their workers
+DRAINED = "its node is being drained"
 
 
 @dataclass(frozen=True)
@@ -63,13 +68,16 @@ class AgentLink:
 
     agent: NodeAgent
     ranks: list[RankInfo]
-    answer: "Future[Any] | None" = None  # of the pending poll
+    answer: "Future[Any] | None" = None  # the pending poll
+    called: float = 0.0  # time of that poll
     asked: float = 0.0  # time of that poll, or of the last probe of the node
+    silent_s: float = 0.0  # how long the agent has not responded although its node did, up to the last probe
+    is_up: bool = False  # the agent has responded before; until then it may be starting
     news: int = 0
     acknowledged: dict[str, Mark] = field(default_factory=dict)  # changes written since the last poll
     has_own_folder: bool = False  # the node shares no storage with the driver
     error: BaseException | None = None  # raised by the last poll
-    loss: str = ""  # how the node was lost; "" if it was not
+    loss: str = ""  # how the node was lost; "" if it was not lost
 
 
 def do_nothing() -> None:
@@ -80,10 +88,10 @@ class WorkerGroup:
     """Runs a function once in every worker of an attempt.
 
     Workers find RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK, MASTER_ADDR and MASTER_PORT in their
-    environment, and initialise torch.distributed themselves. `folder` is the attempt's folder, which exists and is new.
-    If `is_shared`, all nodes share it. Otherwise each node has a separate folder under the same path, and the files of
-    the workers are copied to the driver's folders of the attempt and the stage (node_files.py). `carried_files` names
-    the files in the stage's folder that one attempt passes to the next.
+    environment and initialize torch.distributed themselves. `folder` is the attempt's new folder. If `is_shared`, all
+    nodes share it. Otherwise, each node has a separate folder under the same path, and the workers' files are copied to
+    the driver's folders of the attempt and the stage (node_files.py). `carried_files` names the files in the stage's
+    folder that one attempt passes to the next.
     """
 
     def __init__(
@@ -103,14 +111,15 @@ class WorkerGroup:
         self.carried_files = carried_files
         self.clock = clock  # in seconds, for heartbeats
         self.links: list[AgentLink] = []
-        self.states: dict[int, WorkerState] = {}  # by rank, as last reported
+        self.states: dict[int, WorkerState] = {}  # last reported states, by rank
         self.node_names: dict[int, str] = {}  # by rank
-        self.addresses: dict[int, str] = {}  # by rank, of the worker's node
-        # By the rank of a worker on the node; None for the driver's own node, which cannot move.
+        self.addresses: dict[int, str] = {}  # addresses of the workers' nodes, by rank
+        # Rank of a worker on the node → event; None stands for the driver's node, from which the driver cannot move.
         self.drain_events: dict[int | None, DrainEvent] = {}
+        self.remarks: list[str] = []  # about agents that were replaced without harm to the attempt; for the log
         self.stop_requested = -math.inf
         self.has_ended = threading.Event()
-        self.draining: set[str] = set()  # node ids; set by a thread, as is `spare`
+        self.draining: set[str] = set()  # ids of draining nodes; like `spare`, set by a thread
         self.spare: Set[str] = frozenset()
 
     # -------------------------------------------------------------------- for `on_tick`
@@ -124,25 +133,30 @@ class WorkerGroup:
         return len(self.states) == self.cluster.world and all(state.has_ended for state in self.states.values())
 
     def is_frozen(self, rank: int) -> bool:
-        """Return whether a worker is stopped by a signal such as SIGSTOP."""
+        """Return whether a worker is suspended by a signal such as SIGSTOP."""
         return rank in self.states and self.states[rank].is_stopped
 
+    def has_silent_agent(self) -> bool:
+        """Return whether an agent has stopped responding: the last known phases of its workers are outdated."""
+        now = self.clock()
+        return any(link.answer is not None and now >= link.called + SILENT_BEATS * POLL_S for link in self.links)
+
     def request_stop(self) -> bool:
-        """Ask the workers to commit and end; return whether any of them has started."""
+        """Request the workers to commit and exit; return whether any of them has started."""
         now = time.monotonic()
         has_started = any(state.record is not None for state in self.states.values())
-        # Repeated after a while: a broken connection may have lost the request.
+        # Repeat the request after a while, because a broken connection may have lost it.
         if not has_started or now > self.stop_requested + STOP_AGAIN_S:
             self.stop_requested = now
             asked = [link.agent.call("stop") for link in self.links if not link.loss]
-            # The last report may be a second old: a worker may have started and trained since.
+            # The last report may be a second old, so a worker may have started since then.
             if not has_started:
                 for answer in wait(asked, POLL_S).done:
                     has_started |= answer.exception() is None and answer.result()
         return has_started
 
     def evidence(self) -> Evidence:
-        """Return the workers' states, from which the cause of a failure is determined."""
+        """Return the workers' states, to determine the cause of a failure."""
         losses = {}
         for link in self.links:
             if link.loss:
@@ -155,12 +169,12 @@ class WorkerGroup:
     def run(self, function: WorkerFunction, task: Task, on_tick: Callable[[], None] = do_nothing) -> object:
         """Run `function(task)` in every worker and return rank 0's value.
 
-        About every 0.5 s `on_tick` runs, in the caller's thread; what it raises ends the worker group and comes out
-        here. Raises WorkerGroupError, naming the worker that failed first, with the exit code that it wanted if it did.
+        `on_tick` is called about every 0.5 s in the caller's thread; an exception that it raises ends the workers and
+        is raised here. Raises WorkerGroupError with the worker that failed first, and the exit code that it requested.
         """
         threading.Thread(target=self._watch_nodes, name="nodes", daemon=True).start()
         try:
-            # 1. Send every agent the workers that it has to start.
+            # 1. Send every agent a request to start its workers.
             deadline = time.monotonic() + self.cluster.start_timeout_s
             requests = self._start_requests(pickle.dumps((function, task)), deadline, on_tick)
             calls = []
@@ -170,11 +184,11 @@ class WorkerGroup:
                 link.has_own_folder = is_own
 
             # 2. Poll the workers until all have ended, or until the first failure is known.
-            decide_at = math.inf  # when the cause is determined, once there is a failure
+            decide_at = math.inf  # after a failure: when to determine its cause
             next_tick = 0.0
             while True:
                 self.poll(max(0.0, min(next_tick, decide_at) - time.monotonic()))
-                # A draining node: at the next tick the workers are asked to commit and end.
+                # Record draining nodes. At the next tick, the workers are requested to commit and exit.
                 for link in self.links:
                     agent = link.agent
                     if agent.node_id in self.draining:
@@ -183,7 +197,7 @@ class WorkerGroup:
                 own_node = self.nodes.own_node
                 if own_node in self.draining:
                     self.drain_events.setdefault(None, DrainEvent(os.uname().nodename, own_node, DRAINED))
-                # Before the tick, which ends the attempt if a worker is stuck: a death explains more.
+                # Look for deaths before the tick, which ends the attempt if a worker is stuck: a death explains more.
                 evidence = self.evidence()
                 now = time.monotonic()
                 if self.have_all_ended() or evidence.deaths() or now >= decide_at:
@@ -193,14 +207,14 @@ class WorkerGroup:
                 if now >= next_tick:
                     next_tick = now + TICK_S
                     on_tick()
-                    # Not while the agents of this attempt are still importing.
+                    # Wait until all workers have started, because the agents' imports use the CPU until then.
                     if len(self.states) == self.cluster.world and all(state.record for state in self.states.values()):
                         self.nodes.warm_up_spares(self.spare)
         finally:
-            # 3. In any case, end all workers; fetch their last files first.
+            # 3. Always kill all workers, but copy their last files first.
             self.has_ended.set()
             if any(link.has_own_folder for link in self.links if not link.loss):
-                # A pending poll may be older than the workers' last files, so every agent is polled once more.
+                # Poll twice: a pending poll may be older than the workers' last files.
                 for _ in range(2):
                     self.poll(POLL_S)
             with suppress(Exception):
@@ -236,10 +250,10 @@ class WorkerGroup:
                 infos.append(info)
                 self.node_names[info.rank] = agent.name
                 self.addresses[info.rank] = agent.address
-            self.links.append(AgentLink(agent, infos))
+            self.links.append(AgentLink(agent, infos, is_up=agent.is_up))
 
-        # Nodes without shared storage get the attempt's folder and the files carried from earlier attempts (None for a
-        # missing file).
+        # Nodes without shared storage get the folder names and carried files of earlier attempts (None for a missing
+        # file).
         token = ""
         carried: dict[str, bytes | None] = {}
         earlier = []
@@ -251,14 +265,14 @@ class WorkerGroup:
                 carried[name] = path.read_bytes() if path.exists() else None
             earlier = [path.name for path in self.folder.parent.iterdir() if path.is_dir()]
 
-        # Rank 0 serves the store through which the workers find each other; its agent chooses the port.
+        # Rank 0 serves the store through which the workers find each other. Its agent selects the port.
         first = self.links[0]
         (port,) = self._answers([(first, first.agent.call("listen"))], deadline, on_tick)
         variables = {
             **self.cluster.environment,
             "MASTER_ADDR": first.agent.address,
             "MASTER_PORT": str(port),
-            # As under torchrun: the store already exists. Otherwise rank 0 would open another one.
+            # Like torchrun, tell torch that the store already exists; otherwise rank 0 would open another one.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
         requests = []
@@ -269,15 +283,21 @@ class WorkerGroup:
     def _answers(
         self, calls: Sequence[tuple[AgentLink, "Future[Any]"]], deadline: float, on_tick: Callable[[], None]
     ) -> list[Any]:
-        """Return the agents' answers. Raises WorkerGroupError if an agent is lost or does not answer in time."""
+        """Return the agents' replies. Raises WorkerGroupError if an agent is lost or does not respond in time."""
         answers = []
         for link, _ in calls:
             link.asked = self.clock()
         for link, future in calls:
             cause = ""
+            sign_of_life = link.agent.call("ping")
             while not cause and not wait([future], POLL_S / 4).done:
                 on_tick()
-                # An agent may take long to start: probe its node to decide whether to wait.
+                if sign_of_life.done() and sign_of_life.exception() is None:
+                    link.is_up = True
+                    link.asked = self.clock()
+                    link.silent_s = 0.0
+                    sign_of_life = link.agent.call("ping")
+                # An agent may take long to start, so probe its node to decide whether to wait.
                 self.check_nodes([link], MISSED_BEATS)
                 cause = link.loss
                 if not cause and time.monotonic() > deadline:
@@ -285,33 +305,38 @@ class WorkerGroup:
                         f"its node's agent did not start within {self.cluster.start_timeout_s:.0f} s "
                         "(cluster.start_timeout_s)"
                     )
+                    self.nodes.give_up(link.agent)
             if not cause:
                 try:
                     answers.append(future.result())
+                    link.is_up = True
                     continue
                 except PatchlineError:
                     raise
                 except Exception as error:
                     (loss,) = self.nodes.losses_of([(link.agent, error)])
                     cause = loss or f"its node's agent failed: {error}"
+                    self.nodes.avoid([link.agent.node_id])
             raise WorkerGroupError(link.ranks[0].rank, link.agent.name, cause)
         return answers
 
     def poll(self, wait_s: float) -> None:
-        """Poll the agents without a pending poll, and process the answers that arrive within `wait_s` seconds."""
+        """Poll all agents that have no pending poll, and process the replies that arrive within `wait_s` seconds."""
         now = self.clock()
         for link in self.links:
             if link.answer is None and not link.loss:
-                # All with the same deadline, so that the workers' phases are of the same moment.
+                # Use the same deadline for all agents, so that they report the workers' phases at the same moment.
                 link.answer = link.agent.call("poll", link.news, POLL_S - now % POLL_S, link.acknowledged)
                 link.acknowledged = {}
+                link.called = now
                 link.asked = now
         answers = [link.answer for link in self.links if link.answer is not None]
         done, _ = wait(answers, wait_s, return_when=FIRST_COMPLETED)
         if done and len(answers) > 1:
             wait(answers, TOGETHER_S)
 
-        # Probe the nodes of silent agents. Unless a worker has lost a peer, one missed heartbeat may just be slowness.
+        # Probe the nodes of silent agents: after one missed heartbeat if a worker has lost a peer, else after several,
+        # because the agent may only be slow.
         limit = MISSED_BEATS
         if any(map(has_lost_a_peer, self.evidence().ends().values())):
             limit = MISSED_BEATS_PEER
@@ -331,10 +356,15 @@ class WorkerGroup:
                 continue
 
             link.news = report.news
+            link.is_up = True
+            link.silent_s = 0.0
+            if report.fault:
+                # Its workers have ended with the fork server, so the attempt fails; the next one avoids the node.
+                self.nodes.avoid([link.agent.node_id])
             for state in report.workers:
                 self.states[state.rank] = state
             for rank in report.sigterm_ranks:
-                # Without Ray, the same signal also reaches this process, and there is no other node to move to.
+                # Only with Ray: otherwise this process receives the signal too, and there is no other node to move to.
                 agent = link.agent
                 if agent.node_id:
                     event = DrainEvent(agent.name, agent.node_id, f"worker {rank} was sent SIGTERM")
@@ -342,16 +372,17 @@ class WorkerGroup:
             if report.changes:
                 link.acknowledged = apply_changes(self.folder.parents[1], report.changes)
                 if any(change.is_appended for change in report.changes):
-                    # At once, not with the next poll: if the driver is killed in between, it gets the lines again.
+                    # Acknowledge at once instead of with the next poll: if the driver is killed in between, the lines
+                    # are sent again.
                     link.agent.call("acknowledge", link.acknowledged)
                     link.acknowledged = {}
         if failed:
-            # A connection may have broken for a moment: the agent is polled again.
+            # The connection may have been interrupted only briefly: unless the node is lost, the agent is polled again.
             self.check_nodes(failed, 0)
             time.sleep(TOGETHER_S)
 
     def _end_workers(self) -> None:
-        """End all workers through their agents; wait until every reachable agent has answered, at most END_S."""
+        """Kill all workers through their agents; wait up to END_S for the replies of all reachable agents."""
         ending = []
         for link in self.links:
             if not link.loss:
@@ -361,25 +392,47 @@ class WorkerGroup:
         while ending and self.clock() < deadline:
             wait([answer for _, answer in ending], POLL_S)
             self.check_nodes([link for link, answer in ending if not answer.done()], MISSED_BEATS_PEER)
-            ending = [(link, answer) for link, answer in ending if not link.loss and not answer.done()]
+            silent = []
+            for link, answer in ending:
+                if not answer.done() and not link.loss:
+                    silent.append((link, answer))
+                elif answer.done() and answer.exception() is None and answer.result():
+                    self.remarks.append(f"{link.agent.name}: {answer.result()}")
+            ending = silent
+        # Otherwise the next attempt would wait for them.
+        for link, _ in ending:
+            self.remarks.append(
+                f"{link.agent.name}: its agent did not end its workers within {END_S:.0f} s; the next attempt starts "
+                "another agent, if possible on another node"
+            )
+            self.nodes.give_up(link.agent)
 
     def check_nodes(self, links: Sequence[AgentLink], limit: int) -> None:
         """Probe the nodes of agents that have missed `limit` heartbeats, and record which nodes are lost.
 
-        Use `limit` 0 for agents whose last answer was an error.
+        Pass 0 for agents whose last call has failed.
         """
         now = self.clock()
         silent = [link for link in links if not link.loss and now >= link.asked + limit * POLL_S]
         if not silent:
             return
         for link, loss in zip(silent, self.nodes.losses_of([(link.agent, link.error) for link in silent]), strict=True):
+            # Without an error, the agent has been silent since it was asked.
+            if not loss and link.error is None and link.is_up:
+                link.silent_s += min(now - link.asked, MISSED_BEATS * POLL_S)
+                if link.silent_s >= AGENT_SILENT_S:
+                    loss = (
+                        f"its node's agent has not responded for {link.silent_s:.0f} s, but the node accepts "
+                        "connections (agent suspended by a signal, or node overloaded)"
+                    )
+                    self.nodes.give_up(link.agent)
             link.loss = loss
             link.error = None
-            # A node that answers may miss as many heartbeats again.
+            # If the node has responded, count its missed heartbeats from now.
             link.asked = self.clock()
 
     def _watch_nodes(self) -> None:
-        """Query draining and spare nodes once a second, in a thread because the head may be unreachable."""
+        """Query draining and spare nodes once a second; runs in a thread, because the head may be unreachable."""
         while not self.has_ended.wait(STATUS_POLL_S):
             with suppress(Exception):
                 draining, self.spare = self.nodes.status()
@@ -397,8 +450,8 @@ def run_worker_group(
     log: Callable[[str], None] = print,
     is_shared: bool = True,
 ) -> object:
-    """Run a single attempt without supervision, in a new folder `name` of `directory`; return rank 0's value."""
-    # The workers' current directory may differ.
+    """Run a single attempt without restarts, in the new folder `directory/name`; return rank 0's value."""
+    # Make the path absolute, because the workers' working directory may differ.
     folder = directory.resolve() / name
     folder.mkdir(parents=True)
     nodes = nodes_of(cluster)

@@ -1,1 +1,1 @@
-"""The core's commands, one file for each group of related commands."""
+"""Core commands, one file per group of related commands."""

@@ -1,4 +1,4 @@
-"""`patchline run`, and how every command finds the recipe that a user names."""
+"""`patchline run`, and the lookup of recipes by path or built-in name for all commands."""
 
 import difflib
 import shlex
@@ -32,8 +32,8 @@ def run(
 ) -> None:
     """Run all stages of a recipe, or resume them: type the same command again."""
     campaign = load_campaign(recipe, overrides, kinds_of(context))
-    state_folder()  # refuse a user without a home folder before the run folder is made
-    # Imported here, as in every command, so that `--help` and errors in the recipe do not wait for Ray.
+    state_folder()  # raises an error for a user without a home folder before the run folder is created
+    # Imported here, as in every command, because Ray would slow down `--help` and errors in the recipe.
     from jobs.run.session import run_campaign
 
     run_campaign(campaign, watchers=context.obj.watchers, fresh=fresh, only=only)
@@ -43,14 +43,14 @@ def run(
 
 
 def kinds_of(context: typer.Context) -> "Kinds":
-    """Load all kinds of stages from the command table in the context."""
+    """Load all stage kinds from the command table in the context."""
     from jobs.kinds import load_kinds
 
     return load_kinds(context.obj.kinds)
 
 
 def load_campaign(recipe: str, overrides: list[str] | None, kinds: "Kinds") -> "Campaign":
-    """Return the validated campaign of a recipe with its overrides. Raises ConfigError or DataError."""
+    """Load a recipe, apply the overrides, and return the validated campaign. Raises ConfigError or DataError."""
     path = recipe_path(recipe)
     from jobs.recipe.campaign import load
 
@@ -60,27 +60,34 @@ def load_campaign(recipe: str, overrides: list[str] | None, kinds: "Kinds") -> "
 def recipe_path(recipe: str) -> Path:
     """Return the path of a recipe: a file, or a built-in recipe such as "digits" (from any working directory).
 
-    Raises ConfigError if there is no such recipe; the message suggests names.
+    Raises ConfigError if the recipe does not exist; the message suggests names.
     """
     # A user's file takes precedence over a built-in recipe of the same name.
     path = Path(recipe)
-    # "env:NAME": a submitted job reads the recipe from its environment (jobs/recipe/portable.py).
+    # "env:NAME": a submitted job reads the recipe from its environment (jobs/extras/submit/portable.py).
     if path.is_file() or recipe.startswith("env:"):
         return path
+    if recipe == "-" or path.is_fifo():
+        raise ConfigError(
+            f"cannot read the recipe from {recipe}: resuming the run would need the recipe again\n"
+            "  save the recipe to a file first: cat > NAME.yaml"
+        )
     recipes = shipped()
     if recipe not in recipes:
-        # Compare names in lower case and without the suffix: ".yaml" would make any two short names similar.
+        # Compare names in lower case and without suffix, because ".yaml" would make any two short names similar.
         names = {}
         for name in [*recipes, *(file.name for file in Path.cwd().glob("*.yaml"))]:
             names[name.removesuffix(".yaml").lower()] = name
         top_level = [name for name in recipes if "/" not in name]
         here = sorted(file.name for file in Path.cwd().glob("*.yaml"))
-        hint = f"built-in recipes: {', '.join(top_level)}, and those in the folders of {RECIPES}"
+        hint = f"built-in recipes: {', '.join(top_level)}; more are in the subfolders of {RECIPES}"
         if here:
             hint = f"recipes in this folder: {', '.join(here)}\n  {hint}"
         close = difflib.get_close_matches(recipe.removesuffix(".yaml").lower(), names, n=1)
         if (path / "status.json").is_file() or list(path.glob("*/stage.json")):
-            hint = f"it is a run: type its recipe instead; for its progress type python -m jobs status {recipe}"
+            hint = f"it is a run directory: type its recipe; for its progress, type python -m jobs status {recipe}"
+        elif path.is_dir() and path.with_name(f"{path.name}.yaml").is_file():
+            hint = f"did you mean {path.with_name(path.name)}.yaml?"
         elif path.is_dir():
             hint = f"to write a recipe for the images in it, type python -m jobs new {shlex.quote(recipe)}"
         elif close:
@@ -91,7 +98,7 @@ def recipe_path(recipe: str) -> Path:
 
 
 def shipped() -> dict[str, Path]:
-    """Return the built-in recipes by their paths below jobs/recipes without suffix: "digits", "transfer/cifar10"."""
+    """Return the files of the built-in recipes by name, the path in jobs/recipes without suffix: "transfer/cifar10"."""
     recipes = {}
     for file in sorted(RECIPES.rglob("*.yaml")):
         recipes[file.relative_to(RECIPES).with_suffix("").as_posix()] = file

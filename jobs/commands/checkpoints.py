@@ -1,7 +1,7 @@
 """`patchline checkpoints list|prune RUN`: list or delete the checkpoints of a run.
 
-RUN is a run directory or URL, a stage's folder in it, or the folder of one checkpoint. Only JSON files are opened here;
-jobs/extras/checkpoints.py has the commands that read tensors.
+RUN is a run directory or URL, a stage's folder in it, or the folder of one checkpoint. These commands read only JSON
+files; commands that read tensors are in jobs/extras/checkpoints.py.
 """
 
 from typing import Annotated
@@ -32,7 +32,7 @@ def list_all(path: SavedRun, _debug: Debug = False) -> None:
     with opened(path) as run:
         for checkpoints in run.stages:
             echo(f"{checkpoints.stage}:")
-            # Scores come from metrics.jsonl: a step is evaluated after its commit, so its manifest has no scores.
+            # Scores come from metrics.jsonl; the manifest has none, because a step is evaluated after its commit.
             damage: list[str] = []
             records = read_metrics(run.storage.local / checkpoints.stage, "evaluate", damage)
             for message in damage:
@@ -55,22 +55,23 @@ def list_all(path: SavedRun, _debug: Debug = False) -> None:
                 echo(line)
             for name in run.storage.unpublished(checkpoints.folder):
                 if name.startswith("bad-"):
-                    echo(f"  {name}  failed verification at a start; kept for inspection, you may delete it")
+                    echo(f"  {name}  failed verification when the stage started; kept for inspection, safe to delete")
                 elif name.startswith(".tmp-old-"):
-                    echo(f"  {name}  old checkpoint, partly deleted; the next start deletes the rest")
+                    echo(f"  {name}  old checkpoint, partially deleted; the next start deletes the rest")
                 else:
                     echo(f"  {name}  uncommitted save, in progress or interrupted; the next start deletes it")
 
 
 def prune(path: SavedRun, keep: Keep = 2, keep_every: KeepEvery = 0, _debug: Debug = False) -> None:
-    """Delete all but the newest checkpoints of each stage. Verify the newest first; if one is bad, delete nothing.
+    """Delete all but the newest checkpoints of each stage.
 
-    Checkpoints that are still to be evaluated, and the best one if the recipe keeps it, are not deleted.
+    The newest checkpoints are verified first; if one is bad, nothing is deleted. Checkpoints that have not been
+    evaluated yet, and the best one if the recipe keeps it, are not deleted either.
     """
     if keep < LEAST_KEPT:
-        raise UsageError(f"--keep is {keep}, expected {LEAST_KEPT} or more, because a single checkpoint can be bad")
+        raise UsageError(f"--keep is {keep}, expected {LEAST_KEPT} or more, in case one checkpoint is bad")
     with opened(path) as run:
-        # Verify all stages before deleting anything: a bad checkpoint must not replace a good one.
+        # Verify all stages before deleting anything, so that no good checkpoint is deleted in favor of a bad one.
         for checkpoints in run.stages:
             for name in checkpoints.committed()[:keep]:
                 checkpoints.verify(name)

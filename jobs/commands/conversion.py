@@ -1,7 +1,7 @@
 """`patchline import|export`: convert weights from and to other formats, and report how they were mapped.
 
-patchline import vit_b16.npz weights/b16                         then in a recipe: init: weights/b16
-patchline import sincos.npz weights/s16 'image_size=[224, 224]'  a setting that the file does not contain
+patchline import vit_b16.npz weights/b16                         use it in a recipe as init: weights/b16
+patchline import sincos.npz weights/s16 'image_size=[224, 224]'  add a setting missing from the file
 patchline export runs/digits/finetune-1a2b3c4d digits-hf --format hf
 """
 
@@ -10,6 +10,7 @@ import warnings
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -25,6 +26,7 @@ from jobs.commands.arguments import Debug
 from jobs.commands.weights import check_weights_exist, find_weights
 from jobs.named_stages import stage_at, stages_in
 from jobs.terminal import activity, echo
+from models.configs import HALF
 from models.weights.folder import CONFIG
 from pipeline import artifacts
 from pipeline.architecture import preprocessing_of
@@ -33,7 +35,7 @@ from pipeline.evaluation import any_weights
 from pipeline.identity import code_version
 from pipeline.training_config import check_ops
 
-if TYPE_CHECKING:  # torch takes a second to import; usage errors do not wait for it
+if TYPE_CHECKING:  # torch takes a second to import, which would delay usage errors
     from torch import Tensor
 
 # Errors that torch, numpy, safetensors and our checks raise for an unreadable file.
@@ -42,7 +44,10 @@ UNREADABLE = (ValueError, OSError, EOFError, KeyError, TypeError, zipfile.BadZip
 
 ForeignPath = Annotated[
     str,
-    typer.Argument(help="An official .npz, or a folder or .safetensors file from Patchline, timm or transformers."),
+    typer.Argument(
+        help="An official .npz, the .pth of DINOv2 or DINOv3, or a folder or .safetensors file from Patchline, timm or "
+        "transformers."
+    ),
 ]
 NewFolder = Annotated[
     str, typer.Argument(help="Folder for weights.safetensors and model.json; use it as init: in a recipe.")
@@ -59,8 +64,8 @@ OurFolder = Annotated[
     str,
     typer.Argument(metavar="WEIGHTS", help="Our weights: RUN/STAGE, a stage's folder, or a folder from `import`."),
 ]
-Target = Annotated[str, typer.Argument(metavar="TARGET", help="The file (npz) or folder to write.")]
-Format = Annotated[Literal["safetensors", "npz", "timm", "hf"], typer.Option(help="Output format.")]
+Target = Annotated[str, typer.Argument(metavar="TARGET", help="The file (npz, pth) or folder to write.")]
+Format = Annotated[Literal["safetensors", "npz", "pth", "timm", "hf"], typer.Option(help="Output format.")]
 Preprocess = Annotated[
     str | None,
     typer.Option(
@@ -98,15 +103,19 @@ def import_foreign(
     if len(names) > model.config.classes:
         raise DataError(
             f"{class_list or path} has {len(names):,} class names, but the model has {model.config.classes:,} "
-            "classes\n  expected one name per class in the order of the outputs: --names FILE"
+            "classes\n  expected one name per class, in the order of the model's outputs: --names FILE"
         )
-    preprocessing = any_weights.recorded_preprocessing(path)
+    preprocessing = foreign_preprocessing(path, model.config)
     with atomic_folder(Path(directory)) as made:
         models.save(model, made, writing=atomic_file, class_names=names, preprocessing=preprocessing)
-        record = {"imported": str(Path(path).resolve()), "overrides": changes, "code": code_version()}
-        loss = any_weights.recorded_loss(path)
-        if loss is not None:
-            record["loss"] = loss
+        record: dict[str, object] = {
+            "imported": str(Path(path).resolve()),
+            "overrides": changes,
+            "code": code_version(),
+        }
+        # For an export: the loss of the head, and the form in which the weights came.
+        origin = {"loss": any_weights.recorded_loss(path), "form": any_weights.recorded_form(path)}
+        record |= {name: value for name, value in origin.items() if value is not None}
         artifacts.record_weights(made, record)
     report(model, path, names, preprocessing, verification)
     echo(f"written  {directory}")
@@ -119,18 +128,20 @@ def export(
     directory = find_weights(directory)
     if preprocess is not None:
         check_ops(preprocess)
-    # 1. Refuse target names from which readers would infer another format.
+    # 1. Refuse a target whose name suggests another format to programs that read it.
     refuse_existing(path)
-    if format == "npz" and Path(path).suffix != ".npz":
+    is_file = format in ("npz", "pth")
+    if is_file and Path(path).suffix != f".{format}":
         raise UsageError(
-            f"{path} does not end in .npz, so readers would not recognize the format; nothing was written\n"
-            f"  type {path}.npz"
+            f"{path} does not end in .{format}, so other programs would not recognize the format; nothing was written\n"
+            f"  type {path}.{format}"
         )
-    if format != "npz" and ".npz" in Path(path).name:
-        raise UsageError(
-            f"--format {format} writes a folder, but {path} is the name of an .npz file; nothing was written\n"
-            "  expected a name without .npz, or --format npz"
-        )
+    for suffix in ("npz", "pth"):
+        if not is_file and f".{suffix}" in Path(path).name:
+            raise UsageError(
+                f"--format {format} writes a folder, but {path} is named like an .{suffix} file; nothing was written\n"
+                f"  expected a name without .{suffix}, or --format {suffix}"
+            )
 
     # 2. Write the weights; collect warnings about values that the format cannot store exactly.
     verification: list[str] = []
@@ -141,6 +152,7 @@ def export(
     config = model.config
     preprocessing = any_weights.recorded_preprocessing(directory)
     loss = any_weights.recorded_loss(directory)
+    form = any_weights.recorded_form(directory)
     if preprocess is not None:
         preprocessing = preprocessing_of(preprocess, config)
         height, width = config.image_size
@@ -152,21 +164,28 @@ def export(
             )
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_file(target) if format == "npz" else atomic_folder(target) as made:
+    with atomic_file(target) if is_file else atomic_folder(target) as made:
         with warnings.catch_warnings(record=True) as inexact:
             warnings.simplefilter("always")
             try:
                 activity.now(f"export: writing {path} …")
                 models.save(
-                    model, made, format, writing=atomic_file, class_names=names, preprocessing=preprocessing, loss=loss
+                    model,
+                    made,
+                    format,
+                    writing=atomic_file,
+                    class_names=names,
+                    preprocessing=preprocessing,
+                    loss=loss,
+                    form=form,
                 )
             except ValueError as error:
                 raise UsageError(f"{directory} cannot be exported as {format}: {error}") from None
 
-        # 3. Read the weights back as other programs would, and compare the models. An .npz has no config: the image
-        # size must be given.
+        # 3. Read the weights back as other programs would, and compare the models. A single file does not contain the
+        # image size.
         changes: dict[str, object] = {}
-        if format == "npz":
+        if is_file:
             changes["image_size"] = config.image_size
         activity.now(f"export: reading {path} back to compare …")
         try:
@@ -174,9 +193,9 @@ def export(
         except DataError as error:
             raise DataError(str(error).replace(str(made), path)) from None
         if format == "safetensors":
-            record = {"exported": str(Path(directory).resolve()), "code": code_version()}
-            if loss is not None:
-                record["loss"] = loss
+            record: dict[str, object] = {"exported": str(Path(directory).resolve()), "code": code_version()}
+            origin: dict[str, object] = {"loss": loss, "form": form}
+            record |= {name: value for name, value in origin.items() if value is not None}
             artifacts.record_weights(made, record)
     report(model, directory, names, preprocessing, verification)
     # 4. Report differences between the configs, and between the outputs for one random image.
@@ -189,38 +208,38 @@ def export(
     image = torch.rand(1, 3, *config.image_size, generator=generator) * 2 - 1
     with torch.no_grad():
         largest = (outputs(model, image) - outputs(exported, image)).abs().max()
-    # Warnings about the format are notes if the outputs are equal.
+    # If the outputs are equal, warnings about the format are only notes.
     label = "note   "
     verdict = ": the weights are exact"
     if largest:
         label = "INEXACT"
         verdict = ""
     remarks = [str(warning.message) for warning in inexact]
-    if preprocessing and format == "npz":
-        remarks.insert(0, f"an .npz cannot store the preprocessing; its users need to know {preprocessing.ops}")
-    if names and format == "npz":
-        remarks.insert(0, "an .npz cannot store class names")
+    if preprocessing and is_file:
+        remarks.insert(0, f"an .{format} file cannot store the preprocessing; tell its users: {preprocessing.ops}")
+    if names and is_file:
+        remarks.insert(0, f"an .{format} file cannot store class names")
     for remark in remarks:
         echo(f"{label}  {remark}")
-    echo(f"checked  read back; outputs for one random image differ by at most {largest:.1e}{verdict}")
+    echo(f"checked  exported weights read back; outputs for one random image differ by at most {largest:.1e}{verdict}")
     if format in ("timm", "hf"):
-        echo("open     load the folder, not only the tensors: its config.json selects the activation")
+        echo("open     load the whole folder, not only the tensors: its config.json selects the activation")
     if format == "hf" and config.classes > 1 and loss is None:
         echo(
-            "loss     no record of whether sigmoid or softmax trained the head: transformers uses softmax; "
+            "loss     unknown whether the head was trained with sigmoid or softmax; transformers assumes softmax; "
             'for sigmoid, set "problem_type": "multi_label_classification" in config.json'
         )
     echo(f"written  {path}")
 
 
 def refuse_existing(target: str) -> None:
-    """Raise UsageError if the target is a file, a folder that is not empty, or inside a run directory."""
+    """Raise UsageError if the target is a file, a non-empty folder, or inside a run directory."""
     path = Path(target)
     for folder in path.absolute().parents:
         if stage_at(folder) is not None or stages_in(folder):
             raise UsageError(
                 f"{target} is inside the run directory {folder}, which is reserved for stages; nothing was written\n"
-                "  type the source first, then a target outside of the run"
+                "  type the source first, then a target outside the run directory"
             )
     is_occupied = path.is_file() or (path.is_dir() and any(path.iterdir()))
     if is_occupied:
@@ -228,7 +247,7 @@ def refuse_existing(target: str) -> None:
 
 
 def verify(path: str, log: Callable[[str], None]) -> None:
-    """Verify our weights by their recorded digests and log the result; weights of other projects have no digests.
+    """Verify our weights by their recorded digests and log the result; other projects' weights have no digests.
 
     Raises DataError if a digest differs.
     """
@@ -239,8 +258,37 @@ def verify(path: str, log: Callable[[str], None]) -> None:
         log("verified the sha256 of weights.safetensors and model.json")
 
 
+def foreign_preprocessing(path: str, config: "models.ModelConfig") -> "models.Preprocessing | None":
+    """Return the preprocessing that is recorded with weights, for images of the model's size; None if there is none.
+
+    Reports a preprocessing that cannot be used, and one for another size.
+    """
+    with warnings.catch_warnings(record=True) as unused:
+        warnings.simplefilter("always")
+        preprocessing = any_weights.recorded_preprocessing(path)
+    for warning in unused:
+        echo(f"note     {warning.message}")
+    if Path(path).suffix == ".pth" and isinstance(config, models.ViTConfig):
+        from models.weights import pth
+
+        preprocessing = pth.preprocessing_of(config)
+    if preprocessing is None:
+        return None
+    if isinstance(config, models.ViTConfig):
+        preprocessing = replace(preprocessing, mean=config.pixel_mean, std=config.pixel_std)
+    if preprocessing.size == config.image_size:
+        return preprocessing
+    try:
+        scaled = preprocessing.at_size(config.image_size)
+    except ValueError as error:
+        echo(f"note     the recorded preprocessing is not used: {error}")
+        return None
+    echo(f"note     the recorded preprocessing, {preprocessing.ops}, is scaled to the image size of the weights")
+    return scaled
+
+
 def load(path: str, overrides: Mapping[str, object]) -> "models.Model":
-    """Load a model from a path. Raises DataError, which names the file, if it cannot be read."""
+    """Load a model from a path. Raises DataError with the path if the model cannot be read."""
     changes: dict[str, Any] = dict(overrides)
     # Convert only the errors that a bad file causes, so that a bug in Patchline is reported as a bug.
     try:
@@ -266,7 +314,7 @@ def report(
 ) -> None:
     """Print a model's architecture, class names, preprocessing, verification result and numerics."""
     config = model.config
-    # 1. The architecture. All tensors were mapped: the loader refuses files with missing or unknown tensors.
+    # 1. The architecture. The loader refuses files with missing or unknown tensors, so all tensors were mapped.
     height, width = config.image_size
     fields = []
     for name in ("width", "depth", "heads", "patch", "pool", "positions", "representation"):
@@ -280,18 +328,24 @@ def report(
     echo(f"model    {'  '.join(fields)}")
     echo(f"mapped   {len(model.state_dict())} tensors, none missing, none unknown")
 
-    # 2. The class names. Without them the class order of data sets cannot be checked.
+    # 2. The class names. Without them, the class order of data sets cannot be checked.
     if config.classes and not names:
-        echo("classes  no names: cannot check whether a data set numbers its classes as these weights do")
+        echo("classes  no names, so the class order of data sets cannot be checked against these weights")
     elif config.classes:
         line = f"classes  {preview(names)}"
         if len(names) < config.classes:
             line += f"; the remaining {config.classes - len(names):,} classes have no names"
         echo(line)
+    values = "values from −1 to 1"
+    mean = getattr(config, "pixel_mean", HALF)
+    std = getattr(config, "pixel_std", HALF)
+    if (mean, std) != (HALF, HALF):
+        values = f"mean {', '.join(f'{value:.4g}' for value in mean)}, std {', '.join(f'{value:.4g}' for value in std)}"
     if preprocessing is not None:
-        echo(f"pixels   {preprocessing.ops}, values from −1 to 1")
+        echo(f"pixels   {preprocessing.ops}, {values}")
     else:
-        echo(f"pixels   preprocessing not recorded; exports use evaluation's default, resize({config.image_size})")
+        default = f"resize({config.image_size})"
+        echo(f"pixels   {values}; preprocessing not recorded; exports use the evaluation default, {default}")
     for line in verification:
         echo(line)
 
@@ -308,7 +362,7 @@ def report(
 
 
 def outputs(model: "models.Model", image: "Tensor") -> "Tensor":
-    """Return a model's logits, or its features for a masked model, which has no logits."""
+    """Return a model's logits; for a masked model, which has none, return its features."""
     config = model.config
     if config.family == "masked":
         features: Any = model.features

@@ -25,7 +25,7 @@ from models.checks import did_you_mean
 from pipeline.values import counted
 
 STAGE = "evaluate"
-MOST_PROCESSES = 8  # at most this many workers on a machine without GPUs, because each holds the whole model
+MOST_PROCESSES = 8  # maximum number of workers on a machine without GPUs; each holds the whole model
 
 SetsAndOverrides = Annotated[
     list[str],
@@ -71,7 +71,7 @@ def evaluate(
     from pipeline.evaluation.protocols import PROTOCOLS
     from pipeline.recipe import Recipe, expand_home, with_overrides
 
-    # Name each data set after its folder or index file; append a number if two names are equal.
+    # Name each data set after its folder or index file; append a number to repeated names.
     sets: dict[str, dict[str, str]] = {}
     overrides: list[str] = []
     for word in words:
@@ -94,7 +94,8 @@ def evaluate(
     if protocol:
         section["protocols"] = protocol
     values: dict[str, Any] = {"run": folder, STAGE: section}
-    # Overrides belong to `cluster` or `trackers`; `train` applies to all data sets; all others belong to the stage.
+    # Overrides of `cluster` and `trackers` are top-level keys, `train` applies to all data sets, and all other
+    # overrides belong to the stage.
     full: list[str] = []
     for override in overrides:
         key, _, value = override.partition("=")
@@ -105,13 +106,13 @@ def evaluate(
         else:
             full.append(f"{STAGE}.{override}")
     values = expand_home(with_overrides(values, full))
-    # Report missing files and misspelled keys before importing torch, which is needed only to count GPUs.
+    # Report missing files and misspelled keys before the slow import of torch, which is needed only to count GPUs.
     campaign = resolve(Recipe(values, "the command", folder), load_kinds({STAGE: context.obj.kinds[STAGE]}))
     stage = campaign.stage(STAGE)
     refuse(CheckResult.of(DataError(message), INPUTS) for message in stage.missing)
     import torch
 
-    # One worker process per GPU (or core) of this machine; Ray workers if RAY_ADDRESS names a cluster.
+    # One worker process per GPU (or CPU core) of this machine; Ray workers if RAY_ADDRESS names a cluster.
     gpus = torch.cuda.device_count()
     cluster: dict[str, Any] = {"workers": gpus or min(cores(), MOST_PROCESSES)}
     if gpus:
@@ -127,7 +128,7 @@ def evaluate(
 
 
 def name_of(path: str) -> str:
-    """Return a name for a file or folder, made of letters, digits, dashes and underscores."""
+    """Turn the last part of a path into a name of letters, digits, dashes and underscores."""
     from data.index.document import SUFFIX
 
     last = path.rstrip("/").rpartition("/")[2] or "weights"

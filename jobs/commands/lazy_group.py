@@ -1,14 +1,14 @@
-"""A group of commands that imports a command's module only if that command is typed.
+"""A command group that imports a command's module only if the user types that command.
 
 `--help`, shell completion and suggestions for misspelled names need only the table of commands:
 
     "run": ("jobs.commands.campaigns:run", "Run a recipe, or resume it with the same command.", "digits")
 
 1. `LazyGroup` turns the table into placeholders, each with a name and a summary.
-2. If a command is typed, `resolve_command` imports its function and builds its parser from the function's signature.
+2. `resolve_command` imports the function of the typed command and builds its parser from the function's signature.
 
-typer takes 0.1 s to import; torch, numpy and Ray take seconds. A command's function therefore imports these packages
-when it is called.
+typer takes 0.1 s to import; torch, numpy and Ray take seconds. Commands therefore import these packages inside their
+functions.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,17 +29,17 @@ SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 
 @dataclass(frozen=True)
 class CommandTable:
-    """All commands, kinds of stages and watchers. Commands read the table from their context as `context.obj`.
+    """All commands, stage kinds and watchers. Commands read the table from their context as `context.obj`.
 
-    A command is identified by the words to type, such as "data check". Its function is "module:name": the function's
-    annotations define the arguments and options, and its docstring is the text of the command's own --help. The list of
-    commands shows the summary.
+    A command is identified by the words to type, such as "data check". Its function is given as "module:name": the
+    function's annotations define the arguments and options, and its docstring is the text of the command's own --help.
+    The summary appears in the list of commands.
     """
 
     # heading in --help → words → (function, summary, arguments of the example in the command's own --help)
     sections: Mapping[str, Mapping[str, tuple[str, str, str]]]
-    groups: Mapping[str, str]  # first word of several commands → its summary: "data" for "data check"
-    kinds: Mapping[str, str] = field(default_factory=dict)  # name in a recipe → "module:Class" of the kind of stage
+    groups: Mapping[str, str]  # first word of a two-word command, such as "data" → summary of the group
+    kinds: Mapping[str, str] = field(default_factory=dict)  # name in a recipe → "module:Class" of the stage kind
     watchers: Sequence[str] = ()  # "module:Class" of each watcher of a run (jobs/run/watchers.py)
 
     def load(self, words: str) -> Callable[..., Any]:
@@ -51,7 +51,7 @@ class CommandTable:
         raise KeyError(words)
 
     def example(self, words: str) -> str:
-        """Return an example of a command without the program's name; "" if there is no such command."""
+        """Return an example of a command without the program's name; "" for an unknown command."""
         for commands in self.sections.values():
             if words in commands:
                 return f"{words} {commands[words][2]}".rstrip()
@@ -62,7 +62,7 @@ class LazyGroup(TyperGroup):
     """A typer group whose commands come from a `CommandTable`."""
 
     def __init__(self, table: CommandTable, name: str, prefix: str = "", **settings: Any) -> None:
-        # rich_markup_mode None: rendering rich's panels takes longer than the rest of --help.
+        # rich_markup_mode=None, because rendering rich's panels takes longer than the rest of --help.
         super().__init__(name=name, rich_markup_mode=None, context_settings=SETTINGS, **settings)
         self.table = table
         self.prefix = prefix  # "data " in the group of "data check"
@@ -97,7 +97,7 @@ class LazyGroup(TyperGroup):
         return name, command, rest
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the commands under their headings; a subgroup has the single heading "Commands"."""
+        """Write the commands under their headings; in a subgroup, under the single heading "Commands"."""
         headings = self.names
         if self.prefix:
             headings = {"Commands": list(self.commands)}
@@ -108,6 +108,6 @@ class LazyGroup(TyperGroup):
 
 
 def is_installed(function: str) -> bool:
-    """Return whether the module of "module:name" exists; the folder of an extra may have been deleted."""
+    """Return whether the module of "module:name" exists; an extra's folder may have been deleted."""
     module = function.partition(":")[0]
     return ROOT.joinpath(*module.split(".")).with_suffix(".py").exists()

@@ -1,6 +1,6 @@
 """`patchline pack|index`: pack images into shards, and index existing tars.
 
-patchline pack folder photos/train shards/photos/train --workers 4    resumes after a kill
+patchline pack folder photos/train shards/photos/train --workers 4    type it again to resume after a kill
 patchline index shards/theirs --workers 8
 patchline index s3://bucket/theirs --output indexes/theirs
 """
@@ -38,7 +38,7 @@ ImagesPath = Annotated[str, typer.Argument(help="Path of the images; - for digit
 NewFolder = Annotated[str, typer.Argument(help="Folder to write the shards and their index to.")]
 Split = Annotated[str, typer.Option(help="digits and known data sets: train, test, or another split of the data set.")]
 Root = Annotated[
-    str | None, typer.Option(help="table: folder that its paths are relative to; default: the table's folder.")
+    str | None, typer.Option(help="table: base folder of its relative paths; default: the table's folder.")
 ]
 Wnids = Annotated[
     str | None,
@@ -50,10 +50,10 @@ ClassList = Annotated[
     str | None,
     typer.Option("--names", metavar="FILE", help="File of class names, one per line, in the order of their ids."),
 ]
-ClassesOf = Annotated[str | None, typer.Option(metavar="INDEX", help="Number the classes by name as in this data set.")]
+ClassesOf = Annotated[str | None, typer.Option(metavar="INDEX", help="Use the class numbering of this data set.")]
 Rename = Annotated[
     list[str] | None,
-    typer.Option(metavar="NAME=NAME", help="A class name of the source, and its name in the numbering; repeatable."),
+    typer.Option(metavar="OLD=NEW", help="Rename a class of the source; repeatable."),
 ]
 Real = Annotated[
     str | None, typer.Option(help="imagenet-validation: real.json with all labels of each image, instead of --wnids.")
@@ -72,16 +72,17 @@ Output = Annotated[
     str | None, typer.Option(help="Folder to write the index to; default: the folder of the shards, if it is local.")
 ]
 Location = Annotated[
-    str | None, typer.Option("--at", help="URL from which runs read the shards, if it differs from the one given.")
+    str | None, typer.Option("--at", help="URL from which runs read the shards; default: the URL given.")
 ]
 
+IndexPath = Annotated[str, typer.Argument(metavar="set", help="An index file, or the folder that contains it.")]
 Name = Annotated[str | None, typer.Option(help="Name of the data set; default: the name of its folder.")]
 Classes = Annotated[
-    int | None, typer.Option(min=1, help="Number of classes (labels must be smaller); default: as found in the labels.")
+    int | None, typer.Option(min=1, help="Number of classes (labels must be smaller); default: taken from the labels.")
 ]
 CacheFolder = Annotated[
     str | None,
-    typer.Option("--cache", help="For URLs: folder to download shards to, as cache.directory in a recipe."),
+    typer.Option("--cache", help="For URLs: folder for downloaded shards, as cache.directory in a recipe."),
 ]
 Workers = Annotated[int, typer.Option(min=1, help="Number of shards processed in parallel.")]
 
@@ -115,9 +116,10 @@ def pack(
     check_all: Check = False,
     _debug: Debug = False,
 ) -> int:
-    """Pack images into shards with an index. An interrupted command resumes when it is typed again."""
+    """Pack images into shards with an index. To resume an interrupted command, type it again."""
     from data.shards.packing import pack
     from data.sources.numbering import Numbering
+    from data.walk import matching
     from jobs.sets import SetConfig, check_apart, expected_samples, numbering_of, samples_of
     from pipeline import config
 
@@ -126,11 +128,11 @@ def pack(
         before, equals, after = word.partition("=")
         if not (before and equals and after):
             raise UsageError(
-                f"--rename {word} is not NAME=NAME\n"
-                "  expected the class name in the source and its new name, for example --rename kitty=cat"
+                f"--rename {word} is not OLD=NEW\n"
+                "  expected a class name of the source and its new name, for example --rename kitty=cat"
             )
         renamed[before] = after
-    # The keys of a set in a recipe. The path "-" means no path.
+    # The keys of a data set in a recipe. The path "-" means no path.
     described = {
         "source": source,
         "path": path if path != "-" else None,
@@ -147,13 +149,13 @@ def pack(
     }
     folder = Path(directory)
     refuse_file(folder)
-    # Use the checks of a recipe's pack stage, so that the command and the stage give the same errors.
+    # Apply the checks of a recipe's pack stage, so that the command and the stage report the same errors.
     if source == "subset":
         raise UsageError(
             "pack does not make subsets\n  type python -m jobs subset INDEX --shots 10 --seed 0 --output FOLDER"
         )
     if source == "shards":
-        raise UsageError(f"shards are indexed in place, not packed again\n  type python -m jobs index {path}")
+        raise UsageError(f"existing shards need no packing, only an index\n  type python -m jobs index {path}")
     if stages_in(folder):
         raise UsageError(
             f"{folder} is a run directory\n  type another folder for the shards, for example shards/{folder.name}"
@@ -162,9 +164,9 @@ def pack(
         cfg = config.build(SetConfig, described, "pack")
     except ConfigError as error:  # remove the name of the recipe section from the message
         raise UsageError(str(error).removeprefix("pack.")) from None
-    if path != "-" and "://" not in path and not Path(path).exists() and "*" not in path:
-        hint = "\n  type the images first, then the folder to write" if folder.is_dir() else near_path(path)
-        raise DataError(f"no file or folder at {path}{hint}\n  expected the images, or a table of them")
+    if path != "-" and "://" not in path and not any(file.exists() for file in matching(path)):
+        hint = "\n  type the images first, then the output folder" if folder.is_dir() else near_path(path)
+        raise DataError(f"no file or folder at {path}{hint}\n  expected the images, or a table of images")
     check_apart(cfg, folder)
     numbering = Numbering()
     if not unlabelled:
@@ -183,7 +185,7 @@ def pack(
             workers=workers,
             report=progress.packed,
         )
-    for line in summary(index):
+    for line in summary(index, with_gap=classes is None):
         echo(line)
     if check_all:
         return check(context, index, workers=workers)
@@ -207,17 +209,19 @@ def index(
 ) -> int:
     """Index existing WebDataset tars in place; exit with 65 if no sample is usable."""
     from data.index.document import load_index
-    from data.index.names import gap_in_ids
-    from data.shards.indexing import build_index, decoded_samples
+    from data.shards.indexing import build_index, problem_of
     from data.sources.numbering import check_unambiguous, read_class_list
 
     if output is not None:
         refuse_file(Path(output))
-    # Class names come from --names, from --classes-of, or from the labels in the tars if they are text.
+    # Class names come from --names, from --classes-of, or from text labels in the tars.
     if unlabelled and (names or classes_of or classes):
-        raise UsageError("--unlabelled ignores labels\n  omit --names, --classes-of and --classes")
+        raise UsageError(
+            "--unlabelled cannot be combined with --names, --classes-of or --classes, because it ignores labels\n"
+            "  omit --unlabelled or the others"
+        )
     if names and classes_of:
-        raise UsageError("--names and --classes-of both number the classes\n  type only one of them")
+        raise UsageError("--names and --classes-of both define the class numbering\n  type only one of them")
     listed: Names = ()
     if names:
         listed = read_class_list(names)
@@ -245,28 +249,14 @@ def index(
             cache=cache_config(cache),
             unlabelled=unlabelled,
         )
-    lines = summary(index)
+    lines = summary(index, with_gap=classes is None)
     if not index.names and not unlabelled:
-        lines.append("class names: none, so labels cannot be checked; if you know the names, add --names FILE")
-        gap = gap_in_ids(sum(count > 0 for count in index.class_counts), index.classes)
-        if gap and classes is None:
-            lines.append(gap)
+        lines.append("no class names, so labels cannot be checked; if you know the names, add --names FILE")
 
-    # Refuse a data set without usable samples; the message includes the findings of indexing.
-    tried, failed = decoded_samples(index)
-    reason = ""
-    if index.samples == 0:
-        reason = "0 samples"
-    elif failed == tried:
-        reason = "none of the decoded samples is an image"
-    elif not index.classes and not unlabelled:
-        reason = "no sample has a usable label"
-    if reason:
-        raise DataError(
-            "\n".join([*lines, f"{index.tables} is unusable: {reason}"])
-            + "\n  expected samples with an image (jpg, png, webp) and a label (cls, json)"
-            + "\n  to index images without labels for objective: masked, add --unlabelled"
-        )
+    # Refuse a data set without usable samples; the message includes what indexing reported.
+    problem = problem_of(index, unlabelled=unlabelled)
+    if problem:
+        raise DataError("\n".join([*lines, f"{index.tables} is unusable: {problem}"]))
     for line in lines:
         echo(line)
     if check_all:
@@ -281,9 +271,7 @@ def refuse_file(target: Path) -> None:
     """Raise UsageError if the folder to write to, or one of its parents, is a file."""
     for path in (target, *target.parents):
         if path.exists() and not path.is_dir():
-            raise UsageError(
-                f"{path} is a file\n  expected a folder for the shards; it is created if it does not exist"
-            )
+            raise UsageError(f"{path} is a file\n  expected a folder for the shards (created if it does not exist)")
 
 
 def check(context: typer.Context, index: "Index", *, workers: int, cache: str | None = None) -> int:
@@ -297,7 +285,7 @@ def check(context: typer.Context, index: "Index", *, workers: int, cache: str | 
 
 
 def cache_config(folder: str | None) -> "CacheConfig":
-    """Return the cache settings for remote shards, as `data.cache` in a recipe; None: the default folder."""
+    """Return the cache settings for remote shards, as `data.cache` in a recipe; None selects the default folder."""
     from data.remote.config import CacheConfig
 
     if folder is None:
@@ -305,9 +293,12 @@ def cache_config(folder: str | None) -> "CacheConfig":
     return CacheConfig(directory=str(with_home(folder).absolute()))
 
 
-def summary(index: "Index") -> list[str]:
-    """Return lines that describe a data set: size, folder, class names, and samples that were skipped."""
-    from data.index.names import preview
+def summary(index: "Index", *, with_gap: bool = False) -> list[str]:
+    """Return lines that describe a data set: size, folder, class names and skipped samples.
+
+    With `with_gap`, one of them reports class ids that do not occur, if these are most of all.
+    """
+    from data.index.names import gap_in_ids, preview
     from data.shards.indexing import decoded_samples
 
     classes = f"{index.classes} classes" if index.classes else "without labels"
@@ -321,4 +312,7 @@ def summary(index: "Index") -> list[str]:
     tried, failed = decoded_samples(index)
     if failed:
         lines.append(f"decoded {tried:,} evenly spaced samples: {failed / tried:.1%} of them are not images")
+    gap = gap_in_ids(sum(count > 0 for count in index.class_counts), index.classes)
+    if gap and with_gap and not index.names:
+        lines.append(gap)
     return lines

@@ -29,13 +29,13 @@ def status(run: Run, _debug: Debug = False) -> None:
     if "://" not in run:
         print_status(run_or_stage(run))
         return
-    # Reading an object store imports torch; local runs do not wait for it.
+    # Reading an object store imports torch, which local runs do not need.
     from jobs.commands.stored_runs import local_copy
     from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 
     with local_copy(run) as (store, stage):
         for folder in store.local.iterdir():
-            # The newest manifest is enough: it has the step from which the stage would resume.
+            # Only the newest manifest is needed: it has the step from which the stage would resume.
             checkpoints = StageCheckpoints(store, folder.name)
             for name in checkpoints.committed()[:1]:
                 (checkpoints.local / name).mkdir(parents=True)
@@ -50,7 +50,7 @@ def run_or_stage(path: str) -> Path:
 
 
 def print_status(run: Path, store: "Bucket | None" = None) -> None:
-    """Print one line per stage, in the order they first started; for a stage's folder, only that stage.
+    """Print one line per stage in the order of their first start, or only the line of one stage.
 
     For a run in an object store, `run` is a local copy of the run or of one stage; the output shows the URL. Raises
     UsageError if there is no run, and StorageError if the object store cannot be read.
@@ -60,7 +60,7 @@ def print_status(run: Path, store: "Bucket | None" = None) -> None:
     if not folders:
         raise no_run(run)
 
-    # 2. How the last command ended, or which one is running.
+    # 2. The running command, or how the last one ended.
     def report(text: str) -> None:
         print(f"status: {text}", file=sys.stderr, flush=True)
 
@@ -68,7 +68,7 @@ def print_status(run: Path, store: "Bucket | None" = None) -> None:
     last = read_command(run, storage, report)
     label = "now" if last.state == "running" else "end"
 
-    # 3. A line for each stage, with the values that a sweep has chosen for it.
+    # 3. A line per stage, with the values that a sweep has chosen for it.
     lines = [f"run  {run}", f"{label}  {describe(last, run, storage)}"]
     width = max(24, *(len(folder.name) for folder in folders))
     for folder in folders:
@@ -85,7 +85,7 @@ def print_status(run: Path, store: "Bucket | None" = None) -> None:
 
 
 def describe(last: LastCommand, run: Path, storage: Storage) -> str:
-    """Describe the state of the last command on a run in one sentence."""
+    """Describe the state of the last command on a run in one line."""
     if last.problem == "missing":
         return "unknown: no command has ended yet"
     if last.problem == "altered":
@@ -104,7 +104,7 @@ def describe(last: LastCommand, run: Path, storage: Storage) -> str:
     job = f", {holder['job']}" if holder["job"] else ""
     if last.state == "running":
         return f"running, started {last.time} on {holder['host']} ({process}{job}): {last.command}"
-    # A submitted job reads its recipe from its own environment: its command cannot be repeated elsewhere.
+    # A submitted job reads its recipe from its own environment, so its command does not work elsewhere.
     resume_command = last.command
     if holder["job"].startswith(RAY_JOB):
         resume_command = f"python -m jobs submit RECIPE run={storage.address()}"
@@ -115,11 +115,11 @@ def describe(last: LastCommand, run: Path, storage: Storage) -> str:
 
 
 def stage_line(folder: Path, *, has_ended: bool) -> str:
-    """Return a stage's result, or its progress; set `has_ended` if no command is running on the run."""
+    """Return a stage's result or progress; `has_ended` says that no command is running this campaign."""
     try:
         outcome = read_outcome(folder)
     except DataError as error:
-        return f"UNKNOWN: {str(error).splitlines()[0]}"
+        return f"UNREADABLE: {str(error).splitlines()[0]}"
     # 1. A finished stage.
     if outcome is not None:
         took = duration(outcome.seconds)
@@ -132,7 +132,7 @@ def stage_line(folder: Path, *, has_ended: bool) -> str:
             line += f"  {name} {value:.4f}"
         return line
 
-    # 2. An unfinished stage: its newest report has its progress.
+    # 2. An unfinished stage: its newest report has the progress.
     damage: list[str] = []
     spent = account(read_metrics(folder, None, damage))
     problems = "".join(f"\n  {message}" for message in damage)
@@ -142,12 +142,12 @@ def stage_line(folder: Path, *, has_ended: bool) -> str:
     # Steps that asynchronous evaluation (`evaluate_on: spare`) has not evaluated yet.
     steps = requested_steps(folder)
     to_evaluate = f"to be evaluated: steps {', '.join(map(str, steps))}  " if steps else ""
-    # The clock of rank 0 may be ahead of ours.
+    # Rank 0's clock may be ahead of this machine's.
     age_s = max(time.time() - last["time"], 0)
     time_left = f"eta {duration(last['eta_s'])}"
     if has_ended:
         time_left = f"not running, {duration(last['eta_s'])} left"
-    # The stage would resume from the newest checkpoint; its manifest has the step.
+    # The stage would resume from its newest checkpoint, whose manifest has the step.
     saved = "no checkpoint yet"
     checkpoints = manifest.committed(folder / "checkpoints")
     if checkpoints:

@@ -1,7 +1,7 @@
 """Open the run, stage or checkpoint that a command's argument names, by path or URL.
 
-For a run at s3://… the small files (records and metrics) are downloaded to a temporary folder; checkpoints are
-downloaded only by commands that read them. Commands print the URL instead of the temporary folder.
+The small files (records and metrics) of a run at s3://… are downloaded to a temporary folder. Checkpoints are
+downloaded only by the commands that read them. Commands print the URL instead of the temporary folder.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ from pipeline.artifacts import (
 )
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints, checkpoints_in
 
-# Small files of the run and of each stage that commands read.
+# Small files that commands read, of the run and of each stage.
 OF_RUN = ("status.json",)
 OF_STAGE = (RECORD, TASK, DONE, CONFIG, PROVENANCE, "metrics.jsonl", "incidents.txt")
 SMALL_FILES = (*OF_RUN, *OF_STAGE, "evaluation.json", "sweep.json", EXAMPLES, EXCLUDED_STEPS)
@@ -38,13 +38,13 @@ SMALL_FILES = (*OF_RUN, *OF_STAGE, "evaluation.json", "sweep.json", EXAMPLES, EX
 class OpenedRun:
     """The run, stage or checkpoint that a command's argument names."""
 
-    name: str  # as typed
+    name: str  # as the user typed it
     storage: Storage
     stages: list[StageCheckpoints]  # all stages of the run, or only the named one
     only: str = ""  # the named checkpoint; "" for a run or a stage
 
     def in_words(self, line: str) -> str:
-        """Replace the path of the run's local copy in a line by the run's URL."""
+        """Replace the local copy's path in a line with the run's URL."""
         return line.replace(str(self.storage.local), self.storage.address())
 
 
@@ -72,7 +72,7 @@ def opened(name: str) -> Iterator[OpenedRun]:
 
 
 def stages_of(storage: Storage) -> list[StageCheckpoints]:
-    """Return the checkpoints of all stages that have any, sorted by name. Raises UsageError if no stage has any."""
+    """Return the checkpoints of all stages that have some, sorted by name. Raises UsageError if no stage has any."""
     stages: set[str] = set()
     for name in storage.list():
         stage, _, below = name.partition("/")
@@ -81,24 +81,24 @@ def stages_of(storage: Storage) -> list[StageCheckpoints]:
     if not stages:
         raise UsageError(
             f"no checkpoints in {storage.address()}\n"
-            "  expected a run directory, a stage's folder in it, or a step-* folder"
+            "  expected a run directory, a stage's folder in it, or a checkpoint's step-* folder"
         )
     return [StageCheckpoints(storage, stage) for stage in sorted(stages)]
 
 
 @contextmanager
 def local_copy(url: str, *, with_logs: bool = False) -> Iterator[tuple[Bucket, str]]:
-    """Download the small files of a run to a temporary folder; yield the run, and the name of the stage in the URL.
+    """Download the small files of a run to a temporary folder; yield the run and the name of the stage in the URL.
 
-    The stage is "" if the URL names the whole run. With `with_logs`, each log.txt is downloaded too. Raises UsageError
-    if there is no run, StorageError.
+    The stage name is "" if the URL names the whole run. `with_logs` also downloads each log.txt. Raises UsageError if
+    the URL has no run, and StorageError.
     """
     run = check_store_url(url)
     stage = ""
     stage_name = ""
     with TemporaryDirectory(prefix="patchline-run-") as temporary:
         folder = Path(temporary).resolve()
-        # 1. RUN/STAGE-KEY: a stage's folder has a stage.json. Open the run, which has the last command's result.
+        # 1. RUN/STAGE-KEY: a stage's folder has a stage.json. Open its run, which has the last command's result.
         if Bucket(run, folder).read("stage.json") is not None:
             run, _, stage = run.rpartition("/")
         store = Bucket(run, folder / run.rpartition("/")[2])
@@ -112,7 +112,7 @@ def local_copy(url: str, *, with_logs: bool = False) -> Iterator[tuple[Bucket, s
             raise UsageError(f"no run at {url}\n  expected s3://BUCKET/NAME, as in the recipe's run: key")
         store.local.mkdir()
         files = (*SMALL_FILES, "log.txt") if with_logs else SMALL_FILES
-        # Small files are in the run's folder or directly in a stage's folder.
+        # Small files are directly in the run's folder or in a stage's folder.
         fetch_small_files(store, lambda name: name.count("/") < 2 and name.rpartition("/")[2] in files)
         try:
             if stage_name:
@@ -123,7 +123,7 @@ def local_copy(url: str, *, with_logs: bool = False) -> Iterator[tuple[Bucket, s
 
 
 def fetch_weights(url: str) -> str:
-    """Download the weights of a run or stage in an object store to the user's cache; return their folder.
+    """Download the weights of a run or stage in an object store to the user's cache; return the cache folder.
 
     Files already in the cache are verified by digest and not downloaded again. Raises UsageError, DataError,
     StorageError, CheckpointError.

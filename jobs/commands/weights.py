@@ -15,29 +15,29 @@ AnyWeights = Annotated[
 
 
 def find_weights(path: str) -> str:
-    """Return the folder or file of the weights at a path or URL; download them for a URL. Raises DataError."""
+    """Return the local folder or file of the weights at a path or URL, downloading from a URL. Raises DataError."""
     if "://" in path:
         from jobs.commands.stored_runs import fetch_weights
 
         return fetch_weights(path)
-    path = find_set(find_stage(path))  # resolve RUN/STAGE/SET too, to report that it is a data set
+    path = find_set(find_stage(path))  # find_set resolves RUN/STAGE/SET, which is refused below as a data set
     check_weights_exist(path)
     return path
 
 
 def check_weights_exist(path: str) -> None:
-    """Raise DataError if there are no weights at a path; big_vision's `file.npz:img` names a part of a file."""
+    """Raise DataError if a path has no weights; big_vision's `file.npz:img` selects a part of a file."""
     if not Path(path).exists() and not Path(path.rpartition(":")[0] or path).exists():
         raise DataError(
             f"no file or folder at {path}{near_path(path)}\n"
             "  expected an official .npz, or a folder or .safetensors file from Patchline, timm or transformers"
         )
     folder = Path(path)
-    if folder.is_file() and ".npz" not in folder.name and folder.suffix != ".safetensors":
+    if folder.is_file() and ".npz" not in folder.name and folder.suffix not in (".safetensors", ".pth"):
         raise DataError(
             f"cannot load {path}: it is not a weights file\n"
-            "  expected an official .npz, or a folder or .safetensors file from Patchline, timm or transformers\n"
-            "  pickled checkpoints (.pth, .bin) are not opened: convert them to safetensors first"
+            "  expected an official .npz, the .pth of DINOv2 or DINOv3, or a folder or .safetensors file from "
+            "Patchline, timm or transformers"
         )
     if folder.is_dir() and not (folder / CONFIG).exists() and not (folder / THEIR_WEIGHTS).exists():
         if (folder / CHECKPOINTS).is_dir():
@@ -51,5 +51,5 @@ def check_weights_exist(path: str) -> None:
             raise DataError(f"{path} is a data set, not weights\n  type the weights first, then the data sets")
         raise DataError(
             f"cannot load {path}: the folder contains neither {CONFIG} nor {THEIR_WEIGHTS}\n"
-            "  pickled checkpoints (.pth, .bin) are not opened: convert them to safetensors first"
+            "  a pickled pytorch_model.bin is not supported: convert it to safetensors first"
         )

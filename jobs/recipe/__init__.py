@@ -1,1 +1,1 @@
-"""A recipe becomes a campaign: stages in order, each with its key, its checks and its inputs."""
+"""Turn a recipe into a campaign: ordered stages with their keys, inputs and checks."""

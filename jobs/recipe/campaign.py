@@ -1,4 +1,4 @@
-"""A campaign: one recipe, its stages in order, one run directory.
+"""Load a recipe as a campaign: its stages in order, and one run directory.
 
 How `load` turns a recipe into a campaign:
 1. `read_recipe` reads the YAML file once.
@@ -6,8 +6,8 @@ How `load` turns a recipe into a campaign:
    or its `kind:`. First, kinds may replace a section by several (`StageKind.expand`), as sweeps do. Each section
    becomes the frozen config of its kind; an unknown key is an error. Stages are sorted: a stage that reads another
    stage's output ("@stage" or "@stage/part") comes after it.
-3. Each stage gets its model and its key, a digest of its "forbid" fields and its inputs (key.py).
-4. Values that finished stages have determined for other stages replace the placeholders (references.py).
+3. Each stage gets its model, and its key: a digest of its "forbid" fields and its inputs (key.py).
+4. Values determined by finished stages replace the placeholders in other stages (references.py).
 5. Each stage is checked against the cluster and the existing indexes (validate.py).
 
 For example, `pretrain: {data: {train: "@shards/train"}}` reads the data set `train` that the stage `shards` packs. A
@@ -24,6 +24,7 @@ from data.bucket import check_store_url, local_name
 from data.checks import check_name
 from data.errors import ConfigError
 from data.files import state_folder, with_home
+from data.optional import MissingExtra, load_optional
 from jobs.cluster_config import ClusterConfig
 from jobs.named_stages import TABLE, find_set, find_stage
 from jobs.ownership import check_run_path
@@ -31,14 +32,14 @@ from jobs.recipe import key
 from jobs.recipe.references import filled, references_in, with_field, with_values
 from jobs.recipe.validate import refuse, validate
 from jobs.resolved_recipe import Available, Campaign, Kinds, Reads, Sections, Stage, StageKind, StageSection, reference
-from jobs.trackers_config import TrackersConfig
 from models.checks import did_you_mean
 from pipeline import config
 from pipeline.config import ConfigDataclass, require
 from pipeline.recipe import Recipe, read_recipe
 from pipeline.values import read_number
 
-NOT_STAGES = ("run", "cluster", "trackers", "budget")  # keys of a recipe that belong to the whole campaign
+TRACKERS = "jobs.extras.monitor.trackers_config:TrackersConfig"
+NOT_STAGES = ("run", "cluster", "trackers", "budget")  # keys of a recipe that apply to the whole campaign
 
 
 def load(recipe: Path, overrides: list[str], kinds: Kinds) -> Campaign:
@@ -54,7 +55,7 @@ def resolve(recipe: Recipe, kinds: Kinds) -> Campaign:
     digests: dict[tuple[Reads, str], str] = {}
     for stage in campaign.stages:
         stages[stage.name] = key.resolve(stage, stages, digests, kinds)
-        # In a run with an object store, only this machine could read the packed shards.
+        # If the run is in an object store, packed shards would be on this machine only.
         require(
             campaign.remote is None or not stage.kind.sets(stage.config),
             f"{stage.name} is a {stage.kind.name} stage, but run is {campaign.remote}: other nodes could not read the "
@@ -65,7 +66,7 @@ def resolve(recipe: Recipe, kinds: Kinds) -> Campaign:
         )
     check_run_path(campaign.run)
     campaign = with_values(replace(campaign, stages=tuple(stages.values())))
-    # Check every stage before the first one starts, so that the last one is not refused after days of training.
+    # Check every stage before the first one starts, so that the last one does not fail its checks after days.
     available = Available(campaign, checks_files=False)
     for stage in campaign.stages:
         refuse(validate(stage, available))
@@ -75,9 +76,9 @@ def resolve(recipe: Recipe, kinds: Kinds) -> Campaign:
 
 
 def parse(recipe: Recipe, kinds: Kinds) -> Campaign:
-    """Build the configs of a recipe's sections; the stages have no inputs, models and keys yet.
+    """Build the configs of a recipe's sections; the stages do not have inputs, models or keys yet.
 
-    Raises ConfigError, which names the key.
+    Raises ConfigError with the name of the wrong key.
     """
     # 1. The run: a path, or a URL in an object store.
     run = recipe.values.get("run", recipe.default_run)
@@ -89,7 +90,14 @@ def parse(recipe: Recipe, kinds: Kinds) -> Campaign:
 
     # 2. The sections of the whole campaign, and the stages.
     cluster = config.build(ClusterConfig, recipe.values.get("cluster", {}), "cluster")
-    trackers = config.build(TrackersConfig, recipe.values.get("trackers", {}), "trackers")
+    trackers = None
+    try:
+        trackers = config.build(
+            load_optional(TRACKERS, "the section trackers"), recipe.values.get("trackers", {}), "trackers"
+        )
+    except MissingExtra:
+        if "trackers" in recipe.values:
+            raise
     budget = recipe.values.get("budget")
     if budget is not None:
         typed = budget
@@ -97,24 +105,26 @@ def parse(recipe: Recipe, kinds: Kinds) -> Campaign:
         require(budget is not None and budget > 0, f"budget is {typed}, expected exaFLOPs greater than 0")
         is_checked = any(kind.checks_budget for kind in kinds.values())
         require(
-            is_checked, "budget cannot be checked: this checkout has no extra that counts exaFLOPs\n  remove the key"
+            is_checked,
+            "budget cannot be checked, because the extra that counts exaFLOPs is not in this checkout\n"
+            "  remove the key",
         )
     sections = dict(recipe.values)
     for name in NOT_STAGES:
         sections.pop(name, None)
     require(bool(sections), f"{recipe.source} has no stage\n  expected a section named {', '.join(kinds)}")
     stages = {}
-    # Resolved folders of inputs; each is reported once, even if many runs of a sweep read it.
+    # Resolved folders of inputs, cached so that each is reported only once, even if many runs of a sweep read it.
     folders: dict[tuple[str, Reads], str] = {}
     expanded: Sections = {name: StageSection(values, name) for name, values in sections.items()}
     for kind in kinds.values():
         expanded = kind.expand(expanded, kinds)
     placeholders = Placeholders(expanded, kinds)
-    # Read sections as written before the runs of sweeps, so that an unknown key is reported without delay.
+    # Read unexpanded sections before the many runs of sweeps, so that an unknown key is reported without delay.
     for name, section in sorted(expanded.items(), key=lambda item: item[0] != item[1].source):
         references = placeholders.references_of(name)
         kind, stage_config = read_section(name, placeholders.fill(name, references), kinds)
-        # Inputs from another run may be named without the key of their stage: runs/x/parts/train.
+        # Inputs from other runs may be given without the stage's key: runs/x/parts/train.
         for field, (path, reads) in kind.inputs_of(stage_config).items():
             if reference(path) is not None or path == "???" or reads in (Reads.FILE, Reads.OUTCOME):
                 continue
@@ -143,7 +153,7 @@ def parse(recipe: Recipe, kinds: Kinds) -> Campaign:
 
 
 class Placeholders:
-    """Placeholders for the values in a config that other stages determine."""
+    """Placeholders for config values that other stages determine."""
 
     def __init__(self, sections: Sections, kinds: Kinds) -> None:
         self.sections = sections
@@ -151,7 +161,7 @@ class Placeholders:
         self.known: dict[str, Mapping[str, object]] = {}  # by the stage that determines them
 
     def references_of(self, name: str) -> dict[str, str]:
-        """Return the fields of a stage's section that other stages determine: field → reference.
+        """Return the fields of a stage's section whose values other stages determine: field → reference.
 
         Raises ConfigError for a reference to a value that its stage does not determine.
         """
@@ -168,7 +178,8 @@ class Placeholders:
                 continue
             require(
                 part in self.of(source),
-                f"{name}.{field} is {value}: {source} determines no {part!r}{did_you_mean(part, self.of(source))}",
+                f"{name}.{field} is {value}, but {source} does not determine {part!r}"
+                f"{did_you_mean(part, self.of(source))}",
             )
             references[field] = value
         return references
@@ -178,7 +189,7 @@ class Placeholders:
         if source not in self.known:
             self.known[source] = {}
             if source in self.sections:
-                # A stage that determines values has no references to other stages' values itself.
+                # A stage that determines values never refers to values of other stages.
                 section = self.sections[source].values
                 kind = self.kinds.get(str(section.get("kind", source))) if isinstance(section, Mapping) else None
                 if kind is not None and type(kind).placeholders is not StageKind.placeholders:
@@ -198,15 +209,15 @@ class Placeholders:
 
 def read_section(name: str, section: object, kinds: Kinds) -> tuple[StageKind, ConfigDataclass]:
     """Return the kind of a stage's section, and the section as an instance of the kind's config."""
-    check_name(name, "a stage", "rename it, and what reads it as @stage")
+    check_name(name, "a stage", "rename it, and all references to it (@stage)")
     if not isinstance(section, Mapping):
-        # A stage's key that was typed without the stage: lr=1e-3.
+        # The user may have typed a stage's key without the stage: lr=1e-3.
         kinds_with_key = [kind.name for kind in kinds.values() if config.find_key(name, kind.config)]
-        remedy = f"remove {name} from the recipe, or indent its keys below it: {name}.kind=…"
+        remedy = f"remove {name} from the recipe, or make it a section: {name}.kind=…"
         if name not in kinds and kinds_with_key:
             kind_name = "pretrain" if "pretrain" in kinds_with_key else kinds_with_key[0]
             path = f"{kind_name}.{config.find_key(name, kinds[kind_name].config)}"
-            remedy = f"a key needs the name of its stage; type for example {path}={config.shown(section)}"
+            remedy = f"add the name of the stage, for example {path}={config.shown(section)}"
         raise ConfigError(f"{name} is {config.shown(section)}, expected a stage's section\n  {remedy}")
     values = dict(section)
     kind_name = values.pop("kind", name)
@@ -219,11 +230,11 @@ def read_section(name: str, section: object, kinds: Kinds) -> tuple[StageKind, C
         key_of_stage = config.find_key(name, kinds["pretrain"].config) if "pretrain" in kinds else None
         if key_of_stage is not None:
             raise ConfigError(
-                f"{name} is not a stage but a key of a stage: pretrain.{key_of_stage}\n  indent it below its stage"
+                f"{name} is a key of a stage (pretrain.{key_of_stage}), not a stage\n  indent it below its stage"
             )
         raise ConfigError(
             f"unknown stage or key {kind_name}{nearest}\n"
-            f"  for a stage with this name, add {name}.kind=…, one of {names}"
+            f"  to add a stage with this name, type {name}.kind=… with one of {names}"
         )
 
     # A kind's default length is in steps or in passes; a recipe may use either.
@@ -234,9 +245,10 @@ def read_section(name: str, section: object, kinds: Kinds) -> tuple[StageKind, C
     kind = kinds[kind_name]
     require(
         not kind.missing_module,
-        f"{name} is a {kind_name} stage, which needs {kind.missing_module}; this checkout does not have it",
+        f"{name} is a {kind_name} stage, which needs {kind.missing_module}, but this is not in the checkout\n"
+        "  restore the file from the repository, or remove the stage from the recipe",
     )
-    return kind, config.build(kind.config, values, name, kind.all_defaults)
+    return kind, config.build(kind.config, values, name, kind.defaults)
 
 
 def in_order(stages: Mapping[str, Stage]) -> tuple[Stage, ...]:
@@ -251,15 +263,15 @@ def in_order(stages: Mapping[str, Stage]) -> tuple[Stage, ...]:
             link = reference(value)
             if link is None:
                 continue
-            # Refuse unknown names here, because the sorter would treat them as further stages.
+            # Report unknown names here, because the sorter would treat them as additional stages.
             parent, _ = link
             require(
                 parent != name, f"{name}.{field} is @{parent}, the stage itself\n  expected another stage, or a path"
             )
-            # Search for a similar name only after an error: for a large sweep that takes as long as all other steps.
+            # Search for a similar name only after an error: in a large sweep, it takes as long as all other steps.
             if parent not in stages:
                 raise ConfigError(
-                    f"{name}.{field} is @{parent}, but there is no such stage{did_you_mean(parent, stages)}"
+                    f"{name}.{field} is @{parent}, but the recipe has no stage {parent}{did_you_mean(parent, stages)}"
                 )
             reads[name].add(parent)
 
@@ -267,7 +279,7 @@ def in_order(stages: Mapping[str, Stage]) -> tuple[Stage, ...]:
     try:
         sorter.prepare()
     except CycleError as error:
-        raise ConfigError(f"stages read each other in a circle: {' ← '.join(error.args[1])}") from None
+        raise ConfigError(f"stages read each other in a cycle: {' ← '.join(error.args[1])}") from None
 
     # If several stages could come next, take the first in the recipe.
     recipe_order = list(stages)

@@ -1,10 +1,10 @@
 """Check that a class id means the same class in all data sets and weights of a stage.
 
-1. `check` compares the class names of data sets that share their classes (`StageKind.shared_classes`), and of the
-   weights whose head the stage keeps. The stage is refused if an id has two names.
+1. `check` compares the class names of data sets that share their classes (`StageKind.shared_classes`) and, if the stage
+   keeps the head of its initial weights, of these weights. If an id has two names, it raises DataError.
 2. `of_stage` returns the class names of the model's outputs, which are saved with its weights (classes.json).
 
-    pretrain: data.train has airplane, bird, cat; data.evaluate has bird, cat      refused: class 0 has two names
+    pretrain: data.train has airplane, bird, cat; data.evaluate has bird, cat      error: class 0 has two names
 """
 
 from pathlib import Path
@@ -19,9 +19,10 @@ from pipeline.evaluation import any_weights
 
 
 def check(stage: Stage, available: Available) -> None:
-    """Raise DataError if a class id has two names in the data sets of a stage or in the weights whose head it keeps.
+    """Raise DataError if a class id has different names in a stage's data sets or initial weights.
 
-    Data sets that do not exist yet or have no class names are not compared.
+    Weights are compared only if the stage keeps their head. Data sets that do not exist yet or have no class names are
+    not compared.
     """
     for shared in stage.kind.shared_classes(stage.config):
         named: list[tuple[str, Names]] = []
@@ -47,7 +48,7 @@ def of_stage(stage: Stage, available: Available) -> Names:
 
 
 def of_weights(init: str, available: Available) -> Names:
-    """Return the class names of weights, in a folder or from an earlier stage; () if they are unknown."""
+    """Return the class names of the weights in a folder or from an earlier stage; () if they are unknown."""
     folder = Path(available.campaign.path_of(init))
     if (folder / CONFIG).is_file() or any_weights.is_foreign(str(folder)):
         try:

@@ -1,9 +1,9 @@
 """Compute a stage's key: a digest of its settings and inputs.
 
-    pretrain: {data: {train: "@shards/train"}}     output of the stage `shards`: the key of `shards` is in the key
-    finetune: {init: weights/b16}                  folder from outside the campaign: the sha256 of its weights is
+    pretrain: {data: {train: "@shards/train"}}     contains the key of `shards`, the stage that writes this input
+    finetune: {init: weights/b16}                  contains the sha256 of these weights, from outside the campaign
 
-Because the key of a stage represents its output, which need not exist yet, `plan` knows all keys before a run.
+The key of a stage identifies its output before the output exists, so `plan` knows all keys before a run.
 """
 
 import hashlib
@@ -26,15 +26,15 @@ from pipeline import artifacts, config
 from pipeline.config import require
 from pipeline.evaluation import any_weights
 
-SCHEMA = 1  # version of the outputs of stages; after an increase every stage runs again
+SCHEMA = 1  # version of the outputs of stages; increasing it makes every stage run again
 MISSING = "missing"  # used instead of the digest of an input that cannot be read
 
 
 def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Reads, str], str], kinds: Kinds) -> Stage:
-    """Return a parsed stage with its inputs, model and key; `earlier` contains the stages that it reads.
+    """Return a parsed stage with its inputs, model and key filled in; `earlier` contains the stages that it reads.
 
-    `digests` caches the digests of inputs from outside the campaign: all runs of a sweep start from the same weights,
-    which are read only once.
+    `digests` caches the digests of inputs from outside the campaign, because all runs of a sweep may start from the
+    same weights.
     """
     # 1. A digest for the content of each input.
     missing: list[str] = []
@@ -47,10 +47,10 @@ def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Read
             parent_name, part = link
             keys[field_name] = f"{earlier[parent_name].key}/{part}"
             continue
-        require(value != "???", f"{stage.name}.{field_name} is missing: a path, or @stage")
+        require(value != "???", f"{stage.name}.{field_name} is missing\n  expected a path, or @stage")
         try:
             if (reads, value) not in digests:
-                # Log nothing while reading a recipe; the stage logs the check of its weights when it starts.
+                # Log nothing while a recipe is read; the check of the weights is logged when the stage starts.
                 if reads is Reads.TABLE:
                     digest = hashlib.sha256((Path(value) / TABLE).read_bytes()).hexdigest()
                 elif reads is Reads.FILE:
@@ -59,7 +59,7 @@ def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Read
                     digest = artifacts.check_weights(Path(value), log=lambda text: None).sha256
                 elif reads is Reads.ANY_WEIGHTS:
                     digest = any_weights.digest_of(value, log=lambda text: None)
-                    # By default, weights are evaluated with the preprocessing that is recorded with them.
+                    # By default, weights are evaluated with the preprocessing recorded with them.
                     recorded = any_weights.recorded_preprocessing(value)
                     if recorded is not None:
                         digest = f"{digest} {recorded.ops}"
@@ -67,7 +67,7 @@ def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Read
                     digest = load_index(value).digest
                 digests[reads, value] = digest
             keys[field_name] = digests[reads, value]
-        # The input does not exist, or its digest differs.
+        # The input does not exist, or its content differs from its recorded digest.
         except (DataError, OSError) as error:
             keys[field_name] = MISSING
             text = str(error)
@@ -80,8 +80,8 @@ def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Read
     for message in stage.kind.missing(stage.config):
         missing.append(f"{stage.name}.{message}")
 
-    # 2. The inputs in the key: those that must not change on resume. A test set may change during a stage, and is
-    # tagged "warn". A value determined by another stage enters the key as that stage's key and the placeholder.
+    # 2. The inputs in the key: those that must not change on resume. A test set may change before a resume, so it is
+    # tagged "warn". For a value determined by another stage, the key contains that stage's key and the placeholder.
     forbidden = config.tagged(stage.config, "forbid")
     inputs_in_key: dict[str, str] = {}
     eval_inputs: dict[str, str] = {}
@@ -94,7 +94,7 @@ def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Read
         link = reference(value)
         assert link is not None, "`references` contains only references"
         inputs_in_key[name] = f"{earlier[link[0]].key}/{link[1]}"
-    # Two cases in which evaluation settings are in the key: runs of a sweep, because their results are compared, and
+    # Evaluation settings are in the key in two cases: for runs of a sweep, because their results are compared, and for
     # stages with keep_best, because evaluations select the exported weights.
     warned: dict[str, object] = {}
     selects_weights = getattr(stage.config, "keep_best", None) is not None
@@ -105,7 +105,7 @@ def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Read
         if is_evaluation_field or (selects_weights and name == "evaluate_every"):
             inputs_in_key[name] = keys.get(name, str(warned_value))
 
-    # 3. The key. It has the digests of inputs and not their paths: moving the data does not change the key.
+    # 3. The key. It contains the digests of inputs instead of their paths, so moving the data does not change it.
     values = dict(forbidden)
     for name in (*keys, *stage.kind.inputs):
         values.pop(name, None)
@@ -115,7 +115,7 @@ def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Read
         "config": values,
         "inputs": inputs_in_key,
     }
-    # Bug fixes of the preprocessing that the stage uses. Added only if there are any, so that other keys stay the same.
+    # Add bug fixes that affect the stage's preprocessing. If there are none, the key stays the same.
     corrected: dict[str, int] = {}
     for field_name, field_value in (forbidden | warned).items():
         if field_name.endswith("augment.crop") and field_value == "random":
@@ -142,13 +142,13 @@ def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Read
 
 
 def check_part(field_name: str, value: str, reads: Reads, earlier: Mapping[str, Stage], kinds: Kinds) -> None:
-    """Raise ConfigError if the stage that a field references does not produce what the field reads."""
+    """Raise ConfigError if a field refers to a stage that does not write the required type of output."""
     link = reference(value)
     assert link is not None, "called only for references"
     parent_name, part = link
     parent = earlier[parent_name]
     if reads in (Reads.WEIGHTS, Reads.ANY_WEIGHTS):
-        # People often type the sweep's table if they mean one of its runs.
+        # Users often type the sweep's table instead of one of its runs.
         if parent.kind.reads_outcomes:
             runs = ", ".join(parent.parents.values())
             raise ConfigError(
@@ -168,8 +168,8 @@ def check_part(field_name: str, value: str, reads: Reads, earlier: Mapping[str, 
         sets = parent.kind.sets(parent.config)
         require(
             bool(sets),
-            f"{field_name} is {value}, but a {parent.kind.name} stage makes no data set\n"
-            "  expected @stage/set with a pack stage, or the path of an index",
+            f"{field_name} is {value}, but a {parent.kind.name} stage writes no data set\n"
+            "  expected @STAGE/SET with a pack stage, or the path of an index",
         )
         if part not in sets:
             references = [f"@{parent.name}/{name}" for name in sets]
@@ -180,10 +180,10 @@ def check_part(field_name: str, value: str, reads: Reads, earlier: Mapping[str, 
 
 
 def model_of(stage: Stage, earlier: Mapping[str, Stage], missing: list[str]) -> ModelConfig | None:
-    """Return the architecture of a stage's model, from its recipe, or from its initial weights plus config overrides.
+    """Return the architecture of a stage's model, from the recipe alone or from the initial weights and the recipe.
 
-    Returns None for stages without a model, or if the initial weights do not exist yet. If weights exist without a
-    model config, a message is added to `missing`.
+    Returns None if the stage has no model, or if its initial weights do not exist yet. If the weights have no model
+    config, a message is added to `missing`.
     """
 
     def source_model(init: str) -> ModelConfig | None:
@@ -194,7 +194,7 @@ def model_of(stage: Stage, earlier: Mapping[str, Stage], missing: list[str]) -> 
         source = model_at(init)
         if source is None:
             missing.append(
-                f"{stage.name}.init: {init} has no {CONFIG} with the architecture of the weights\n"
+                f"{stage.name}.init: {init} has no {CONFIG}, so the architecture of the weights is unknown\n"
                 "  expected a folder written by a stage or by python -m jobs import, or @stage"
             )
         return source
@@ -212,5 +212,5 @@ def model_at(folder: str) -> ModelConfig | None:
         return None
     try:
         return models.from_dict(json.loads(path.read_text()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:  # possible if there are no digests
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # possible for weights without digests
         raise DataError(f"{path} is damaged: {error}\n  restore it from a copy, or import the weights again") from None

@@ -1,9 +1,9 @@
 """Record a stage's config in stage.json, and compare it with the recipe when the stage is started again.
 
-- `stage_record` is the content of stage.json, which is written at every start.
-- Fields tagged "forbid" must not change while a stage is unfinished: `half_done_folder`.
-- Changes of fields tagged "warn" are logged, and the stage resumes: `changed_warnings`.
-- `environment` records Python, the machine, and the versions of packages that results may depend on.
+- `stage_record` returns the content of stage.json, which is written at every start.
+- `unfinished_folder` finds an unfinished stage whose "forbid" fields have changed; it must not resume.
+- `changed_warnings` finds changed "warn" fields; they are logged, and the stage resumes.
+- `environment` records the versions of Python and packages, and the machine, because results may depend on them.
 """
 
 import platform
@@ -42,7 +42,7 @@ def stage_record(stage: Stage) -> dict[str, Any]:
 
 
 def forbidden_fields(stage: Stage) -> dict[str, object]:
-    """Return the fields in a stage's key, flat and with JSON types; `model.*` are the fields of the resolved model."""
+    """Return the fields in a stage's key, flat and with JSON types; `model.*` are fields of the resolved model."""
     fields = config.tagged(stage.config, "forbid")
     fields.pop("model", None)
     if stage.model:
@@ -50,7 +50,7 @@ def forbidden_fields(stage: Stage) -> dict[str, object]:
             fields[f"model.{name}"] = value
     for field, key in stage.inputs.items():
         fields[f"content of {field}"] = key
-    # Use JSON types, because the result is compared with a stage.json, in which tuples are lists.
+    # The result is compared with a stage.json, in which tuples are lists.
     return config.as_json(fields)
 
 
@@ -66,7 +66,7 @@ def changed_warnings(directory: Path, stage: Stage) -> dict[str, str]:
     contents = record.get("eval_inputs", {})
     changes: dict[str, str] = {}
     now = config.tagged(stage.config, "warn")
-    # Ignore keys with the value null that this version of Patchline no longer has.
+    # Ignore recorded keys that this version of Patchline no longer has, if their value is null.
     before = {name: value for name, value in record["warn"].items() if name in now or value is not None}
     for text in config.differences(before, now):
         changes[text.partition(":")[0]] = text
@@ -81,36 +81,36 @@ def changed_warnings(directory: Path, stage: Stage) -> dict[str, str]:
     return changes
 
 
-def half_done_folder(campaign: Campaign, stage: Stage) -> Path | None:
-    """Return the folder of an unfinished stage with this name whose "forbid" fields differ; None if there is none."""
-    # Folders are named after the key: if this one exists, no "forbid" field has changed.
+def unfinished_folder(campaign: Campaign, stage: Stage) -> Path | None:
+    """Return the folder of an unfinished stage with the same name but other "forbid" fields; None if there is none."""
+    # Folders are named after the key: if this folder exists, no "forbid" field has changed.
     if campaign.directory(stage).exists():
         return None
     folders = campaign.run.glob(f"{stage.name}-{'[0-9a-f]' * 8}")
-    # Sort by attempt, because attempts are numbered across the whole run; times are unreliable if a clock has jumped.
+    # Sort by attempt number, which increases across the whole run; times are unreliable if a clock has jumped.
     for folder in sorted(folders, key=newest_attempt, reverse=True):
         # Unfinished folders older than a finished one were abandoned with --fresh.
         if (folder / "done.json").exists():
             return None
-        # Without a checkpoint there is nothing to lose.
+        # A stage without a checkpoint has nothing to lose.
         if (folder / "stage.json").exists() and StageCheckpoints(campaign.storage, folder.name).committed():
             return folder
     return None
 
 
 def newest_attempt(folder: Path) -> int:
-    """Return the number of a stage's newest attempt; 0 if there is none."""
+    """Return the number of a stage's newest attempt; 0 if there are no attempts."""
     newest = 0
     for path in (folder / "attempts").glob("attempt-*"):
         number = path.name.removeprefix("attempt-")
-        # Other names are copies made by hand.
+        # Users may have copied folders under other names.
         if number.isdigit():
             newest = max(newest, int(number))
     return newest
 
 
 def environment() -> dict[str, str]:
-    """Return the versions of Python and of packages, and the machine type, which may affect results."""
+    """Return the versions of Python and packages and the machine type, all of which may affect results."""
     versions = {"python": sys.version.split()[0], "machine": platform.machine()}
     for package in RECORDED_PACKAGES:
         versions[package] = version(package)

@@ -1,7 +1,7 @@
-"""Fill in the values of a config that another stage determines, such as `lr: "@finetune.grid/optim.lr"`.
+"""Fill in config values that another stage determines, such as `lr: "@finetune.grid/optim.lr"`.
 
-1. Until the other stage has finished, the config has a placeholder (`StageKind.placeholders`) and the field is pending.
-   The stage's key contains the placeholder and the other stage's key, so it does not change later.
+1. Until the other stage has finished, the config has a placeholder (`StageKind.placeholders`), and the field is
+   pending. The stage's key contains the placeholder and the other stage's key, so the key never changes.
 2. `with_values` replaces the placeholders whose values are known. It is called when a recipe is loaded and when a stage
    starts.
 
@@ -9,7 +9,7 @@
     after   finetune.seed-0: optim.lr is 0.01, the best of … by accuracy (finetune.grid)
 
 `references_in` finds the references in a section of a recipe, a nested dict: {"optim": {"lr": "@grid/optim.lr"}}.
-`filled` replaces them by values. Fields have dotted names: "optim.lr".
+`filled` replaces them with values. Fields have dotted names: "optim.lr".
 """
 
 import copy
@@ -27,7 +27,7 @@ Config = TypeVar("Config")  # a dataclass, or a dict of dataclasses
 
 
 def with_values(campaign: Campaign) -> Campaign:
-    """Return the campaign with placeholders replaced by the values that finished stages have determined.
+    """Return a copy of the campaign with placeholders replaced by the values of finished stages.
 
     Raises DataError if a stage has already run with other values.
     """
@@ -44,11 +44,11 @@ def with_values(campaign: Campaign) -> Campaign:
                 folder = campaign.directory(source)
                 is_finished = artifacts.read_done(folder) is not None
                 values_of[source.name] = source.kind.values(folder) if is_finished else {}
-            # If all runs of a sweep were stopped early, there is no value, and this stage does not run.
+            # If all runs of a sweep were stopped early, there is no value, and this stage cannot run.
             if part in values_of[source.name]:
                 known[field] = values_of[source.name][part]
 
-        # 2. Put them into the config; raise an error if the stage has run with other values.
+        # 2. Replace the placeholders; raise an error if the stage has already run with other values.
         if known != known_values(stage):
             check_same(campaign, stage, known)
             stage_config = stage.config
@@ -57,7 +57,7 @@ def with_values(campaign: Campaign) -> Campaign:
             pending = tuple(field for field in stage.references if field not in known)
             stage = replace(stage, config=stage_config, pending=pending)
             is_changed = True
-        # 3. A value may be a field of the model, from which later stages start.
+        # 3. A value may change the model, and the models of later stages that start from it.
         if is_changed and stage.model is not None:
             stage = replace(stage, model=model_of(stage, stages, []))
         stages[stage.name] = stage
@@ -65,14 +65,14 @@ def with_values(campaign: Campaign) -> Campaign:
 
 
 def source_of(campaign: Campaign, value: str) -> tuple[Stage, str]:
-    """Return the stage and the value's name in it for a reference "@stage/part"."""
+    """Split a reference "@stage/part" into the stage and the name of the value."""
     link = reference(value)
     assert link is not None, "`Stage.references` contains only references"
     return campaign.stage(link[0]), link[1]
 
 
 def known_values(stage: Stage) -> dict[str, object]:
-    """Return the values of a stage's config that other stages have determined."""
+    """Return the values in a stage's config that other stages have already determined."""
     known = {}
     for field in stage.references:
         if field not in stage.pending:
@@ -81,7 +81,7 @@ def known_values(stage: Stage) -> dict[str, object]:
 
 
 def check_same(campaign: Campaign, stage: Stage, known: Mapping[str, object]) -> None:
-    """Raise DataError if a stage has run with values that differ from those known now."""
+    """Raise DataError if a stage has already run with values that differ from the current ones."""
     path = campaign.directory(stage) / "stage.json"
     if not path.exists():
         return
@@ -89,9 +89,9 @@ def check_same(campaign: Campaign, stage: Stage, known: Mapping[str, object]) ->
     if changes:
         names = ", ".join(sorted({source_of(campaign, value)[0].name for value in stage.references.values()}))
         raise DataError(
-            f"{path.parent} ran with values that differ from the current choice of {names}: {'; '.join(changes)}\n"
-            f"  the runs of the sweep may have been repeated with other results\n"
-            f"  restore the previous folder of {names}, or move {path.parent} away to run {stage.name} with the "
+            f"{path.parent} was run with values that {names} no longer chooses: {'; '.join(changes)}\n"
+            f"  the runs of the sweep may have been repeated, with different results\n"
+            f"  restore the previous folder of {names}, or move {path.parent} elsewhere to run {stage.name} with the "
             "current values"
         )
 
@@ -100,7 +100,7 @@ def check_same(campaign: Campaign, stage: Stage, known: Mapping[str, object]) ->
 
 
 def with_field(section: Config, path: Sequence[str], value: object) -> Config:
-    """Return a copy of a config, or of a dict of configs, with the field at `path` changed; it is validated again."""
+    """Return a validated copy of a config, or of a dict of configs, with the field at `path` set to `value`."""
     first, *rest = path
     if isinstance(section, dict):
         # Names of data sets may contain dots.
@@ -128,9 +128,9 @@ def value_at(section: Any, path: Sequence[str]) -> Any:
 
 
 def references_in(section: object, apart: Sequence[str], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the fields whose value is a reference to another stage's value, as ("optim.lr", "@grid/optim.lr").
+    """Yield the fields that refer to another stage's value: ("optim.lr", "@grid/optim.lr").
 
-    Fields that match a pattern of `apart` are skipped.
+    Fields that match a pattern in `apart` are skipped.
     """
     if isinstance(section, Mapping):
         for name, value in section.items():
@@ -142,7 +142,7 @@ def references_in(section: object, apart: Sequence[str], prefix: str = "") -> It
 
 
 def filled(section: Any, values: Mapping[str, object], prefix: str = "") -> Any:
-    """Return a copy of a section with the references in some fields replaced by `values` (dotted name → value)."""
+    """Return a copy of a section with some fields set to `values` (dotted name → value)."""
     if isinstance(section, Mapping):
         return {name: filled(value, values, f"{prefix}.{name}".lstrip(".")) for name, value in section.items()}
     return copy.deepcopy(values.get(prefix, section))

@@ -4,13 +4,13 @@
 
 Checks of an unfinished stage:
 1. inputs from outside the campaign exist;
-2. the stage is not half done with another config;
-3. a class id means the same class in all its data sets and in the weights whose head it keeps (class_names.py);
-4. the checks of the stages that read it (`StageKind.check_parent`), for example of a sweep's table;
-5. the checks of its kind (jobs/stages): its config against the cluster, its data sets, its memory.
-Check of a finished stage: the files that later stages read have the recorded digests.
+2. no unfinished stage of the same name has another config;
+3. a class id means the same class in all its data sets and, if it keeps their head, in its weights (class_names.py);
+4. the stages that read its output accept it (`StageKind.check_parent`), for example a sweep's table;
+5. its kind's checks pass (jobs/stages): its config against the cluster, its data sets, its memory.
+Check of a finished stage: files that later stages read have the recorded digests.
 
-Data that an earlier stage makes may not exist yet, so `run` validates each stage again right before it starts.
+Data from an earlier stage may not exist yet, so `run` validates each stage again right before it starts.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +19,7 @@ from data.checks import few
 from data.errors import DataError, ExitCode, PatchlineError
 from jobs.named_stages import RECORD, stages_in
 from jobs.recipe import class_names
-from jobs.recipe.records import forbidden_fields, half_done_folder
+from jobs.recipe.records import forbidden_fields, unfinished_folder
 from jobs.resolved_recipe import INPUTS, Available, Campaign, CheckResult, Stage, reference
 from pipeline import artifacts, config
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
@@ -30,11 +30,11 @@ MOST_NAMED = 8  # missing inputs or changed keys listed in a message
 def validate(stage: Stage, available: Available, *, fresh: bool = False) -> list[CheckResult]:
     """Return the results of all checks of a stage. Raises OSError.
 
-    With `fresh`, a stage that is half done with another config may start over.
+    `fresh` allows an unfinished stage with another config to restart from step 0.
     """
     results: list[CheckResult] = []
     try:
-        # Append one by one, to keep the results before an error.
+        # Append results one by one, so that those before an error are kept.
         for result in checks(stage, available, fresh=fresh):
             results.append(result)
     except PatchlineError as error:
@@ -44,7 +44,7 @@ def validate(stage: Stage, available: Available, *, fresh: bool = False) -> list
 
 
 def checks(stage: Stage, available: Available, *, fresh: bool) -> Iterator[CheckResult]:
-    """Check a stage. Raises ConfigError or DataError if it cannot run, or if it has finished and its files changed."""
+    """Check a stage. Raises ConfigError or DataError if it cannot run, or if files of a finished stage have changed."""
     campaign = available.campaign
     # A finished stage: verify its files by digest.
     if available.checks_files and campaign.done(stage) is not None:
@@ -57,7 +57,7 @@ def checks(stage: Stage, available: Available, *, fresh: bool) -> Iterator[Check
     if available.checks_files:
         for message in stage.missing:
             yield CheckResult.of(DataError(message), INPUTS)
-        folder = half_done_folder(campaign, stage)
+        folder = unfinished_folder(campaign, stage)
         if folder is not None and not fresh:
             record = artifacts.read_record(folder / "stage.json")
             changes = config.differences(record["forbid"], forbidden_fields(stage))
@@ -66,8 +66,8 @@ def checks(stage: Stage, available: Available, *, fresh: bool) -> Iterator[Check
             yield CheckResult(
                 "FAIL",
                 "config",
-                f"{stage.name} is half done with another config:\n    " + "\n    ".join(changes),
-                "  to resume it, undo the change; to start it over, add --fresh (the old folder is kept)",
+                f"{stage.name} is unfinished, and its config has changed:\n    " + "\n    ".join(changes),
+                "  to resume it, undo the change; to restart it from step 0, add --fresh (the old folder is kept)",
                 ExitCode.CONFIG,
             )
         for reader in available.readers(stage):
@@ -84,7 +84,7 @@ def validate_all(campaign: Campaign, stages: Sequence[Stage], *, fresh: bool = F
         names.add(stage.name)
         if campaign.done(stage) is not None:
             continue
-        # A stage that resumes from a checkpoint does not read its initial weights, which may have been deleted.
+        # A stage that resumes from a checkpoint does not need its initial weights, which may have been deleted.
         checkpoints = StageCheckpoints(campaign.storage, campaign.directory(stage).name)
         is_resumed = stage.kind.trains and not fresh and bool(checkpoints.committed())
         for field, value in stage.parents.items():
@@ -99,16 +99,16 @@ def validate_all(campaign: Campaign, stages: Sequence[Stage], *, fresh: bool = F
         elif stage in stages:
             results += validate(stage, available, fresh=fresh)
     results += restarted_stages(campaign, [stage for stage in stages if stage not in finished])
-    # Finished stages last: if a shard is lost, the check of a stage that reads it says how to exclude the shard.
+    # Check finished stages last: if a shard is lost, the stage that reads it reports how to exclude the shard.
     for stage in finished:
         results += validate(stage, available)
     return results
 
 
 def restarted_stages(campaign: Campaign, stages: Sequence[Stage]) -> Iterator[CheckResult]:
-    """Warn about stages that start over although a stage of the same name has finished, and list the changed keys.
+    """Warn if a stage will run again because its settings have changed since it finished; list the changed keys.
 
-    A change is reported only for the stage whose keys changed, not for later stages, and once per sweep.
+    A change is reported only for the stage whose keys have changed, not for later stages, and once per sweep.
     """
     reported = set()
     finished = [folder for folder in stages_in(campaign.run) if folder.is_finished]
@@ -127,7 +127,7 @@ def restarted_stages(campaign: Campaign, stages: Sequence[Stage]) -> Iterator[Ch
             continue
         reported.add(stage.source)
         listed = few(list(changes.values()), MOST_NAMED, ", and {} more")
-        text = f"{stage.name} starts over, because its settings differ from {folders[0]} (which is kept): {listed}"
+        text = f"{stage.name} starts from step 0, because its settings differ from {folders[0]} (kept): {listed}"
         if stage.kind.trains and stage.config.init is None:
             text += (
                 f"\n  to start from those weights instead of random ones, type {stage.source}.init={folders[0].path}"
@@ -136,7 +136,7 @@ def restarted_stages(campaign: Campaign, stages: Sequence[Stage]) -> Iterator[Ch
 
 
 def refuse(results: Iterable[CheckResult]) -> None:
-    """Raise the first FAIL as an error; missing inputs come first, combined into one error."""
+    """Raise the first FAIL as an error; missing inputs take precedence and are combined into one error."""
     failures = []
     missing = []
     for result in results:

@@ -1,1 +1,1 @@
-"""A campaign at work: one command on a run, its stages one after the other, and how that ends."""
+"""Run a campaign: the lifecycle of one command on a run, and of each stage in it."""

@@ -1,9 +1,9 @@
-"""The output of a command on a run: lines in the terminal and in log.txt, status.json, and the closing table.
+"""The output of a command on a run: terminal lines, log.txt, status.json and the table of results.
 
 - `RunLog` prints the lines of the workers and of the driver, and writes them to log.txt.
 - `status_file` maintains status.json: whether the command is running, or how it ended. The exit code is not enough,
-  because Ray Jobs reduce it to 0 and 1.
-- `log_table` logs the closing table of a campaign, `log_next` the commands to type next.
+  because Ray Jobs reports only 0 or 1.
+- `log_table` logs the results of all stages, and `log_next` the commands to type next.
 """
 
 import json
@@ -30,29 +30,29 @@ from pipeline.checkpoints.manifest import attempt_folder
 from pipeline.monitoring.telemetry import append_whole
 from pipeline.values import counted, duration
 
-QUIET_S = 10.0  # silence after which a line tells what the run is waiting for
-DRIVER_MARK = "[driver] "  # before the driver's own lines in a log.txt, as "[worker 2] " is before a worker's
+QUIET_S = 10.0  # after this long without output, log what the run is waiting for
+DRIVER_MARK = "[driver] "  # prefix of the driver's lines in a stage's log.txt; a worker's is "[worker 2] "
 CLOCK = "%Y-%m-%d %H:%M:%S"
-STATUS_RESERVE_BYTES = 4096  # blanks in status.json: room for the message of an end on a full disk
-LONGEST_MESSAGE = 600  # characters of status.json's message; as JSON each may take six bytes
-MOST_VALUES = 6  # in a row of the closing table
+STATUS_RESERVE_BYTES = 4096  # padding of status.json, so that the final message fits if the disk is full
+LONGEST_MESSAGE = 600  # characters of the message in status.json; JSON may need six bytes for each
+MOST_VALUES = 6  # values in a row of the table of results
 
 
 class RunLog(Watcher):
     """The log of a command: prints lines to the terminal, and writes them to the log.txt of the run and of the stage.
 
-    Lines of the workers, from the stage's log.txt, are printed and copied to the run's log.txt. It is the first
-    watcher, so that it shows the lines of the others.
+    Worker lines are read from the stage's log.txt, printed, and copied to the run's log.txt. RunLog is the first
+    watcher, because the others log through it.
     """
 
     def __init__(self, quiet: bool = False, start_timeout_s: float = 300.0, file: Path | None = None) -> None:
         self.file = file  # the run's log.txt, with every printed line of all stages and commands
         self.start_timeout_s = start_timeout_s
-        self.stage_file: Path | None = None  # log.txt of the stage that runs; None between stages
-        self.last_wait: tuple[str, int] | None = None  # the last reported wait, and its attempt
-        self.shown_bytes: dict[Path, int] = {}  # log.txt → how much of it has been shown
+        self.stage_file: Path | None = None  # log.txt of the running stage; None between stages
+        self.last_wait: tuple[str, int] | None = None  # the last logged wait, and its attempt
+        self.shown_bytes: dict[Path, int] = {}  # log.txt → number of bytes already shown
         self.last_line_at = time.monotonic()
-        # End the bar of the command so far: a terminal has only one.
+        # Remove the command's own progress bar: a terminal has room for only one.
         activity.end()
         self.terminal = None if quiet else Terminal(sys.stdout)
 
@@ -60,7 +60,7 @@ class RunLog(Watcher):
         """Print a line of the driver, and write it to the logs of the run and of the running stage."""
         if self.stage_file is not None:
             lines = "".join(f"{DRIVER_MARK}{line}\n" for line in text.splitlines())
-            # A full disk costs the line in the log; the terminal shows it.
+            # If the disk is full, the line is only shown in the terminal.
             append_whole(self.stage_file, lines.encode())
         self.keep(text)
         self.show(text)
@@ -71,14 +71,14 @@ class RunLog(Watcher):
             append_whole(self.file, f"{printable_lines(text)}\n".encode())
 
     def show(self, text: str) -> None:
-        """Print a line to the terminal, above its bar if there is one."""
+        """Print a line to the terminal, above the progress bar if there is one."""
         self.last_line_at = time.monotonic()
-        # This returns at once: a terminal that takes no line must not hold up the watchdog or a stop.
+        # `write` never blocks: a stuck terminal must not delay the watchdog or a stop.
         if self.terminal is not None:
             self.terminal.write(printable_lines(text))
 
     def show_progress(self, done: int, total: int | None, text: str) -> bool:
-        """Move the bar; return whether there is one."""
+        """Update the progress bar; return False if the terminal has none."""
         if self.terminal is None or not self.terminal.has_bar:
             return False
         self.terminal.move_bar(done, total, text)
@@ -87,12 +87,12 @@ class RunLog(Watcher):
     # -------------------------------------------------------------------- as a watcher
 
     def stage(self, context: Context) -> None:
-        """Log into this stage's folder from now on; lines of earlier commands are not shown again."""
+        """Log to this stage's folder from now on; lines of earlier commands are not shown again."""
         self.stage_file = context.directory / "log.txt"
         self.shown_bytes.setdefault(self.stage_file, size_of(self.stage_file))
 
     def status(self, message: StatusMessage) -> None:
-        """Show new lines of the stage's log and its progress; after a silence, show what the attempt is waiting for."""
+        """Show new lines of the stage's log and its progress; after QUIET_S, what the attempt is waiting for."""
         if message.state == "waiting":
             return
         self.show_new_lines(message)
@@ -100,7 +100,7 @@ class RunLog(Watcher):
             self.stage_file = None
             return
         report = message.report
-        # The newest report may come from the previous attempt, and not from these workers.
+        # Ignore a report of the previous attempt.
         if report is not None and report["attempt"] == message.attempt:
             text = f"{message.stage}  loss {report['loss']:.4f}"
             # Rank 0's clock may be ahead of this one.
@@ -110,13 +110,13 @@ class RunLog(Watcher):
             self.show_progress(max(message.step, report["step"]), report["steps"], text)
             return
 
-        # Before the first report, show what the run is waiting for: immediately on the progress bar, or as a log line
-        # after a quiet period.
+        # Before the first report, show what the run is waiting for: at once on the progress bar, after QUIET_S in the
+        # log.
         started = len(list(attempt_folder(message.directory, message.attempt).glob("rank-*.json")))
         wait = f"{started} workers have started; waiting for their first step"
         if not started:
             limit = duration(self.start_timeout_s)
-            wait = f"waiting up to {limit} for the workers to start (cluster.start_timeout_s)"
+            wait = f"waiting for the workers to start, up to {limit} (cluster.start_timeout_s)"
         self.show_progress(0, None, f"{message.stage}: {wait}")
         if time.monotonic() - self.last_line_at <= QUIET_S:
             return
@@ -134,23 +134,23 @@ class RunLog(Watcher):
         with open(log, "rb") as file:
             file.seek(shown)
             added = file.read()
-        # An incomplete last line is shown next time.
+        # An incomplete last line is shown by the next call.
         whole = added[: added.rfind(b"\n") + 1]
         self.shown_bytes[log] = shown + len(whole)
         for line in whole.decode(errors="replace").splitlines():
             # The driver's own lines were shown when they were logged.
             if not line.startswith(DRIVER_MARK):
-                # log.txt has the stage's key too; the terminal shows the name, which is unique in a campaign.
+                # The terminal shows only the stage's name, which is unique in a campaign; log.txt has its key too.
                 self.keep(f"[{message.directory.name}] {line}")
                 self.show(f"[{message.stage}] {line}")
 
     def close(self) -> None:
-        """Remove the bar, and give the terminal a few seconds for its remaining lines."""
+        """Remove the progress bar, and give the terminal a few seconds to print its remaining lines."""
         if self.terminal is None:
             return
         lost = self.terminal.close()
         if lost:
-            line = f"{lost} lines are not shown: the terminal accepted none for {CLOSE_S:g} s; all are in {self.file}"
+            line = f"{lost} lines are not shown: the terminal blocked for {CLOSE_S:g} s; all lines are in {self.file}"
             self.keep(line)
             write_last(line)
 
@@ -160,23 +160,23 @@ class RunLog(Watcher):
 
 @contextmanager
 def status_file(run: Path, command: str, keep: Callable[[str], None], lease: Lease) -> Iterator[None]:
-    """Keep status.json up to date: running during the block, then done, or the exit code and message of its error.
+    """Maintain status.json: "running" during the block, then "done", or the exit code and message of its error.
 
-    `keep` writes the command and its end to the run's log. Raises RunOwned instead of any other error if another
-    command has taken the run over, because status.json then belongs to that command.
+    `keep` writes the command and how it ended to the run's log. If another command has taken over the run, status.json
+    belongs to that command, and RunOwned is raised instead of any other error.
     """
     write_status(run, None, "running", command)
     keep(f"{time.strftime(CLOCK)} started: {command}")
     try:
         yield
     except BaseException as error:
-        # A worker may have failed at its commit, or stopped on request. With either exit code a batch system would
-        # start the command again, although another one continues the run.
+        # If another command has taken over the run, a worker's failed commit or a requested stop must not decide the
+        # exit code: a batch system would start this command again.
         lease.check_at_end()
         text = explain(error) if isinstance(error, OSError) else str(error)
         message = text.strip() or type(error).__name__
         keep(f"{time.strftime(CLOCK)} ended with exit code {exit_code(error)}: {message}")
-        with suppress(OSError):  # a full disk may be why we end: report that error, not this one
+        with suppress(OSError):  # if the disk is full, report the original error instead
             write_status(run, exit_code(error), message.splitlines()[0], command)
         raise
     lease.check_at_end()
@@ -185,9 +185,9 @@ def status_file(run: Path, command: str, keep: Callable[[str], None], lease: Lea
 
 
 def write_status(run: Path, code: int | None, message: str, command: str) -> None:
-    """Write status.json: how a command on this run ended, or, if `code` is None, that it is running.
+    """Write status.json: how a command on this run ended, or that it is running if `code` is None.
 
-    The end fits on a full disk too, into the space that "running" has reserved.
+    The "running" record reserves space, so that the final record can be written even if the disk is full.
     """
     record = {
         "exit_code": code,
@@ -199,12 +199,12 @@ def write_status(run: Path, code: int | None, message: str, command: str) -> Non
 
 
 def log_table(rows: Sequence[Mapping[str, Any]], log: Callable[[str], None]) -> None:
-    """Log the closing table: each stage's images seen, result and time; `rows` are the stages' outcomes."""
+    """Log the table of results: each stage's images seen, result and time. `rows` are the stages' outcomes."""
     width = max([12, *(len(row["stage"]) for row in rows)])
     log(f"{'stage':{width}} {'images seen':>12} {'result':44} {'time':>8}")
     for row in rows:
         images_seen = "-"
-        # Subsets and indexed tars are made without opening an image.
+        # Subsets and indexed tars are made without opening any image.
         if row.get("samples_seen"):
             images_seen = f"{row['samples_seen']:,}"
         time_text = duration(row["seconds"])
@@ -212,17 +212,17 @@ def log_table(rows: Sequence[Mapping[str, Any]], log: Callable[[str], None]) -> 
             time_text += "*"
         log(f"{row['stage']:{width}} {images_seen:>12} {'  '.join(result_parts(row)):44} {time_text:>8}")
     if any(row["skipped"] for row in rows):
-        log("* finished earlier, skipped now")
+        log("* skipped: finished by an earlier command")
 
 
 def result_parts(row: Mapping[str, Any]) -> list[str]:
-    """Return the parts of a stage's result for the table: accuracies, chosen values, shards or parameters."""
+    """Return a stage's result as texts for the table: accuracies, chosen values, shards or parameters."""
     outcome = outcome_of(row)
     parts: list[str] = []
     if outcome.metrics:
         parts = [f"{name} {value:.1%}" for name, value in outcome.metrics.items()]
         if len(parts) > MOST_VALUES:
-            parts[MOST_VALUES - 1 :] = [f"… {len(parts)} values in all"]
+            parts[MOST_VALUES - 1 :] = [f"… {len(parts)} values in total"]
     elif outcome.diverged:
         parts = ["diverged"]
     elif outcome.summary:
@@ -238,9 +238,9 @@ def result_parts(row: Mapping[str, Any]) -> list[str]:
 
 
 def log_next(campaign: Campaign, rows: Sequence[Mapping[str, Any]], log: Callable[[str], None]) -> None:
-    """Log the run's address and, if it has made weights, commands to type next with those of the last section.
+    """Log the run's address and, if it has weights, example commands for the weights of its last section.
 
-    For a sweep, these are the weights of the run with the best accuracy.
+    If the last section is a sweep, the commands name the weights with the best accuracy.
     """
     address = campaign.storage.address()
     log(f"run: {address}")
@@ -264,7 +264,7 @@ def log_next(campaign: Campaign, rows: Sequence[Mapping[str, Any]], log: Callabl
     if evaluated is not None:
         if Path(evaluated).is_relative_to(Path.cwd()):
             evaluated = os.path.relpath(evaluated)
-        # A set made by this run is named by its stage, like the weights.
+        # A data set packed by this run is addressed by its stage, like the weights.
         made_by = STAGE_FOLDER.fullmatch(Path(evaluated).parent.name)
         if made_by is not None and Path(evaluated).parents[1] == Path(run):
             evaluated = f"{run}/{made_by['name']}/{Path(evaluated).name}"

@@ -1,12 +1,12 @@
-"""Read a run's folder: how its last command ended, and the outcome, attempts and newest records of each stage.
+"""Read a run directory: how its last command ended, and the outcome, attempts and newest records of each stage.
 
-    <run>/status.json                    read_command      running, done, stopped, or killed without an end
+    <run>/status.json                    read_command      running, done, stopped, killed or unknown
     <run>/<stage>-<key>/stage.json       stage_folders     in the order in which the stages were first started
                         done.json        read_outcome      None for an unfinished stage
                         incidents.txt    read_incidents
                         metrics.jsonl    StageReader       the newest record of each kind, while the stage runs
 
-`patchline status`, the log of a running command, the gauges and the page of a run all read through this module.
+`patchline status`, the log of a running command, the gauges and the HTML report all read a run through this module.
 Nothing here imports torch.
 """
 
@@ -24,51 +24,51 @@ from jobs.ownership import LOST_PERIODS, LeaseRecord, holder_state
 from pipeline import artifacts
 from pipeline.monitoring.telemetry import TAIL_BYTES, Record, records_in, without_single_seeds
 
-# First line of an incident in incidents.txt (supervisor.write_incident); tracebacks contain no such line.
+# Beginning of an incident in incidents.txt (supervisor.write_incident); no line of a traceback begins like this.
 INCIDENT = re.compile(r"^(?=\d{4}-\d\d-\d\d \d\d:\d\d:\d\d )", re.MULTILINE)
 CLOCK_LENGTH = len("2026-11-22 08:00:00")
 
-# "waiting": no attempt is running, the stage waits for places or for its next attempt.
+# "waiting": no attempt is running; the stage is waiting for places in the cluster or for its next attempt.
 StageState: TypeAlias = Literal["waiting", "working", "ended"]
 
 # ------------------------------------------------------------------------ the run
 
 
-# "unknown": no command has ended yet, or status.json is torn. "killed": the command could not record its end.
+# "unknown": no command has ended yet, or status.json is damaged. "killed": the command could not record how it ended.
 CommandState: TypeAlias = Literal["running", "done", "stopped", "killed", "unknown"]
 
 
 @dataclass(frozen=True)
 class LastCommand:
-    """The last command on a run, from status.json and, if it recorded no end, from the run's lease."""
+    """The last command on a run, from status.json; if that does not say how the command ended, also from its lease."""
 
     state: CommandState
     command: str = ""
     message: str = ""
     exit_code: int | None = None
-    time: str = ""  # of its end; of a command without one, of its start
-    has_lease: bool = False  # of a command without an end: the run has a lease, which a copy of a run has not
-    lease: LeaseRecord | None = None  # if it can be read
-    problem: Literal["", "missing", "altered"] = ""  # of status.json
+    time: str = ""  # when the command ended; its start if it has recorded no end
+    has_lease: bool = False  # only for commands without a recorded end; a copy of a run has no lease
+    lease: LeaseRecord | None = None  # None if the lease cannot be read
+    problem: Literal["", "missing", "altered"] = ""  # what is wrong with status.json
 
     @property
     def has_ended(self) -> bool:
-        """Return whether no command is running any more; False if that is unknown."""
+        """Return whether the command has ended; False if that is unknown."""
         return self.state in ("done", "stopped", "killed")
 
 
 def read_command(run: Path, storage: Storage, log: Callable[[str], None], periods: float = LOST_PERIODS) -> LastCommand:
-    """Read how the last command on a run ended, or whether it still runs.
+    """Read whether the last command on a run is still running, or how it ended.
 
-    A killed command could not record its end, so its lease is read. `log` reports a wait: a lease of another machine is
-    watched for at most `periods`. Raises StorageError.
+    A killed command has recorded no end, so its lease is checked. A lease of another machine is watched for at most
+    `periods` renewals; `log` reports this wait. Raises StorageError.
     """
     try:
         last = json.loads((run / "status.json").read_text())
         command = LastCommand("stopped", last.get("command", ""), last["message"], last["exit_code"], last["time"])
     except OSError:
         return LastCommand("unknown", problem="missing")
-    except (AttributeError, ValueError, KeyError):  # empty, torn or altered
+    except (AttributeError, ValueError, KeyError):  # empty, truncated or altered
         return LastCommand("unknown", problem="altered")
     if command.exit_code == 0:
         return replace(command, state="done")
@@ -84,9 +84,9 @@ def read_command(run: Path, storage: Storage, log: Callable[[str], None], period
 
 
 def stage_folders(path: Path) -> tuple[Path, list[Path]]:
-    """Return a run directory and its stages' folders in the order first started; for a stage's folder, only that one.
+    """Return the run directory, and its stage folders in the order of their first start.
 
-    The list is empty if there is no run.
+    If `path` is a stage's folder, the list has only that folder. The list is empty if there is no run.
     """
     if (path / "stage.json").exists():
         return path.parent, [path]
@@ -102,20 +102,20 @@ class StageOutcome:
     """The outcome of a finished stage, from its done.json."""
 
     seconds: float
-    metrics: dict[str, float] = field(default_factory=dict)  # means over few-shot draws, without the single draws
-    summary: str = ""  # of a sweep's table
-    sets: dict[str, Any] = field(default_factory=dict)  # made by the stage, by name
-    diverged: str = ""  # why a run of a sweep has no result
+    metrics: dict[str, float] = field(default_factory=dict)  # few-shot accuracies are means over all draws
+    summary: str = ""  # the result of a sweep's table in words
+    sets: dict[str, Any] = field(default_factory=dict)  # data sets made by the stage, by name
+    diverged: str = ""  # for a diverged run of a sweep, the reason
 
 
 def read_outcome(folder: Path) -> StageOutcome | None:
-    """Read the outcome of a stage; None if it has not finished. Raises DataError if done.json was altered."""
+    """Read the outcome of a stage; None if the stage has not finished. Raises DataError if done.json was altered."""
     done = artifacts.read_done(folder)
     return None if done is None else outcome_of(done)
 
 
 def outcome_of(done: Mapping[str, Any]) -> StageOutcome:
-    """Return the outcome in the content of a done.json."""
+    """Convert the content of a done.json to a StageOutcome."""
     return StageOutcome(
         seconds=done["seconds"],
         metrics=without_single_seeds(done.get("metrics", {})),
@@ -126,7 +126,7 @@ def outcome_of(done: Mapping[str, Any]) -> StageOutcome:
 
 
 class IncidentEntry(NamedTuple):
-    """One entry of incidents.txt: a worker that ended an attempt."""
+    """One entry of incidents.txt: a failure of a worker that ended an attempt."""
 
     clock: str  # "2026-11-22 08:00:00"
     cause: str
@@ -134,7 +134,7 @@ class IncidentEntry(NamedTuple):
 
 
 def read_incidents(folder: Path) -> list[IncidentEntry]:
-    """Read a stage's incidents.txt; empty if nothing happened."""
+    """Read a stage's incidents.txt; the list is empty if there were no incidents."""
     path = folder / "incidents.txt"
     if not path.exists():
         return []
@@ -148,24 +148,24 @@ def read_incidents(folder: Path) -> list[IncidentEntry]:
 
 
 def attempt_count(folder: Path) -> int:
-    """Return how many attempts a stage has begun."""
+    """Return how many attempts of a stage have started."""
     return len(list(folder.glob("attempts/attempt-*")))
 
 
-# ------------------------------------------------------------------------ a stage that runs
+# ------------------------------------------------------------------------ a running stage
 
 
 @dataclass(frozen=True)
 class StatusMessage:
-    """A stage at one moment, as its folder and its workers report it."""
+    """The status of a running stage, read from its folder and its workers' reports."""
 
     directory: Path  # the stage's folder
     stage: str
-    key: str  # its first eight characters
+    key: str  # first eight characters of the stage's key
     state: StageState
-    attempt: int  # the number of the attempt that runs; 0 if none does
+    attempt: int  # number of the running attempt; 0 if no attempt is running
     step: int  # the last step that every worker of this attempt has reported; may be newer than `report`
-    attempts: int  # begun so far
+    attempts: int  # started so far
     incidents: int
     report: Record | None  # the newest record of kind "train"
     commit: Record | None  # the newest record of kind "checkpoint"
@@ -179,7 +179,7 @@ class StatusMessage:
 
 
 class StageReader:
-    """Reads a stage's folder repeatedly; the cost of a call does not depend on the length of the run."""
+    """Reads the status of a running stage from its folder; each call reads only what was added since the last one."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -197,7 +197,7 @@ class StageReader:
             self.key = directory.name.removeprefix(f"{self.stage}-")
 
     def read(self, state: StageState, attempt: int = 0, step: int = 0) -> StatusMessage:
-        """Return the stage's current status. Raises OSError if the run directory does not answer."""
+        """Return the stage's current status. Raises OSError if the run directory cannot be read."""
         records, self.offset = records_since(self.metrics, self.offset)
         for record in records:
             self.newest[record.get("kind", "")] = record
@@ -222,13 +222,13 @@ class StageReader:
 
 
 def records_since(path: Path, offset: int, most_bytes: int = TAIL_BYTES) -> tuple[list[Record], int]:
-    """Return the records after `offset`, of at most `most_bytes`, and the offset for the next call.
+    """Return the records in the `most_bytes` after `offset`, and the offset for the next call.
 
-    An incomplete last line is left to the next call. Lines without a valid record, such as one cut by the offset, are
-    excluded.
+    An incomplete last line is left for the next call. Lines without a valid record, for example one cut by the offset,
+    are skipped.
     """
     size = size_of(path)
-    if size < offset:  # another file: the stage was started over
+    if size < offset:  # a new file: the stage was restarted from step 0
         offset = 0
     if size == offset:
         return [], offset

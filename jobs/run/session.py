@@ -1,16 +1,16 @@
-"""Runs a campaign in one command: takes the lease, handles signals, runs the stages, and writes status.json.
+"""Run a campaign in one command: take the lease, handle signals, run the stages, and write status.json.
 
 `run_campaign`, in order:
 1. take the run's lease (jobs/ownership.py): a second command on the run ends with exit code 73;
-2. for a run in an object store: fetch its small files, and store them again as they change (jobs/run/sync.py);
-3. start the watchers, such as the page and the gauges (jobs/run/watchers.py), and write status.json: running;
-4. catch SIGTERM, SIGHUP and Ctrl-C: the first requests a commit and exit code 75, a second Ctrl-C ends at once;
-5. report errors early that would end the run later: missing inputs from outside the campaign, unusable sets, changed
-   files of finished stages;
+2. for a run in an object store: download its small files, and upload them again as they change (jobs/run/sync.py);
+3. start the watchers, such as the report and the gauges (jobs/run/watchers.py), and write status.json: running;
+4. catch SIGTERM, SIGHUP and Ctrl-C: the first requests a commit and exit code 75, a second Ctrl-C exits at once;
+5. report errors early that would end the run later: missing inputs from outside the campaign, unusable data sets,
+   changed files of finished stages;
 6. start or join the Ray cluster, or start the fork server, if an unfinished stage needs workers;
 7. run the stages in order; skip finished ones and log the reason;
 8. log a table of the stages' results and the commands to type next;
-9. write to status.json how the command ended, in any case, then let the watchers show it;
+9. always write to status.json how the command ended, and then notify the watchers;
 10. close the watchers and the terminal, and leave the cluster.
 """
 
@@ -34,7 +34,6 @@ from jobs.recipe.references import with_values
 from jobs.recipe.validate import refuse, validate_all
 from jobs.resolved_recipe import Campaign, Context, Stage
 from jobs.run.log import RunLog, log_next, log_table, status_file
-from jobs.run.reevaluation import EVALUATION_FIELDS, evaluation_commands
 from jobs.run.stage_run import run_stage
 from jobs.run.sync import synced
 from jobs.run.watchers import Watcher, Watchers
@@ -51,20 +50,20 @@ def run_campaign(
     only: str | None = None,
     quiet: bool = False,
 ) -> list[dict[str, Any]]:
-    """Run a campaign, or resume it, and log the closing table; return its rows.
+    """Run or resume a campaign, and log the table of results; return the rows of the table.
 
-    `watchers` follow the run; a text "module:Class" names one that is created here. `fresh` restarts a half-done stage
-    whose config has changed. `only` runs one stage or section, whose inputs must exist (`stages_of`). `quiet` prints
-    nothing to the terminal, only to log.txt.
+    `watchers` are objects, or texts "module:Class" of watchers to create. `fresh` restarts an unfinished stage whose
+    config has changed. `only` runs one stage or section, whose inputs must exist (`stages_of`). `quiet` writes to
+    log.txt but not to the terminal.
     """
-    stages = stages_of(campaign, only)  # an unknown name is refused before anything is written
+    stages = stages_of(campaign, only)  # raises an error for an unknown name before anything is written
     log = RunLog(quiet, campaign.cluster.start_timeout_s, campaign.run / "log.txt")
-    # Its lines are only shown, because log.txt may belong to another command.
+    # The lease logs only to the terminal, because log.txt may belong to another command.
     lease = Lease(campaign.storage, log.show)
     watching = Watchers([log, *watchers], log)
     try:
         with (
-            lease,  # 1, first: the status.json of a run that another command owns is not ours to write
+            lease,  # 1, first: if another command owns the run, its status.json must not be written
             synced(campaign.storage, lease, log) as put_files,  # 2
             watching.of_command(campaign, lease),  # 3 and 9
             status_file(campaign.run, typed_command(), log.keep, lease),
@@ -91,9 +90,9 @@ def run_campaign(
 
 
 def sweep(run: Path) -> None:
-    """Delete the temporary files of killed processes in a run that this command owns.
+    """Delete the temporary files of killed drivers and workers in a run that this command owns.
 
-    Only files of drivers and workers: the page and the leases of a run may be written by other commands at this moment.
+    Temporary files of the report and of leases are kept, because other commands may be writing them now.
     """
     leftovers = list(run.glob(".tmp-*-status.json"))
     for record in run.glob("*/stage.json"):
@@ -106,17 +105,17 @@ def sweep(run: Path) -> None:
 
 
 def start_workers(cluster: ClusterConfig, log: RunLog) -> None:
-    """Start or join the Ray cluster, or start the fork server of plain processes."""
-    # Importing what stages use takes a second, mostly for torch. Meanwhile the fork server of plain processes, or the
-    # processes of an embedded Ray cluster, start on another core.
+    """Start or join the Ray cluster, or start the fork server if workers are plain processes."""
+    # Importing the training code takes a second, mostly for torch. Meanwhile the fork server, or the processes of an
+    # embedded Ray cluster, start on another core.
     start_early(cluster)
     import_module("pipeline.train")
     if cluster.backend == "ray":
         info = connect(cluster)
-        kind = "embedded, ends with this command" if info.embedded else f"joined at {info.address}"
+        kind = "embedded, stops with this command" if info.embedded else f"joined at {info.address}"
         log(f"ray: {counted(info.nodes, 'node')}, {info.cpus:g} CPUs, {info.gpus:g} GPUs ({kind})")
         if info.dashboard:
-            log(f"dashboard: {info.dashboard} (its token: ray get-auth-token)")
+            log(f"dashboard: {info.dashboard} (for its token, type ray get-auth-token)")
     nodes_of(cluster).warm_up()
     load = os.getloadavg()[0]
     if cluster.backend == "processes" and load > 2 * cores():
@@ -126,19 +125,19 @@ def start_workers(cluster: ClusterConfig, log: RunLog) -> None:
 
 @dataclass
 class Session:
-    """The stages of one command, as they are run one after the other."""
+    """One command on a run: runs its stages in order, and skips finished ones."""
 
     campaign: Campaign
     log: RunLog
     lease: Lease
     watching: Watchers
     stopper: "Stopper"
-    put_files: Callable[[], None]  # stores changed files in the run's store; raises RunOwned if the run is lost
-    fresh: bool  # restart a half-done stage whose config has changed
+    put_files: Callable[[], None]  # uploads changed files to the run's store; raises RunOwned if the run is lost
+    fresh: bool  # restart an unfinished stage whose config has changed
 
     def run_or_skip(self, name: str) -> dict[str, Any]:
-        """Run a stage unless it has finished; return its row of the closing table."""
-        # Values that an earlier stage has just determined.
+        """Run a stage unless it has finished; return its row of the table of results."""
+        # Fill in values that earlier stages have determined.
         self.campaign = with_values(self.campaign)
         stage = self.campaign.stage(name)
         outcome = self.campaign.done(stage)
@@ -152,9 +151,9 @@ class Session:
             show_progress=self.log.show_progress,
             poll=self.poll,
             stop_requested=self.stopper.is_stop_requested,
-            check_owned=self.put_files,  # it checks first that the run is still ours
+            check_owned=self.put_files,  # it first checks that this command still owns the run
         )
-        # Before the check for a stop: a signal between the two would take effect only after the stage.
+        # Set before the check for a stop: otherwise a signal between the two would take effect only after the stage.
         self.stopper.works_here = not stage.kind.needs_workers
         if self.stopper.is_stop_requested():
             raise Preempted(f"stopped before {name}; run the same command again to resume")
@@ -167,64 +166,66 @@ class Session:
     def poll(self, attempt: int, step: int) -> None:
         """Send the status of an attempt to the watchers; called about twice a second while its workers run.
 
-        Raises RunOwned if another command took the run over while this process was frozen.
+        Raises RunOwned if another command has taken over the run while this process was suspended.
         """
         self.lease.confirm()
         self.watching.status("working", attempt, step)
 
     def report_skipped(self, stage: Stage, outcome: dict[str, Any]) -> None:
-        """Log why a finished stage is skipped, its changed settings, and the command that evaluates it again."""
+        """Log why a finished stage is skipped, which settings have changed, and how to evaluate it again."""
         directory = self.campaign.directory(stage)
         end = "diverged" if DIVERGED in outcome else "finished"
         line = f"{stage.name}: skipped, {end} with the same config and inputs (key {stage.key[:8]})"
         warnings = changed_warnings(directory, stage)
-        commands = evaluation_commands(self.campaign, stage, warnings)
-        changes = [warnings.pop(field) for field in EVALUATION_FIELDS if commands and field in warnings]
+        fields, commands = stage.kind.repeat_evaluation(self.campaign, stage, warnings)
+        changes = [warnings.pop(field) for field in fields if field in warnings]
         if warnings:
-            line += f", except for {'; '.join(warnings.values())}; to run it again, move {directory} away"
+            line += f", except for {'; '.join(warnings.values())}; to run it again, move {directory} elsewhere"
         self.log(line)
         if commands:
             self.log(f"{stage.name}: evaluation settings changed since it finished: {'; '.join(changes)}")
-            self.log("  to evaluate its weights with them, type")
+            self.log("  to evaluate its weights with the new settings, type")
             for command in commands:
                 self.log(f"  {command}")
 
 
 class Stopper:
-    """Handles SIGTERM, SIGHUP and SIGINT: the first requests a commit and exit code 75, a second SIGINT ends at once.
+    """Handles SIGTERM, SIGHUP and SIGINT: the first requests a commit and exit code 75, a second SIGINT exits at once.
 
-    A run that another command has taken over ends without a commit, with RunOwned.
+    If another command has taken over the run, this one ends with RunOwned and without a commit.
     """
 
     def __init__(self, log: Callable[[str], None], lease: Lease) -> None:
         self.received: int | None = None  # the first signal
         self.lease = lease
-        self.works_here = False  # the driver itself is working, with nothing to commit: a stop ends it at once
+        self.works_here = False  # the driver itself runs the stage and has nothing to commit: a stop ends it at once
         self.log = log
         signal.signal(signal.SIGTERM, self.handle)
         signal.signal(signal.SIGINT, self.handle)
-        # A closed terminal or a dropped ssh connection. Under nohup the signal stays ignored.
+        # SIGHUP: a closed terminal or a dropped ssh connection. Under nohup it stays ignored.
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             signal.signal(signal.SIGHUP, self.handle)
-        # The parent process may have blocked these signals; a fork server does.
+        # A parent process such as a fork server may have blocked these signals.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 
     def is_stop_requested(self) -> bool:
-        """Return whether this process is asked to end."""
+        """Return whether a signal has requested a stop."""
         return self.received is not None
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Record the request; raise Preempted if the driver itself is working, RunOwned if the run is lost.
+        """Record a signal as a stop request.
 
-        Raises KeyboardInterrupt at a second SIGINT.
+        Raises Preempted if the driver itself runs the stage, RunOwned if another command has taken over the run, and
+        KeyboardInterrupt at a second SIGINT.
         """
-        # A second SIGTERM is a repetition; a second Ctrl-C comes from a person who does not want to wait.
+        # A second SIGTERM only repeats the request; a second Ctrl-C comes from a user who does not want to wait.
         if self.received is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt("interrupted twice: ended without a commit; the last checkpoint is intact")
+            raise KeyboardInterrupt("interrupted twice: stopped without a commit; the last checkpoint is intact")
         if self.received is not None:
             return
         self.received = number
-        # Sent by the lease because the run is lost: nothing may be committed or written now (`Session.poll`).
+        # Sent by the lease, because another command has taken over the run: this one must not commit or write any more
+        # (`Session.poll`).
         if self.lease.lost is not None:
             if self.works_here:
                 raise self.lease.lost
@@ -232,13 +233,16 @@ class Stopper:
         name = signal.Signals(number).name
         if self.works_here:
             raise Preempted(f"stopped by {name}; finished work is kept, run the same command again to resume")
-        self.log(f"{name}: finishing the step and committing, then exit code 75; press Ctrl-C again to end at once")
+        self.log(
+            f"{name}: finishing the step and committing, then exiting with code 75; press Ctrl-C again to exit at once"
+        )
 
 
 def stages_of(campaign: Campaign, only: str | None) -> list[Stage]:
-    """Return the stages of a command: all, or those that `only` names.
+    """Return the stages to run: all, or only those selected by `--only`.
 
-    `only` is a section of the recipe, a stage, or a kind that only one section has. Raises ConfigError otherwise.
+    `only` names a stage, a section of the recipe, or a kind that a single section has. Raises ConfigError for any other
+    name.
     """
     if only is None:
         return list(campaign.stages)
@@ -249,14 +253,14 @@ def stages_of(campaign: Campaign, only: str | None) -> list[Stage]:
     sections = list(dict.fromkeys(stage.source for stage in of_kind))
     if len(sections) > 1:
         matches = f"{len(sections)} stages of kind {only}: {', '.join(sections)}"
-        raise ConfigError(f"the recipe has {matches}; name one of them with --only")
+        raise ConfigError(f"the recipe has {matches}\n  type one of these names after --only")
     if not sections:
-        campaign.stage(only)  # raises ConfigError with the nearest name
+        campaign.stage(only)  # raises ConfigError, which suggests a similar name
     return [stage for stage in campaign.stages if stage.source in sections]
 
 
 def warn_of_unused_gpus(cluster: ClusterConfig, log: Callable[[str], None]) -> None:
-    """Log that GPUs are unused, and which setting would use them."""
+    """Log how many GPUs are unused, and which setting would use them."""
     gpus, place = nodes_of(cluster).gpus_present()
     used = cluster.most * cluster.gpus_per_worker
     unused = f"unused GPUs: {gpus - used} of {gpus} in this {place}"
@@ -268,5 +272,5 @@ def warn_of_unused_gpus(cluster: ClusterConfig, log: Callable[[str], None]) -> N
         key = "cluster.workers" if cluster.least == cluster.most else "cluster.workers.most"
         advice = f"type {key}={workers_that_fit} to use them"
         if workers_that_fit == cluster.most:
-            advice = f"too few for another worker with {cluster.gpus_per_worker} GPUs"
+            advice = f"too few for one more worker with {cluster.gpus_per_worker} GPUs"
         log(f"{unused}; {advice}")

@@ -1,10 +1,11 @@
-"""Runs one stage of a campaign: checks its inputs, lets it work, and records its outcome.
+"""Run one stage of a campaign: check its inputs, run it, and record its outcome.
 
 `run_stage`, in order:
-1. check that its parent stages have finished, and that their outputs fit;
-2. refuse a half-done stage of the same name with another config: undo the change, or start over with `--fresh`;
-3. write `stage.json`: the config that this folder belongs to, which a later start compares with its own;
-4. let the stage work (jobs/stages). If a run of a sweep diverges, this is its outcome, which the sweep's table shows;
+1. check that its parent stages have finished, and that their outputs are compatible with it;
+2. raise an error if an unfinished stage of the same name has another config: the user undoes the change, or restarts
+   the stage with `--fresh`;
+3. write `stage.json` with the config, which a later start compares with its own;
+4. run the stage (jobs/stages). If a run of a sweep diverges, this is its outcome, which the sweep's table shows;
 5. write `provenance.json`: config, inputs with their digests, code, environment;
 6. write `done.json` last, with the sha256 of every file that other stages may read: from now on the stage is finished,
    and the session (jobs/run/session.py) skips it.
@@ -34,40 +35,40 @@ from pipeline.monitoring.telemetry import account, read_metrics
 def run_stage(context: Context, *, fresh: bool) -> dict[str, Any]:
     """Run an unfinished stage; return the content of its done.json.
 
-    Raises ConfigError if a stage it depends on has not run or, unless `fresh`, if this stage was partially run with a
-    different config.
+    Raises ConfigError if a parent stage has not run or, unless `fresh`, if this stage is unfinished with another
+    config.
     """
     began = time.time()
     stage = context.stage
     directory = context.directory
-    # 1 and 2. Nothing is written before these have passed: a refused start leaves the run unchanged.
+    # 1 and 2. These checks write nothing, so a refused start leaves the run unchanged.
     check_parents(context)
-    # Data that earlier stages made exists only now.
+    # Read the indexes again: earlier stages may have written data sets since the last check.
     available = Available(context.campaign)
     refuse(validate(stage, available, fresh=fresh))
 
     # 3.
     record_start(context, began)
     inputs = inputs_of(context, available)
-    # The time of earlier commands, which may have been killed, follows from the records of their attempts.
+    # Earlier commands may have been killed, so their time is computed from the records of their attempts.
     damage: list[str] = []
     earlier_s = account(read_metrics(directory, None, damage)).wall
     for message in damage:
         context.log(f"{stage.name}: {message}")
 
-    # 4. The names of its model's outputs are known now that its sets exist.
+    # 4. All data sets of the stage exist now, so the class names of the model's outputs are known.
     context = dataclasses.replace(context, class_names=class_names.of_stage(stage, available))
     try:
         outcome = dict(stage.kind.run(stage.config, context))
     except StageFailed as error:
         outcome = outcome_of_divergence(context, error)
-    # A driver that was frozen, and woke up after another took the run over, must not record that its stage is done.
+    # If another command took over the run while this one was suspended, the stage must not be recorded as done.
     context.check_owned()
 
-    # 5 and 6. Each file is written atomically, and done.json last: it implies that all others exist.
+    # 5 and 6. Each file is written atomically, and done.json last, so that it implies that all others exist.
     files = outcome.pop("files", {})
     write_provenance(context, inputs, outcome)
-    # Weights were read back by the worker that wrote them, before anybody else could have changed them.
+    # Digests of weights come from the worker that wrote them and read them back.
     other_files = [name for name in artifacts.HANDED_ON if name not in files]
     files = {**files, **artifacts.digests(directory, other_files)}
     finished = time.time()
@@ -78,7 +79,7 @@ def run_stage(context: Context, *, fresh: bool) -> dict[str, Any]:
 
 
 def check_parents(context: Context) -> None:
-    """Raise ConfigError if a stage that this one reads has not run, Diverged if one has no result."""
+    """Raise ConfigError if a parent stage has not run, Diverged if one has diverged."""
     stage = context.stage
     for field, value in stage.parents.items():
         link = reference(value)
@@ -100,10 +101,10 @@ def record_start(context: Context, began: float) -> None:
     stage = context.stage
     directory = context.directory
     directory.mkdir(parents=True, exist_ok=True)
-    # Before it is written: the new stage.json replaces the record of the last start.
+    # Compare before writing: the new stage.json replaces the record of the last start.
     warnings = changed_warnings(directory, stage)
     if warnings:
-        context.log(f"{stage.name}: resuming with a changed {'; '.join(warnings.values())}")
+        context.log(f"{stage.name}: resuming with changed settings ({'; '.join(warnings.values())})")
     record = {**stage_record(stage), "started": began, "resumed": began}
     # A resumed stage keeps the time of its first start.
     if (directory / "stage.json").exists():
@@ -113,9 +114,9 @@ def record_start(context: Context, began: float) -> None:
 
 
 def outcome_of_divergence(context: Context, error: StageFailed) -> dict[str, Any]:
-    """Return the outcome of a diverged run of a sweep. Raises every other error."""
+    """Return the outcome of a diverged run of a sweep; raise any other error again."""
     stage = context.stage
-    # The largest learning rate of a grid may well diverge: the table shows it, and the other runs continue.
+    # The largest learning rate of a grid may diverge: the table shows this, and the other runs continue.
     if not stage.is_run or error.kind != Diverged.__name__:
         raise error
     message = str(error).splitlines()[0].removeprefix(f"{stage.name}: ")
@@ -124,7 +125,7 @@ def outcome_of_divergence(context: Context, error: StageFailed) -> dict[str, Any
 
 
 def write_provenance(context: Context, inputs: Mapping[str, object], outcome: Mapping[str, Any]) -> None:
-    """Write provenance.json: config, inputs, code and environment of the outcome."""
+    """Write provenance.json: the config, inputs, code version and environment that produced the outcome."""
     stage = context.stage
     provenance: dict[str, Any] = {
         "stage": stage.name,
@@ -143,10 +144,10 @@ def write_provenance(context: Context, inputs: Mapping[str, object], outcome: Ma
 
 
 def inputs_of(context: Context, available: Available) -> dict[str, dict[str, str | None]]:
-    """Return the path of every input of a stage, and the digest of its content before the stage works.
+    """Return the path and digest of every input of a stage, before the stage runs.
 
-    The digest of a set is that of its index; `part_of` is the digest of the set that a subset belongs to. The digest of
-    weights is the sha256 that their maker recorded. Raises DataError if a record was altered.
+    The digest of a data set is that of its index; `part_of` is the digest of the data set from which a subset was
+    selected. The digest of weights is the sha256 recorded with them. Raises DataError if a record was altered.
     """
     stage = context.stage
     kinds_of_input = stage.kind.inputs_of(stage.config)

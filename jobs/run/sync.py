@@ -1,13 +1,13 @@
-"""Synchronizes the small files of a run in an object store with its local folder.
+"""Synchronize the small files of a run in an object store with its local folder.
 
 In the store, next to the checkpoints (data/bucket.py), under the run's URL:
     leases/, attempts/      the owner of the run (jobs/ownership.py); attempts/000000.json tests the store
     status.json, log.txt, <stage>/stage.json, <stage>/weights.safetensors …    as in a run directory
-Here, in the run's local folder: the same small files, and sync.json, which names the owner of these files.
+The run's local folder has the same small files, and sync.json, which names the command that wrote them.
 
-One command on such a run, in order (`synced`), once it has the lease:
-1. fetch its small files, unless the last owner worked in this folder (`pull`);
-2. store changed files every minute in a thread, and at the end of each stage and of the command. Before each file,
+Steps of a command that has the run's lease (`synced`):
+1. download the small files, unless the last owner used this local folder (`pull`);
+2. upload changed files every minute in a thread, and at the end of each stage and of the command. Before each file,
    check that this command still owns the run.
 """
 
@@ -30,18 +30,18 @@ from pipeline.checkpoints.manifest import ATTEMPTS, attempt_folder
 
 SYNC_FILE = "sync.json"
 ATTEMPT_CLAIM = re.compile(rf"{ATTEMPTS}/\d+\.json")
-PUT_EVERY_S = 60.0  # between two rounds of the thread that stores changed files
-NOT_SYNCED = ("checkpoints", ATTEMPTS, LEASES)  # folders: they have rules of their own
+PUT_EVERY_S = 60.0  # interval at which the thread uploads changed files
+NOT_SYNCED = ("checkpoints", ATTEMPTS, LEASES)  # folders handled by other modules
 
 Log = Callable[[str], None]
 
 
 @contextmanager
 def synced(storage: Storage, lease: Lease, log: Log) -> Iterator[Callable[[], None]]:
-    """Keep a run's local folder and its URL equal during the block; yield the function that stores changed files.
+    """Synchronize a run's local folder with its object store during the block; yield a function that uploads changes.
 
-    That function raises RunOwned if another command took the run over; for a run in a folder it does nothing else.
-    Raises StorageError.
+    That function raises RunOwned if another command has taken over the run. If the run is in a shared folder, it only
+    checks this. Raises StorageError.
     """
     if storage.is_shared:
         yield lease.check
@@ -49,30 +49,30 @@ def synced(storage: Storage, lease: Lease, log: Log) -> Iterator[Callable[[], No
     refuse_planted(
         storage.local, "remove it, or choose a folder that only you can write to: cluster.scratch=/elsewhere"
     )
-    # 1. The folder has the files of the last owner already if that command worked in it.
+    # 1. If the last owner used this folder, its files are already here.
     sync = Sync(storage, lease, log)
     has_files = lease.previous_token == sync.previous_token
     sync.pull(has_files)
     sync.note()
-    # 2. A thread, because a large file takes minutes.
+    # 2. In a thread, because uploading a large file takes minutes.
     has_ended = threading.Event()
     thread = threading.Thread(target=sync.keep_putting, args=(has_ended,), name="sync", daemon=True)
     thread.start()
     try:
-        # Files that the last command here could not store: workers on other nodes may wait for the end of a stage.
+        # Upload files that the last command in this folder could not upload: workers on other nodes may wait for them.
         if has_files:
             sync.put()
         yield sync.put
     finally:
-        # 3. The last files.
+        # 3. Upload the last changes.
         has_ended.set()
-        # Before waiting for the thread: its store may be gone.
+        # Limit retries before waiting for the thread: the store may be unreachable.
         storage.limit_retries()
         thread.join()
         try:
             sync.put()
         except (PatchlineError, OSError) as error:
-            log(f"could not store the last lines of this command; they are only in {sync.run}: {error}")
+            log(f"could not upload the last lines of this command; they are only in {sync.run}: {error}")
 
 
 class Sync:
@@ -83,22 +83,22 @@ class Sync:
         self.run = store.local
         self.lease = lease
         self.log = log
-        self.lock = threading.Lock()  # the thread and the command do not store files at the same time
-        # The command that worked here last, and by name: size and mtime in ns of the files in the store.
+        self.lock = threading.Lock()  # held while files are uploaded, by the thread or by the command
+        # Token of the command that used this folder last; file name → size and mtime in ns when it was uploaded.
         self.previous_token, self.known = last_owner(store.local)
 
     def keep_putting(self, has_ended: threading.Event) -> None:
-        """Store changed files repeatedly, as long as this command owns the run."""
+        """Upload changed files every PUT_EVERY_S, as long as this command owns the run."""
         while not has_ended.wait(PUT_EVERY_S):
             try:
                 self.put()
             except RunOwned:
                 return
             except (PatchlineError, OSError) as error:
-                self.log(f"could not store all small files in {self.store.url}, retrying: {error}")
+                self.log(f"could not upload all small files to {self.store.url}; retrying: {error}")
 
     def pull(self, has_files: bool) -> None:
-        """Fetch the run's small files. They replace the content of the folder if it has another owner's files."""
+        """Download the run's small files; unless `has_files`, delete the content of the local folder first."""
         if not has_files:
             self.known = {}
             for path in self.run.iterdir():
@@ -110,9 +110,9 @@ class Sync:
             self.known[name] = state_of(self.run / name)
 
     def put(self) -> None:
-        """Store every changed small file; the record of a finished stage comes last.
+        """Upload every changed small file; each done.json comes last, because it marks a finished stage.
 
-        Raises RunOwned if another command took the run over, StorageError.
+        Raises RunOwned if another command has taken over the run, StorageError.
         """
         with self.lock:
             self.lease.check()
@@ -120,32 +120,32 @@ class Sync:
             for path in self.run.rglob("*"):
                 if is_synced(path.relative_to(self.run)):
                     paths.append(path)
-            # The records of finished stages come after all other files.
+            # False sorts before True: each done.json comes after all other files.
             for path in sorted(paths, key=lambda path: path.name == DONE):
-                # A temporary file may disappear meanwhile.
+                # A temporary file may have disappeared.
                 with suppress(FileNotFoundError):
                     name = path.relative_to(self.run).as_posix()
                     state = state_of(path)
                     if path.is_file() and self.known.get(name) != state:
-                        # Before each file: a large one takes minutes, in which the run may be taken over.
+                        # Check before each file: uploading takes minutes for a large one, and the run may be lost.
                         self.lease.check()
                         self.store.upload(name)
                         self.known[name] = state
             self.note()
 
     def note(self) -> None:
-        """Record the owner of these files, and which of them the store has."""
+        """Write sync.json: the command that owns these files, and the files that the store has."""
         write_atomically(self.run / SYNC_FILE, json.dumps({"token": self.lease.record["token"], "known": self.known}))
 
 
 def fetch_small_files(store: Bucket, is_wanted: Callable[[str], bool]) -> dict[str, int]:
-    """Fetch the wanted files of a run that are not in its local folder yet; return their sizes in bytes by name.
+    """Download the wanted files of a run that its local folder does not have yet; return name → size in bytes.
 
-    The folders of attempts are made too, because their number is the number of attempts. Raises StorageError, and
-    DataError for a claim that is not JSON or names a folder outside the run.
+    The folders of attempts are created too, because attempts are counted by them. Raises StorageError, and DataError
+    for an attempt's claim that is not JSON or names a folder outside the run.
     """
     missing: dict[str, int] = {}
-    claims: list[str] = []  # of attempts
+    claims: list[str] = []  # claim files of attempts
     for name, size in store.list().items():
         if ATTEMPT_CLAIM.fullmatch(name):
             claims.append(name)
@@ -162,7 +162,8 @@ def fetch_small_files(store: Bucket, is_wanted: Callable[[str], bool]) -> dict[s
             stage = json.loads(store.read(name) or b"{}").get("stage")
         except (ValueError, AttributeError):
             raise DataError(
-                f"{store.address(name)}: not JSON with the stage of an attempt\n  delete it, or restore it from a copy"
+                f"{store.address(name)} is damaged: expected JSON with the stage of an attempt\n"
+                "  delete it, or restore it from a copy"
             ) from None
         if stage:
             stage = check_file_name(stage, store.address(name), folders=False)
@@ -174,8 +175,8 @@ def fetch_small_files(store: Bucket, is_wanted: Callable[[str], bool]) -> dict[s
 
 
 def last_owner(run: Path) -> tuple[str, dict[str, list[int]]]:
-    """Return the token of the last command that worked in a local folder, and the files that it had stored."""
-    # If it is torn or missing, all files are fetched.
+    """Return the token of the last command that used a local folder, and the files that it had uploaded."""
+    # If sync.json is missing or damaged, all files are downloaded.
     with suppress(OSError, ValueError, KeyError):
         record = json.loads((run / SYNC_FILE).read_text())
         return record["token"], record["known"]
@@ -183,12 +184,12 @@ def last_owner(run: Path) -> tuple[str, dict[str, list[int]]]:
 
 
 def is_synced(name: Path) -> bool:
-    """Return whether a file, named relative to the run, is one of the synchronized small files."""
+    """Return whether a file is one of the synchronized small files; `name` is relative to the run."""
     is_elsewhere = any(part in NOT_SYNCED for part in name.parts[:-1])
     return not is_elsewhere and name.as_posix() != SYNC_FILE and not name.name.startswith(".tmp-")
 
 
 def state_of(path: Path) -> list[int]:
-    """Return the size and the mtime in ns, by which a changed file is recognized."""
+    """Return a file's size and mtime in ns, to detect changes."""
     status = path.stat()
     return [status.st_size, status.st_mtime_ns]

@@ -1,4 +1,4 @@
-"""Watchers follow a run from outside: the terminal, the page, gauges, trackers. None of them can end it.
+"""Watchers observe a run: terminal, HTML report, gauges, trackers. A failing watcher never ends the run.
 
     class Killer(Watcher):
         def status(self, message: StatusMessage) -> None:
@@ -7,13 +7,13 @@
     run_campaign(campaign, watchers=[Killer(), "jobs.extras.report.page_watcher:PageWatcher"])
 
 One command calls, in this order:
-1. `started`, when the run belongs to this command;
+1. `started`, after this command has taken the run's lease;
 2. for each stage, unless it is skipped: `stage`, then `status` about twice a second while its workers run. The state of
-   the first message of a stage is "waiting", that of the last one "ended";
-3. `ended`, when status.json says how the command ended. It is not called if another command took the run over;
-4. `close`, when the lease of the run is released.
+   the stage's first message is "waiting", and that of its last message is "ended";
+3. `ended`, after status.json was written. It is not called if another command has taken over the run;
+4. `close`, after the run's lease was released.
 
-A watcher that raises an exception misses that call. The exception is logged once and the run continues.
+An exception in a watcher is logged once, and the run continues.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,16 +33,16 @@ class Watcher:
     """Base class of watchers; every method does nothing."""
 
     def started(self, campaign: Campaign, lease: Lease, log: Log) -> None:
-        """Prepare to watch this command's run."""
+        """Prepare to watch the run of this command."""
 
     def stage(self, context: Context) -> None:
         """Prepare to watch this stage."""
 
     def status(self, message: StatusMessage) -> None:
-        """Show the stage's status. This is called from the driver's loop: return at once."""
+        """Show the stage's status. This is called from the driver's loop, so it must return at once."""
 
     def ended(self) -> None:
-        """Show how the command ended; the run still belongs to it."""
+        """Show how the command ended; it still holds the run's lease."""
 
     def close(self) -> None:
         """Release the watcher's resources."""
@@ -53,8 +53,8 @@ class Watchers:
 
     def __init__(self, watchers: Sequence[Watcher | str], log: Log) -> None:
         self.log = log
-        self.complaints: set[str] = set()  # logged already
-        self.reader: StageReader | None = None  # of the stage that runs
+        self.complaints: set[str] = set()  # exceptions that have been logged
+        self.reader: StageReader | None = None  # reader of the running stage
         self.watchers: list[Watcher] = []
         for watcher in watchers:
             with self.failures_logged(str(watcher)):
@@ -62,7 +62,7 @@ class Watchers:
 
     @contextmanager
     def of_command(self, campaign: Campaign, lease: Lease) -> Iterator[None]:
-        """Watch the command that runs in the block, up to its entry in status.json."""
+        """Watch the command that runs in the block; call `ended` after its result was written to status.json."""
         for watcher in self.watchers:
             with self.failures_logged(watcher):
                 watcher.started(campaign, lease, self.log)
@@ -93,7 +93,7 @@ class Watchers:
 
     def status(self, state: StageState, attempt: int = 0, step: int = 0) -> None:
         """Read the stage's status and send it to every watcher."""
-        # A stale handle of a shared folder costs this message; the next one reads again.
+        # A shared folder may have a stale file handle: skip this message, the next one reads again.
         with suppress(OSError):
             assert self.reader is not None
             message = self.reader.read(state, attempt, step)
@@ -102,21 +102,21 @@ class Watchers:
                     watcher.status(message)
 
     def close(self) -> None:
-        """Close the watchers, in reverse order: the terminal, which comes first, shows the lines of the others."""
+        """Close the watchers in reverse order, the terminal last, because it shows the lines of the others."""
         for watcher in reversed(self.watchers):
             with self.failures_logged(watcher):
                 watcher.close()
 
     @contextmanager
     def failures_logged(self, watcher: Watcher | str) -> Iterator[None]:
-        """Log an exception of a watcher, each one once, and continue."""
+        """Log each different exception of a watcher once, and continue."""
         name = watcher if isinstance(watcher, str) else type(watcher).__name__
         try:
             yield
-        except (Preempted, RunOwned):  # a signal arrived during the call (jobs/run/session.py)
+        except (Preempted, RunOwned):  # raised by a signal handler during the call (jobs/run/session.py)
             raise
         except Exception as error:
             complaint = f"{name}: {type(error).__name__}: {one_line(str(error))}"
             if complaint not in self.complaints:
                 self.complaints.add(complaint)
-                self.log(f"{complaint}; the run continues without it")
+                self.log(f"{complaint}; the run continues without this output")

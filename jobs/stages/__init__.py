@@ -1,1 +1,1 @@
-"""The core's kinds of stages, one file each."""
+"""Core stage kinds, one file each."""

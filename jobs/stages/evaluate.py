@@ -1,8 +1,8 @@
-"""The evaluate stage: evaluate weights on data sets with any number of protocols, and write evaluation.json.
+"""The evaluate stage: evaluate weights on data sets with one or more protocols, and write evaluation.json.
 
-1. Reuse the results of earlier evaluations of the same weights in this run: after a change in one data set or protocol,
-   only that one is evaluated again.
-2. Compute the other results on the workers (pipeline/evaluation/worker.py), in one pass over each data set.
+1. Reuse the results of earlier evaluations of the same weights in this run: if one data set or protocol changes, only
+   that one is evaluated again.
+2. Compute the missing results on the workers (pipeline/evaluation/worker.py), in one pass over each data set.
 3. Write evaluation.json: values with confidence intervals, and the digests of weights, data sets and protocols.
 
     evaluate:
@@ -10,8 +10,9 @@
       sets: {test: {test: "@shards/test", train: "@shards/train"}}
       protocols: [top-1, per-class, fewshot, knn, logistic]
 
-A result depends only on the protocol's digest, the weights and the data sets, not on the number of workers: batches are
-the same for any world size, and sums are integer counts or computed by rank 0 in a fixed order (docs/evaluation.md).
+A result depends only on the protocol's digest, the weights and the data sets, and not on the number of workers: batches
+are the same for any world size, and sums are integer counts or computed by rank 0 in a fixed order
+(docs/evaluation.md).
 """
 
 import json
@@ -70,15 +71,15 @@ if TYPE_CHECKING:
     from pipeline.evaluation.worker import WorkerConfig
 
 LEAKS_DOCUMENT = "data.extras.leaks.document"
-Digests = tuple[str | None, ...]  # digests that a result depends on: test set, training set, protocol, leaks
+Digests = tuple[str | None, ...]  # digests that identify a result: test set, training set, protocol, leaks
 
 
 @dataclass(frozen=True)
 class EvaluatedSet:
-    """A test set, and the training set of the protocols that learn from features."""
+    """A test set, and the training set for the protocols that learn from features."""
 
     test: str = "???"  # index of the test set, its folder, or "@stage/name"
-    train: str | None = None  # training set of fewshot, linear, knn and logistic, given in the same way
+    train: str | None = None  # training set of fewshot, linear, knn and logistic, in the same form
 
     RESUME: ClassVar[Tags] = tags(forbid="test train")
 
@@ -88,9 +89,11 @@ class EvaluateConfig:
     """The weights, data sets and protocols of an evaluation."""
 
     init: str = "???"  # weights: a folder from Patchline, timm or Hugging Face, an official .npz, or "@stage"
-    model: dict[str, Any] = field(default_factory=dict)  # settings missing in foreign weights, for example heads: 3
+    model: dict[str, Any] = field(
+        default_factory=dict
+    )  # settings missing from other projects' weights, such as heads: 3
     sets: dict[str, EvaluatedSet] = field(default_factory=dict)  # by name
-    # of the head: top-1, top-5, real, per-class; of features: fewshot, linear, knn, logistic (docs/evaluation.md)
+    # for the head: top-1, top-5, real, per-class; for features: fewshot, linear, knn, logistic (docs/evaluation.md)
     protocols: tuple[str, ...] = ("top-1",)
     fewshot: FewShotConfig = field(default_factory=FewShotConfig)  # settings of the protocol fewshot
     linear: LinearConfig = field(default_factory=LinearConfig)  # settings of the protocol linear
@@ -102,7 +105,7 @@ class EvaluateConfig:
     max_labels: int = 16  # maximum number of labels per sample; ReaL has up to 9
     micro_batch: int = 64  # images per worker and forward pass; part of the protocol, because it can affect rounding
     cache: CacheConfig = field(default_factory=CacheConfig)  # for remote shards, on each node
-    precision: Literal["bf16", "fp32"] = "fp32"  # of the forward pass
+    precision: Literal["bf16", "fp32"] = "fp32"  # precision of the forward pass
     stall_s: float = 600.0  # if no worker enters a new phase for this long, the attempt ends and the next one starts
 
     RESUME: ClassVar[Tags] = tags(
@@ -124,8 +127,8 @@ class EvaluateConfig:
                     learning.append(protocol)
             require(
                 evaluated.train is not None or not learning,
-                f"sets.{name}.train is missing, but the training set is required by {', '.join(learning)}\n"
-                f"  type sets.{name}.train=INDEX (or @stage/set), or remove these protocols",
+                f"sets.{name}.train is missing, but a training set is needed for {', '.join(learning)}\n"
+                f"  type sets.{name}.train=INDEX (or @STAGE/SET), or remove these protocols",
             )
 
     def metrics(self) -> Iterator[str]:
@@ -137,7 +140,7 @@ class EvaluateConfig:
                 if names_by_settings is not None:
                     values = names_by_settings(getattr(self, protocol))
                 for value in values:
-                    # With several data sets, the data set's name comes first.
+                    # If there are several data sets, put the data set's name first.
                     yield value if len(self.sets) == 1 else f"{name} {value}"
 
     def uses_head(self) -> bool:
@@ -150,9 +153,9 @@ class EvaluateConfig:
 
 @dataclass(frozen=True)
 class NamedRequest:
-    """An evaluation request with its data set's name in the recipe and the digests that identify its result."""
+    """An evaluation request with its data set's name in the recipe, and the digests that identify its result."""
 
-    name: str  # of the data set in the recipe
+    name: str  # name of the data set in the recipe
     request: "Request"
     digests: Digests
 
@@ -167,7 +170,7 @@ class LeaksFile:
 
 
 class Evaluate(StageKind):
-    """The kind of stage that evaluates weights on data sets with protocols."""
+    """The stage kind that evaluates weights on data sets."""
 
     name = "evaluate"
     config = EvaluateConfig
@@ -179,8 +182,8 @@ class Evaluate(StageKind):
     }
 
     def run(self, cfg: EvaluateConfig, context: Context) -> dict[str, object]:
-        """Compute the results that no earlier evaluation in this run has; write evaluation.json."""
-        # Imported here, as in every stage: checking a recipe does not need torch, which takes a second to import.
+        """Compute the results that are not in an earlier evaluation of this run; write evaluation.json."""
+        # Imported here, as in every stage, because checking a recipe does not need torch (1 s to import).
         from pipeline.evaluation.worker import WorkerConfig
 
         init = context.campaign.path_of(cfg.init)
@@ -190,15 +193,15 @@ class Evaluate(StageKind):
         if leaks_path is not None:
             read_leaks = load_optional(f"{LEAKS_DOCUMENT}:read_leaks", f"{context.stage.name}.leaks")
             leaks = LeaksFile(leaks_path, artifacts.digest_of(Path(leaks_path))["sha256"], read_leaks(leaks_path))
-        # The preprocessing, last match wins: 1. the default. 2. recorded with the weights. 3. from the recipe.
+        # The preprocessing; the last match wins: 1. the default. 2. recorded with the weights. 3. from the recipe.
         preprocess = f"resize({context.model.image_size})"
-        reason = "the default, because the weights have no recorded preprocessing"
-        recorded = any_weights.recorded_preprocessing(init)
+        reason = "the default, because none is recorded with the weights"
+        recorded = any_weights.recorded_preprocessing(init, context.model.image_size)
         if recorded is not None:
             preprocess = recorded.ops
             reason = "recorded with the weights"
         if cfg.preprocess is not None:
-            reason = f"from the recipe, instead of {preprocess}, {reason}"
+            reason = f"from the recipe, overriding {preprocess}, {reason}"
             preprocess = cfg.preprocess
         check_shape(preprocess, context.model, f"{context.stage.name}.preprocess")
         context.log(f"{context.stage.name}: preprocessing {preprocess} ({reason})")
@@ -210,7 +213,7 @@ class Evaluate(StageKind):
         for named in all_named:
             if named.digests in results:
                 source = results[named.digests]["from"]
-                context.log(f"{context.stage.name}: {named.name} {named.request.protocol.name} reused from {source}")
+                context.log(f"{context.stage.name}: {named.request.protocol.name} on {named.name} reused from {source}")
             else:
                 unanswered.append(named)
         if unanswered:
@@ -230,7 +233,7 @@ class Evaluate(StageKind):
             for named, result in zip(unanswered, computed, strict=True):
                 results[named.digests] = {**result, "code": code_version()}
 
-        # Write results in the order of the recipe and with its names.
+        # Write the results with the names and in the order of the recipe.
         trained_on, unknown = any_weights.training_sets(init)
         in_order = []
         for named in all_named:
@@ -254,26 +257,26 @@ class Evaluate(StageKind):
         return {"metrics": metrics}
 
     def model(self, cfg: EvaluateConfig, source_model: SourceModel) -> ModelConfig | None:
-        """Return the architecture of the weights, which may come from another project; None if they are missing."""
+        """Return the architecture of the weights, also of another project's weights; None if they are missing."""
         if any_weights.is_foreign(cfg.init):
             return any_weights.load(cfg.init, cfg.model).config
         return source_model(cfg.init)
 
     def shared_classes(self, cfg: EvaluateConfig) -> list[SharedClasses]:
-        """Return each test set in two groups: with the weights' head if it is evaluated, and with its training set."""
+        """Return two groups for each test set: with the weights' head if it is used, and with its training set."""
         shared = []
         for name, evaluated in cfg.sets.items():
             test = {f"sets.{name}.test": evaluated.test}
             shared.append(SharedClasses(test, with_head=cfg.uses_head()))
-            # Protocols that learn from features ignore the head, so these classes may differ from the weights'.
+            # Protocols that learn from features ignore the head, so these classes may differ from those of the weights.
             if evaluated.train is not None:
                 shared.append(SharedClasses({**test, f"sets.{name}.train": evaluated.train}))
         return shared
 
     def checks(self, stage: Stage, available: Available) -> Iterable[CheckResult]:
-        """Check that the data sets are readable, and that they and the protocols fit the weights.
+        """Check that data sets are readable, and that data sets and protocols are compatible with the weights.
 
-        jobs/recipe/class_names.py compares class names.
+        Class names are compared by jobs/recipe/class_names.py.
         """
         cfg: EvaluateConfig = stage.config
         model = stage.model
@@ -283,8 +286,8 @@ class Evaluate(StageKind):
         if model is not None and cfg.uses_head():
             require(
                 model.classes > 0,
-                f"{name}: the weights have no head, but {', '.join(sorted(set(cfg.protocols) - set(FEATURES)))} "
-                f"evaluate its outputs\n  expected protocols that evaluate features: {', '.join(FEATURES)}",
+                f"{name}: {', '.join(sorted(set(cfg.protocols) - set(FEATURES)))} evaluate the outputs of the head, "
+                f"but the weights have no head\n  expected protocols that evaluate features: {', '.join(FEATURES)}",
             )
             for protocol in cfg.protocols:
                 most_guesses = PROTOCOLS[protocol].best
@@ -300,14 +303,15 @@ class Evaluate(StageKind):
                     names = ", ".join(map(index.class_name, unknown))
                     raise DataError(
                         f"{name}.sets.{set_name}: {evaluated.test} has {index.classes} classes, but the weights have "
-                        f"{model.classes}; they lack {names}\n"
-                        "  expected a data set with the weights' classes, or protocols that evaluate features: "
+                        f"only {model.classes}, without {names}\n"
+                        "  expected a data set with the classes of the weights, or protocols that evaluate features: "
                         + ", ".join(FEATURES)
                     )
         if available.checks_files:
             require(
                 bool(cfg.sets),
-                f"{name}.sets is empty: no data set to evaluate on\n  expected sets: {{NAME: {{test: INDEX}}}}",
+                f"{name}.sets is empty: there is no data set to evaluate on\n"
+                "  expected sets: {NAME: {test: INDEX}}",
             )
             learns = any(protocol in FEATURES for protocol in cfg.protocols)
             sets = {}
@@ -322,9 +326,9 @@ class Evaluate(StageKind):
 
 
 def requests_of(cfg: EvaluateConfig, context: Context, preprocess: str, leaks: LeaksFile | None) -> list[NamedRequest]:
-    """Return a request for each data set and protocol, in the order of the recipe.
+    """Return a request for each pair of data set and protocol, in the order of the recipe.
 
-    Raises DataError if leaks.json does not cover a data set, or if a test set is the training set.
+    Raises DataError if leaks.json does not cover a data set, or if a test set is also the training set.
     """
     from pipeline.evaluation.evaluator import Request
 
@@ -334,7 +338,7 @@ def requests_of(cfg: EvaluateConfig, context: Context, preprocess: str, leaks: L
         "micro_batch": cfg.micro_batch,
         "max_labels": cfg.max_labels,
     }
-    # Bug fixes in the preprocessing change the protocol's digest, so that results from before are not reused.
+    # Bug fixes in the preprocessing change the protocol's digest, so that older results are not reused.
     corrected = corrections(preprocess)
     if corrected:
         common["corrected"] = corrected
@@ -367,12 +371,12 @@ def requests_of(cfg: EvaluateConfig, context: Context, preprocess: str, leaks: L
 
 
 def earlier_results(context: Context, weights_digest: str) -> dict[Digests, Entry]:
-    """Return the results of earlier evaluations of these weights in this run, each with its stage folder as "from"."""
+    """Return results of earlier evaluations of these weights in this run; "from" has the stage folder of each."""
     results: dict[Digests, Entry] = {}
     model = json.loads(json.dumps(models.to_dict(context.model)))
     for path in sorted(context.campaign.run.glob(f"*/{document.NAME}")):
         try:
-            # Only finished stages count: their done.json has the digest of evaluation.json.
+            # Use only finished stages: their done.json has the digest of evaluation.json.
             if path.parent == context.directory or not artifacts.check_files(path.parent, context.log):
                 continue
             earlier = json.loads(path.read_text())
@@ -396,9 +400,9 @@ def earlier_results(context: Context, weights_digest: str) -> dict[Digests, Entr
 def with_names(
     result: Entry, named: NamedRequest, leaks: LeaksFile | None, trained_on: list[dict[str, str | None]]
 ) -> Entry:
-    """Return a result with the recipe's current names and paths, on which the values do not depend.
+    """Return a result with the current names and paths of the recipe, which do not affect its values.
 
-    With leaks, the result lists which of the training sets were searched for leaked samples and which were not.
+    If leaks are given, the result also lists which training sets were searched for leaked samples and which were not.
     """
     renamed = dict(result)
     renamed.pop("from", None)
@@ -415,7 +419,7 @@ def with_names(
         checked = []
         not_checked = []
         for source in training_sets:
-            # If a data set was searched, so were its subsets.
+            # Searching a data set includes its subsets.
             if compared & {source["digest"], source["part_of"]}:
                 checked.append(source)
             else:
@@ -434,7 +438,7 @@ def with_names(
 
 def log_warnings(cfg: EvaluateConfig, context: Context, results: Iterable[Entry]) -> None:
     """Log the number of unreadable samples of each data set, and missing class names."""
-    # Each data set has a result per protocol; log it once.
+    # A data set has one result per protocol, but is logged only once.
     sets: dict[str, Entry] = {}
     for result in results:
         sets[result["set"]["name"]] = result["set"]
@@ -451,7 +455,7 @@ def log_warnings(cfg: EvaluateConfig, context: Context, results: Iterable[Entry]
         if not load_index(evaluated["path"]).names:
             nameless.append(f"the data set {name}")
         if nameless and cfg.uses_head():
-            context.log(f"no class names in {' and '.join(nameless)}: cannot check that labels mean the same classes")
+            context.log(f"no class names in {' and '.join(nameless)}: cannot check whether the class ids agree")
 
 
 # ------------------------------------------------------------------------ workers
@@ -460,7 +464,7 @@ def log_warnings(cfg: EvaluateConfig, context: Context, results: Iterable[Entry]
 def evaluate_on_workers(cfg: "WorkerConfig", init: str, requests: Sequence["Request"], context: Context) -> list[Entry]:
     """Run attempts until all requests are evaluated; return a result for each request.
 
-    Raises DataError if the weights at `init` differ from their recorded digest, Preempted, and StageFailed.
+    Raises DataError if the weights at `init` differ from their recorded digest; also Preempted and StageFailed.
     """
     from pipeline.evaluation.worker import worker
 

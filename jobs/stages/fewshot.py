@@ -1,11 +1,11 @@
-"""The few-shot stage: it evaluates frozen features by linear regression on a few images per class.
+"""The few-shot stage: evaluate frozen features by linear regression on a few images per class.
 
     fewshot:
       init: "@pretrain"
       probe: {train: "@shards/train", test: "@shards/test", shots: [1, 5, 10]}
 
-The stage writes metrics.json: for each number of shots the mean accuracy over the draws, and each draw's accuracy. It
-is the protocol `fewshot` (pipeline/evaluation/protocols.py) as a separate stage.
+The stage runs the protocol `fewshot` (pipeline/evaluation/protocols.py) and writes metrics.json: for each number of
+shots, the accuracy of each draw and the mean over the draws.
 """
 
 import json
@@ -37,7 +37,7 @@ class FewShotStageConfig:
     preprocess: str | None = None  # None: resize(image_size), which ignores the aspect ratio as big_vision does
     micro_batch: int = 64  # images per worker and forward pass
     cache: CacheConfig = field(default_factory=CacheConfig)  # for remote shards, on each node
-    precision: Literal["bf16", "fp32"] = "fp32"  # of the features
+    precision: Literal["bf16", "fp32"] = "fp32"  # precision of the forward pass
     stall_s: float = 600.0  # if no worker enters a new phase for this long, the attempt ends and the next one starts
 
     RESUME: ClassVar[Tags] = tags(forbid="init probe preprocess precision", free="micro_batch cache stall_s")
@@ -49,10 +49,10 @@ class FewShotStageConfig:
 
 
 class FewShot(StageKind):
-    """The kind of stage that evaluates frozen features by few-shot linear regression (paper, section 4.1).
+    """The stage kind that evaluates frozen features by few-shot linear regression (paper, section 4.1).
 
-    A prediction is correct if it equals the first label of the test sample, as during training, so that the accuracies
-    are comparable with the training curves.
+    A prediction is correct if it equals the first label of the test sample. The probe during training uses the same
+    rule, so the accuracies are comparable with the training curves.
     """
 
     name = "fewshot"
@@ -72,7 +72,7 @@ class FewShot(StageKind):
             stall_s=cfg.stall_s,
             cache=cfg.cache,
         )
-        assert cfg.probe.test is not None, "`checks` refuses a probe without sets"
+        assert cfg.probe.test is not None, "`checks` refuses a probe without data sets"
         init = context.campaign.path_of(cfg.init)
         test = context.campaign.path_of(cfg.probe.test)
         train = context.campaign.path_of(cfg.probe.train)
@@ -87,7 +87,7 @@ class FewShot(StageKind):
         }
         write_atomically(context.directory / "metrics.json", json.dumps(results, indent=1))
 
-        # Log only the means; the accuracies of single draws ("…seed…") are in metrics.json.
+        # Log only the means; metrics.json also has the accuracies of single draws ("…seed…").
         means = []
         for name, value in without_single_seeds(metrics).items():
             means.append(f"{name} {value:.4f}")
@@ -99,11 +99,11 @@ class FewShot(StageKind):
     def checks(self, stage: Stage, available: Available) -> Iterable[CheckResult]:
         """Check that the probe's data sets are given and usable, and that images have the model's size."""
         cfg: FewShotStageConfig = stage.config
-        # One check is enough: ProbeConfig requires both data sets or none.
+        # Checking one field is enough, because ProbeConfig requires both data sets or none.
         require(
             cfg.probe.train is not None,
             f"{stage.name}.probe.train and {stage.name}.probe.test are missing\n"
-            "  expected two data sets: the path of an index, or @stage/set",
+            "  expected two data sets: the path of an index, or @STAGE/SET",
         )
         if stage.model is not None:
             check_shape(cfg.preprocess, stage.model, f"{stage.name}.preprocess")

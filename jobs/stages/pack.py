@@ -1,4 +1,4 @@
-"""The pack stage: pack images into WebDataset shards with an index; `python -m jobs pack` does so without a recipe."""
+"""The pack stage: pack images into WebDataset shards with an index, like `python -m jobs pack` in a recipe."""
 
 import shlex
 from collections import Counter
@@ -15,12 +15,13 @@ from data.index.document import SUFFIX, load_index
 from data.index.index import Index
 from data.index.names import Names
 from data.index.shard import table_path
-from data.shards.indexing import build_index
+from data.shards.indexing import build_index, problem_of
 from data.shards.packing import pack
 from data.shards.reader import MOST_LINES, unusable_shards
 from data.shards.subset import Part, make_subsets, summary
 from data.sources.folders import files_of, folder_classes, images_below
 from data.sources.numbering import Numbering
+from data.walk import class_folders_in
 from jobs.resolved_recipe import Available, CheckResult, Context, Reads, Stage, StageKind
 from jobs.sets import (
     SetConfig,
@@ -38,25 +39,25 @@ from pipeline.artifacts import DONE, recorded_s
 from pipeline.config import Tags, require, tags
 from pipeline.values import counted
 
-UNREADABLE = "damaged"  # the problem of an index that must be removed before packing again
+UNREADABLE = "damaged"  # describes an unreadable index, which must be removed before packing again
 
 
 @dataclass(frozen=True)
 class PackConfig:
     """The data sets of a pack stage, and the size of their shards."""
 
-    sets: dict[str, SetConfig] = field(default_factory=dict)  # by name, at least one
+    sets: dict[str, SetConfig] = field(default_factory=dict)  # data sets by name, at least one
     shard_samples: int = 10_000  # maximum number of samples per shard
     shard_bytes: int = 1 << 30  # maximum bytes of encoded images per shard; a single larger image gets its own shard
-    restarts: bool = False  # add restart markers to JPEGs: the same pixels, faster random crops
-    workers: int = 1  # threads that write shards
+    restarts: bool = False  # add restart markers to JPEGs: same pixels, faster random crops
+    workers: int = 1  # number of threads that write shards
 
     RESUME: ClassVar[Tags] = tags(forbid="sets shard_samples shard_bytes restarts", free="workers")
 
     def __post_init__(self) -> None:
-        require(bool(self.sets), "sets is empty: add at least one data set, for example sets.train.path=…")
+        require(bool(self.sets), "sets is empty\n  add at least one data set, for example sets.train.path=…")
         for name in self.sets:
-            check_name(name, "a data set", "rename it, and the references to it (@stage/set)")
+            check_name(name, "a data set", "rename it, and all references to it (@stage/set)")
         at_least(self, 1, "shard_samples shard_bytes workers")
 
 
@@ -65,11 +66,11 @@ class PackedSet(TypedDict):
 
     samples: int
     shards: int
-    digest: str  # of the index
+    digest: str  # digest of the index
 
 
 def problems_of_set(index_path: Path, digest: str, dropped: Sequence[str]) -> dict[Path, str]:
-    """Return the problems of a packed data set's files: path → problem. Shards in `dropped` may be missing."""
+    """Return the missing or damaged files of a packed data set: path → problem. Shards in `dropped` may be missing."""
     if not index_path.is_file():
         return {index_path: "missing"}
     try:
@@ -77,12 +78,12 @@ def problems_of_set(index_path: Path, digest: str, dropped: Sequence[str]) -> di
     except DataError:
         return {index_path: UNREADABLE}
     if index.digest != digest:
-        return {index_path: "belongs to another data set"}
+        return {index_path: "index of another data set"}
     problems: dict[Path, str] = {}
     unusable = unusable_shards(index)
     for shard in index.shards:
         place = index.location(shard)
-        # A dropped shard is identified by the end of its path.
+        # Dropped shards are given by the end of their paths.
         if f"/{place}".endswith(tuple(f"/{name}" for name in dropped)):
             continue
         if place in unusable:
@@ -94,7 +95,7 @@ def problems_of_set(index_path: Path, digest: str, dropped: Sequence[str]) -> di
 
 
 class Pack(StageKind):
-    """The kind of stage that packs images into data sets."""
+    """The stage kind that packs images into data sets."""
 
     name = "pack"
     config = PackConfig
@@ -108,7 +109,7 @@ class Pack(StageKind):
     needs_workers = False
 
     def run(self, cfg: PackConfig, context: Context) -> dict[str, object]:
-        """Pack each data set into its own folder. A killed stage resumes when it is run again."""
+        """Pack each data set into a separate folder. If the stage was killed, running it again resumes it."""
         sets = {}
         for name, set_config in cfg.sets.items():
             sets[name] = replace(set_config, classes_of=context.campaign.path_of(set_config.classes_of))
@@ -119,17 +120,17 @@ class Pack(StageKind):
         packed: dict[str, PackedSet] = {}
         samples_seen = 0
         subsets: dict[str, Index] = {}  # finished subsets by name
-        # "train" comes first, because it numbers the classes; class names of tars are known only after indexing.
+        # "train" comes first, because it determines the class numbering; class names of tars are known after indexing.
         names_of_tars: Names = ()
         for name in sorted(sets, key=lambda name: name != "train"):
             set_config = sets[name]
             numbering = numberings.get(name, Numbering())
             folder = context.directory / name
             if set_config.source == "subset":
-                # A subset is only an index of some samples of another data set; nothing is packed.
+                # A subset is only an index of selected samples of its parent data set; nothing is packed.
                 assert set_config.path is not None, "SetConfig refuses a subset without a path"
                 parent = load_index(set_config.path)
-                # Make all subsets of the same data set in one pass.
+                # Make all subsets of the same parent in one pass.
                 if name not in subsets:
                     parts = []
                     for other, other_config in sets.items():
@@ -159,9 +160,12 @@ class Pack(StageKind):
                 )
                 names_of_tars = names_of_tars or index.names
                 report_set(name, index, context)
+                problem = problem_of(index, unlabelled=set_config.unlabelled)
+                if problem:
+                    raise DataError(f"{set_config.path} is unusable: {problem}")
             else:
                 check_apart(set_config, folder)
-                # `pack` skips shards that are already complete: this is how the stage resumes.
+                # `pack` skips shards that are already complete, so that the stage resumes.
                 index = pack(
                     samples_of(set_config, numbering),
                     folder,
@@ -180,7 +184,7 @@ class Pack(StageKind):
         return {"sets": packed, "samples_seen": samples_seen}
 
     def is_input(self, cfg: PackConfig, field_name: str) -> bool:
-        """Return whether a field's content is in the key: yes for a subset's data set, no for a path to images."""
+        """Return whether the key contains a field's content: yes for a subset's parent, no for a path to images."""
         _, name, key = field_name.split(".")
         return key != "path" or cfg.sets[name].source == "subset"
 
@@ -191,7 +195,7 @@ class Pack(StageKind):
     def set_classes(self, cfg: PackConfig, name: str) -> int | str | None:
         """Return a data set's minimum number of classes, from its folders or as published; None if it is unknown.
 
-        For a subset, return its parent data set instead. The number is unknown before packing if a data set takes the
+        For a subset, return its parent data set instead. Before packing, the number is unknown if the data set uses the
         numbering of another one or excludes classes.
         """
         set_config = cfg.sets[name]
@@ -225,8 +229,8 @@ class Pack(StageKind):
     def check_outputs(self, stage: Stage, available: Available) -> Iterator[CheckResult]:
         """Raise DataError if an index, table or shard of a finished stage is missing or has the wrong size.
 
-        Shards in `data.drop` of any stage may be missing. The content of shards is verified when they are read. Warn if
-        images were added to or removed from a source folder after packing.
+        Shards listed in any stage's `data.drop` may be missing. The content of shards is verified when they are read.
+        Yields a warning if images were added to a source folder or removed from it after packing.
         """
         campaign = available.campaign
         folder = campaign.directory(stage)
@@ -247,13 +251,13 @@ class Pack(StageKind):
                 lines.append(f"  {path}: {problems[path]}")
             if len(problems) > MOST_LINES:
                 lines.append(f"  … and {len(problems) - MOST_LINES} more")
-            # A damaged index would also stop the packing, so it must be removed.
+            # A damaged index would also prevent packing again, so the command removes it.
             unreadable = []
             for path, problem in problems.items():
                 if problem == UNREADABLE:
                     unreadable.append(str(path))
             removal = shlex.join(["rm", "-f", *unreadable, str(folder / DONE)])
-            lines.append("  restore them from a copy; or, to pack the data set again, type")
+            lines.append("  restore them from a copy; or, to pack the data sets again, type")
             lines.append(f"  {removal}")
             lines.append("  and run the recipe again")
             raise DataError("\n".join(lines))
@@ -261,20 +265,20 @@ class Pack(StageKind):
         for name, set_config in stage.config.sets.items():
             if set_config.source != "folder" or set_config.keep:
                 continue
-            # The packed data set no longer depends on its source, so an unreadable source is not an error.
+            # A packed data set does not depend on its source any more, so an unreadable source is not an error.
             with suppress(OSError):
                 images = images_if_newer(Path(set_config.path), packed_at, set_config.unlabelled)
                 before = packed[name]["samples"]  # includes images that cannot be decoded
                 if images is not None and images != before:
                     text = (
-                        f"{stage.name}: {set_config.path} has {counted(images, 'image')} now, but had {before} when "
-                        f"{name} was packed; {name} is not packed again (to pack it in a new run, type run=FOLDER)"
+                        f"{stage.name}: {set_config.path} now has {counted(images, 'image')}, but {name} was packed "
+                        f"from {before} and is not packed again (to pack it in a new run, type run=FOLDER)"
                     )
                     yield CheckResult("WARN", "files", text)
 
 
 def report_set(name: str, index: Index, context: Context) -> None:
-    """Log the size of a data set, and the samples that packing or indexing skipped."""
+    """Log the size of a data set, and the samples skipped by packing or indexing."""
     classes = "without labels" if index.classes == 0 else f"{index.classes} classes"
     context.log(f"{name}: {index.samples} samples in {counted(len(index.shards), 'shard')}, {classes}")
     for line in index.refused.lines("refused: "):
@@ -285,9 +289,11 @@ def report_set(name: str, index: Index, context: Context) -> None:
 
 
 def images_if_newer(root: Path, moment: float, unlabelled: bool) -> int | None:
-    """Return the number of images in a folder; None if it has not changed since `moment` (Unix time, s)."""
-    # A folder's modification time changes with its files; listing a million images would be slow.
-    folders = [root, *(path for path in root.glob("[!.]*") if path.is_dir())]
+    """Return the number of images in a folder; None if the folder has not changed since `moment` (Unix time, s)."""
+    # Compare modification times of folders first, because listing a million images would be slow.
+    folders = [root]
+    if root.is_dir():
+        folders += [root / name for name in class_folders_in(root)]
     if not any(path.exists() and path.stat().st_mtime > moment for path in folders):
         return None
     images = 0

@@ -1,4 +1,4 @@
-"""The resize stage: convert weights to another image size by resizing position embeddings (paper, 3.2; vit_jax)."""
+"""The resize stage: convert weights to another image size by resizing position embeddings (paper, section 3.2)."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ class ResizeConfig:
 
 
 class Resize(StageKind):
-    """The kind of stage that converts weights to another image size, as vit_jax/checkpoint.py does."""
+    """The stage kind that converts weights to another image size, like vit_jax/checkpoint.py."""
 
     name = "resize"
     config = ResizeConfig
@@ -32,7 +32,7 @@ class Resize(StageKind):
     needs_workers = False
 
     def run(self, cfg: ResizeConfig, context: Context) -> dict[str, object]:
-        """Write the weights for the new size, and report.txt with the kept, resized, new and dropped tensors."""
+        """Write the weights for the new size, and list kept, resized, new and dropped tensors in report.txt."""
         folder = context.campaign.path_of(cfg.init)
         artifacts.check_weights(Path(folder), context.log)
         weights, source = artifacts.load_weights(Path(folder))
@@ -50,7 +50,7 @@ class Resize(StageKind):
         }
 
     def model(self, cfg: ResizeConfig, source_model: SourceModel) -> models.ModelConfig | None:
-        """Return the architecture at the new size; None if the weights are missing."""
+        """Return the architecture with the new image size; None if the weights are missing."""
         source = source_model(cfg.init)
         if source is None:
             return None

@@ -1,7 +1,7 @@
 """The stages pretrain and finetune: their checks, and the tasks of their workers.
 
-1. `checks` compares a stage with the cluster and its data, so that a stage that cannot finish never starts.
-2. The supervisor runs attempts; `make_training_task` writes the task of each attempt's workers.
+1. `checks` checks a stage against the cluster and its data, so that a stage that cannot finish never starts.
+2. The supervisor runs attempts; `make_training_task` writes the task for each attempt's workers.
 3. To stop, the driver sends a request to the agents. Rank 0 reads it after a step; all workers commit and exit.
 
 An extra (`TrainingExtra`) can add recipe keys, checks, hooks in the training loop, and work before, during and after
@@ -26,6 +26,7 @@ from jobs.cluster.worker import Task
 from jobs.cluster_config import ClusterConfig, cores
 from jobs.resolved_recipe import (
     Available,
+    Campaign,
     CheckResult,
     Context,
     Reads,
@@ -48,23 +49,23 @@ from pipeline.values import counted
 
 
 class Companion(Protocol):
-    """Work that an extra does in the driver while a stage's attempts run, for example asynchronous evaluation."""
+    """An extra's work in the driver while a stage's attempts run, for example asynchronous evaluation."""
 
     def during_attempt(
         self, task: Task, attempt_folder: Path, cluster: ClusterConfig
     ) -> AbstractContextManager[object]:
-        """Return a context manager that does the work during an attempt and ends with it."""
+        """Return a context manager that starts the work at the beginning of an attempt and stops it at its end."""
 
     def finish(self) -> None:
         """Finish the remaining work after the stage's last attempt has succeeded."""
 
 
 class TrainingExtra:
-    """Base class of the extras of training stages; by default each method does nothing."""
+    """Base class of the extras of training stages; by default, each method does nothing."""
 
-    config: type[TrainConfig] | None = None  # adds keys to TrainConfig
-    inputs: ClassVar[Mapping[str, Reads]] = {}  # as in StageKind
-    hook = ""  # "module:Class" that the workers load if a key of `config` is used
+    config: type[TrainConfig] | None = None  # subclass of TrainConfig with additional keys
+    inputs: ClassVar[Mapping[str, Reads]] = {}  # additional inputs, as in StageKind
+    hook = ""  # "module:Class" of a hook that the workers load if a key of `config` is used
 
     def hooks(self, cfg: TrainConfig, context: Context) -> HookOptions:
         """Return the hooks that the next attempt's workers load, with their options."""
@@ -73,7 +74,7 @@ class TrainingExtra:
         return {}
 
     def job_fields(self, cfg: TrainConfig, context: Context) -> Mapping[str, Any]:
-        """Return additional fields of the workers' Job."""
+        """Return additional fields for the workers' `Job`."""
         return {}
 
     def checks(self, stage: Stage, available: Available) -> Iterable[CheckResult]:
@@ -84,15 +85,21 @@ class TrainingExtra:
         """Prepare a stage after its checks have passed."""
 
     def companion(self, cfg: TrainConfig, context: Context) -> Companion | None:
-        """Return the extra's work during the attempts; None if there is none."""
+        """Return the extra's work during the attempts, if any."""
         return None
 
     def after(self, cfg: TrainConfig, context: Context, outcome: dict[str, Any]) -> None:
-        """Add results to the outcome (done.json) of a stage that has finished training."""
+        """Add results to the outcome (done.json) after training has finished."""
+
+    def repeat_evaluation(
+        self, campaign: Campaign, stage: Stage, changed: Collection[str]
+    ) -> tuple[Collection[str], list[str]]:
+        """Return evaluation settings, and the commands that evaluate a finished stage with them (`StageKind`)."""
+        return (), []
 
 
 class Training(StageKind):
-    """Base class of the kinds of stages that train a model."""
+    """Base class of the stage kinds that train a model."""
 
     inputs: Mapping[str, Reads] = {  # type: ignore[misc]  # extras add inputs per instance
         "data.train": Reads.SET,
@@ -116,11 +123,11 @@ class Training(StageKind):
             self.inputs = {**self.inputs, **extra.inputs}
 
     def run(self, cfg: TrainConfig, context: Context, *, until: int | None = None) -> dict[str, object]:
-        """Train until the stage has finished; with `until`, as a replay does, only up to this step.
+        """Train to the last step, or to the step `until` (for replays).
 
         Raises Preempted, or StageFailed with the worker's exit code.
         """
-        # Imported here, as in every stage: checking a recipe does not need torch, which takes a second to import.
+        # Imported here, as in every stage, because checking a recipe does not need torch (1 s to import).
         from pipeline.artifacts import EXCLUDED_STEPS
         from pipeline.checkpoints.saver import check_disk_space
         from pipeline.train import train
@@ -132,7 +139,7 @@ class Training(StageKind):
             samples = sum(index.samples for index in indexes)
             dropped = samples - sum(index.samples for index in exclude(indexes, cfg.data.drop))
             context.log(
-                f"data.drop: excluding {len(cfg.data.drop)} shards with {dropped:,} of {samples:,} samples",
+                f"data.drop: excluding {counted(len(cfg.data.drop), 'shard')} with {dropped:,} of {samples:,} samples",
             )
         check_disk_space(cfg, context.model, context.checkpoints)
         for extra in self.extras:
@@ -149,7 +156,7 @@ class Training(StageKind):
             carried_files=(EXCLUDED_STEPS,),
             accompany=partial(accompany, companions),
         )
-        # 3. Finish the work of extras; after that all records are on this machine.
+        # 3. Finish the extras' work; afterwards, all records are on this machine.
         for companion in companions:
             companion.finish()
         for extra in self.extras:
@@ -158,6 +165,18 @@ class Training(StageKind):
         for name, record in outcome["files"].items():
             campaign.storage.ensure_local(f"{context.directory.name}/{name}", record["bytes"], record["sha256"])
         return outcome
+
+    def repeat_evaluation(
+        self, campaign: Campaign, stage: Stage, changed: Collection[str]
+    ) -> tuple[Collection[str], list[str]]:
+        """Return the evaluation settings and commands of the extras."""
+        fields: list[str] = []
+        commands: list[str] = []
+        for extra in self.extras:
+            more_fields, more_commands = extra.repeat_evaluation(campaign, stage, changed)
+            fields += more_fields
+            commands += more_commands
+        return fields, commands
 
     def model(self, cfg: TrainConfig, source_model: SourceModel) -> ModelConfig | None:
         """Return the architecture of the trained model; None if the initial weights are missing."""
@@ -170,13 +189,13 @@ class Training(StageKind):
 
     def keeps_head(self, cfg: TrainConfig, source: ModelConfig | None, model: ModelConfig | None) -> bool:
         """Return whether training keeps the head of its initial weights, so that class ids must match theirs."""
-        # If the weights are missing, their head is unknown; the stage is validated again before it runs.
+        # If the weights are missing, their head is unknown, but the stage is validated again before it runs.
         if cfg.objective == "masked" or source is None or model is None:
             return False
         return models.keeps_head(source, model, cfg.new_head)
 
     def shared_classes(self, cfg: TrainConfig) -> list[SharedClasses]:
-        """Return two groups: the data sets whose labels the head predicts, and the data sets of the probe."""
+        """Return two groups: the training sets with the test set, and the data sets of the probe."""
         probe_sets = classes_of_probe(cfg.probe)
         if cfg.objective == "masked":
             return [probe_sets]
@@ -198,9 +217,9 @@ class Training(StageKind):
         yield from metrics_of_probe(cfg.probe)
 
     def checks(self, stage: Stage, available: Available) -> Iterator[CheckResult]:
-        """Check a stage against the cluster, its data, and the requirements of extras.
+        """Check a stage against the cluster, its data and the requirements of extras; yield warnings.
 
-        Raises ConfigError and DataError; yields warnings.
+        Raises ConfigError and DataError.
         """
         yield from self.core_checks(stage, available)
         for extra in self.extras:
@@ -209,15 +228,15 @@ class Training(StageKind):
     def core_checks(self, stage: Stage, available: Available) -> Iterator[CheckResult]:
         """Check a stage against the cluster and its data: classes, image shapes, length of training.
 
-        Data that an earlier stage makes may not exist yet; it is checked right before the stage starts. Raises
-        ConfigError and DataError.
+        Data from an earlier stage may not exist yet; it is checked right before the stage starts. Raises ConfigError
+        and DataError.
         """
         cfg: TrainConfig = stage.config
         name = stage.name
         has_sets = bool(cfg.data.train or cfg.data.mixture)
         require(
             has_sets,
-            f"{name}.data.train is missing: no images to train on\n"
+            f"{name}.data.train is missing: there are no images to train on\n"
             f"  type {name}.data.train=FOLDER (packed data set) or @STAGE/SET (from a pack stage), or use data.mixture",
         )
         cluster = available.campaign.cluster
@@ -230,24 +249,24 @@ class Training(StageKind):
             yield CheckResult(
                 "WARN",
                 name,
-                f"{name}: {cluster.least} workers with {cluster.cpus_per_worker} CPUs each share {cores()} cores, and "
-                f"each holds the whole model; cluster.workers={max(cores() // cluster.cpus_per_worker, 1)} is faster",
+                f"{name}: {cluster.least} workers with {cluster.cpus_per_worker} CPUs each share {cores()} cores; "
+                f"cluster.workers={max(cores() // cluster.cpus_per_worker, 1)} is faster and takes less memory",
             )
         paths = list(cfg.data.sets().values())
-        # Check the batch size for every allowed number of workers, and the user's DeepSpeed file.
+        # Check the batch size and the user's DeepSpeed file for all allowed numbers of workers.
         try:
             allowed_worlds(cfg, available.campaign.cluster)
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from None
 
-        # Classes and image shapes. The model is unknown if the initial weights do not exist yet.
+        # Check classes and image shapes. The model is unknown if the initial weights do not exist yet.
         classes: dict[str, int] = {}
         for path in paths:
             index = available.index(path)
             if index is not None and index.samples == 0:
                 raise DataError(f"{name}: {path} has no samples\n  pack or index it again")
         if cfg.data.evaluate in paths:
-            text = f"{name}: data.evaluate is also a training set, so its accuracy does not measure generalization"
+            text = f"{name}: data.evaluate is also a training set, so the accuracy does not measure generalization"
             yield CheckResult("WARN", name, text)
         is_evaluated = cfg.data.evaluate is not None or cfg.probe.train is not None
         for path in [*paths, *([cfg.data.evaluate] if cfg.data.evaluate is not None else [])]:
@@ -270,8 +289,8 @@ class Training(StageKind):
                 yield CheckResult(
                     "WARN",
                     name,
-                    f"{name}: the warm-up is as long as the stage, {counted(steps, 'step')}, so the learning rate ends "
-                    f"at {(steps - 1) / steps:.0%} of optim.lr\n"
+                    f"{name}: the warm-up is as long as the stage ({counted(steps, 'step')}), so the learning rate "
+                    f"only reaches {(steps - 1) / steps:.0%} of optim.lr\n"
                     f"  type {name}.optim.schedule.warmup_steps={steps // 10}, or increase the number of steps",
                 )
 
@@ -287,7 +306,7 @@ class Training(StageKind):
             except ValueError as error:
                 remedy = f"type {name}.data.tail=carry, or a smaller {name}.batch_size"
                 raise ConfigError(
-                    f"{name}: {error}\n  expected one batch or more from each data set\n  {remedy}"
+                    f"{name}: {error}\n  expected at least one batch from each data set\n  {remedy}"
                 ) from None
         evaluated = {f"{name}.data": (cfg.data.evaluate, None), f"{name}.probe": (cfg.probe.test, cfg.probe.train)}
         check_evaluated(evaluated, available)
@@ -313,9 +332,9 @@ def make_training_task(
     *,
     until: int | None = None,
 ) -> Task:
-    """Return the task of an attempt's workers, and write it to task.json, which `jobs replay` reads.
+    """Return the task for an attempt's workers, and write it to task.json for `jobs replay`.
 
-    `began` is the time at which this command started the stage. Raises DataError if the initial weights have changed.
+    `began` is when this command started the stage. Raises DataError if the initial weights have changed.
     """
     from pipeline.worker import Job
 
@@ -324,7 +343,7 @@ def make_training_task(
     # Verify the initial weights, unless the attempt resumes from a checkpoint.
     if init is not None and not context.checkpoints.committed():
         artifacts.check_weights(Path(init), context.log)
-    # Paths in a recipe are relative to the driver's working directory, which differs from the workers'.
+    # Paths in a recipe are relative to the driver's working directory, but workers may have another one.
     cfg = dataclasses.replace(cfg, deepspeed=campaign.path_of(cfg.deepspeed))
     hooks: dict[str, Mapping[str, Any]] = {}
     job_fields: dict[str, Any] = {}
@@ -338,7 +357,7 @@ def make_training_task(
         key=context.stage.key,
         code=code_version(),
         model=models.to_dict(context.model),
-        # in the order of the data sets' names
+        # sorted like the names of the data sets
         train=list(map(campaign.path_of, cfg.data.sets().values())),
         evaluate=campaign.path_of(cfg.data.evaluate),
         init=init,
@@ -351,7 +370,7 @@ def make_training_task(
         until=until,
         **job_fields,
     )
-    # Workers know only the recipe keys of the hooks that they load.
+    # Send only the recipe keys of hooks that the workers load; they do not know others.
     values = plain_values(cfg, [hook.Config for hook in load_classes(hooks)])
     task = {"config": values, "job": dataclasses.asdict(job), "hooks": hooks}
     artifacts.write_record(context.directory / artifacts.TASK, task)
@@ -362,15 +381,15 @@ def make_training_task(
 
 
 def allowed_worlds(cfg: TrainConfig, cluster: ClusterConfig) -> tuple[int, ...]:
-    """Return the world sizes with which a stage can train, the largest first; at least one.
+    """Return the world sizes with which a stage can train, largest first.
 
         batch_size 16, micro_batch 4, cluster.workers {least: 1, most: 8}  →  (4, 2, 1)
 
-    Each attempt uses one of them; the global batch is the same for all. Raises ConfigError if the batch size or the
-    DeepSpeed file allows no world size in the cluster's range; the message has the nearest possible ones.
+    Each attempt uses one of them; the global batch size is always the same. Raises ConfigError if the batch size or the
+    DeepSpeed file allows no world size in the cluster's range; the message suggests the nearest possible ones.
     """
     worlds = [world for world in cluster.worlds if batch_fits(cfg, world)]
-    # For a range, name the nearest possible sizes. For a single size, `batch_arithmetic` raises a better error below.
+    # For a range, suggest the nearest possible sizes; for a single size, `batch_arithmetic` raises a better error.
     if not worlds and cluster.least < cluster.most:
         remedies = []
         for world in range(cluster.least - 1, 0, -1):
@@ -384,13 +403,13 @@ def allowed_worlds(cfg: TrainConfig, cluster: ClusterConfig) -> tuple[int, ...]:
                 break
         parts = f" and exact_parts of {cfg.exact_parts}" if cfg.exact_parts else ""
         raise ConfigError(
-            f"no number of workers from {cluster.least} to {cluster.most} can divide batch_size {cfg.batch_size} "
-            f"into micro-batches of {cfg.micro_batch}{parts}\n"
+            f"batch_size {cfg.batch_size} cannot be divided into micro-batches of {cfg.micro_batch}{parts} for any "
+            f"number of workers from {cluster.least} to {cluster.most}\n"
             f"  type {' or '.join(remedies) or 'another batch_size or micro_batch'}"
         )
 
-    # The DeepSpeed file may exclude some world sizes. Its settings depend only on the gradient accumulation.
-    refusals: dict[int, ConfigError | None] = {}  # by accumulation
+    # The DeepSpeed file may rule out some world sizes. Its settings depend only on the gradient accumulation.
+    refusals: dict[int, ConfigError | None] = {}  # number of accumulated micro-batches → error
     allowed = []
     for world in worlds or [cluster.most]:
         accumulation = batch_arithmetic(cfg, world).accumulation
@@ -418,7 +437,7 @@ def batch_fits(cfg: TrainConfig, world: int) -> bool:
 
 
 def classes_of_probe(probe: ProbeConfig) -> SharedClasses:
-    """Return the two data sets of a probe as a group with common class ids."""
+    """Return the two data sets of a probe, which must have the same class ids."""
     sets: dict[str, str] = {}
     if probe.train is not None and probe.test is not None:  # ProbeConfig requires both or none
         sets = {"probe.train": probe.train, "probe.test": probe.test}
@@ -426,7 +445,7 @@ def classes_of_probe(probe: ProbeConfig) -> SharedClasses:
 
 
 def metrics_of_probe(probe: ProbeConfig) -> Iterator[str]:
-    """Yield the names of a probe's metrics, "5shot" and so on; nothing if the probe has no data sets."""
+    """Yield the names of a probe's metrics, such as "5shot"; none if the probe has no data sets."""
     if probe.train is not None:
         for shots in probe.shots:
             yield f"{shots}shot"
@@ -443,32 +462,32 @@ def check_max_labels(cfg: TrainConfig, index: Index, path: str, name: str) -> No
     raise ConfigError(
         f"{name}: {path} has {labels:,} labels for {index.samples:,} samples, but data.max_labels is "
         f"{cfg.data.max_labels}\n  expected at least the largest number of labels of a sample\n"
-        f"  type {name}.data.max_labels={enough}, which is enough"
+        f"  type {name}.data.max_labels={enough}"
     )
 
 
 def check_usable(
     sets: Sequence[Index], dropped: Collection[str] = (), option: str = "", *, needs_labels: bool = True
 ) -> None:
-    """Raise DataError if a data set is empty, has no labels, or has shards whose size differs from the index.
+    """Raise DataError if a data set is empty or unlabelled, or if its shards are missing or have the wrong size.
 
     `needs_labels` is False for objectives without labels. See `check_sizes` for `dropped` and `option`.
     """
     for index in sets:
         if index.samples == 0 or (needs_labels and index.classes == 0):
             raise DataError(
-                f"{index.tables} has {index.samples} samples and {index.classes} classes, too few to use\n"
+                f"{index.tables} is unusable: it has {index.samples} samples and {index.classes} classes\n"
                 "  data.drop may exclude all shards, or labels may be missing: type python -m jobs data check FOLDER\n"
                 "  to train on images without labels, use objective: masked; python -m jobs new FOLDER writes a recipe"
             )
-    # Missing and truncated shards are errors here; the content of a shard is verified when it is first read.
+    # This reports missing and truncated shards; the content of a shard is verified when it is first read.
     check_sizes(sets, tuple(dropped), option)
 
 
 def check_evaluated(sets: Mapping[str, tuple[str | None, str | None]], available: Available) -> None:
     """Raise DataError if a test set is unusable, or is the same as its training set.
 
-    `sets` maps a key of the recipe to (test set, training set); None if there is no such data set.
+    `sets` maps a key of the recipe to (test set, training set); each may be None.
     """
     for key, (test, train) in sets.items():
         indexes = available.made([value for value in (test, train) if value is not None])
@@ -477,12 +496,12 @@ def check_evaluated(sets: Mapping[str, tuple[str | None, str | None]], available
             raise DataError(
                 f"{key}: test {test} and train {train} are the same data set (digest {indexes[0].digest[:12]})\n"
                 "  expected a training set without samples of the test set\n"
-                f"  set another {key}.train; to hold out a part of a data set, type python -m jobs subset --help"
+                f"  type another {key}.train; to hold out a part of a data set, see python -m jobs subset --help"
             )
 
 
 def planned_steps(cfg: TrainConfig, available: Available) -> int | None:
-    """Return the number of steps of a stage; None if it is given in passes over data of unknown size."""
+    """Return the number of steps of a stage; None if its length is given in passes over data of unknown size."""
     samples = cfg.data.samples
     sets = available.made(cfg.data.sets().values())
     if len(sets) == len(cfg.data.sets()):

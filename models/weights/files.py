@@ -3,13 +3,14 @@
 How `load` recognises a path, first match wins:
 1. a name that contains .npz is an official file;
 2. a directory with model.json, or a file in such a directory, is in our format;
-3. a .safetensors file, or a directory with model.safetensors, is timm's or Hugging Face's; the keys tell which.
+3. a .pth file is that of DINOv2, of DINOv3, or of a repository with timm's names;
+4. a .safetensors file, or a directory with model.safetensors, is timm's or Hugging Face's; config.json or keys tell.
 
     load("ViT-B_16.npz").config      ViTConfig(image_size=(224, 224), patch=(16, 16), classes=21843, width=768, ...)
     save(model, "out", "timm")       writes out/model.safetensors and out/config.json, which timm opens
 
-Nothing here unpickles: only safetensors and plain arrays are read. Training uses only our own format, so the modules
-of other formats are imported when needed.
+Nothing here runs code of a file: only safetensors, plain arrays and pickled tensors are read. Training uses only our
+own format, so the modules of other formats are imported when needed.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from models import catalog
 from models.catalog import Model, check_finite, check_weights
-from models.configs import ModelConfig, from_dict, to_dict
+from models.configs import ConfigFields, ModelConfig, ViTConfig, from_dict, to_dict
 from models.weights.folder import (
     CLASSES,
     CONFIG,
@@ -150,12 +152,16 @@ def load(path: str | Path, **config: object) -> Model:
         # The caller's fields override saved ones; `module` rejects fields that the tensors do not fit.
         state, saved = load_weights(directory)
         return module(state, from_dict({**to_dict(saved), **config}))
+    if file.suffix == ".pth":
+        from models.weights import pth
+
+        return module(*pth.load(file, config))
     if file.is_dir():
         file = file / THEIR_WEIGHTS
     if file.suffix != ".safetensors" or not file.is_file():
         raise ValueError(
-            f"{path} is not a folder with {CONFIG} or {THEIR_WEIGHTS}, nor a .safetensors or .npz file\n"
-            "  pickled checkpoints (.pth, .bin) are not supported: convert them to safetensors first"
+            f"{path} is not a folder with {CONFIG} or {THEIR_WEIGHTS}, nor a .safetensors, .npz or .pth file\n"
+            "  convert other files to safetensors first"
         )
     # The file is timm's or Hugging Face's.
     from safetensors.torch import load_file
@@ -170,10 +176,54 @@ def load(path: str | Path, **config: object) -> Model:
     described = {}
     if config_file.is_file():
         described = json.loads(config_file.read_text())
-    # Every ViT of transformers has this key, with and without a classifier; no model of timm has it.
-    if any("embeddings.patch_embeddings.projection." in key for key in stored):
-        return module(*hf.load(stored, described, config))
-    return module(*timm.load(stored, described, config))
+    is_hf = hf.is_hf(stored, described)
+    # The caller's fields come last, so that they override those of the files.
+    pixels = pixel_fields(file.parent, described, is_hf)
+    fields = {**pixels, **config}
+    if is_hf:
+        return module(*hf.load(stored, described, fields))
+    return module(*timm.load(stored, described, fields))
+
+
+def form_of(path: str | Path) -> dict[str, Any]:
+    """Return the form of foreign weights, so that an export can have the same; empty if files do not tell it.
+
+    It is transformers' model_type, or timm's architecture with its arguments.
+    """
+    from safetensors.torch import load_file
+
+    from models.weights import timm
+
+    file = Path(path)
+    if file.is_dir():
+        file = file / THEIR_WEIGHTS
+    config_file = file.parent / THEIR_CONFIG
+    if file.suffix != ".safetensors" or not config_file.is_file():
+        return {}
+    described = json.loads(config_file.read_text())
+    if "model_type" in described:
+        return {"model_type": described["model_type"]}
+    return timm.form_of(load_file(file), described)
+
+
+def pixel_fields(folder: Path, described: dict[str, Any], is_hf: bool) -> ConfigFields:
+    """Return the mean and deviation by which timm or transformers normalises the pixels of a folder's weights."""
+    from models.weights import hf
+
+    values = described.get("pretrained_cfg", {})
+    names = ("mean", "std")
+    fields: ConfigFields = {}
+    if is_hf and described:
+        # The values with which the family's published weights were trained.
+        fields = hf.pixels_of(described)
+        values = {}
+        if (folder / THEIR_PREPROCESSOR).is_file():
+            values = json.loads((folder / THEIR_PREPROCESSOR).read_text())
+        names = ("image_mean", "image_std")
+    for ours, theirs in zip(("pixel_mean", "pixel_std"), names, strict=True):
+        if values.get(theirs):
+            fields[ours] = tuple(values[theirs])
+    return fields
 
 
 def save(
@@ -184,21 +234,30 @@ def save(
     class_names: Sequence[str] = (),
     preprocessing: Preprocessing | None = None,
     loss: str | None = None,
+    form: dict[str, Any] | None = None,
 ) -> None:
     """Write the model so that readers of the format compute the same logits; ValueError if that is impossible.
 
-    format: safetensors (our directory), npz (an official file, without class names and preprocessing), timm or hf
-    (directories for these libraries). Without `preprocessing`, timm and hf get evaluation's default: squash the image
-    to the model's size. `loss`, sigmoid or softmax, trained the head: hf stores it as `problem_type`.
+    format: safetensors (our directory), npz or pth (files of vit_jax, and of DINOv2 or DINOv3, without class names and
+    preprocessing), timm or hf (directories for these libraries). Without `preprocessing`, timm and hf get evaluation's
+    default: squash the image to the model's size. `loss`, sigmoid or softmax, trained the head: hf stores it as
+    `problem_type`. `form` (`form_of`) is that in which the weights were imported, which timm and hf prefer.
     """
     path = Path(path)
     if format == "safetensors":
         save_weights(model, path, writing=writing, class_names=class_names, preprocessing=preprocessing)
         return
-    if format not in ("npz", "timm", "hf"):
-        raise ValueError(f"format is {format!r}, expected one of safetensors, npz, timm, hf")
+    if format not in ("npz", "timm", "hf", "pth"):
+        raise ValueError(f"format is {format!r}, expected one of safetensors, npz, timm, hf, pth")
     from models.weights import hf, npz, timm
 
+    if format == "pth":
+        from models.weights import pth
+
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with writing(path) as target:
+            pth.save(model.state_dict(), model.config, target)
+        return
     if format == "npz":
         path.parent.mkdir(parents=True, exist_ok=True)
         with writing(path) as target:
@@ -207,11 +266,14 @@ def save(
     if preprocessing is None:
         size = model.config.image_size
         preprocessing = Preprocessing(ops=f"resize({size})", size=size, resize=size)
+    if isinstance(model.config, ViTConfig):
+        preprocessing = replace(preprocessing, mean=model.config.pixel_mean, std=model.config.pixel_std)
     if format == "timm":
-        tensors, described = timm.save(model.state_dict(), model.config, class_names, preprocessing)
+        tensors, described = timm.save(model.state_dict(), model.config, class_names, preprocessing, form)
         texts = {THEIR_CONFIG: described}
     else:
-        tensors, described = hf.save(model.state_dict(), model.config, class_names, loss)
+        family = (form or {}).get("model_type")
+        tensors, described = hf.save(model.state_dict(), model.config, class_names, loss, family)
         texts = {THEIR_PREPROCESSOR: json.dumps(preprocessing.for_hf(), indent=2) + "\n", THEIR_CONFIG: described}
     path.mkdir(parents=True, exist_ok=True)
     write_tensors(path / THEIR_WEIGHTS, tensors, writing)

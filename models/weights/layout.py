@@ -130,6 +130,21 @@ def with_learned_positions(
     return learned, replace(config, positions="learned", class_slot=slots > 0)
 
 
+def without_slots(state: dict[str, Tensor], config: ViTConfig) -> tuple[dict[str, Tensor], ViTConfig]:
+    """Return an equivalent model whose prefix tokens have no position entry: each entry is added to its token."""
+    slots = config.position_slots
+    state, config = with_learned_positions(state, config, slots)
+    table = state["positions.0.table"]
+    moved = {**state, "positions.0.table": table[:, slots:]}
+    first = 0
+    for name in ("prefix.cls", "prefix.registers"):
+        if name in state:
+            count = state[name].shape[1]
+            moved[name] = state[name] + table[:, first : first + count]
+            first += count
+    return moved, replace(config, class_slot=False)
+
+
 # Our names of parameters whose presence or shape determines a field of the config.
 INFORMATIVE = (
     *("embedding.weight", "head.bias", "pre_logits.bias"),

@@ -18,6 +18,7 @@ import os
 import re
 import warnings
 import zipfile
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 
 from models.catalog import Shape, check_finite
-from models.configs import BiTConfig, ConfigFields, ModelConfig, ViTConfig, checked
+from models.configs import ACTIVATIONS, HALF, SWITCHES, BiTConfig, ConfigFields, ModelConfig, ViTConfig, checked
 from models.weights.layout import Layout, read, units_of, vit_config, write
 
 # Weights hardly compress: float32 by 1.1, bfloat16 stored as float32 by 2.5. But 6.3 MB can unpack to 6 GB of zeros.
@@ -276,11 +277,19 @@ def save(state: dict[str, Tensor], config: ModelConfig, path: str | Path) -> Non
             reasons.append(f"{config.registers} registers")
         if config.positions not in ("learned", "sincos2d") or config.positions_at != "stem":
             reasons.append(f"{config.positions} positions at {config.positions_at}")
+        for field in fields(ViTConfig):
+            value = getattr(config, field.name)
+            if field.name in SWITCHES and value != field.default:
+                reasons.append(f"{field.name}={value!r}")
+        if config.activation not in ACTIVATIONS:
+            reasons.append(f"activation {config.activation}")
     if reasons:
         raise ValueError(f"an official .npz cannot hold {', '.join(reasons)}; save as safetensors")
     # The file cannot store these two settings, and its readers use the original values.
     if isinstance(config, ViTConfig) and (config.activation != "gelu_tanh" or config.norm_eps != 1e-6):
         warnings.warn("the original computes gelu_tanh with norm_eps 1e-6: logits will differ", stacklevel=3)
+    if isinstance(config, ViTConfig) and (config.pixel_mean, config.pixel_std) != (HALF, HALF):
+        warnings.warn("the original normalises pixels to −1 … 1, these weights differently", stacklevel=3)
     tensors = write(state, config, layout_of(config))
     arrays: dict[str, Any] = {key: tensor.float().cpu().numpy() for key, tensor in tensors.items()}
     # Pass an open file: np.savez would append .npz to other names, such as the temporary name of an atomic write.

@@ -1,20 +1,26 @@
-"""The preprocessing with which weights were evaluated, and its translation for other libraries.
+"""The preprocessing with which weights were evaluated, and its translation from and for other libraries.
 
-1. A stage writes it to preprocessing.json next to its weights; one digest seals both.
+1. A stage writes it to preprocessing.json next to its weights; one digest seals both. An import writes that of the
+   other library, which `from_timm` and `from_hf` read.
 2. `for_timm` returns fields of timm's `pretrained_cfg`, `for_hf` the preprocessor_config.json of transformers. Both
    raise ValueError if the library cannot do the same, and warn if its pixels differ by more than rounding.
 
     resize_small(256)|central_crop(224)    resize 256, size (224, 224), interpolation "area"
     for timm                               crop_mode center, crop_pct 0.875, interpolation bilinear
     for transformers                       size {"shortest_edge": 256}, crop_size 224×224, resample 2
+
+    crop_pct 0.875, interpolation bicubic  resize_pillow(256, 'bicubic')|center_crop(224)
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
+
+from models.configs import HALF
 
 # Both libraries resize with Pillow's bilinear filter, which antialiases when it shrinks. These are the mean differences
 # of its pixels, from −1 to 1, to ours for a photograph of 640×427 shrunk to a width of 224 (docs/models.md).
@@ -23,8 +29,25 @@ REMAINING = {
     "bilinear antialiased": 0.0,  # the same filter; one rounds to integers, the other truncates
     "bilinear of TensorFlow 1": 0.07,
     "area": 0.06,
+    "bicubic": 0.0,  # Pillow's own, as the next
+    "lanczos": 0.0,
 }
-BILINEAR = 2  # Pillow's code
+RESAMPLE = {"lanczos": 1, "bilinear": 2, "bicubic": 3}  # Pillow's codes; all other kinds are written as bilinear
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+# The values that an image processor of transformers has for fields that its file lacks: kind of the processor without
+# "ImageProcessor", mean, std, filter, whether a single number as `size` means both sides, and default size and crop.
+HF_PROCESSORS: dict[str, tuple[tuple[float, ...], tuple[float, ...], str, bool, int, int | None]] = {
+    "ViT": (HALF, HALF, "bilinear", True, 224, None),
+    "CLIP": (CLIP_MEAN, CLIP_STD, "bicubic", False, 224, 224),
+    "Bit": (CLIP_MEAN, CLIP_STD, "bicubic", False, 224, 224),  # DINOv2
+    "Siglip": (HALF, HALF, "bicubic", True, 224, None),
+    "DeiT": (HALF, HALF, "bicubic", True, 256, 224),
+    "Beit": (HALF, HALF, "bicubic", True, 224, None),
+    "DINOv3ViT": (IMAGENET_MEAN, IMAGENET_STD, "bilinear", True, 224, None),
+}
 
 
 @dataclass(frozen=True)
@@ -35,8 +58,102 @@ class Preprocessing:
     size: tuple[int, int]  # of the result, (height, width)
     resize: int | tuple[int, int] | None = None  # the shorter side; a pair squashes; None: the ops do something else
     interpolation: str = "bilinear"  # a key of REMAINING
-    mean: tuple[float, ...] = (0.5, 0.5, 0.5)  # with std: pixels from −1 to 1
-    std: tuple[float, ...] = (0.5, 0.5, 0.5)
+    mean: tuple[float, ...] = HALF  # of pixels from 0 to 1; with std: pixels from −1 to 1
+    std: tuple[float, ...] = HALF
+
+    @classmethod
+    def from_timm(cls, described: Mapping[str, Any], size: tuple[int, int]) -> Preprocessing:
+        """Return what timm.data.create_transform does with these fields of `pretrained_cfg`, for images of `size`.
+
+        Raises ValueError if we have no ops for it.
+        """
+        # timm's own defaults for missing fields.
+        crop_pct = described.get("crop_pct") or 0.875
+        mode = described.get("crop_mode") or "center"
+        interpolation = described.get("interpolation") or "bicubic"
+        if interpolation == "random":
+            interpolation = "bilinear"
+        sides = (math.floor(size[0] / crop_pct), math.floor(size[1] / crop_pct))
+        if interpolation not in RESAMPLE or mode not in ("center", "squash") or crop_pct > 1:
+            raise ValueError(
+                f"timm evaluates with crop_mode {mode}, crop_pct {crop_pct}, {interpolation} interpolation"
+            )
+        resize: int | tuple[int, int] = sides
+        if mode == "center":
+            if sides[0] != sides[1]:
+                raise ValueError(f"timm evaluates with a centre crop of {size[0]}×{size[1]}, which is not a square")
+            resize = sides[0]
+        return cls(
+            ops=pillow_ops(resize, interpolation, size, "center_crop"),
+            size=size,
+            resize=resize,
+            interpolation=named_filter(interpolation),
+            mean=tuple(described.get("mean") or IMAGENET_MEAN),
+            std=tuple(described.get("std") or IMAGENET_STD),
+        )
+
+    @classmethod
+    def from_hf(cls, described: Mapping[str, Any]) -> Preprocessing:
+        """Return what transformers' image processor of a preprocessor_config.json does.
+
+        Raises ValueError if we have no ops for it.
+        """
+        kind = described.get("image_processor_type") or described.get("feature_extractor_type") or ""
+        name = kind.removesuffix("Fast").removesuffix("Pil").removesuffix("ImageProcessor")
+        name = name.removesuffix("FeatureExtractor")
+        if name not in HF_PROCESSORS:
+            raise ValueError(f"{kind or 'an unnamed image processor'} is not one of {', '.join(HF_PROCESSORS)}")
+        mean, std, interpolation, is_square, default_size, default_crop = HF_PROCESSORS[name]
+        if not described.get("do_resize", True) or not described.get("do_rescale", True):
+            raise ValueError("images are not resized, or their pixels are not scaled to 0 … 1")
+        if abs(described.get("rescale_factor", 1 / 255) * 255 - 1) > 1e-6:
+            raise ValueError(f"pixels are multiplied by {described['rescale_factor']}, not by 1/255")
+        codes = {code: filter for filter, code in RESAMPLE.items()}
+        if described.get("resample") is not None:
+            code = described["resample"]
+            if code not in codes:
+                raise ValueError(f"Pillow's filter number {code} is not one of {', '.join(RESAMPLE)}")
+            interpolation = codes[code]
+        resize = hf_size(described.get("size", default_size), is_square)
+        crops = described.get("do_center_crop", default_crop is not None)
+        size = resize
+        if crops:
+            size = hf_size(described.get("crop_size", default_crop or default_size), True)
+        if not isinstance(size, tuple):
+            raise ValueError(f"images are resized to a shorter side of {size} and not cropped, so their sizes differ")
+        smallest = resize if isinstance(resize, tuple) else (resize, resize)
+        if smallest[0] < size[0] or smallest[1] < size[1]:
+            raise ValueError(f"images are padded from {smallest[0]}×{smallest[1]} to {size[0]}×{size[1]}")
+        if not described.get("do_normalize", True):
+            described = {**described, "image_mean": (0.0, 0.0, 0.0), "image_std": (1.0, 1.0, 1.0)}
+        return cls(
+            ops=pillow_ops(resize, interpolation, size, "central_crop"),
+            size=size,
+            resize=resize,
+            interpolation=named_filter(interpolation),
+            mean=tuple(described.get("image_mean") or mean),
+            std=tuple(described.get("image_std") or std),
+        )
+
+    def at_size(self, size: tuple[int, int]) -> Preprocessing:
+        """Return the same preprocessing for images of another size, with the same fraction of the image.
+
+        Raises ValueError if the ops are not those of an import.
+        """
+        if size == self.size:
+            return self
+        if self.resize is None or not self.ops.startswith("resize_pillow"):
+            raise ValueError(f"{self.ops!r} makes images of {self.size[0]}×{self.size[1]}, not {size[0]}×{size[1]}")
+        resize: int | tuple[int, int]
+        if isinstance(self.resize, tuple):
+            resize = (
+                round(self.resize[0] * size[0] / self.size[0]),
+                round(self.resize[1] * size[1] / self.size[1]),
+            )
+        else:
+            resize = max(round(self.resize * max(size) / max(self.size)), *size)
+        crop = "center_crop" if "center_crop" in self.ops else "central_crop"
+        return replace(self, ops=pillow_ops(resize, self.filter, size, crop), size=size, resize=resize)
 
     def for_timm(self) -> dict[str, Any]:
         """Return the fields of `pretrained_cfg` with which timm.data.create_transform makes the same pixels."""
@@ -56,7 +173,7 @@ class Preprocessing:
             )
         return {
             "input_size": [3, height, width],
-            "interpolation": "bilinear",
+            "interpolation": self.filter,
             "crop_mode": "squash" if is_squashed else "center",
             "crop_pct": crop_pct,
             "mean": list(self.mean),
@@ -75,7 +192,7 @@ class Preprocessing:
             "do_convert_rgb": True,
             "do_resize": True,
             "size": size,
-            "resample": BILINEAR,
+            "resample": RESAMPLE[self.filter],
             "do_rescale": True,
             "rescale_factor": 1 / 255,
             "do_normalize": True,
@@ -87,6 +204,11 @@ class Preprocessing:
             described["image_processor_type"] = "CLIPImageProcessor"
             described |= {"do_center_crop": True, "crop_size": {"height": height, "width": width}}
         return described
+
+    @property
+    def filter(self) -> str:
+        """Return the name of Pillow's filter that is nearest to the interpolation."""
+        return self.interpolation if self.interpolation in RESAMPLE else "bilinear"
 
     def check(self, library: str) -> None:
         """Raise ValueError if a library cannot do the same preprocessing; warn if its pixels will differ."""
@@ -103,3 +225,30 @@ class Preprocessing:
                 "docs/models.md)",
                 stacklevel=4,
             )
+
+
+def pillow_ops(resize: int | tuple[int, int], interpolation: str, size: tuple[int, int], crop: str) -> str:
+    """Return evaluation ops with a filter of Pillow, and the op `crop`: libraries round half pixels differently."""
+    ops = f"resize_pillow({resize}, '{interpolation}')"
+    if resize == size:
+        return ops
+    height, width = size
+    return f"{ops}|{crop}({height if height == width else size})"
+
+
+def named_filter(interpolation: str) -> str:
+    """Return the key of REMAINING for a filter of Pillow."""
+    return "bilinear antialiased" if interpolation == "bilinear" else interpolation
+
+
+def hf_size(size: Any, is_square: bool) -> int | tuple[int, int]:
+    """Return a `size` of transformers as a pair, or as a number if it is that of the shorter side."""
+    if isinstance(size, int):
+        return (size, size) if is_square else size
+    if isinstance(size, list | tuple) and len(size) == 2:
+        return (int(size[0]), int(size[1]))
+    if isinstance(size, Mapping) and set(size) == {"shortest_edge"}:
+        return int(size["shortest_edge"])
+    if isinstance(size, Mapping) and set(size) == {"height", "width"}:
+        return (int(size["height"]), int(size["width"]))
+    raise ValueError(f"an image size of {size!r} is not supported")

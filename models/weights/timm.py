@@ -15,8 +15,8 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Container, Sequence
-from dataclasses import replace
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
@@ -117,12 +117,17 @@ CHANGES = ("norm_layer", "mlp_layer", "block_fn", "use_post_norm", "num_kv_heads
 
 def layout_of(stored: dict[str, Tensor]) -> Layout:
     """Return the layout of these stored tensors: timm has several names for LayerScale, q, k and v, and SwiGLU."""
-    names = {key.removeprefix("blocks.0.") for key in stored}
+    return layout_of_names(names_of(stored))
+
+
+def names_of(stored: Mapping[str, Tensor]) -> set[str]:
+    """Return the names in the first block of a file, and "mlp.up" or "mlp.gate_up" for a first layer of this kind."""
+    names = {key.removeprefix("blocks.0.") for key in stored if key.startswith("blocks.0.")}
     # One layer of twice the hidden width is SwiGLU too.
     if "mlp.fc1.weight" in names:
         outputs = stored["blocks.0.mlp.fc1.weight"].shape[0]
         names.add("mlp.gate_up" if outputs == 2 * stored["blocks.0.mlp.fc2.weight"].shape[1] else "mlp.up")
-    return layout_of_names(names)
+    return names
 
 
 def layout_of_names(names: Container[str]) -> Layout:
@@ -273,10 +278,34 @@ def class_names(described: ForeignConfig) -> list[str]:
     return list(names) if isinstance(names, list) else []
 
 
+def form_of(stored: Mapping[str, Tensor], described: ForeignConfig) -> ForeignConfig:
+    """Return what an import records so that `save` writes the same architecture again; empty if it has no name."""
+    if not described.get("architecture"):
+        return {}
+    return {
+        "architecture": described["architecture"],
+        "model_args": described.get("model_args", {}),
+        "names": sorted(names_of(stored)),
+        "class_token": "cls_token" in stored,
+    }
+
+
 def save(
-    state: dict[str, Tensor], config: ModelConfig, class_names: Sequence[str], preprocessing: Preprocessing
+    state: dict[str, Tensor],
+    config: ModelConfig,
+    class_names: Sequence[str],
+    preprocessing: Preprocessing,
+    form: ForeignConfig | None = None,
 ) -> tuple[dict[str, Tensor], str]:
-    """Return tensors and config.json for timm; a fixed sincos table becomes a learned one with equal values."""
+    """Return tensors and config.json for timm; a fixed sincos table becomes a learned one with equal values.
+
+    `form`, of `form_of`, is the architecture in which the weights were imported. It is written again, unless a stage
+    has changed what it fixes; other models are written as an architecture that computes the same.
+    """
+    if form and isinstance(config, ViTConfig) and config.family == "vit":
+        as_imported = save_as(form, state, config, class_names, preprocessing)
+        if as_imported is not None:
+            return as_imported
     # Collect the reasons why timm cannot compute this model.
     reasons = []
     if not isinstance(config, ViTConfig) or config.family != "vit":
@@ -329,9 +358,7 @@ def save(
             "classifier": "head",
         },
     }
-    # At the top level, not in `pretrained_cfg`, as timm's own `save_for_hf` does; for all classes or for none.
-    if config.classes and len(class_names) >= config.classes:
-        described["label_names"] = list(class_names[: config.classes])
+    add_names(described, class_names, config.classes)
     # The number of entries does not change: timm's no_embed_class tells whether prefix tokens have entries.
     state, config = with_learned_positions(state, config, config.position_slots)
     if not config.patch_bias and not config.pre_norm:
@@ -339,9 +366,67 @@ def save(
         config = replace(config, patch_bias=True)
         state = {**state, "embedding.bias": torch.zeros(config.width)}
     stored = write(state, config, layout_for(config, architecture))
+    pack_frequencies(stored, config)
+    return stored, json.dumps(described, indent=2) + "\n"
+
+
+def pack_frequencies(stored: dict[str, Tensor], config: ViTConfig) -> None:
+    """Replace the learned frequencies of all layers by timm's single tensor (2, layers, H, d/2)."""
     frequencies = [stored.pop(f"rope.freqs.{layer}") for layer in range(config.depth) if config.rope == "mixed"]
     if frequencies:
         stored["rope.freqs"] = torch.stack(frequencies, dim=1)
+
+
+def add_names(described: ForeignConfig, class_names: Sequence[str], classes: int) -> None:
+    """Add class names at the top level, as timm's own `save_for_hf` does; for all classes or for none."""
+    if classes and len(class_names) >= classes:
+        described["label_names"] = list(class_names[:classes])
+
+
+def save_as(
+    form: ForeignConfig,
+    state: dict[str, Tensor],
+    config: ViTConfig,
+    class_names: Sequence[str],
+    preprocessing: Preprocessing,
+) -> tuple[dict[str, Tensor], str] | None:
+    """Return tensors and config.json of the architecture in which weights were imported.
+
+    None if this architecture does not compute the model any more.
+    """
+    described: ForeignConfig = {
+        "architecture": form["architecture"],
+        "num_classes": config.classes,
+        "num_features": config.width,
+        "global_pool": THEIR_POOLS[config.pool],
+        "model_args": {**form["model_args"], "img_size": list(config.image_size), "num_classes": config.classes},
+        "pretrained_cfg": {"num_classes": config.classes, **preprocessing.for_timm()},
+    }
+    add_names(described, class_names, config.classes)
+    # A class token that is not pooled is our first register.
+    tensors = dict(state)
+    written = config
+    if form["class_token"] and config.pool != "token":
+        registers = tensors["prefix.registers"]
+        tensors["prefix.registers"] = registers[:, 1:]
+        written = replace(config, registers=config.registers - 1)
+    stored = write(tensors, written, layout_of_names(form["names"]))
+    if written is not config:
+        stored["cls_token"] = registers[:, :1].contiguous()
+    pack_frequencies(stored, config)
+    # Read it again: the architecture's name fixes fields that a stage may have changed, such as the pooling.
+    pixels: ConfigFields = {"pixel_mean": config.pixel_mean, "pixel_std": config.pixel_std}
+    try:
+        again = load(dict(stored), described, pixels)[1]
+    except ValueError:
+        return None
+    for field in fields(ViTConfig):
+        is_irrelevant = field.name in ("dropout", "drop_path", "head_bias", "position_std", "layer_scale")
+        has_no_entry = config.positions == "none" or not config.prefix_tokens
+        if field.name == "class_slot" and has_no_entry:
+            continue
+        if not is_irrelevant and getattr(again, field.name) != getattr(config, field.name):
+            return None
     return stored, json.dumps(described, indent=2) + "\n"
 
 

@@ -1,12 +1,12 @@
-"""The manifest of a checkpoint: its contents, and the digests that verify the files; all of it without torch.
+"""Reads and verifies the manifest of a checkpoint, which lists its contents and the digests of its files.
 
     MANIFEST.json   {"step": 1200, …, "files": {"rank-00000.safetensors": {"bytes": 4096, …}}, "sha256": "9f3c…"}
 
-For each worker's file it holds the sha256 of the whole file and a short digest of every chunk, so that a reader of a
-part can verify only that part.
+For each worker's file the manifest has the sha256 of the whole file and a short digest of every chunk, so that a reader
+can verify only the part that it needs.
 
-This module does without torch, whose import takes 1.4 CPU-seconds: `status` reads manifests, and the records of a stage
-(pipeline/artifacts.py) list files in the same way. The checkpoints themselves: pipeline/checkpoints/reader.py.
+This module does not import torch, which takes 1.4 CPU-seconds, because `status` reads manifests too. The records of a
+stage list files in the same way (pipeline/artifacts.py). pipeline/checkpoints/reader.py reads the checkpoints.
 """
 
 import errno
@@ -29,22 +29,22 @@ ATTEMPTS = "attempts"  # folder of the run with one file per claimed attempt
 # These errors mean that the file itself is bad. Any other error is a failure of the storage, not of a checkpoint.
 UNREADABLE = {errno.EIO, errno.ENOENT, errno.EISDIR, errno.ENOTDIR}
 # A reader of a small range reads up to two chunks too many; each digest takes 16 characters of the manifest.
-LEAST_CHUNK = 1 << 18  # bytes
-MOST_CHUNKS = 1 << 12  # of a file
+LEAST_CHUNK = 1 << 18  # minimum size of a chunk in bytes
+MOST_CHUNKS = 1 << 12  # maximum number of chunks in a file
 DIGEST_LENGTH = 16  # hexadecimal digits of a chunk's digest
 
 
 class FileRecord(TypedDict):
-    """Size and digest of one file, as a record promises them."""
+    """Recorded size and digest of a file."""
 
     bytes: int
     sha256: str
 
 
 class ChunkedRecord(FileRecord):
-    """Size and digests of one worker's file, as the manifest promises them."""
+    """Recorded size and digests of a worker's file, in the manifest."""
 
-    chunk_bytes: int  # of every chunk; the last may be shorter
+    chunk_bytes: int  # size of a chunk; the last may be shorter
     # 64-bit XXH3 detects accidental changes as sha256 does, at a fifteenth of the cost: 27 GB/s here
     # (benchmarks/README.md).
     chunks: str  # the concatenated digests of all chunks
@@ -62,13 +62,13 @@ class Manifest:
     world: int
     zero: int
     config: dict[str, Any]  # "forbid" fields of the stage, to show differences when a resume is refused
-    key: str  # of the stage
+    key: str  # key of the stage
     code: str  # version of the code that wrote the checkpoint
     bad_samples: int = 0
     # Ranges of masked samples: (first step that masks them, …), see pipeline/extras/replays/masking.py.
     masked: Sequence[Sequence[int]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)  # empty: a step is evaluated after its commit
-    files: dict[str, ChunkedRecord] = field(default_factory=dict)  # by name
+    files: dict[str, ChunkedRecord] = field(default_factory=dict)  # file name → record
     schema: int = SCHEMA
 
     @property
@@ -132,8 +132,8 @@ def sealed(manifest: Manifest) -> bytes:
 def read_manifest(checkpoint: Path) -> Manifest:
     """Read and check the manifest of a checkpoint.
 
-    Raises CheckpointError if the manifest is missing, torn, altered, of another step, or newer than this code. Raises
-    OSError if the storage fails, which says nothing about the checkpoint.
+    Raises CheckpointError if the manifest is missing, truncated or altered, of another step, or newer than this code.
+    Raises OSError if the storage fails; the checkpoint may then be intact.
     """
     return manifest_in(Folder(checkpoint.parent), checkpoint.name)
 
@@ -165,10 +165,10 @@ def manifest_in(storage: Storage, checkpoint: str) -> Manifest:
         raise CheckpointError(f"{path}: {error}") from None
     except (KeyError, TypeError):
         raise CheckpointError(f"{path} is not a manifest") from None
-    # Otherwise a folder renamed by hand would be loaded as another step than that of its weights.
+    # Detect a folder renamed by hand, whose weights would be loaded as those of another step.
     name = checkpoint.rpartition("/")[2]
     if name.startswith("step-") and step_of(Path(name)) != manifest.step:
-        raise CheckpointError(f"{path} is of step {manifest.step}, but the folder's name says {step_of(Path(name))}")
+        raise CheckpointError(f"{path} describes step {manifest.step}, but its folder is named {name}")
     return manifest
 
 
@@ -184,19 +184,19 @@ def inspect_checkpoint(storage: Storage, checkpoint: str) -> Manifest:
     """
     address = storage.address(checkpoint)
     present = sizes_in(storage, checkpoint)
-    # Listed first, because opening something that is not a regular file, such as a pipe, could block for ever.
+    # Check the listing first, because opening a pipe, for example, could block for ever.
     if MANIFEST not in present:
         raise DamagedCheckpoint(f"{address}/{MANIFEST}: no such file")
     manifest = manifest_in(storage, checkpoint)
     del present[MANIFEST]
-    # An additional file is refused like a missing one: this is not what was committed.
+    # Reject additional files like missing ones: the folder differs from what was committed.
     missing = sorted(manifest.files.keys() - present.keys())
     extra = sorted(present.keys() - manifest.files.keys())
     if missing or extra:
         raise DamagedCheckpoint(f"{address}: missing {missing or 'nothing'}, unexpected {extra or 'nothing'}")
     for name, record in manifest.files.items():
         if present[name] != record["bytes"]:
-            raise DamagedCheckpoint(f"{address}/{name}: {present[name]} bytes, the manifest says {record['bytes']}")
+            raise DamagedCheckpoint(f"{address}/{name}: {present[name]} bytes, expected {record['bytes']}")
     return manifest
 
 
@@ -232,7 +232,7 @@ def digest_chunks(chunks: Iterable[memoryview], chunk_bytes: int) -> ChunkedReco
     size = 0
     for chunk in chunks:
         file_digest.update(chunk)
-        # The second digest finds the chunk in the CPU cache.
+        # The chunk is still in the CPU cache for the second digest.
         digests.append(xxh3_64_hexdigest(chunk))
         size += len(chunk)
     return {"bytes": size, "sha256": file_digest.hexdigest(), "chunk_bytes": chunk_bytes, "chunks": "".join(digests)}
@@ -245,7 +245,7 @@ def check_size(path: Path, expected: FileRecord) -> None:
         raise DamagedCheckpoint(f"{path} is not a regular file")
     size = path.stat().st_size
     if size != expected["bytes"]:
-        raise DamagedCheckpoint(f"{path}: {size} bytes, the manifest says {expected['bytes']}")
+        raise DamagedCheckpoint(f"{path}: {size} bytes, expected {expected['bytes']}")
 
 
 def chunks_of(path: Path, chunk_bytes: int) -> Iterator[memoryview]:

@@ -56,7 +56,7 @@ def verify(checkpoint: Path) -> Manifest:
     manifest = inspect_checkpoint(Folder(checkpoint.parent), checkpoint.name)
     for name, record in manifest.files.items():
         path = checkpoint / name
-        # The size first: a truncated file is detected without reading gigabytes.
+        # Check the size first, to detect a truncated file without reading gigabytes.
         check_size(path, record)
         try:
             actual = digest_chunks(chunks_of(path, record["chunk_bytes"]), record["chunk_bytes"])
@@ -66,7 +66,7 @@ def verify(checkpoint: Path) -> Manifest:
             raise DamagedCheckpoint(f"{path}: its sha256 differs from the manifest; the file has changed")
         if actual["chunks"] != record["chunks"]:
             raise DamagedCheckpoint(f"{path}: its sha256 matches the manifest, but the digests of its chunks do not")
-        # The header too: digests also match if a file was never a checkpoint, for example a pickle.
+        # Check the header too: the digests would also match if the committed file was not a checkpoint file.
         FragmentFile(path, record).close()
     return manifest
 
@@ -86,9 +86,9 @@ class FragmentFile:
         check_size(path, record)
         self.chunk_bytes = record["chunk_bytes"]
         self.digests = record["chunks"]
-        self.cached_number = -1  # of the last partly used chunk
+        self.cached_number = -1  # number of the last partly used chunk
         self.cached_chunk = bytearray()
-        self.places: dict[str, tuple[int, int]] = {}  # by key: first byte in the file, number of elements
+        self.places: dict[str, tuple[int, int]] = {}  # key → (first byte in the file, number of elements)
         # The header lists the positions of the fragments. If the file is something else, any of these steps may fail.
         try:
             length_field = bytearray(LENGTH_BYTES)
@@ -129,11 +129,11 @@ class FragmentFile:
             chunk_ends = min(chunk_begins + self.chunk_bytes, self.size)
             stop = min(end, chunk_ends)
             part = target[position - begin : stop - begin]
-            # A whole chunk is read directly into its destination: no copy, and the digest finds it in the CPU cache.
+            # Read a whole chunk directly into its destination: this avoids a copy, and the digest reads the CPU cache.
             if position == chunk_begins and stop == chunk_ends:
                 self.read_chunk(number, part)
             else:
-                # A partly used chunk is cached, because the next range usually begins where this one ends.
+                # Cache a partly used chunk, because the next range usually begins where this one ends.
                 if number != self.cached_number:
                     self.cached_number = -1
                     self.cached_chunk = bytearray(chunk_ends - chunk_begins)
@@ -174,7 +174,7 @@ class FragmentFile:
 
 
 class Piece(NamedTuple):
-    """The location of elements [start, start + length) of a parameter's master weight or moment: a key in a file."""
+    """Where elements [start, start + length) of a parameter's master weight or moment are stored: a key in a file."""
 
     start: int
     length: int
@@ -183,7 +183,7 @@ class Piece(NamedTuple):
 
 
 class Reader:
-    """Random access to the parameters in one checkpoint, whatever world size and ZeRO stage wrote it."""
+    """Random access to the parameters in a checkpoint, independent of the world size and ZeRO stage that wrote it."""
 
     def __init__(self, checkpoint: Path, files: Mapping[str, ChunkedRecord], share: float | None = None) -> None:
         """Open all files of a manifest; or, with a `share`, open files only as they are needed.
@@ -197,8 +197,8 @@ class Reader:
         self.checkpoint = checkpoint
         self.records = files
         self.opened: dict[str, FragmentFile] = {}
-        self.with_handle: list[FragmentFile] = []  # those with an open file descriptor, at most MOST_OPEN
-        self.pieces: dict[tuple[str, str], list[Piece]] = {}  # by (parameter name, kind)
+        self.with_handle: list[FragmentFile] = []  # files with an open descriptor, at most MOST_OPEN
+        self.pieces: dict[tuple[str, str], list[Piece]] = {}  # (parameter name, kind) → its pieces
         by_rank = sorted(files)
         if share is None:
             self.unopened = deque(by_rank)
@@ -272,7 +272,7 @@ class Reader:
         All files must be open. Raises CheckpointError as a call does.
         """
         flats: dict[str, Tensor] = {}
-        pieces_of_file: dict[str, list[tuple[str, Piece]]] = {}  # by file: the pieces in it, each with its parameter
+        pieces_of_file: dict[str, list[tuple[str, Piece]]] = {}  # file → [(parameter, piece)]
         for name, shape in shapes.items():
             flats[name] = torch.empty(shape.numel())
             length = 0
@@ -280,7 +280,7 @@ class Reader:
                 length += piece.length
                 pieces_of_file.setdefault(piece.file, []).append((name, piece))
             check_complete(length, shape.numel(), name, kind)
-        # File by file: parameter by parameter, the files of a thousand workers would be reopened for each.
+        # Read file by file: otherwise the files of a thousand workers would be reopened for each parameter.
         for file in self.opened:
             for name, piece in pieces_of_file.get(file, []):
                 self.read(piece, piece.start, flats[name][piece.start : piece.start + piece.length])
@@ -289,7 +289,7 @@ class Reader:
 
 def check_complete(count: int, expected: int, name: str, kind: str) -> None:
     """Raise CheckpointError unless the checkpoint has exactly the requested number of elements of a parameter."""
-    # Missing elements would be uninitialised memory: noise in the weights, without an error.
+    # Missing elements would leave uninitialised memory in the weights, without an error.
     if count != expected:
         raise CheckpointError(
             f"the checkpoint holds {count} of {expected} elements of {name} ({kind}); it belongs to another model"

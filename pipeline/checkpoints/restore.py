@@ -30,8 +30,8 @@ Fill: TypeAlias = Callable[[Callable[[str, str, int, int], Tensor], int], None]
 def choose_together(checkpoints: StageCheckpoints, attempt: int, log: Log) -> Chosen | None:
     """Collective: return the newest checkpoint whose files all have the recorded sizes; None if there is none.
 
-    Files that had to be copied to the nodes are fully verified. Raises CheckpointError on all workers alike, for the
-    reasons of `StageCheckpoints.choose`, if the storage fails, or if a single node cannot read the checkpoint.
+    Files that had to be copied to the nodes are fully verified. Raises CheckpointError on all workers: for the reasons
+    of `StageCheckpoints.choose`, if the storage fails, or if a single node cannot read the checkpoint.
     """
     while True:
         # 1. Rank 0 deletes leftovers and picks the newest checkpoint with a valid manifest and files of the right
@@ -57,7 +57,7 @@ def choose_together(checkpoints: StageCheckpoints, attempt: int, log: Log) -> Ch
         # 3. All workers learn the results of all nodes. A failing storage ends the start and blames no checkpoint.
         outcomes = [(outcome, socket.gethostname())] * dist.get_world_size()
         dist.all_gather_object(outcomes, outcomes[0])
-        problem = ""  # of the first node that reports one
+        problem = ""  # the first problem that a node reports
         node_with_problem = ""
         is_whole_somewhere = False
         for reported, node in outcomes:
@@ -75,7 +75,7 @@ def choose_together(checkpoints: StageCheckpoints, attempt: int, log: Log) -> Ch
         #    with a bad disk must not condemn one checkpoint after another for all.
         if is_whole_somewhere:
             raise CheckpointError(
-                f"{node_with_problem} cannot keep a good copy of {name}, but another node can: {problem}\n"
+                f"{node_with_problem} cannot store an intact copy of {name}, but another node can: {problem}\n"
                 "  exclude this node or check its disk, then run the same command again"
             )
         on_rank_0(lambda: checkpoints.refuse(name, attempt, problem, log))  # noqa: B023 (called in this round)
@@ -84,7 +84,7 @@ def choose_together(checkpoints: StageCheckpoints, attempt: int, log: Log) -> Ch
 def load_together(fill: Fill, checkpoints: StageCheckpoints, chosen: Chosen, attempt: int, log: Log) -> Chosen:
     """Collective: load a checkpoint, or the newest intact one before it, into the engine; return which was loaded.
 
-    Raises CheckpointError on all workers alike: for the reasons of `choose_together`, if a worker cannot read the files
+    Raises CheckpointError on all workers: for the reasons of `choose_together`, if a worker cannot read the files
     or reads other bytes than rank 0, and if the checkpoint belongs to another model.
     """
     while True:
@@ -96,7 +96,7 @@ def load_together(fill: Fill, checkpoints: StageCheckpoints, chosen: Chosen, att
         # 2. All workers learn who read damaged bytes and who could not read at all.
         outcomes: list[tuple[CheckpointError | None, str]] = [(None, "")] * dist.get_world_size()
         dist.all_gather_object(outcomes, (reading.failure, socket.gethostname()))
-        problem = ""  # the first one
+        problem = ""  # the first problem that a worker reports
         for rank, (failure, node) in enumerate(outcomes):
             if failure is None:
                 continue
@@ -132,7 +132,7 @@ def load_together(fill: Fill, checkpoints: StageCheckpoints, chosen: Chosen, att
 class Reading:
     """Reads a checkpoint for one worker without raising: it keeps the first failure and returns zeros from then on.
 
-    Filling an engine ends with a collective, in which the other workers would wait for a worker that has raised.
+    Filling an engine ends with a collective, in which the other workers would wait for a failed one.
     """
 
     def __init__(self, chosen: Chosen) -> None:

@@ -6,7 +6,7 @@ A save consists of these steps:
 2. Rank 0's thread fsyncs the metrics and checks the free disk space, so that a save that cannot fit fails before rank 0
    writes anything. Each thread writes its worker's file under `.tmp-<step>-<attempt>/` and fsyncs it, while a second
    thread computes the digests from the same memory.
-3. The training loop's per-step status tells every worker when all threads have ended (`Saver.written`).
+3. From the training loop's per-step status every worker learns when all threads have ended (`Saver.written`).
 4. `Saver.finish`: the workers exchange sizes and digests, and rank 0 commits: it checks that its attempt still owns the
    run and that it sees every worker's file, writes the manifest, fsyncs, renames the folder and fsyncs its parent.
 5. Rank 0 reports the checkpoint and deletes old ones in a thread during training. If the disk has no room for another
@@ -15,7 +15,7 @@ A save consists of these steps:
 In:  checkpoints/.tmp-0000001200-000007/rank-00000.safetensors …
 Out: checkpoints/step-0000001200/rank-00000.safetensors … MANIFEST.json     (reader.py reads them)
 
-A failed save loses that checkpoint but does not stop the run; `max_failed_saves` failures in a row end the run.
+A failed save loses that checkpoint but does not stop the run; `max_failed_saves` consecutive failures end it.
 
 The free disk space is checked before each save (`check_room`) and before a run (`check_disk_space`). For example, 5,000
 parameters under Adam with keep=3 and 99.9 kB free are refused:
@@ -83,9 +83,9 @@ class Saver:
         self.needed: list[Callable[[], Collection[int]]] = []
         self.expected_bytes = expected_bytes  # size of a checkpoint; after the first commit, the real size
 
-        self.last_committed: int | None = None  # step
+        self.last_committed: int | None = None  # last committed step
         self.failures_in_a_row = 0
-        self.failure = ""  # of the last failed save
+        self.failure = ""  # error of the last failed save
         self.stalled_s = 0.0  # time that saves blocked the loop since its last report
 
         self.thread: threading.Thread | None = None  # writes this worker's file
@@ -106,7 +106,7 @@ class Saver:
         return self.thread is not None and not self.thread.is_alive()
 
     def is_due(self, step: int, *, is_evaluated: bool, is_finite: bool) -> bool:
-        """Return whether to save this step; `is_finite` says whether its gradient was finite."""
+        """Return whether to save this step; `is_finite`: whether its gradient was finite."""
         is_planned = step % self.saving.save_every == 0 or (is_evaluated and self.saves_evaluated)
         # Do not commit while steps are non-finite: the run would count that commit as progress and never roll back
         # past it.
@@ -158,7 +158,7 @@ class Saver:
                 try:
                     check_room(self.checkpoints, self.manifest, self.expected_bytes)
                 except CheckpointError:
-                    # Old checkpoints that are still being deleted are not free space yet.
+                    # Wait for pending deletions: their disk space is not free yet.
                     self.wait_for_deleting()
                     check_room(self.checkpoints, self.manifest, self.expected_bytes)
 
@@ -169,8 +169,8 @@ class Saver:
                 storage.write(f"{self.checkpoints.staged_name(self.manifest)}/{file}", content)
             record = digesting.result()
 
-            # 3. If the other nodes do not see this disk, upload the metrics too. A former owner that was frozen must
-            #    not do so: its lines would replace newer ones.
+            # 3. If the other nodes do not see this disk, upload the metrics too. A previous owner that was suspended
+            #    must not do so: its lines would replace newer ones.
             if is_rank_0 and self.checkpoints.sends_metrics and newest_attempt(storage) <= self.manifest.attempt:
                 storage.upload(f"{self.checkpoints.stage}/{METRICS}")
             self.result = WrittenFile(file, record)
@@ -184,9 +184,9 @@ class Saver:
     def finish(self, step: int) -> Manifest | None:
         """Collective: commit the save in flight, if any: wait for all files, commit, report and delete old checkpoints.
 
-        `step` is the loop's current step. Returns the manifest, or None on every worker if the save failed. Raises, on
-        all workers alike, RunOwned if a newer attempt owns the run, CheckpointError after `max_failed_saves` failures
-        in a row.
+        `step` is the loop's current step. Returns the manifest, or None on every worker if the save failed. Raises
+        RunOwned if a newer attempt owns the run, and CheckpointError after `max_failed_saves` consecutive failures;
+        both on all workers.
         """
         if self.thread is None:
             return None
@@ -228,7 +228,7 @@ class Saver:
             self.deleting = threading.Thread(target=self.delete_old, args=before, name="old checkpoints", daemon=True)
             self.deleting.start()
             # The other workers begin the next save as soon as they learn of this commit, without checking for room. So
-            # if there is no room next to the old checkpoints, or it is unknown, tell them only after the deletion.
+            # if there is no room next to the old checkpoints, or it is unknown, inform them only after the deletion.
             try:
                 check_room(self.checkpoints, saved, saved.total_bytes)
             except (CheckpointError, OSError):
@@ -251,16 +251,20 @@ class Saver:
                 "checkpoint_failed",
                 {"step": failed_step, "stalled_s": stalled_s, "took_s": took_s, "error": self.failure},
                 f"checkpoint step {failed_step} FAILED ({self.failure}); the weights are still in memory and the "
-                f"previous checkpoint is kept; {self.failures_in_a_row} of {self.saving.max_failed_saves} "
-                "failures in a row",
+                f"previous checkpoint is kept; consecutive failures: {self.failures_in_a_row} of at most "
+                f"{self.saving.max_failed_saves}",
             )
             if self.failures_in_a_row >= self.saving.max_failed_saves:
+                remedy = "  remove that cause, then run the same command again"
+                if self.checkpoints.storage.keeps_sets_locally:
+                    remedy = (
+                        "  expected: a writable disk with room, inodes and quota for "
+                        f"keep={self.saving.keep} checkpoints and one more\n"
+                        "  remove that cause (if bytes are missing: free space under "
+                        f"{self.checkpoints.address}, or lower keep), then run the same command again"
+                    )
                 raise CheckpointError(
-                    f"{self.failures_in_a_row} saves in a row failed, the last: {self.failure}\n"
-                    "  expected: a writable disk with room, inodes and quota for "
-                    f"keep={self.saving.keep} checkpoints and one more\n"
-                    f"  remove that cause (if bytes are missing: free space under {self.checkpoints.address}, or lower "
-                    "keep), then run the same command again"
+                    f"{self.failures_in_a_row} consecutive saves failed, the last with: {self.failure}\n{remedy}"
                 )
         else:
             self.failures_in_a_row = 0
@@ -298,7 +302,7 @@ class Saver:
             self.checkpoints.prune(self.saving.keep, self.saving.keep_every, steps)
         except (OSError, StorageError) as error:
             self.telemetry.log(f"could not delete old checkpoints: {error}")
-        except Exception as error:  # nobody would see an exception of this thread
+        except Exception as error:  # an exception in this thread would go unnoticed
             self.telemetry.log(f"could not delete old checkpoints: {type(error).__name__}: {error}")
 
     def checkpoint_of(self, step: int) -> Chosen:
@@ -359,7 +363,7 @@ def host_memory(size: int) -> Tensor:
 
 
 def checkpoint_bytes(cfg: TrainConfig, model: ModelConfig) -> int:
-    """Return the size of a checkpoint, all workers' files together: fp32 master weights, moments and average."""
+    """Return the total size of a checkpoint's files: fp32 master weights, moments and averaged weights."""
     copies = 1 + len(STATE[cfg.optim.name])
     if cfg.polyak:
         copies += 1
@@ -379,7 +383,7 @@ def check_disk_space(cfg: TrainConfig, model: ModelConfig, checkpoints: StageChe
 
 
 def bytes_to_come(cfg: TrainConfig, model: ModelConfig, checkpoints: StageCheckpoints) -> tuple[int, str]:
-    """Return the bytes that a stage still needs for checkpoints and weights, and a text that lists the parts.
+    """Return the bytes that a stage still needs for checkpoints and weights, and a list of the parts for messages.
 
     At its fullest the disk holds one checkpoint more than are kept, because the oldest is deleted only after the newest
     is complete. Leftovers that the next start deletes before its first save count as free.
@@ -407,7 +411,7 @@ def bytes_to_come(cfg: TrainConfig, model: ModelConfig, checkpoints: StageCheckp
                 if path.is_file():
                     swept += path.stat().st_size
     if swept:
-        parts += f", less {size_text(swept)} of .tmp-* there, which the start deletes"
+        parts += f", minus {size_text(swept)} in .tmp-* folders there, which are deleted at start-up"
     return max(to_come * one_checkpoint + weights - swept, 0), parts
 
 

@@ -1,4 +1,4 @@
-"""The checkpoints of one stage: how they are listed, committed, quarantined and deleted, whatever the storage.
+"""Lists, commits, quarantines and deletes the checkpoints of one stage, in any kind of storage.
 
 They are in `<stage>/checkpoints/` of the run's storage, each a set of files that appears atomically (data/storage.py).
 A set without a valid manifest is not a checkpoint. On a disk:
@@ -93,9 +93,9 @@ class StageCheckpoints:
         self.storage = storage
         self.stage = stage
         self.sends_metrics = sends_metrics
-        self.folder = f"{stage}/{folder}"  # in the storage
-        self.address = storage.address(self.folder)  # for messages
-        self.local = storage.local / stage / folder  # on this node
+        self.folder = f"{stage}/{folder}"  # path in the storage
+        self.address = storage.address(self.folder)  # used in messages
+        self.local = storage.local / stage / folder  # path on this node
         self.refused = 0  # checkpoints quarantined during this start
 
     # ------------------------------------------------------------------------ listing and reading
@@ -141,8 +141,8 @@ class StageCheckpoints:
         newer_owner = ""
         try:
             # 1. Every worker has written its file. A single full disk fails the whole save, because a checkpoint with a
-            #    missing file could not be loaded. This check comes first because a store that has already refused a
-            #    file would block the next requests with retries, and with them a run that was requested to stop.
+            #    missing file could not be loaded. This check comes first: if a store has already refused a file,
+            #    retries of the next requests would delay a requested stop.
             errors: list[str] = []
             files: dict[str, ChunkedRecord] = {}
             for result in results:
@@ -169,7 +169,7 @@ class StageCheckpoints:
                 newer_owner = "a newer attempt has replaced it"
             failure = (
                 f"step {manifest.step} is not committed: {newer_owner}, this is attempt {manifest.attempt}\n"
-                "  nothing of the newer attempt was touched; this process should end"
+                "  the newer attempt's files are unchanged; this process should exit"
             )
         except StorageError as error:
             # Nothing is deleted: the commit may have succeeded and only the answer was lost.
@@ -230,13 +230,13 @@ class StageCheckpoints:
         Returns None if nothing was ever committed. Leftovers of uncommitted saves are deleted first, so that they can
         no longer be committed. Raises RunOwned if a newer attempt owns the run; CheckpointError if a checkpoint has a
         newer schema, or if all are damaged, because only a person should decide to start again from step 0; OSError or
-        StorageError if the storage fails, which says nothing about a checkpoint.
+        StorageError if the storage fails; checkpoints may then be intact.
         """
         newest = newest_attempt(self.storage)
         if newest > attempt:
             raise RunOwned(
                 f"attempt {newest} owns {self.storage.address()} now, this is attempt {attempt}\n"
-                "  nothing of the newer attempt was touched; this process should end"
+                "  the newer attempt's files are unchanged; this process should exit"
             )
         self.storage.sweep(self.folder, attempt)
         for name in self.committed():
@@ -266,7 +266,7 @@ def checkpoints_in(folder: Path) -> StageCheckpoints:
     return StageCheckpoints(Folder(folder.parents[1]), folder.parent.name, folder.name)
 
 
-# ------------------------------------------------------------------------ is the storage shared?
+# ------------------------------------------------------------------------ visibility of files
 
 
 def check_seen(storage: Storage, staged: str, written: Sequence[WrittenFile], log: Callable[[str], None]) -> None:
@@ -275,7 +275,7 @@ def check_seen(storage: Storage, staged: str, written: Sequence[WrittenFile], lo
     The error names the workers whose files are not visible. Raises StorageError or OSError if the storage fails.
     """
     expected = {file.name: file.bytes for file in written}
-    # Rank 0 sees its own file at once. If even that is missing, another start has deleted the folder: do not wait.
+    # Rank 0 always sees its own file. If even this is missing, another start has deleted the folder: do not wait.
     is_patient = not storage.is_consistent and written[0].name in sizes_in(storage, staged)
     sizes = partial(sizes_in, storage, staged)
     unseen, waited_s = wait_until_seen(sizes, expected, is_patient=is_patient)

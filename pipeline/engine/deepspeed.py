@@ -1,4 +1,4 @@
-"""DeepSpeed's private names at each ZeRO stage: the only file that uses names missing from DeepSpeed's documentation.
+"""Wraps DeepSpeed's internals at each ZeRO stage; no other file uses undocumented names of DeepSpeed.
 
 1. `import_deepspeed` imports the package and checks that its modules have the names in `NAMES`.
 2. DeepSpeed creates its optimizer, which holds fp32 master weights and moments. STATES has a ZeroState for each kind
@@ -9,7 +9,7 @@
 4. For a checkpoint, `owned` returns views of what this worker owns of a parameter; `refresh` is called after a restore.
 
 DeepSpeed's own `step` would look for overflow and compute the norm parameter by parameter, reading each from the
-device. Everything else that it does is done here in the same order, with its own functions.
+device. All its other actions are repeated here in the same order, with DeepSpeed's own functions.
 
 In:  ZeRO 2, two workers; on rank 0 the gradient of "head.weight", elements 0 … 4, is in DeepSpeed's buckets
 Out: one fp32 tensor for each parameter group on rank 0, and after `apply` the same weights on both workers
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from data.errors import ConfigError
 
-# What this worker has of one of DeepSpeed's parameters: (first element, flat views from that element on, by kind).
+# This worker's part of one of DeepSpeed's parameters: (first element, flat views from that element on, by kind).
 Part: TypeAlias = tuple[int, dict[str, Tensor]]
 
 EXPECTED = "0.19.8"  # the version with these private names; pyproject.toml pins it, and a test compares the two
@@ -72,7 +72,7 @@ def check_names(owner: object, of: str) -> None:
 
 
 def has_name(owner: object, name: str) -> bool:
-    """Return whether an object has an attribute, without computing one that a module creates at its first access."""
+    """Return whether an object has an attribute, without triggering the lazy creation of a module's attribute."""
     if not isinstance(owner, ModuleType) or name in vars(owner):
         return hasattr(owner, name)
     # `deepspeed.ops.__getattr__` compares its argument with the single name that it creates.
@@ -90,7 +90,7 @@ def import_deepspeed() -> ModuleType:
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     import deepspeed
 
-    # At the first access DeepSpeed finds out which operators it can build: it starts compilers, queries every GPU, and
+    # On first access DeepSpeed determines which operators it can build: it starts compilers, queries every GPU, and
     # on CPUs builds this operator (81 CPU-seconds) but never uses it. A killed build leaves a lock on which every later
     # run hangs; a loaded one leaves 69 MB per worker in /dev/shm. No operator is needed here, so the answer is set
     # before anything reads it.
@@ -101,8 +101,8 @@ def import_deepspeed() -> ModuleType:
     import_module("torch._dynamo")
     for name in NAMES:
         if not name.startswith("deepspeed."):
-            continue  # this owner exists only once there is an engine
-        owner: object = None  # if the module is missing: has no names
+            continue  # this object exists only after an engine is created
+        owner: object = None  # stands for a missing module
         with suppress(ModuleNotFoundError):
             module, _, class_name = name.rpartition(".")
             is_class = class_name[0].isupper()
@@ -181,7 +181,7 @@ def over_gloo() -> bool:
 
 
 class ZeroState(ABC):
-    """Base class of what differs between ZeRO stages.
+    """Base class for the behaviour that differs between ZeRO stages.
 
     `zero` is DeepSpeed's optimizer (torch's at ZeRO 0), `optimizer` is torch's. `flats` are the fp32 tensors that
     torch's optimizer steps on this worker; its state belongs to them.
@@ -197,14 +197,14 @@ class ZeroState(ABC):
 
     @abstractmethod
     def owned(self, p: Any, kinds: tuple[str, ...]) -> Part:
-        """Return what this worker owns of one of DeepSpeed's parameters; every element has exactly one owner."""
+        """Return the part of one of DeepSpeed's parameters that this worker owns; each element has one owner."""
 
     def held(self, p: Any, kinds: tuple[str, ...]) -> Part:
-        """Return what this worker holds of a parameter: more than it owns if every worker holds everything."""
+        """Return the part of a parameter that this worker holds: more than it owns if parameters are replicated."""
         return self.owned(p, kinds)
 
     def link_state(self) -> None:
-        """Make `owned` find the optimizer's state, which has just been created."""
+        """Link parameters to the newly created state of the optimizer, so that `owned` can return it."""
         return
 
     @abstractmethod
@@ -212,7 +212,7 @@ class ZeroState(ABC):
         """Return this worker's part of the step's averaged gradient."""
 
     def note_norm(self, norm: float) -> None:
-        """Tell DeepSpeed the gradient norm, infinite for a skipped step: it counts skipped steps."""
+        """Pass the gradient norm to DeepSpeed, which counts skipped steps; infinite for a skipped step."""
         if self.is_shared:  # at ZeRO 0 DeepSpeed does not count them
             self.zero.overflow = math.isinf(norm)
             self.zero._global_grad_norm = norm
@@ -245,7 +245,7 @@ class Replicas(ZeroState):
         super().__init__(engine, zero, [p for group in zero.param_groups for p in group["params"]])
 
     def owned(self, p: Any, kinds: tuple[str, ...]) -> Part:
-        """Return an equal part of what every worker has; the last worker's part may be shorter."""
+        """Return this worker's equal share of the replicated parameter; the last share may be shorter."""
         part = math.ceil(p.numel() / dist.get_world_size())
         start = min(dist.get_rank() * part, p.numel())
         stop = min(start + part, p.numel())
@@ -260,13 +260,14 @@ class Replicas(ZeroState):
         return 0, views
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradient of every parameter that has one."""
+        """Return the gradients of all parameters, except those without a gradient."""
         return [p.grad for p in self.flats if p.grad is not None]
 
     def apply(self) -> None:
-        """Do nothing: the next call of the engine's `step` steps the optimizer; at the other stages it does not.
+        """Do nothing: at ZeRO 0 the engine's own `step` steps the optimizer, and skips parameters without a gradient.
 
-        There, a parameter whose gradient was removed by `drop` is skipped.
+        `drop` removes the gradients of a step that must be skipped. At the other stages `step` does not step the
+        optimizer.
         """
 
     def step_flat(self, number: int) -> None:
@@ -290,7 +291,7 @@ class Partitions(ZeroState):
         zero.step = lambda: None
 
     def owned(self, p: Any, kinds: tuple[str, ...]) -> Part:
-        """Return what this worker's flat partition holds of the parameter, possibly nothing, by DeepSpeed's mapping."""
+        """Return the part of the parameter in this worker's flat partition, possibly empty, by DeepSpeed's mapping."""
         mapping = p._hp_mapping
         if mapping is None:
             return 0, {}
@@ -363,7 +364,7 @@ class Shards(ZeroState):
             stream.synchronize = lambda: get_accelerator().current_stream().wait_stream(stream)
 
     def owned(self, p: Any, kinds: tuple[str, ...]) -> Part:
-        """Return this worker's part of the parameter, cut into equal parts, without the padding of the last."""
+        """Return this worker's equal share of the parameter, without the padding of the last share."""
         part = p.ds_tensor.numel()
         start = dist.get_rank() * part
         length = max(min(part, p.ds_numel - start), 0)
@@ -385,7 +386,7 @@ class Shards(ZeroState):
         return [flat.grad for flat in self.flats]  # type: ignore[misc]
 
     def apply(self) -> None:
-        """Step sub-group by sub-group, then gather the never partitioned parameters."""
+        """Step sub-group by sub-group, then gather the parameters that ZeRO never partitions."""
         zero = self.zero
         for group in range(len(zero.fp16_groups)):
             self.step_flat(group)

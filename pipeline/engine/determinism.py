@@ -1,10 +1,10 @@
-"""Says whether a resume repeats the bits of a run on this device, and selects deterministic kernels on a GPU.
+"""Reports whether resuming is bitwise exact on this device, and selects deterministic kernels on a GPU.
 
 1. `use_deterministic_kernels` is called in exact mode on a GPU, before CUDA starts.
-2. `resume_line` describes in an attempt's first log line what a resume repeats:
+2. `resume_line` describes in an attempt's first log line how exact a resume would be:
 
     In:  Conditions(is_gpu=True, world=2, zero=2, backend="nccl")
-    Out: "a resume may differ in the last bits: GPU kernels may add in any order, NCCL chooses the order of its sums"
+    Out: "resuming may change the last bits: GPU kernels may add in any order, NCCL chooses the order of its sums"
 
 Effects of `torch.use_deterministic_algorithms(True)` in torch 2.13, by its sources and documentation:
 - Flash attention adds dQ in a fixed order, and memory-efficient attention does not split the keys
@@ -35,7 +35,7 @@ def use_deterministic_kernels() -> None:
     if value not in CUBLAS_VALUES:
         raise ConfigError(
             f"{CUBLAS_VARIABLE} is {value!r}: with this value cuBLAS may add in a different order each time\n"
-            f"  expected {' or '.join(CUBLAS_VALUES)}, because exact_parts promises the same bits\n"
+            f"  expected {' or '.join(CUBLAS_VALUES)}, because exact_parts guarantees bitwise equal results\n"
             f"  type unset {CUBLAS_VARIABLE}, or cluster.environment.{CUBLAS_VARIABLE}={CUBLAS_VALUES[0]}"
         )
     torch.use_deterministic_algorithms(True)
@@ -46,25 +46,25 @@ def use_deterministic_kernels() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-# ------------------------------------------------------------------------ what a resume repeats
+# ------------------------------------------------------------------------ is resuming bitwise exact?
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """The conditions that the bits of a step depend on, besides other recipe keys, the data and package versions."""
+    """The conditions that affect the bits of a step, in addition to recipe keys, the data and package versions."""
 
     is_gpu: bool
-    world: int  # workers
+    world: int  # number of workers
     zero: int  # ZeRO stage
-    exact_parts: int = 0  # 0: plain mode
+    exact_parts: int = 0  # number of parts in exact mode; 0: plain mode
     is_compiled: bool = False
     decodes_on_gpu: bool = False
     pools: bool = False  # the model has a ResNet's max pooling
-    backend: str = "gloo"  # of the workers' communication, or "nccl"
+    backend: str = "gloo"  # communication backend of the workers, gloo or nccl
 
 
 def doubts(now: Conditions) -> list[str]:
-    """Return the reasons why a resume under the same conditions may differ in the last bits; empty if it cannot.
+    """Return the reasons why resuming under the same conditions may change the last bits; empty if it cannot.
 
     On a GPU only operations that torch documents as deterministic are trusted.
     """
@@ -85,7 +85,7 @@ def doubts(now: Conditions) -> list[str]:
 
 
 def changes(before: Conditions, now: Conditions) -> list[str]:
-    """Return the changes since the checkpoint was saved that affect the bits from here on."""
+    """Return the changes since the checkpoint was saved that may change results bitwise."""
     # On CPUs exact mode gives the same bits at every world size and ZeRO stage. On GPUs this has not been measured: the
     # stage decides the address of a weight, and cuBLAS may choose its kernel by the address.
     if now.exact_parts and not now.is_gpu:
@@ -99,7 +99,7 @@ def changes(before: Conditions, now: Conditions) -> list[str]:
 
 
 def resume_line(now: Conditions, before: Conditions | None = None) -> str:
-    """Return a text that says what a resume of this attempt repeats and, if this is a resume, whether the bits changed.
+    """Describe how exact resuming this attempt would be and, if it resumed itself, whether its bits may have changed.
 
     `before` are the conditions of the checkpoint that the attempt resumes from.
     """
@@ -107,14 +107,14 @@ def resume_line(now: Conditions, before: Conditions | None = None) -> str:
     if before is not None:
         changed = changes(before, now)
         if changed:
-            texts.append(f"the bits may differ from here on ({', '.join(changed)})")
+            texts.append(f"results may differ bitwise from here on ({', '.join(changed)})")
     reasons = doubts(now)
     if reasons:
-        texts.append(f"a resume may differ in the last bits: {', '.join(reasons)}")
+        texts.append(f"resuming may change the last bits: {', '.join(reasons)}")
     elif now.exact_parts and not now.is_gpu:
-        texts.append(f"a resume with 1 to {now.exact_parts} workers on the same hardware repeats every bit")
+        texts.append(f"resuming with 1 to {now.exact_parts} workers on the same hardware is bitwise exact")
     else:
         workers = "1 worker" if now.world == 1 else f"{now.world} workers"
         kernels = " (deterministic kernels)" if now.is_gpu else ""
-        texts.append(f"a resume with {workers} at ZeRO {now.zero} on the same hardware repeats every bit{kernels}")
+        texts.append(f"resuming with {workers} at ZeRO {now.zero} on the same hardware is bitwise exact{kernels}")
     return "; ".join(texts)

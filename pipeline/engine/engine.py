@@ -4,11 +4,11 @@ A step:
 1. `backward` accumulates gradients, reduced over the workers as ZeRO does.
 2. At the last micro-batch every worker sums the squares of its part of the gradient, on the device.
 3. One reduction sums them over the workers, together with the training loop's numbers: loss, bad samples, number of
-   workers that were requested to stop, number of workers that have written their checkpoint file.
+   workers with a stop request, number of workers with a completely written checkpoint file.
 4. The sums are copied to the host at once. Only here does the host wait for the device, and it must, because the norm
    decides whether the optimizer steps. DeepSpeed waits four times for the norm alone, launches two kernels for every
    parameter, and needs two more reductions.
-5. The optimizer steps, or the gradient is dropped, on all workers alike (pipeline/engine/deepspeed.py).
+5. All workers either step the optimizer or drop the gradient (pipeline/engine/deepspeed.py).
 
 In:  two workers with the gradients (3, 0) and (0, 4), and each with the numbers (loss 0.5, stop 1)
 Out: norm 5.0 and the sums (1.0, 2.0), on both
@@ -38,7 +38,7 @@ from pipeline.training_config import TrainConfig
 # (parameter name, "master" or name of a state, first element, number of elements) → flat fp32 tensor
 ReadState: TypeAlias = Callable[[str, str, int, int], Tensor]
 
-# Elements whose squares are summed in fp32. On a CPU torch sums a long vector in a few running fp32 sums: over 67
+# Number of elements whose squares are summed in fp32. On CPUs torch sums a long vector in a few running sums: over 67
 # million elements the norm was 0.5 % too small; in rows of 4,096 it is accurate to 4e-9, in the same time.
 ROW = 4096
 
@@ -52,9 +52,9 @@ class Fragment(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """Numbers that identify the inputs of a step to the bit."""
+    """Checksums that identify the inputs and results of a step bit for bit."""
 
-    losses: list[float]  # of every part
+    losses: list[float]  # loss of every part
     gradients: list[float]  # checksum of every part's gradient
     states: list[float]  # checksum of every worker's master weights and moments, before the step
 
@@ -87,10 +87,10 @@ class Engine:
         settings = {**settings, "gradient_clipping": 0.0}
         is_bf16 = "bf16" in settings
         self.dtype = torch.bfloat16 if is_bf16 else torch.float32
-        self.updates = 0  # of the optimizer so far, without skipped steps
+        self.updates = 0  # optimizer updates so far, without skipped steps
         # Global norm of the last step's averaged gradient before clipping; infinite if the step was skipped.
         self.gradient_norm = 0.0
-        self.trace: Trace | None = None  # of the last step; None: sums have no fixed order and no two runs agree
+        self.trace: Trace | None = None  # trace of the last step; None: sums have no fixed order, so runs differ
         self.sizes: dict[str, int] = {}  # number of elements of every parameter, by its name in the plain model
         # Copy the fp32 values before DeepSpeed rounds the weights to bf16 in place.
         masters: dict[str, Tensor] = {}
@@ -212,7 +212,7 @@ class Engine:
         """Collective: use the averaged weights inside the `with` block; the master weights are unchanged afterwards."""
         self._swap_average()
         yield
-        # Not in a `finally`: a worker that raises alone would wait here for the others, and its error would not be
+        # Not in a `finally`: if only one worker raises, it would wait here for the others, and its error would not be
         # logged. After an exception the engine must not be used any more.
         self._swap_average()
 
@@ -314,7 +314,7 @@ def clipping(norm: float, limit: float) -> float:
     """Return the factor that clips a gradient of this norm; 1.0 if there is no limit or the norm is below it."""
     if not limit:
         return 1.0
-    return min(1.0, limit / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
+    return min(1.0, limit / (norm + 1e-6))  # same formula as torch.nn.utils.clip_grad_norm_
 
 
 def on_device(values: Sequence[float], device: torch.device) -> Tensor:

@@ -59,9 +59,9 @@ def tree_sum(flat: Tensor) -> None:
     """
     rank = dist.get_rank()
     levels = dist.get_world_size().bit_length() - 1
-    halves: list[tuple[Tensor, Tensor]] = []  # by level: (the half this worker sums, the half its peer sums)
+    halves: list[tuple[Tensor, Tensor]] = []  # per level: (half summed by this worker, half summed by its peer)
 
-    # Halving: at level n the peer is 2ⁿ ranks away. Each of the two sums one half of the remaining span.
+    # Recursive halving: at level n the peer is 2ⁿ ranks away. Each of the two sums one half of the remaining span.
     span = flat
     for level in range(levels):
         # Both peers cut at the same place; if the length is odd, the first half is longer.
@@ -75,7 +75,7 @@ def tree_sum(flat: Tensor) -> None:
         halves.append((own, sent))
         span = own.add_(received)
 
-    # Doubling: back up the tree, every worker receives the halves that the others have summed.
+    # Recursive doubling: going back through the levels, every worker receives the halves that others have summed.
     for level in reversed(range(levels)):
         own, sent = halves[level]
         exchange(own, sent, rank ^ 1 << level)
@@ -116,7 +116,7 @@ class ExactEngine(Engine):
         """Like Engine; `parts` is a power of two and a multiple of the world size."""
         super().__init__(model, decayed, optim, settings, polyak)
         world = dist.get_world_size()
-        self.micro_batches = self.engine.gradient_accumulation_steps() * world  # of the global batch
+        self.micro_batches = self.engine.gradient_accumulation_steps() * world  # micro-batches in the global batch
         assert parts % world == 0 and self.micro_batches % parts == 0, (parts, self.micro_batches)
         self.part_length = self.micro_batches // parts  # micro-batches per part
         self.parts_here = parts // world
@@ -128,7 +128,7 @@ class ExactEngine(Engine):
         self._sums: list[Tensor] = []  # sums of 2ⁿ parts each that wait for their neighbours, the largest first
         self._seen = 0  # micro-batches of this step so far
         self.parts = parts
-        self.trace: Trace = Trace([], [], [])  # of the last step
+        self.trace: Trace = Trace([], [], [])  # trace of the last step
         self._of_parts: list[Tensor] = []  # loss and checksum of each completed part
         # Find the position of each flat tensor of the optimizer in the whole gradient.
         first_of: dict[str, int] = {}  # element of the whole gradient at which a parameter begins
@@ -196,7 +196,7 @@ class ExactEngine(Engine):
     @torch.no_grad()
     def _step(self, rate: float, numbers: Tensor | None) -> list[float]:
         """Sum over the workers, clip and update; a non-finite gradient changes nothing on any worker."""
-        # With a power of two of parts exactly one sum is left.
+        # The number of parts is a power of two, so exactly one sum remains.
         (total,) = self._sums
         self._sums = []
         tree_sum(total)
@@ -279,7 +279,7 @@ class ExactEngine(Engine):
         before = {key: earlier[-1][key] for key in now}
         changed = config.differences(before, now)
         if changed:
-            telemetry.log(f"the bits may differ from here on: {'; '.join(changed)}")
+            telemetry.log(f"results may differ bitwise from here on: {'; '.join(changed)}")
 
     def price(self, rounds: int = 3) -> tuple[float, float]:
         """Collective: measure the seconds of a tree sum over the workers, and of an all-reduce of the same size."""

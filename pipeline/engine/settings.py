@@ -1,4 +1,4 @@
-"""DeepSpeed's settings for a stage; the user's ds_config.json may tune data movement (tuning.py).
+"""DeepSpeed's settings for a stage; the user's ds_config.json may tune data movement (pipeline/extras/tuning.py).
 
 Gradients are summed over the workers in buckets, which `plan` describes:
     reduction_line({"stage": 2}, parameters=632_045_800, world=8)
@@ -65,9 +65,10 @@ def deepspeed_config(
         ours["data_types"] = {"grad_accum_dtype": "fp32"}
     if user_file is None:
         return ours
-    from pipeline.engine.tuning import merge_file  # imported here, because few stages have such a file
+    from data.optional import load_optional  # imported here, because few stages have such a file
 
-    return merge_file(ours, user_file, zero)
+    merged: Settings = load_optional("pipeline.extras.tuning:merge_file", "deepspeed")(ours, user_file, zero)
+    return merged
 
 
 def bucket_size(parameters: int) -> int:
@@ -76,7 +77,7 @@ def bucket_size(parameters: int) -> int:
 
 
 def reduction_line(zero_optimization: Settings, parameters: int, world: int, exact_parts: int = 0) -> str:
-    """Return a text about the reduction of gradients over workers: the pieces, and whether it overlaps with backward.
+    """Describe the reduction of gradients over workers: the buckets, and whether it overlaps with the backward pass.
 
     `zero_optimization` is that section of `deepspeed_config`. Returns "" for a single worker.
     """

@@ -1,4 +1,4 @@
-"""Builds evaluation.json: every value with its confidence interval, and everything that it can be traced back to.
+"""Builds evaluation.json: every value with its confidence interval and its provenance.
 
 {"schema": 2,
  "weights": {"path": "…/finetune-1a2b3c4d", "digest": "9f3c…", "model": {…},
@@ -36,16 +36,16 @@ from pipeline.evaluation import intervals
 from pipeline.evaluation.protocols import Protocol
 from pipeline.monitoring.telemetry import without_single_seeds
 
-if TYPE_CHECKING:  # both import torch
+if TYPE_CHECKING:  # these modules import torch
     from pipeline.evaluation.features import FeatureStore
     from pipeline.evaluation.probes import Outcome
 
 SCHEMA = 2  # schema 1 had other intervals
 NAME = "evaluation.json"
-NOT_CHECKED = "not checked"  # value of "leaks"
+NOT_CHECKED = "not checked"  # value of "leaks" without a leak check
 OUTCOMES = ("evaluate", "evaluate_failed", "evaluate_skipped")  # kinds of records in metrics.jsonl
 
-Entry = dict[str, Any]  # JSON
+Entry = dict[str, Any]  # JSON values
 
 
 # ------------------------------------------------------------------------------------------------ one result
@@ -132,7 +132,7 @@ def value_entries(
                 "interval": "95 %, over test samples, of the mean over these classes",
             }
             continue
-        # The share of right samples: a single one, or the mean over several seeds.
+        # The share of correct samples, averaged over the seeds if there are several.
         low, high = intervals.over_draws(right)
         values[name] = {
             "value": sum(shares) / len(shares),
@@ -142,10 +142,10 @@ def value_entries(
             "interval": "95 %, over test samples",
         }
         if interval == "seeds":
-            # Seeds that picked the same shots are one draw, with the first of them in `shots`.
+            # Seeds that picked the same shots count as one draw; `shots` contains the first of these seeds.
             seeds = list(outcome.shots.get(name, map(str, protocol.settings.seeds)))
             values[name]["seeds"] = dict(zip(seeds, shares, strict=True))
-            values[name]["interval"] = "95 %, over test samples; a single draw tells nothing of the variance over draws"
+            values[name]["interval"] = "95 %, over test samples; a single draw cannot show the variance between draws"
         if len(shares) > 1:
             values[name]["interval"] = f"95 %, over {len(shares)} draws and test samples"
             values[name]["sd"] = stdev(shares)
@@ -154,21 +154,21 @@ def value_entries(
 
 
 def right_of(entry: Entry) -> np.ndarray:
-    """Decode which samples were right from a value's entry: (S, N) bool, one row per seed."""
+    """Decode the correctness of each sample from a value's entry: (S, N) bool, one row per seed."""
     draws = len(entry.get("seeds", [0]))
     bits = np.unpackbits(np.frombuffer(base64.b64decode(entry["right"]), np.uint8), count=draws * entry["samples"])
     return bits.reshape(draws, entry["samples"]).astype(bool)
 
 
 def share_entry(right: int, samples: int) -> Entry:
-    """Return the share of right samples with its interval."""
+    """Return the share of correct samples, with its interval."""
     share = right / max(samples, 1)
     low, high = intervals.wilson(share, samples)
     return {"value": share, "low": low, "high": high, "samples": samples}
 
 
 def notes_of(result: Entry) -> list[str]:
-    """Return what limits the values of a result, for the log: "5shot: 2 of 10 classes have fewer than 5 …"."""
+    """Return notes on limitations of a result, for the log: "5shot: 2 of 10 classes have fewer than 5 …"."""
     return [f"{name}: {entry['note']}" for name, entry in result["values"].items() if "note" in entry]
 
 
@@ -214,7 +214,7 @@ def recorded_steps(records: Iterable[Mapping[str, Any]]) -> set[int]:
     steps: set[int] = set()
     for record in records:
         if record["kind"] == "start":
-            # An attempt repeats the steps after the one that it starts from, and their evaluations.
+            # An attempt repeats all steps after its first, with their evaluations.
             steps = {step for step in steps if step <= record["step"]}
         elif record["kind"] in OUTCOMES:
             steps.add(record["step"])
@@ -235,8 +235,8 @@ def log_table(document: Entry, log: Callable[[str], None]) -> None:
             if leaks != NOT_CHECKED:
                 clean = leaks["values"][name]
                 compared = ", ".join(source["digest"][:8] for source in leaks["train"])
-                text = f"{clean['value']:.2%} without {leaks['leaked']} shared with {compared}"
-                # If none of the sets learned from was compared, a value without leaks would be meaningless.
+                text = f"{clean['value']:.2%} without {leaks['leaked']} samples shared with {compared}"
+                # If no training set was compared, a value without leaks would be meaningless.
                 if leaks["not_checked"] and not leaks["checked"]:
                     text = f"compared only with {compared}"
                 for missed in leaks["not_checked"]:
@@ -273,7 +273,7 @@ def log_table(document: Entry, log: Callable[[str], None]) -> None:
 
 
 def entries_of(document: Entry) -> dict[str, Entry]:
-    """Return every value's entry by name; if there are several sets, the name starts with that of the set.
+    """Return the entries of all values by name; with several sets, names are prefixed with the set's name.
 
     Each entry gets "whole": the digest of its set, or "" if some samples of it could not be read.
     """

@@ -1,4 +1,4 @@
-"""Evaluates weights by protocols on sets, on each worker: the only place in evaluation where sets meet a model.
+"""Evaluates weights by protocols on sets, on each worker; the only module that runs a model on evaluation sets.
 
 The training loop and asynchronous evaluation (in_training.py) and the stages `evaluate` and `fewshot` (worker.py) all
 call `Evaluator.evaluate`:
@@ -11,8 +11,8 @@ call `Evaluator.evaluate`:
 In:  [Request("/shards/test", None, Protocol("top-1", {}))]
 Out: [{"set": {"judged": 360, …}, "values": {"top-1": {"value": 0.91, "low": …}}, …}] at rank 0, [] elsewhere
 
-`EvaluationGroup` keeps the workers together: they pass a batch through the model only when all have one, and about once
-a second they exchange stop requests and failures, either of which is raised on all workers alike. A process without a
+`EvaluationGroup` keeps the workers in step: they pass a batch through the model only when all have one, and about once
+a second they exchange stop requests and failures, which are then raised on all workers. A process without a
 group, such as one for asynchronous evaluation, raises its own errors directly.
 """
 
@@ -43,42 +43,42 @@ from pipeline.values import duration
 
 Result = TypeVar("Result")
 
-BEAT_S = 1.0  # between two exchanges of all workers
-PROGRESS_S = 20.0  # between two log lines about the progress of a pass over a set
+BEAT_S = 1.0  # interval of the exchanges between all workers
+PROGRESS_S = 20.0  # interval of log lines about the progress of a pass over a set
 
 
 # ------------------------------------------------------------------------------------------------ the group
 
 
 class EvaluationStopped(Preempted):
-    """The run was requested to stop, and all workers left an evaluation between two batches."""
+    """A stop was requested, and all workers have stopped their evaluation between two batches."""
 
 
 class EvaluationFailed(PatchlineError):
-    """An evaluation failed, which all workers know; carries the exit code of the failure."""
+    """An evaluation failed; raised on all workers, with the exit code of the failure."""
 
     exit_code: int
 
     def __init__(self, message: str, exit_code: int, path: str | None = None) -> None:
         super().__init__(message)
         self.exit_code = exit_code
-        self.path = path  # of the set that could not be read; None if a protocol failed
+        self.path = path  # path of the unreadable set; None if a protocol failed
 
 
 @dataclass(frozen=True)
 class EvaluationGroup:
-    """The group of workers that evaluate together, as one worker sees it. All methods are collective."""
+    """One worker's view of the group of workers that evaluate together. All methods are collective."""
 
     phases: Phases
     device: torch.device
     wants_stop: Callable[[], bool]  # whether this worker was requested to stop
-    step: int = 0  # of the weights, for the phases
+    step: int = 0  # training step of the weights, used in reported phases
 
     def agree_to_continue(self, failure: Exception | None = None, *, is_working: bool = False) -> bool:
         """Exchange failures and stop requests; return whether any worker is working (`is_working`).
 
-        Raises EvaluationFailed if any worker has a failure, and EvaluationStopped if any was requested to stop, on all
-        workers alike. The traceback of `failure` goes to the log of the phases.
+        On all workers, raises EvaluationFailed if any worker has a failure, and EvaluationStopped if any has a stop
+        request. The traceback of `failure` is written to the log of the phases.
         """
         if not dist.is_initialized():
             if failure is not None:
@@ -108,7 +108,7 @@ class EvaluationGroup:
     def run_on_rank_0(self, work: Callable[[Beat], Result], phase: str) -> Result | None:
         """Run `work(beat)` on rank 0 and return its value; `work` must call `beat` regularly. None on other ranks.
 
-        Raises EvaluationFailed and EvaluationStopped, on all workers alike.
+        Raises EvaluationFailed and EvaluationStopped on all workers.
         """
         if not dist.is_initialized():
             return work(lambda: self.phases.enter(phase, self.step))
@@ -117,13 +117,13 @@ class EvaluationGroup:
 
         def beat() -> None:
             nonlocal last_heard
-            # Tell the watchdog that rank 0 is working, and learn about stop requests.
+            # Report to the watchdog that rank 0 is working, and check for stop requests.
             if time.monotonic() - last_heard >= BEAT_S:
                 self.phases.enter(phase, self.step)
                 self.agree_to_continue(is_working=True)
                 last_heard = time.monotonic()
 
-        # Rank 0 has entered one phase fewer than the workers that wait, so the watchdog blames it if it hangs.
+        # Rank 0 has entered one phase fewer than the waiting workers, so the watchdog blames it if it hangs.
         with self.phases.rank_0_phase(phase, self.step, is_rank_0):
             if not is_rank_0:
                 while self.agree_to_continue():
@@ -146,7 +146,7 @@ class EvaluationGroup:
 
 @dataclass(frozen=True)
 class Request:
-    """A request for the values of a protocol on a set."""
+    """A request to compute a protocol on a set."""
 
     test: str  # absolute path or URL of the set's index
     train: str | None  # index of the set that a protocol of features learns from
@@ -161,15 +161,15 @@ class Request:
 
 @dataclass(frozen=True)
 class Evaluator:
-    """A model, and how this process reads sets for it."""
+    """A model, and the settings with which this process evaluates it."""
 
     group: EvaluationGroup
     model: nn.Module
     dtype: torch.dtype
-    folder: Path  # for rank 0's unnamed files of features, which disappear with the process
-    preprocess: str  # evaluation ops
+    folder: Path  # folder for rank 0's unnamed feature files, which vanish with the process
+    preprocess: str  # preprocessing ops of evaluation
     micro_batch: int  # images per forward pass; the batches are the same at any number of workers
-    max_labels: int = 1  # most labels of a sample
+    max_labels: int = 1  # maximum number of labels per sample
     cache: CacheConfig | None = None
     ranks: Sequence[int] = (0,)  # the parts of each set that this process reads, out of `world` parts
     world: int = 1
@@ -179,14 +179,14 @@ class Evaluator:
     def evaluate(self, requests: Sequence[Request]) -> list[document.Entry]:
         """Collective: return each request's result (document.result_of) at rank 0, and an empty list elsewhere.
 
-        Raises EvaluationFailed, which names the set or the protocol, and EvaluationStopped, on all workers alike; a
+        Raises EvaluationFailed, which names the set or the protocol, and EvaluationStopped, both on all workers; a
         process without a group raises the original error.
         """
         results: list[document.Entry] = []
         stores: dict[str, FeatureStore] = {}
         try:
             for number, request in enumerate(requests):
-                # Only the features of two sets are kept at a time, unless a later request needs others.
+                # Keep the features of only two sets at a time, unless a later request needs others.
                 needed_later: set[str | None] = set()
                 for later in requests[number:]:
                     needed_later |= {later.train, later.test}
@@ -221,7 +221,7 @@ class Evaluator:
             if not request.protocol.kind.best and path in (request.test, request.train):
                 with_features = True
         try:
-            # If one worker cannot read the index, all workers must learn of it.
+            # If one worker cannot read the index, all workers must stop.
             index = self.indexes.get(path)
             failure = None
             if index is None:
@@ -234,14 +234,14 @@ class Evaluator:
             store = FeatureStore(index, self.folder)
             collect(
                 self.model,
-                # A full disk at rank 0 is raised when the next batch is requested, so that all workers learn of it.
+                # If rank 0's disk is full, the error is raised at the next batch, so that all workers learn of it.
                 self.in_lockstep(store.watching(self.batches(index)), index, path),
                 store,
                 self.dtype,
                 self.group.device,
                 with_features=with_features,
                 best=best,
-                # Rank 0 waits here for the others' batches; a worker that hangs has entered one phase fewer.
+                # Rank 0 waits here for the others' batches; a hanging worker has entered one phase fewer.
                 on_computed=partial(self.group.phases.enter, "gather", self.group.step),
             )
         except EvaluationFailed as error:
@@ -251,8 +251,8 @@ class Evaluator:
     def in_lockstep(self, batches: Iterator[EvaluationBatch], index: Index, path: str) -> Iterator[EvaluationBatch]:
         """Iterate batches in step with all other workers, and log the progress from time to time.
 
-        Raises EvaluationFailed or EvaluationStopped, on all workers alike, if a worker cannot continue or was requested
-        to stop.
+        On all workers, raises EvaluationFailed if a worker cannot continue, or EvaluationStopped if a worker was
+        requested to stop.
         """
         began = time.monotonic()
         last_report = began
@@ -268,7 +268,7 @@ class Evaluator:
             if batch is None:
                 break
             yield batch
-            # All workers have passed equally many batches, except for the last one.
+            # All workers have processed the same number of batches, except at the end.
             passed = min(passed + self.micro_batch * self.world // len(self.ranks), index.samples)
             if time.monotonic() - last_report > PROGRESS_S:
                 last_report = time.monotonic()
@@ -307,15 +307,15 @@ class Evaluator:
                         shards += f" … {index.shards[last].name}"
                 phases.enter("evaluate", step, shards)
                 batch = next(batches)
-                # Enter it again: a worker waiting for the others then has one phase more than one that still reads.
+                # Enter the phase again: a waiting worker then has one phase more than one still reading.
                 phases.enter("evaluate", step, shards)
                 yield batch
                 being_read = samples.rows[(number + 2) * size : (number + 3) * size]
-            # No shard is being read any more, so a worker that hangs in the reduction must not name the last one.
+            # All shards have been read: if a worker hangs in the reduction, its phase must not name a shard.
             phases.enter("evaluate", step)
 
     def report(self, line: str) -> None:
-        """Log a line at rank 0, if the caller has asked for log lines."""
+        """Log a line at rank 0, if the caller has passed `log`."""
         if self.log is not None and (not dist.is_initialized() or dist.get_rank() == 0):
             self.log(line)
 
@@ -356,9 +356,9 @@ def result_of(request: Request, stores: Mapping[str, FeatureStore], device: torc
 
 
 def examples_of(test: FeatureStore, most: int) -> list[document.Entry]:
-    """Return samples with labels, prediction and confidence: the most confident mistakes first, then right ones.
+    """Return example samples with labels, prediction and confidence: the most confident mistakes, then correct ones.
 
-    At least a quarter are right predictions, if there are enough: from all parts of the set, most confident first.
+    At least a quarter are correct, if there are enough: spread over the set, most confident first.
     """
     predicted = test.predictions[:, 0]
     confidences = test.all_confidences[test.is_there]
@@ -380,7 +380,7 @@ def examples_of(test: FeatureStore, most: int) -> list[document.Entry]:
 
 
 def class_counts(test: FeatureStore) -> list[list[int]]:
-    """Return one row per class that has samples.
+    """Return one row per non-empty class.
 
     A row holds the label, number of samples, number correct, most frequent wrong prediction and its count. In a
     class without mistakes, the last two are −1 and 0. A sample with several labels counts in each of their classes.

@@ -6,7 +6,7 @@ All of these evaluate the weights at a step in the same way (`evaluate_weights`)
 3. `LoopEvaluator.evaluate_at_end`: the weights that the stage ends with; a failure ends the stage.
 
 A stage without sets to evaluate on uses StageEvaluator (pipeline/hooks.py) and does not import this module. A hook may
-bring an evaluator that has checkpoints evaluated elsewhere (`request`).
+provide an evaluator that runs on other workers (`request`).
 """
 
 import time
@@ -30,8 +30,8 @@ from pipeline.training_config import TrainConfig
 from pipeline.worker import Job, Progress, Setup
 
 EXAMPLES = 32  # samples of an evaluation to store with their predictions
-WORTH_SPARING = 0.05  # share of the time spent on evaluations from which a log line suggests evaluating elsewhere
-TRIES = 3  # attempts at one evaluation whose workers die or hang
+WORTH_SPARING = 0.05  # if evaluation takes a larger share of the time, a log line suggests a spare worker
+TRIES = 3  # skip an evaluation after this many attempts died or hung in it
 
 # ------------------------------------------------------------------------------------------------ one evaluation
 
@@ -48,7 +48,7 @@ def evaluate_weights(
     world: int,
     indexes: Mapping[str, Index],
 ) -> tuple[dict[str, float | int], list[str]]:
-    """Collective: evaluate a model as its stage's recipe says: accuracy and the few-shot probe.
+    """Collective: evaluate a model as configured in its stage's recipe: accuracy and the few-shot probe.
 
     Returns, at rank 0, the values for metrics.jsonl, and warnings about unreadable samples; "accuracy" comes with
     "judged", the number of readable samples. The other arguments are those of Evaluator.
@@ -84,7 +84,7 @@ def evaluate_weights(
             if notes:
                 warnings.append(f"probe: {'; '.join(notes)}")
             continue
-        # For the run's report; if the disk rejects them, the report only lacks a few pictures.
+        # Examples for the run's report; if they cannot be written, the report only lacks a few pictures.
         with suppress(OSError):
             examples = {"step": group.step, "set": request.test, "samples": result["examples"]}
             examples["classes"] = result["class_counts"]
@@ -92,7 +92,7 @@ def evaluate_weights(
         readable = result["set"]["judged"]
         values |= {"accuracy": result["values"]["top-1"]["value"], "judged": readable}
         unreadable = result["set"]["samples"] - readable
-        # Without a warning, a damaged set could look like a worse or better model.
+        # Without this warning, a damaged set could look like a better or worse model.
         if unreadable:
             warnings.append(
                 f"evaluate: {unreadable} bad samples of {request.test} were excluded; list them with `jobs data check`"
@@ -111,10 +111,10 @@ class LoopEvaluator(StageEvaluator):
         self.begin(0)
 
     def begin(self, step: int) -> None:
-        """Start to measure the cost of evaluations now, without the time for building and restoring."""
-        self.first_step = step  # completed steps when the attempt began to train
+        """Start measuring the cost of evaluations, excluding the time for building and restoring."""
+        self.first_step = step  # steps completed before this attempt
         self.began = time.monotonic()
-        self.evaluated_s = 0.0  # of all evaluations since then
+        self.evaluated_s = 0.0  # total time of all evaluations since then
         self.is_price_reported = False
 
     def is_due(self, step: int) -> bool:
@@ -123,9 +123,9 @@ class LoopEvaluator(StageEvaluator):
         return every > 0 and step % every == 0 and step != self.last_step
 
     def resume(self, worker: Setup, progress: Progress) -> bool:
-        """Collective: evaluate the step that an attempt starts from, if due; return False if stopped meanwhile.
+        """Collective: evaluate the step that an attempt resumes from, if due; return False if a stop was requested.
 
-        If TRIES attempts ended before the step had a result, it is skipped and that is reported.
+        If TRIES attempts ended before the step had a result, report it as skipped.
         """
         is_due = [False]
         if worker.group.rank == 0:
@@ -139,13 +139,13 @@ class LoopEvaluator(StageEvaluator):
                 if is_due[0] and len(starts) >= TRIES:
                     is_due = [False]
                     worker.group.telemetry.report(
-                        **document.skipped_record(step, f"{TRIES} attempts ended before it had a result")
+                        **document.skipped_record(step, f"{TRIES} attempts ended without a result")
                     )
         dist.broadcast_object_list(is_due, src=0)
         return not is_due[0] or self.evaluate_during_training(worker, progress)
 
     def was_due(self, worker: Setup, step: int) -> bool:
-        """Return whether a completed step is one that should be evaluated during training."""
+        """Return whether a completed step should have been evaluated during training."""
         has_sets = bool(self.job.evaluate or self.job.probe_train)
         # The first step of a branch belongs to its trunk, and the last step is evaluated at the end.
         is_between = self.cfg.first_step < step < worker.data.steps
@@ -157,7 +157,7 @@ class LoopEvaluator(StageEvaluator):
         return document.recorded_steps(read_metrics(stage, None, []))
 
     def evaluate_during_training(self, worker: Setup, progress: Progress) -> bool:
-        """Collective: evaluate between two steps; return False if the run was requested to stop meanwhile.
+        """Collective: evaluate between two steps; return False if a stop was requested meanwhile.
 
         A failed evaluation is reported and training continues, because the weights do not depend on it.
         """
@@ -197,7 +197,7 @@ class LoopEvaluator(StageEvaluator):
         return "; with evaluate_on=spare a spare worker evaluates checkpoints during training, if the cluster has room"
 
     def evaluate_at_end(self, worker: Setup, progress: Progress) -> None:
-        """Collective: evaluate the committed weights that the stage ends with; the averaged ones if it has them.
+        """Collective: evaluate the stage's final, committed weights (the averaged ones, if it has them).
 
         Raises EvaluationFailed, whose exit code ends the stage, or EvaluationStopped. In both cases the same command
         starts again with this evaluation.
@@ -216,7 +216,7 @@ class LoopEvaluator(StageEvaluator):
             ) from None
         except EvaluationFailed as error:
             report_failure(worker, progress, error, "the stage ends; its last step is committed")
-            # If a protocol failed rather than a set, its message already says what to do.
+            # If a protocol failed, rather than a set, its message already contains a remedy.
             remedy = "correct the cause"
             if error.path is not None:
                 remedy = "repair the set"
@@ -231,7 +231,7 @@ class LoopEvaluator(StageEvaluator):
     def evaluate(self, worker: Setup, progress: Progress, remark: str = "") -> None:
         """Collective: evaluate the engine's weights on the recipe's sets, and report the values.
 
-        Raises EvaluationFailed and EvaluationStopped, on all workers alike.
+        Raises EvaluationFailed and EvaluationStopped on all workers.
         """
         group = worker.group
         began = time.monotonic()

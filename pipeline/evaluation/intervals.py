@@ -20,7 +20,7 @@ from statistics import NormalDist
 import numpy as np
 
 CONFIDENCE = 0.95
-Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)  # 1.96
+Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)  # normal quantile, 1.96
 
 
 def wilson(share: float, samples: float, quantile: float = Z) -> tuple[float, float]:

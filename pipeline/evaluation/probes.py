@@ -1,11 +1,12 @@
-"""Probes: measure the quality of frozen features with simple classifiers, fitted on a training set, tested on another.
+"""Probes: measure the quality of frozen features with simple classifiers, fitted on a training set and then tested.
 
-  few_shot   ridge regression on a few images a class, in closed form
+  few_shot   ridge regression on a few images per class, in closed form
   linear     the same on all images
-  knn        a vote of the nearest training samples
+  knn        vote of the nearest training samples
   logistic   logistic regression, its penalty chosen on held-out training samples
 
-Each reads rows block by block, whatever the sets' sizes are, and says of every test sample whether it was right:
+Each probe reads features block by block, for sets of any size, and returns for every test sample whether it was
+classified correctly:
 
     few_shot(Inputs("fewshot", train, test, test.labels, device, beat), FewShotConfig((5,), (0,)))
     → Outcome(right={"5shot": [array([True, False, …])]}, shots={"5shot": {"0": [17, 205, …]}})
@@ -25,7 +26,7 @@ from pipeline.config import require
 from pipeline.evaluation.features import Beat, FeatureStore
 from pipeline.evaluation.protocols import L2, PROTOCOLS, FewShotConfig, LinearConfig, LogisticConfig, NeighboursConfig
 
-# N readable rows of the test set, D features, C classes, L most labels of a sample
+# N: readable rows of the test set, D: features, C: classes, L: maximum number of labels per sample
 
 BIAS = 100.0  # value of the constant feature: large, so that its weight is almost unregularised
 TEST_BLOCK = 1024  # test rows of kNN; with a block of 4,096 training rows: 16 MiB of similarities
@@ -37,9 +38,9 @@ TOLERANCE = 1e-7  # logistic regression has converged if its largest gradient or
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of a protocol, at rank 0."""
+    """The inputs of a protocol; rank 0 only."""
 
-    name: str  # of the protocol
+    name: str  # name of the protocol
     train: FeatureStore | None  # None for protocols of the head
     test: FeatureStore
     labels: np.ndarray  # (N, L) of the test set, padded with −1; a prediction is right if it is any of them
@@ -47,7 +48,7 @@ class Inputs:
     beat: Beat
 
     def is_right(self, predicted: np.ndarray) -> np.ndarray:
-        """Return (N,) bool: whether any prediction, (N,) or (N, K), is one of the labels; the padding −1 never is."""
+        """Return (N,) bool: whether any prediction, (N,) or (N, K), is one of the labels; padding −1 never matches."""
         return (predicted.reshape(len(predicted), -1, 1) == self.labels[:, None, :]).any((1, 2))
 
     def training_set(self) -> FeatureStore:
@@ -60,10 +61,10 @@ class Inputs:
 class Outcome:
     """The outcome of a protocol on a test set."""
 
-    right: dict[str, list[np.ndarray]]  # by value: (N,) bool for each seed, or once: whether a sample was right
-    shots: dict[str, dict[str, list[int]]] = field(default_factory=dict)  # by value and seed: numbers of the samples
+    right: dict[str, list[np.ndarray]]  # value name → correctness of each sample, (N,) bool per seed
+    shots: dict[str, dict[str, list[int]]] = field(default_factory=dict)  # value name → seed → sample numbers
     chosen: dict[str, float] = field(default_factory=dict)  # settings selected on held-out training samples
-    notes: dict[str, str] = field(default_factory=dict)  # by value: a limitation to report with it
+    notes: dict[str, str] = field(default_factory=dict)  # value name → a limitation to report with it
 
 
 # ------------------------------------------------------------------------------------------------ linear maps
@@ -115,7 +116,7 @@ def moments(store: FeatureStore, rows: np.ndarray, beat: Beat) -> tuple[Tensor, 
         total += features.double().sum(0)
         beat()
     mean = total / len(rows)
-    # In a second pass, because the difference of large squares would lose digits.
+    # Use a second pass, because the difference of large squares would lose precision.
     squares = torch.zeros_like(total)
     for _, features in store.blocks(rows):
         squares += (features.double() - mean).square().sum(0)
@@ -133,7 +134,7 @@ def moments(store: FeatureStore, rows: np.ndarray, beat: Beat) -> tuple[Tensor, 
 
 
 def few_shot(inputs: Inputs, settings: FewShotConfig) -> Outcome:
-    """Fit the closed form to the shots of every seed; the values are 1shot, 5shot, …
+    """Fit the closed form to the shots of every seed; the values are named 1shot, 5shot, …
 
     Seeds that pick the same images are one draw: only the first of them has a result.
     """
@@ -160,13 +161,13 @@ def few_shot(inputs: Inputs, settings: FewShotConfig) -> Outcome:
         if small_classes:
             note = (
                 f"{small_classes:,} of {len(images_of_class):,} classes have fewer than {count} training images "
-                f"(the smallest {images_of_class.min()})"
+                f"(fewest: {images_of_class.min()})"
             )
             draws = len(outcome.shots[value])
             if draws == 1 < len(settings.seeds):
-                note += f"; all {len(settings.seeds)} seeds picked the same images: one draw"
+                note += f"; all {len(settings.seeds)} seeds picked the same images, so there is only one draw"
             elif draws < len(settings.seeds):
-                note += f"; {len(settings.seeds)} seeds picked only {draws} different draws"
+                note += f"; {len(settings.seeds)} seeds produced only {draws} distinct draws"
             outcome.notes[value] = note
     return outcome
 
@@ -181,13 +182,14 @@ def linear(inputs: Inputs, settings: LinearConfig) -> Outcome:
 def fit(x: Tensor, labels: Tensor, l2: float = L2) -> LinearMap:
     """Fit the linear map to features (N, D) and labels (N,), in float64.
 
-    The result is at least as close to the original's float32 result as its own platforms are to each other.
+    The result is as close to the original's float32 result as the original's results on different platforms are to each
+    other.
     """
     x = x.double()
     mean = x.mean(0)
     std = x.std(0, correction=0) + 1e-5
     x = standardised(x, mean, std)
-    # Classes are counted in these rows: a test sample of a higher class can only be predicted wrongly.
+    # The classes are those of these rows: test samples of higher classes are always predicted incorrectly.
     y = 2.0 * one_hot(labels.long()).double() - 1
     # Ridge regression through the eigenvectors of the smaller of the two Gram matrices, which is cheaper to decompose.
     if len(x) < x.shape[1]:
@@ -230,7 +232,7 @@ def knn(inputs: Inputs, settings: NeighboursConfig) -> Outcome:
     train = inputs.training_set()
     most = max(settings.k)
     count = len(train.rows)
-    require(most <= count, f"knn.k is {most}, the training set has {count} samples\n  type knn.k=[{count}], or less")
+    require(most <= count, f"knn.k is {most}, but there are only {count} training samples\n  type knn.k=[{count}]")
     device = inputs.device
     labels = torch.from_numpy(train.labels[:, 0]).to(device)
     classes = int(labels.max()) + 1
@@ -248,7 +250,7 @@ def knn(inputs: Inputs, settings: NeighboursConfig) -> Outcome:
             neighbours = torch.cat([neighbours, numbers], dim=1).gather(1, chosen)
             inputs.beat()
 
-        # Neighbours vote one after another: a GPU would add them all at once in a different order each time.
+        # Add the votes one neighbour at a time: otherwise a GPU would sum them in a varying order.
         weights = torch.ones_like(similarities, dtype=torch.float64)
         if settings.weighted:
             weights = (similarities.double() / settings.temperature).exp()
@@ -276,7 +278,7 @@ def knn(inputs: Inputs, settings: NeighboursConfig) -> Outcome:
 
 
 def logistic(inputs: Inputs, settings: LogisticConfig) -> Outcome:
-    """Fit a logistic regression, with the l2 of the grid that predicts held-out training rows best.
+    """Fit a logistic regression, with the l2 penalty that is most accurate on held-out training rows.
 
     Among equally good values the largest l2 is used; it is then fitted to all rows. Raises ConfigError if no rows are
     left to fit.
@@ -287,17 +289,17 @@ def logistic(inputs: Inputs, settings: LogisticConfig) -> Outcome:
     accuracies: dict[str, float] = {}
     l2 = settings.l2[0]
     if len(settings.l2) > 1:
-        # Held-out rows and rows to fit, both in the order of the set.
+        # Select the held-out rows and the rows for fitting, both in the order of the set.
         order = np.random.default_rng(settings.seed).permutation(len(train.rows))
         count = max(1, round(settings.held_out * len(train.rows)))
         require(
             count < len(train.rows),
-            f"logistic.held_out {settings.held_out} leaves none of {len(train.rows)} training samples to fit",
+            f"logistic.held_out {settings.held_out} leaves none of the {len(train.rows)} training samples for fitting",
         )
         held_out = train.rows[np.sort(order[:count])]
         fitted_rows = train.rows[np.sort(order[count:])]
         best = -1.0
-        # From the largest l2 on: each fit starts from the previous one, and among equal ones the larger l2 stays.
+        # Start with the largest l2: each fit starts from the previous one, and in a tie the larger l2 wins.
         regression = None
         for penalty in sorted(settings.l2, reverse=True):
             regression = fit_logistic(train, fitted_rows, penalty, settings.iterations, device, beat, regression)
@@ -363,7 +365,7 @@ def fit_logistic(
 
 
 def best_classes(inputs: Inputs, settings: None) -> Outcome:
-    """Compare the head's best classes with the labels, for top-1, top-5, real and per-class."""
+    """Compare the head's best classes with the labels, for the protocols top-1, top-5, real and per-class."""
     best = PROTOCOLS[inputs.name].best
     return Outcome({inputs.name: [inputs.is_right(inputs.test.predictions[:, :best])]})
 

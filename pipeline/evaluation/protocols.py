@@ -1,13 +1,13 @@
 """The evaluation protocols: each is one row of PROTOCOLS and one function in probes.py.
 
-Protocols of the head; a prediction is right if it is any of the sample's labels:
-  top-1, top-5    the best class, or one of the five best classes, is right
+Protocols of the head; a prediction is correct if it is any of the sample's labels:
+  top-1, top-5    the best class, or one of the five best classes, is correct
   real            top-1 on the labels of Beyer et al. 2020 (ReaL), several per image; unlabelled images are excluded
-  per-class       mean over classes of the share of right samples (mean per-class accuracy), and each class by name
+  per-class       mean over classes of the share of correct samples (mean per-class accuracy), and each class by name
 Protocols of features, fitted on a training set and evaluated on the test set:
   fewshot, linear, knn, logistic
 
-A protocol's outcome says for every test sample whether it was right; document.py turns it into values and intervals.
+A protocol's outcome holds the correctness of every test sample; document.py turns it into values and intervals.
 
 To add a protocol, add a row here and a function to COMPUTE in probes.py that takes `Inputs` and the protocol's settings
 and returns an `Outcome`. A protocol with settings also needs a field with its name in jobs/stages/evaluate.py. This
@@ -32,13 +32,13 @@ class FewShotConfig:
     """Protocol fewshot: the paper's few-shot accuracy (section 4.1), as big_vision computes it."""
 
     shots: tuple[int, ...] = (1, 5, 10, 25)  # training images per class (big_vision configs/common_fewshot.py)
-    seeds: tuple[int, ...] = (0, 1, 2)  # for picking the shots; the value is the mean over them
+    seeds: tuple[int, ...] = (0, 1, 2)  # seeds for picking the shots; the value is the mean over them
     l2: float = L2  # weight of the ridge regression's penalty (big_vision configs/common_fewshot.py)
 
     def __post_init__(self) -> None:
-        require(min(self.shots, default=0) > 0, f"fewshot.shots are {self.shots}, expected 1 or more")
-        require(min(self.seeds, default=-1) >= 0, f"fewshot.seeds are {self.seeds}, expected one or more, from 0 on")
-        require(len(set(self.seeds)) == len(self.seeds), f"fewshot.seeds are {self.seeds}, expected different seeds")
+        require(min(self.shots, default=0) > 0, f"fewshot.shots is {self.shots}, expected one or more numbers ≥ 1")
+        require(min(self.seeds, default=-1) >= 0, f"fewshot.seeds is {self.seeds}, expected one or more seeds ≥ 0")
+        require(len(set(self.seeds)) == len(self.seeds), f"fewshot.seeds is {self.seeds}, expected no duplicates")
         at_least(self, 0, "l2", "fewshot.")
 
 
@@ -54,14 +54,14 @@ class LinearConfig:
 
 @dataclass(frozen=True)
 class NeighboursConfig:
-    """Protocol knn: a vote of the nearest training samples."""
+    """Protocol knn: vote of the nearest training samples."""
 
     k: tuple[int, ...] = (10, 20)  # numbers of neighbours, with one value for each (DINO eval_knn.py: 20 was best)
     weighted: bool = True  # votes weighted by exp(cosine / temperature); otherwise equal votes
-    temperature: float = 0.07  # of the weights (DINO eval_knn.py)
+    temperature: float = 0.07  # temperature of the vote weights (DINO eval_knn.py)
 
     def __post_init__(self) -> None:
-        require(min(self.k, default=0) > 0, f"knn.k is {self.k}, expected 1 or more neighbours")
+        require(min(self.k, default=0) > 0, f"knn.k is {self.k}, expected one or more numbers ≥ 1")
         more_than_0(self, "temperature", "knn.")
 
 
@@ -71,11 +71,11 @@ class LogisticConfig:
 
     l2: tuple[float, ...] = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)  # penalties of the mean loss to choose from
     held_out: float = 0.1  # share of the training rows used to choose the penalty (DINOv2)
-    seed: int = 0  # for drawing these rows
-    iterations: int = 1000  # most iterations of L-BFGS (CLIP A.3)
+    seed: int = 0  # seed for drawing the held-out rows
+    iterations: int = 1000  # maximum number of L-BFGS iterations (CLIP A.3)
 
     def __post_init__(self) -> None:
-        require(min(self.l2, default=-1.0) >= 0, f"logistic.l2 is {self.l2}, expected one or more, 0 or larger")
+        require(min(self.l2, default=-1.0) >= 0, f"logistic.l2 is {self.l2}, expected one or more penalties ≥ 0")
         require(0 < self.held_out < 1, f"logistic.held_out is {self.held_out}, expected a share between 0 and 1")
         at_least(self, 0, "seed", "logistic.")
         at_least(self, 1, "iterations", "logistic.")
@@ -136,7 +136,7 @@ PROTOCOLS: dict[str, ProtocolKind] = {
 FEATURES = tuple(name for name, kind in PROTOCOLS.items() if not kind.best)  # protocols that need a training set
 
 
-# ------------------------------------------------------------------------------------------------ a recipe's choice
+# ------------------------------------------------------------------------------------------------ protocols of a recipe
 
 
 def probe_protocol(probe: ProbeConfig) -> Protocol:
@@ -167,4 +167,4 @@ def check_names(names: tuple[str, ...]) -> None:
             f"protocols has {name!r}{did_you_mean(name, PROTOCOLS)}\n  expected some of {', '.join(PROTOCOLS)}",
         )
     require(len(names) > 0, f"protocols is empty\n  expected some of {', '.join(PROTOCOLS)}")
-    require(len(set(names)) == len(names), f"protocols names one twice: {', '.join(names)}")
+    require(len(set(names)) == len(names), f"protocols contains a duplicate: {', '.join(names)}")

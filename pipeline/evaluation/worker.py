@@ -1,7 +1,7 @@
 """The worker of a stage that only evaluates weights (evaluate, fewshot).
 
-1. It joins the group, passes the same start checks as in training, and loads the whole model: workers share only the
-   sets.
+1. It joins the group, passes the same start checks as in training, and loads the whole model: only the sets are divided
+   among workers.
 2. It evaluates with evaluator.py. A stop takes effect between two batches, or within about a second while rank 0
    computes. A stopped attempt leaves no results.
 
@@ -32,26 +32,26 @@ from pipeline.evaluation.protocols import Protocol
 from pipeline.monitoring.telemetry import append_whole
 from pipeline.monitoring.watchdog import Phases
 
-COLLECTIVE_TIMEOUT_S = 1800.0  # as TrainConfig.timeout_s; `stall_s` ends a hang long before that
+COLLECTIVE_TIMEOUT_S = 1800.0  # same as TrainConfig.timeout_s; `stall_s` ends a hang long before
 
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """How the workers of such a stage evaluate; the fields exist in the configs of both stages."""
+    """The settings of the workers of an evaluation stage; the configs of both kinds of stage have these fields."""
 
-    preprocess: str  # evaluation ops
-    max_labels: int  # most labels of a sample
+    preprocess: str  # preprocessing ops of evaluation
+    max_labels: int  # maximum number of labels per sample
     micro_batch: int  # images per worker and forward pass
-    precision: Literal["bf16", "fp32"]  # of the model's computations
-    stall_s: float  # without any worker entering a new phase; then the attempt is restarted
-    cache: CacheConfig  # of remote shards, on every node
+    precision: Literal["bf16", "fp32"]  # precision of the forward pass
+    stall_s: float  # restart the attempt if no worker enters a new phase for this long
+    cache: CacheConfig  # cache for remote shards on every node
     model: dict[str, Any] = field(default_factory=dict)  # model options that a foreign weights file cannot provide
 
 
 def worker(task: Mapping[str, Any]) -> dict[str, list[Entry]]:
     """Evaluate the task's requests on this worker; rank 0 returns the results.
 
-    Raises EvaluationFailed if a worker cannot continue, and Preempted after a SIGTERM, on all workers alike.
+    On all workers, raises EvaluationFailed if a worker cannot continue, and Preempted after a SIGTERM.
     """
     # Imported here, because the driver imports this module without deepspeed.
     from pipeline.process_group import check_start, fetch_init, join_group
@@ -62,7 +62,7 @@ def worker(task: Mapping[str, Any]) -> dict[str, list[Entry]]:
     stop = threading.Event()
     handle_sigterm(stop)
     phases = Phases(folder, int(os.environ["RANK"]), cfg.stall_s)
-    # Before joining the group, which waits for other workers: the watchdog sees only phases.
+    # Enter a phase before joining the group, which waits for other workers: the watchdog sees only phases.
     phases.enter("join", 0)
     device = join_group(COLLECTIVE_TIMEOUT_S)
     storage = open_storage(Path(task["run"]), task["remote"])
@@ -106,7 +106,7 @@ def worker(task: Mapping[str, Any]) -> dict[str, list[Entry]]:
     try:
         results = evaluator.evaluate(requests)
     except EvaluationFailed as error:
-        # If a protocol failed, rather than a data set, its error message already says how to fix it.
+        # If a protocol failed, rather than a data set, its error message already contains a remedy.
         remedy = ""
         if error.path is not None:
             remedy = "\n  repair the set, then run the same command again"

@@ -1,6 +1,6 @@
 """Keep the best checkpoint and stop early (`keep_best`, `patience`), based on the records in metrics.jsonl.
 
-There is no other state: a stage that was killed and resumed reads the same records, and therefore has the same best
+There is no other state: a resumed stage reads the same records, and therefore has the same best
 step and the same last step as an uninterrupted stage.
 
 In:  records of evaluations: accuracy 0.91 at step 20, 0.93 at step 40, 0.92 at step 60
@@ -114,8 +114,8 @@ class KeepBest(Hook):
             return ""
         count, best = since
         return (
-            f"{counted(count, 'evaluation')} without a better {metric} than {best['value']:.4f} at step "
-            f"{best['step']}, patience is {patience}"
+            f"{metric} has not improved in {counted(count, 'evaluation')} (patience {patience}): "
+            f"the best is {best['value']:.4f} at step {best['step']}"
         )
 
     def choose(self) -> ExportChoice | None:

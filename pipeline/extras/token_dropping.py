@@ -25,13 +25,12 @@ from data.draws import key_of, mix
 from models import ModelConfig
 from pipeline.config import Tags, require, tags
 from pipeline.hooks import Hook
-from pipeline.phases import Phase
-from pipeline.training_config import TrainConfig
+from pipeline.training_config import Phase, TrainConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# b samples of a micro-batch, N patches of an image, K of them kept
+# b: samples per micro-batch, N: patches per image, K: kept patches per image
 
 PATCH_DROPOUT = 2  # makes these draws independent of others for the same seed, step and sample (batches.DROPOUT is 1)
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2⁶⁴ / φ, the step of SplitMix64's counter

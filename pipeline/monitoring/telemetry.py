@@ -49,16 +49,17 @@ Record: TypeAlias = Mapping[str, Any]  # a line of metrics.jsonl; "kind" decides
 
 # Peak FLOP/s of dense bf16 matrix products, from the vendors' data sheets; the denominator of mfu.
 PEAK = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
-# Names of TensorBoard's groups. The numbers put training first; sorted by name, checkpoint/* would come first and open.
+# Prefixes of TensorBoard's tags. The numbers sort the training curves first; otherwise checkpoint/* would come first.
 TENSORBOARD_GROUPS = {"train": "1 train", "evaluate": "2 evaluate"}
-# The newest record is searched for in the last bytes of metrics.jsonl; a record of 50 steps has about 3 KB.
+# Search for the newest record in this many last bytes of metrics.jsonl; a record of 50 steps has about 3 KB.
 TAIL_BYTES = 1 << 20
 SEAL = re.compile(rb', "crc": "([0-9a-f]{8})"}')  # the end of each record: CRC-32 of the line's bytes before it
 SEAL_BYTES = 20
+KIND = b'{"kind": '  # the beginning of each record
 ZEROS = bytes(8)  # storage that lost a block returns zeros; a record contains no zero byte
 CUT_OFF = "the line before this one is incomplete: its writer was killed"
 OF_ONE_SEED = re.compile(r"-seed-\d+$")  # matches a few-shot result of a single seed: "5shot-seed-0"
-NOT_SCORES = ("time", "seconds")  # numbers in an evaluation's record that are not metrics
+NOT_SCORES = ("time", "seconds")  # numbers in an evaluation's record other than metrics
 
 
 def log_line(report: Record) -> str:
@@ -75,14 +76,14 @@ def log_line(report: Record) -> str:
     )
 
 
-# ------------------------------------------------------------------------------------------------ what is measured
+# ------------------------------------------------------------------------------------------------ measurements
 
 
 def memory_gb() -> float:
     """Return the peak memory of this worker in GiB: GPU memory if it uses a GPU, otherwise resident memory."""
     import torch
 
-    # The peak rather than the current use: the peak decides whether a run fits.
+    # Use the peak, which determines whether a run fits in memory.
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
     import resource
@@ -110,11 +111,11 @@ def peak_flops(device: torch.device) -> float | None:
 class WindowValues(TypedDict):
     """The values that a report shows for a window of steps."""
 
-    loss: float  # of the last step
-    losses: list[float]  # of every step
-    grad_norm: float  # of the last step, before clipping
+    loss: float  # loss of the last step
+    losses: list[float]  # loss of every step
+    grad_norm: float  # gradient norm of the last step, before clipping
     grad_norms: list[float]
-    images_per_s: float  # of all workers, without the time of evaluations
+    images_per_s: float  # speed of all workers together, excluding evaluations
     tflops_per_worker: float
     mfu: float | None  # share of the GPU's peak FLOP/s; None if the peak is unknown
     wait: float  # share of `seconds` in which this worker waited for data: the sum of the next three
@@ -122,7 +123,7 @@ class WindowValues(TypedDict):
     wait_decode: float
     wait_transfer: float
     seconds: float
-    stalled_s: float  # blocked by checkpoints
+    stalled_s: float  # time blocked by checkpoints
     evaluated_s: float
     eta_s: float
 
@@ -138,9 +139,9 @@ class Window:
         self.since = time.monotonic()
         self.losses: list[float] = []
         self.norms: list[float] = []
-        self.waits: list[Wait] = []  # one for each micro-batch
+        self.waits: list[Wait] = []  # one wait for each micro-batch
         self.traces: list[Sequence[list[float]]] = []  # one for each step, only in exact mode
-        self.stalled_s = 0.0  # blocked by checkpoints
+        self.stalled_s = 0.0  # time blocked by checkpoints
         self.evaluated_s = 0.0
 
     def extend(self, later: Window) -> None:
@@ -156,7 +157,7 @@ class Window:
     def values(self, samples: int, flops: float, peak: float | None, steps_left: int) -> WindowValues:
         """Return the window's values; `samples` is the count of all workers, `flops` that of one worker."""
         elapsed = time.monotonic() - self.since
-        # Training speed only: otherwise every evaluation would look like a drop in images/s.
+        # Exclude evaluations from the speed; otherwise each of them would look like a drop in images/s.
         busy = max(elapsed - self.evaluated_s, 1e-9)
         flops_per_s = flops / busy
         storage_s = 0.0
@@ -166,7 +167,7 @@ class Window:
             storage_s += wait.storage_s
             decode_s += wait.decode_s
             transfer_s += wait.transfer_s
-        # Three separate shares, because each has a different remedy: storage, decoding processes, copies to the device.
+        # Report three shares, because each has a different remedy: storage, decoding processes, copies to the device.
         wait_storage = storage_s / elapsed
         wait_decode = decode_s / elapsed
         wait_transfer = transfer_s / elapsed
@@ -200,7 +201,7 @@ class Telemetry:
         self.rank = rank
         self.attempt = attempt
         self.tensorboard: SummaryWriter | None = None
-        self.lost_lines: dict[str, int] = {}  # by file: lines lost since the last successful write
+        self.lost_lines: dict[str, int] = {}  # file → number of lines lost since the last successful write
         if rank == 0:
             metrics = directory / "metrics.jsonl"
             if ends_within_line(metrics):
@@ -252,8 +253,8 @@ class Telemetry:
         """
         lost = self.lost_lines.get(name, 0)
         if lost:
-            # The leading line break ends a line that a failed write left half-written; readers skip it as torn.
-            text = f"\n({lost} lines lost: the disk refused them)\n{text}"
+            # The leading line break ends a line that a failed write left half-written; readers skip it.
+            text = f"\n({lost} lines lost: they could not be written to disk)\n{text}"
         is_written = append_whole(self.directory / name, text.encode())
         self.lost_lines[name] = lost + 1
         if is_written:
@@ -332,11 +333,11 @@ class MetricsRecord(dict[str, Any]):
 
 
 def altered(record: Record, problem: str) -> DataError:
-    """Return the error for a record that the run cannot have written."""
+    """Build the error for a record that the run cannot have written."""
     path = getattr(record, "path", "metrics.jsonl")
     return DataError(
         f"{path} has changed: {problem}: {str(dict(record))[:80]}\n"
-        "  expected the lines as the run wrote them\n"
+        "  expected the original lines of the run\n"
         "  restore the file from a copy, or delete that line: results are then computed without it"
     )
 
@@ -344,65 +345,85 @@ def altered(record: Record, problem: str) -> DataError:
 def read_metrics(directory: Path, kind: str | None = "train", damage: list[str] | None = None) -> list[Record]:
     """Return the records of one kind, or of all kinds if None, in the order written.
 
-    A torn line, left by a killed writer or a full disk, is skipped. Raises DataError, with the line numbers, if lines
-    are damaged; with `damage` these lines are skipped instead, and a message is appended to `damage`. Only displays may
-    skip them, because a missing evaluation changes the best step. Raises DataError if a record has no kind.
+    An incomplete line, left by a killed writer or a full disk, is skipped. Raises DataError, with the line numbers, if
+    lines are damaged; with `damage` these lines are skipped instead, and a message is appended to `damage`. Only code
+    that displays records may skip them: a missing evaluation could change the best step. Raises DataError if a record
+    has no kind.
     """
     path = directory / "metrics.jsonl"
     if not path.exists():
         return []
-    content = path.read_bytes()
-    records: list[Record] = []
-    problems = damaged_lines(content)
+    # Line by line, because the file of a long run has hundreds of megabytes.
+    with open(path, "rb") as file:
+        problems = damaged_lines(lines_of(file))
     if problems:
         message = damage_message(path, problems)
         if damage is None:
             raise DataError(message)
         damage.append(message)
-    for record in records_in(content.splitlines(), path):
-        if kind is None or record["kind"] == kind:
-            records.append(record)
+    records: list[Record] = []
+    with open(path, "rb") as file:
+        lines = lines_of(file)
+        # The kind is the first field, so records of other kinds need not be parsed.
+        if kind is not None:
+            beginning = KIND + json.dumps(kind).encode()
+            lines = (line for line in lines_of(file) if line.startswith(beginning) or not line.startswith(KIND))
+        for record in records_in(lines, path):
+            if kind is None or record["kind"] == kind:
+                records.append(record)
     return records
 
 
-def damaged_lines(content: bytes) -> dict[int, str]:
-    """Return the damaged lines of metrics.jsonl, counted from 1, and what is wrong with each.
+def lines_of(file: Iterable[bytes]) -> Iterator[bytes]:
+    """Iterate the lines of an open file with their line breaks, and split them like `bytes.splitlines`."""
+    for line in file:
+        yield from line.splitlines(keepends=True)
 
-    Torn lines are not damage: the last one, if its line break is missing, and one before a note in parentheses, which
-    the next writer adds. Lines before the first digest may be from a version that wrote none.
+
+def damaged_lines(lines: Iterable[bytes]) -> dict[int, str]:
+    """Return {line number from 1: problem} of the damaged lines of metrics.jsonl.
+
+    Incomplete lines do not count: the last one, if its line break is missing, and one before a note in parentheses,
+    which the next writer adds. Lines before the first digest may be from a version that wrote none.
     """
-    lines = content.splitlines()
     is_sealed = False  # a line above had a digest
     problems: dict[int, str] = {}
-    for number, line in enumerate(lines):
+    without_digest = 0  # number of the line before, if it has no digest and is torn if a note follows
+    for number, line_with_break in enumerate(lines, 1):
+        line = line_with_break.rstrip(b"\r\n")
+        if without_digest and not is_note(line):
+            problems[without_digest] = "its digest is missing"
+        without_digest = 0
         if ZEROS in line:
-            problems[number + 1] = f"it contains {line.count(0)} zero bytes"
+            problems[number] = f"it contains {line.count(0)} zero bytes"
             continue
         seal = SEAL.fullmatch(line[-SEAL_BYTES:])
         if seal is not None:
             is_sealed = True
             digest = f"{zlib.crc32(line[:-SEAL_BYTES]):08x}"
             if digest != seal[1].decode():
-                problems[number + 1] = f"its digest is {digest}, expected {seal[1].decode()}"
+                problems[number] = f"its digest is {digest}, expected {seal[1].decode()}"
             continue
         if SEAL.search(line):
-            problems[number + 1] = "a record continues after its digest"
+            problems[number] = "a record continues after its digest"
             continue
         if has_altered_seal(line):
-            problems[number + 1] = "its digest is altered"
+            problems[number] = "its digest is altered"
             continue
         if not is_sealed or not line or is_note(line):
             continue
-        # A complete record ends with a brace; a torn line is the beginning of a record or of a note.
-        is_before_note = number + 1 < len(lines) and is_note(lines[number + 1])
-        is_cut_off = number + 1 == len(lines) and not content.endswith(b"\n")
-        if is_json_object(line) or not (is_before_note or is_cut_off):
-            problems[number + 1] = "its digest is missing"
+        # A complete record ends with a brace; an incomplete line is the beginning of a record or of a note.
+        if is_json_object(line):
+            problems[number] = "its digest is missing"
+        elif line != line_with_break:
+            without_digest = number
+    if without_digest:
+        problems[without_digest] = "its digest is missing"
     return problems
 
 
 def damage_message(path: Path, problems: Mapping[int, str]) -> str:
-    """Return the message about damaged lines of metrics.jsonl: which lines, what is wrong, and what to type."""
+    """Format the message about damaged lines of metrics.jsonl: their numbers, the problems, and the remedy."""
     numbers = list(problems)
     shown = [f"line {number}: {problems[number]}" for number in numbers[:3]]
     if len(numbers) > 3:
@@ -457,7 +478,7 @@ def last_metrics(directory: Path) -> Record | None:
 
 
 def without_single_seeds(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics without few-shot results of single seeds: "5shot", the mean, stays; "5shot-seed-0" goes."""
+    """Return metrics without few-shot results of single seeds: keep the mean "5shot", remove "5shot-seed-0"."""
     return {name: value for name, value in metrics.items() if not OF_ONE_SEED.search(name)}
 
 
@@ -471,8 +492,9 @@ def scores_of(record: Record) -> dict[str, float]:
 
 
 def records_in(lines: Iterable[bytes], path: Path) -> Iterator[MetricsRecord]:
-    """Iterate the records in lines of metrics.jsonl without their digests; skip torn lines and those that fail it."""
-    for line in lines:
+    """Iterate the records in lines of metrics.jsonl without their digests; skip incomplete and damaged lines."""
+    for line_with_break in lines:
+        line = line_with_break.rstrip(b"\r\n")
         seal = SEAL.fullmatch(line[-SEAL_BYTES:])
         if seal is not None and zlib.crc32(line[:-SEAL_BYTES]) != int(seal[1], 16):
             continue
@@ -480,14 +502,14 @@ def records_in(lines: Iterable[bytes], path: Path) -> Iterator[MetricsRecord]:
             record = json.loads(line, object_hook=with_nan)
         except ValueError:
             continue
-        # The end of a torn line may be valid JSON by chance, such as a number.
+        # The end of an incomplete line may be valid JSON by chance, for example a number.
         if isinstance(record, dict):
             if seal is not None:
                 del record["crc"]
             yield MetricsRecord(record, path)
 
 
-# ------------------------------------------------------------------------------------------------ where the time went
+# ------------------------------------------------------------------------------------------------ accounting of time
 
 
 @dataclass
@@ -498,9 +520,9 @@ class Account:
     """
 
     start: float = 0.0  # from the claim of the first attempt to its first step
-    data: float = 0.0  # waiting for batches
-    compute: float = 0.0  # training steps that were kept
-    checkpoint: float = 0.0  # blocked by saves
+    data: float = 0.0  # time spent waiting for batches
+    compute: float = 0.0  # training steps, without the lost ones
+    checkpoint: float = 0.0  # time blocked by saves
     lost: float = 0.0  # steps that a later attempt repeated
     recovery: float = 0.0  # from an attempt's last record, or the start of the resuming command, to the next first step
     other: float = 0.0  # evaluation and the end of the stage
@@ -520,7 +542,7 @@ class Account:
         """Return "training steps: 91.2% of 4h10m; overhead: start-up 3.1%, …" with the largest share first."""
         seconds = asdict(self)
         shares = []
-        for name in reversed(sorted(seconds, key=seconds.__getitem__)):  # of equal shares the later field comes first
+        for name in reversed(sorted(seconds, key=seconds.__getitem__)):  # ties: later fields first
             if name in OVERHEADS and seconds[name] > 0:
                 shares.append(f"{OVERHEADS[name]} {seconds[name] / self.wall:.1%}")
         line = f"training steps: {self.ratio:.1%} of {duration(self.wall)}"
@@ -545,7 +567,7 @@ OVERHEADS = {
 def account(records: Sequence[Record]) -> Account:
     """Compute how the time of all attempts was spent; `records` are of all kinds, in the order written.
 
-    A record's `time` is the end of what it describes; `claimed` in an attempt's "start" record is when the driver
+    A record's `time` is the end of the described event; `claimed` in an attempt's "start" record is when the driver
     claimed the attempt. Raises DataError if a record lacks a value or has one of the wrong type.
     """
     starts: list[Record] = []
@@ -568,7 +590,7 @@ def account(records: Sequence[Record]) -> Account:
     for number, start in enumerate(starts):
         attempt = by_attempt[start["attempt"]]
         reports = [record for record in attempt if record["kind"] == "train"]
-        # A killed attempt leaves no record of its end; its last record of any kind stands for the end.
+        # A killed attempt leaves no record of its end; its last record of any kind counts as the end.
         end = attempt[-1]["time"]
         # A report is written after its steps. An attempt without reports is entirely start or recovery.
         first_step_at = end

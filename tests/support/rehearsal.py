@@ -186,7 +186,7 @@ def take_step(
     for number in range(accumulation):
         enter("batch")
         batch = next(batches)
-        inputs = normalise(batch.images, worker.engine.dtype, worker.group.device)
+        inputs = normalise(batch.images, worker.model_config, worker.engine.dtype, worker.group.device)
         enter("forward")
         loss = OBJECTIVES[worker.cfg.objective](as_worker, 0, inputs, batch)
         enter("backward")

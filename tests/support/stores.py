@@ -9,13 +9,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
+from xml.sax.saxutils import escape
 
 import pytest
 
 from data.remote import urls
 
 Files = dict[str, Path]  # key → file
+Fault = int | str | bytes | tuple[int, str] | None
 AT_ONCE = 1 << 16  # bytes that the proxy sends at once
 
 
@@ -37,16 +39,19 @@ class Proxy:
     `fault` is asked about the path of every read and answers None, an HTTP status, "short" (half of the content, under
     the length of all of it) or "stall" (no answer for 1.5 s). `fault_of_any` is asked about the method and path of
     every other request, and may also answer "torn" (the store gets half of the content) or "deaf" (the request is
-    done, and its answer lost). "whole" answers a read as a store does that ignores ranges: with all of the object.
+    done, and its answer lost). A pair such as (400, "ExpiredToken") is a status and S3's code for it. "whole" answers a
+    read as a store does that ignores ranges: with all of the object. Bytes are the content of an answer with status
+    200, such as an error page.
     `pace` is told of every few bytes of a read before they are sent, so that it may hold them back.
     """
 
     def __init__(self) -> None:
         self.upstream = 0  # port of the store
-        self.fault: Callable[[str], int | str | None] = lambda path: None
-        self.fault_of_any: Callable[[str, str], int | str | None] = lambda method, path: None
+        self.fault: Callable[[str], Fault] = lambda path: None
+        self.fault_of_any: Callable[[str, str], Fault] = lambda method, path: None
         self.pace: Callable[[int], object] = lambda piece_bytes: None
         self.gets: list[str] = []
+        self.access_key = ""  # S3's, of the last request
         # A real store looks for the name and writes it in one; moto's threads can look all before one has written.
         self.one_write_at_a_time = threading.Lock()
 
@@ -58,6 +63,8 @@ class Proxy:
             protocol_version = "HTTP/1.0"
 
             def handle_request(self):
+                # "AWS4-HMAC-SHA256 Credential=KEY/20261128/us-east-1/s3/aws4_request, …"
+                proxy.access_key = self.headers.get("Authorization", "").partition("Credential=")[2].partition("/")[0]
                 is_read = self.command == "GET" and ("Range" in self.headers or "x-ms-range" in self.headers)
                 if is_read:
                     fault = proxy.fault(self.path)
@@ -69,10 +76,21 @@ class Proxy:
                     time.sleep(1.5)
                 elif fault == "deaf":
                     self.pass_on(body)
-                elif isinstance(fault, int):
-                    self.send_response(fault)
-                    self.send_header("Content-Length", "0")
+                elif isinstance(fault, int | tuple):
+                    status, code = fault if isinstance(fault, tuple) else (fault, "")
+                    content = f"<Error><Code>{code}</Code></Error>".encode() if code else b""
+                    if self.command == "HEAD":
+                        content = b""
+                    self.send_response(status)
+                    self.send_header("Content-Length", str(len(content)))
                     self.end_headers()
+                    self.wfile.write(content)
+                elif isinstance(fault, bytes):
+                    self.send_response(200)
+                    self.send_header("Content-Length", str(len(fault)))
+                    self.end_headers()
+                    if self.command != "HEAD":
+                        self.wfile.write(fault)
                 elif fault == "whole":
                     del self.headers["Range"]
                     self.answer(self.pass_on(body))
@@ -180,7 +198,7 @@ def az(proxy: Proxy, port: int, files: Files) -> Iterator[None]:
         def do_GET(self):
             url = urlsplit(self.path)
             query = parse_qs(url.query)
-            key = url.path.removeprefix("/account/images").lstrip("/")
+            key = unquote(url.path.removeprefix("/account/images").lstrip("/"))
             if query.get("comp") == ["list"]:
                 prefix = query.get("prefix", [""])[0]
                 self.answer(200, listing(contents, prefix), {"Content-Type": "application/xml"})
@@ -190,7 +208,7 @@ def az(proxy: Proxy, port: int, files: Files) -> Iterator[None]:
                 self.answer_blob(contents[key])
 
         def do_PUT(self):
-            key = urlsplit(self.path).path.removeprefix("/account/images/")
+            key = unquote(urlsplit(self.path).path.removeprefix("/account/images/"))
             content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             # Put Blob of the service: 409 BlobAlreadyExists where `If-None-Match: *` is not met.
             with lock:
@@ -203,7 +221,7 @@ def az(proxy: Proxy, port: int, files: Files) -> Iterator[None]:
                 self.answer(201, b"", {"ETag": '"1"', "Last-Modified": "Fri, 20 Nov 2026 00:00:00 GMT"})
 
         def do_DELETE(self):
-            key = urlsplit(self.path).path.removeprefix("/account/images/")
+            key = unquote(urlsplit(self.path).path.removeprefix("/account/images/"))
             is_there = contents.pop(key, None) is not None
             self.answer(202 if is_there else 404, b"", {} if is_there else {"x-ms-error-code": "BlobNotFound"})
 
@@ -246,7 +264,7 @@ def listing(contents: dict[str, bytes], prefix: str) -> bytes:
     for key, content in sorted(contents.items()):
         if key.startswith(prefix):
             blobs += (
-                f"<Blob><Name>{key}</Name><Properties><Content-Length>{len(content)}</Content-Length>"
+                f"<Blob><Name>{escape(key)}</Name><Properties><Content-Length>{len(content)}</Content-Length>"
                 "<BlobType>BlockBlob</BlobType></Properties></Blob>"
             )
     return f"<EnumerationResults ContainerName='images'><Blobs>{blobs}</Blobs></EnumerationResults>".encode()

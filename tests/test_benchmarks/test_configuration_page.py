@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.configuration_page import all_keys, configuration_page
 from jobs.cluster_config import ClusterConfig
+from jobs.extras.monitor.trackers_config import TrackersConfig
 from jobs.extras.studies.expand import SweepConfig
-from jobs.trackers_config import TrackersConfig
 from models.configs import CONFIGS
 from tests.support.campaigns import KINDS
 

@@ -28,6 +28,7 @@ def proxy(server: Proxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     """The proxy before the store; requests are made again at once, and are given up after a second."""
     monkeypatch.setattr(bucket_module, "BACKOFF_S", 0.001)
     monkeypatch.setattr(bucket_module, "TIMEOUT_S", 1.0)
+    urls._denied_since.clear()
     monkeypatch.setattr(saver, "dist", torch.distributed)  # savers.WorkerGroup puts its own in its place
     yield server
     server.fault_of_any = lambda method, path: None

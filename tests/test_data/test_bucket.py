@@ -92,12 +92,111 @@ def test_a_store_that_fails_often_costs_time_and_nothing_else(run, proxy, bucket
     assert objects(bucket, run) == contents
 
 
-@pytest.mark.parametrize(("code", "remedy"), [(503, "run again"), (403, "credentials come from the environment")])
-def test_a_store_that_never_answers_is_named_without_secrets(code, remedy, run, proxy) -> None:
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (503, r"no response after 3 attempts, last error \w+; run again"),
+        (403, "denied after 3 attempts: HTTP 403; check the credentials in the environment"),
+    ],
+)
+def test_a_store_that_never_answers_is_named_without_secrets(code, message, run, proxy) -> None:
     proxy.fault_of_any = lambda method, path: code
-    with pytest.raises(StorageError, match=rf"{run}/a.json: no answer after 3 attempts, last \w+; {remedy}") as error:
+    with pytest.raises(StorageError, match=f"{run}/a.json: {message}") as error:
         Bucket(run, SCRATCH, 3).put("a.json", b"{}")
     assert "very-secret" not in str(error.value)
+
+
+def test_each_request_of_a_listing_is_retried_alone(run, proxy, bucket, monkeypatch) -> None:
+    """Every other request fails: a listing of many requests that are retried together would never succeed."""
+    prefix = run.removeprefix(f"s3://{BUCKET}/")
+    monkeypatch.setattr(bucket_module, "PAGE_OBJECTS", 10)
+    for number in range(25):
+        bucket.put_object(Key=f"{prefix}/many/{number:04d}", Body=b"x")
+    bucket.put_object(Key=f"{prefix}/many2", Body=b"x")
+    bucket.put_object(Key=f"{prefix}/console/", Body=b"")
+    asked: list[str] = []
+
+    def fail_every_other(method: str, path: str) -> int | None:
+        asked.append(path)
+        return 503 if len(asked) % 2 else None
+
+    proxy.fault_of_any = fail_every_other
+    assert Bucket(run, SCRATCH, 2).list("many") == {f"many/{number:04d}": 1 for number in range(25)}
+    assert len(asked) == 6, "three pages, each asked twice"
+    asked.clear()
+    assert Bucket(run, SCRATCH, 2).list("empty") == {} and len(asked) == 2
+    asked.clear()
+    assert Bucket(run, SCRATCH, 2).list("console") == {}
+    proxy.fault_of_any = lambda method, path: None
+    assert Bucket("s3://no-such-bucket/run", SCRATCH, 2).list() == {}
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "remedy"),
+    [
+        (400, "ExpiredToken", "the credentials have expired: renew them"),
+        (403, "InvalidAccessKeyId", "the store does not know this access key: check AWS_ACCESS_KEY_ID"),
+        (403, "AccessDenied", "the credentials are valid, but not for this request: allow s3:GetObject"),
+        (403, "RequestTimeTooSkewed", "this machine's clock differs from the store's by more than 15 minutes"),
+        (403, "SignatureDoesNotMatch", "the secret key does not belong to the access key: check AWS_ACCESS"),
+    ],
+)
+def test_a_denial_is_named_by_its_cause_within_the_limit(status, code, remedy, run, proxy, monkeypatch) -> None:
+    monkeypatch.setattr(urls, "DENIED_S", 0.5)
+    requests: list[str] = []
+
+    def deny(method: str, path: str) -> tuple[int, str]:
+        requests.append(path)
+        return status, code
+
+    proxy.fault_of_any = deny
+    folder = Bucket(run, SCRATCH, 100_000)
+    with pytest.raises(StorageError, match=rf"{run}/a.json: denied after \d+ attempts: {code}; {remedy}") as error:
+        folder.put("a.json", b"{}")
+    assert error.value.exit_code == 69 and "very-secret" not in str(error.value)
+    # The next request of this process knows that the limit has passed.
+    asked = len(requests)
+    with pytest.raises(StorageError, match=f"denied after 1 attempts: {code}"):
+        folder.list()
+    assert len(requests) == asked + 1
+    # Once the store accepts requests again, the next denial gets the whole limit.
+    proxy.fault_of_any = lambda method, path: None
+    folder.put("a.json", b"{}")
+    assert not urls._denied_since
+
+
+@pytest.mark.parametrize("source", ["environment", "file"])
+def test_renewed_credentials_are_used_by_the_next_attempt(source, run, proxy, tmp_path, monkeypatch) -> None:
+    """The access key of each request is in its Authorization header; the store accepts only the new key."""
+    shared = tmp_path / "credentials"
+
+    def write(key: str) -> None:
+        if source == "environment":
+            os.environ["AWS_ACCESS_KEY_ID"] = key
+        else:
+            shared.write_text(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = s\n")
+
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "old")  # restored at the end
+    if source == "file":
+        monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+        monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(shared))
+    write("old")
+    urls.forget_credentials()
+    denied: list[str] = []
+
+    def deny_old(method: str, path: str) -> tuple[int, str] | None:
+        if proxy.access_key == "new":
+            return None
+        denied.append(proxy.access_key)
+        if len(denied) == 3:
+            write("new")
+        return 400, "ExpiredToken"
+
+    proxy.fault_of_any = deny_old
+    Bucket(run, SCRATCH, 100).put("a.json", b"{}")
+    urls.forget_credentials()
+    assert denied == ["old"] * 3
 
 
 def test_patience_that_is_taken_back_ends_a_request_that_is_under_way(run, proxy) -> None:
@@ -111,7 +210,7 @@ def test_patience_that_is_taken_back_ends_a_request_that_is_under_way(run, proxy
         return 503
 
     proxy.fault_of_any = refuse
-    with pytest.raises(StorageError, match="no answer after 5 attempts"):
+    with pytest.raises(StorageError, match="no response after 5 attempts"):
         folder.put("a.json", b"{}")
 
 

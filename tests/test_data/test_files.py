@@ -465,7 +465,7 @@ def test_file_size_limit_is_explained_by_its_cause(tmp_path):
     script = f"ulimit -f 2; exec {sys.executable} -c '{FILL}' {tmp_path}"
     text = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
     assert f"File too large: {tmp_path}/0 (3.0 kB needed, " in text
-    assert "this process may only write files of up to 2.0 kB: ulimit -f)\n" in text
+    assert "this process may only write files up to 2.0 kB (ulimit -f))\n" in text
     assert "type ulimit -f unlimited" in text and "free some space" not in text
 
 

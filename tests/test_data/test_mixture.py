@@ -115,11 +115,11 @@ def test_a_lost_shard_ends_the_run_unless_the_config_drops_it_and_then_the_count
     assert main(["run", str(mixed)]) == 65
     assert "train without them: 'pretrain.data.drop=[low-000003.tar]'" in capsys.readouterr().err
     assert main(["run", str(mixed), "pretrain.data.drop=[low-3.tar]"]) == 65
-    assert "data.drop: 0 shards are called low-3.tar, expected one: a name such as /" in capsys.readouterr().err
+    assert "data.drop: 0 shards match low-3.tar, expected one: a name such as /" in capsys.readouterr().err
     assert main(["run", str(mixed), "pretrain.data.drop=[low-000003.tar]"]) == 0
     said = capsys.readouterr().out
     assert "data.drop: excluding 1 shards with 50 of 1,442 samples" in said
-    assert "resuming with a changed" in said and "resumed from step 16" in said
+    assert "resuming with changed settings" in said and "resumed from step 16" in said
     mended = ids(20)
     high = late[:, 1] < number - 3
     assert (mended[:, 1] != number).all() and np.array_equal(mended[high], late[high])
@@ -133,7 +133,7 @@ def test_a_lost_shard_ends_the_run_unless_the_config_drops_it_and_then_the_count
 def test_a_dropped_shard_is_named_as_far_as_it_takes_to_tell_it_from_others(shards, tmp_path):
     shutil.copytree(shards / "train", tmp_path / "other" / "train")
     sets = [load_index(shards / "train"), load_index(tmp_path / "other" / "train")]
-    with pytest.raises(DataError, match=r"2 shards are called train-000000\.tar, expected one"):
+    with pytest.raises(DataError, match=r"2 shards match train-000000\.tar, expected one"):
         exclude(sets, ["train-000000.tar"])
     first, second = exclude(sets, ["other/train/train-000000.tar"])
     assert first == sets[0] and second.shards[0].samples == 0 and second.digest != sets[1].digest

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from data.errors import DataError
-from data.optional import load_optional
+from data.optional import MissingExtra, load_optional
 
 pytestmark = pytest.mark.quick
 
@@ -22,7 +21,7 @@ def test_an_installed_part_is_imported_by_its_name():
     ],
 )
 def test_a_missing_part_is_named_with_what_needs_it(name, missing):
-    with pytest.raises(DataError, match=f"^data.decode=gpu needs {missing}, which is not installed$"):
+    with pytest.raises(MissingExtra, match=f"^data.decode=gpu needs {missing}, which is not installed$"):
         load_optional(name, "data.decode=gpu")
 
 

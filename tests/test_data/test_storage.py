@@ -193,7 +193,7 @@ def test_a_missing_and_a_cut_file_make_the_one_before_be_loaded(group, run, buck
     bucket.Object(f"{prefix}/{key(30, 'rank-00000.safetensors')}").delete()
     chosen, said = start(run, tmp_path / "other", monkeypatch)
     assert_is_step(chosen, 20)
-    assert "4 bytes, the manifest says" in said[0] and "missing ['rank-00000.safetensors']" in said[1]
+    assert "4 bytes, expected " in said[0] and "missing ['rank-00000.safetensors']" in said[1]
 
 
 def test_a_transfer_that_flips_a_bit_is_made_again_and_blames_no_checkpoint(group, run, tmp_path, monkeypatch) -> None:
@@ -223,7 +223,7 @@ def test_a_node_with_a_bad_disk_is_named_and_nothing_is_refused(group, run, buck
     monkeypatch.setattr(restore, "dist", two_nodes)
     monkeypatch.setattr(restore.socket, "gethostname", lambda: "bad-node")
     monkeypatch.setattr(StageCheckpoints, "fetch", keep_badly)
-    with pytest.raises(CheckpointError, match="bad-node cannot keep a good copy of step-0000000020-000001"):
+    with pytest.raises(CheckpointError, match="bad-node cannot store an intact copy of step-0000000020-000001"):
         choose_together(StageCheckpoints(Bucket(run, tmp_path / "other"), STAGE), 1, print)
     assert key(20, REFUSED) not in objects(bucket, run)
 
@@ -255,7 +255,7 @@ def test_a_store_that_is_away_costs_a_save_and_blames_no_checkpoint(group, run, 
     monkeypatch.setattr(bucket_module, "ATTEMPTS", 2)
     proxy.fault_of_any = lambda method, path: 503
     made = savers.WorkerGroup(tmp_path / "run", remote=run)
-    assert made.save(30) is None and "no answer after 2 attempts" in made.savers[0].failure
+    assert made.save(30) is None and "no response after 2 attempts" in made.savers[0].failure
     monkeypatch.setattr(restore, "dist", ALONE)
     with pytest.raises(CheckpointError, match=r"cannot read the checkpoints: .*\n  nothing was changed"):
         choose_together(StageCheckpoints(Bucket(run, tmp_path / "other"), STAGE), 1, print)
@@ -276,7 +276,7 @@ def test_where_a_file_cannot_be_put_the_store_is_asked_for_little_else(group, pr
     proxy.fault_of_any = refuse
     assert group.save(30) is None
     failure = group.savers[0].failure
-    assert "rank-00000.safetensors: no answer after 10 attempts" in failure and "rank-00001" in failure
+    assert "rank-00000.safetensors: no response after 10 attempts" in failure and "rank-00001" in failure
     of_files = [path for path in asked if "/rank-0000" in path]
     assert len(of_files) == 20 and len(asked) <= 23
 
@@ -338,7 +338,7 @@ def test_a_commit_whose_answers_are_lost_outlives_a_save_of_the_same_step(
     monkeypatch.setattr(bucket_module, "ATTEMPTS", 2)
     group.checkpoints.storage.retry.attempts = 2
     proxy.fault_of_any = lambda method, path: "deaf" if path.endswith("30-000001/MANIFEST.json") else None
-    assert group.save(30) is None and "no answer after 2 attempts" in group.savers[0].failure
+    assert group.save(30) is None and "no response after 2 attempts" in group.savers[0].failure
     proxy.fault_of_any = lambda method, path: 503 if method == "PUT" and "30-000001/rank-00001" in path else None
     assert group.save(30) is None and "rank-00001" in group.savers[0].failure
     proxy.fault_of_any = lambda method, path: None
@@ -395,7 +395,7 @@ def test_a_start_that_is_not_the_newest_attempt_any_more_touches_nothing(group, 
     group.begin(30)
     assert [claim_attempt(Bucket(run, SCRATCH)), claim_attempt(Bucket(run, SCRATCH))] == [2, 3]
     before = objects(bucket, run)
-    with pytest.raises(RunOwned, match=r"attempt 3 owns .* now, this is attempt 2\n  nothing of the newer"):
+    with pytest.raises(RunOwned, match=r"attempt 3 owns .* now, this is attempt 2\n  the newer attempt's files are un"):
         StageCheckpoints(Bucket(run, tmp_path / "other"), STAGE).choose(2, print)
     assert objects(bucket, run) == before
 
@@ -463,7 +463,7 @@ def test_what_was_not_put_before_a_kill_is_still_there_in_the_same_folder(run, m
     with synced(Bucket(run, machines[0]), said.append):
         assert (machines[0] / "log.txt").read_text() == "never put\n"
         assert Bucket(run, SCRATCH).read("log.txt") == b"never put\n", "workers on other nodes may need it"
-    assert said[-1].startswith("taking the run over: no sign of life")
+    assert said[-1].startswith("taking over the run: no sign of life")
 
 
 def test_an_owner_that_is_dead_is_followed_and_puts_nothing_when_it_wakes_up(run, machines, bucket) -> None:
@@ -471,7 +471,7 @@ def test_an_owner_that_is_dead_is_followed_and_puts_nothing_when_it_wakes_up(run
     frozen = left_elsewhere(run, machines[0])
     (machines[0] / "log.txt").write_text("of the frozen one")
     with synced(Bucket(run, machines[1]), said.append):
-        assert "taking the run over: no sign of life" in said[-1]
+        assert "taking over the run: no sign of life" in said[-1]
         (machines[1] / "log.txt").write_text("of the new one")
         with pytest.raises(RunOwned):
             sync.Sync(Bucket(run, machines[0]), frozen, print).put()
@@ -532,7 +532,7 @@ def test_fetched_weights_are_those_of_their_record_or_are_fetched_again(run, buc
     Bucket(run, SCRATCH).put("stage/weights.safetensors", b"baad weights")
     fetch_weights()
     (other / "weights.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"weights\.safetensors has changed: fetched twice"):
+    with pytest.raises(CheckpointError, match=r"weights\.safetensors has changed: two downloads"):
         fetch_weights()
     assert list(other.iterdir()) == [], "a bad copy would be put by the driver"
 

@@ -1,7 +1,9 @@
 """Errors of the command line, and exit codes after interrupts and unexpected errors."""
 
+import importlib.metadata
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,6 @@ pytestmark = pytest.mark.quick
         (["checkpoints", "verfy", "x"], "Did you mean 'verify'?"),
         (["run"], "expected a YAML file or a built-in recipe: cifar10, digits"),
         (["checkpoints", "verify", "x", "--step", "ten"], "'--step'"),
-        ([], "Missing command"),
         (["status", "/nowhere"], "no run at"),
     ],
 )
@@ -38,6 +39,36 @@ def test_help_exits_with_0_and_lists_debug_if_the_command_has_it(capsys, words):
     assert ("--debug" in out) == (words[-2:-1] in (["run"], ["check"]))
 
 
+def test_no_words_print_the_help(capsys):
+    assert main([]) == 0
+    assert "Usage: python -m jobs" in capsys.readouterr().out
+
+
+def test_version_names_the_commit_and_the_packages(capsys):
+    assert main(["--version"]) == 0
+    out = capsys.readouterr().out
+    root = Path(__file__).parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    assert out.startswith(f"patchline {project['version']}, commit ")
+    for package in ("torch", "deepspeed", "ray", "numpy"):
+        assert f"{package} {importlib.metadata.version(package)}" in out
+
+
+def test_recipe_on_stdin_is_refused_because_a_run_is_resumed_with_its_file(capsys):
+    assert main(["plan", "-"]) == 78
+    assert "save the recipe to a file first: cat > NAME.yaml" in capsys.readouterr().err
+
+
+def test_folder_next_to_its_recipe_suggests_the_recipe(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("photos").mkdir()
+    assert main(["run", "photos"]) == 78
+    assert "python -m jobs new photos" in capsys.readouterr().err
+    Path("photos.yaml").touch()
+    assert main(["run", "photos/"]) == 78
+    assert "did you mean photos.yaml?" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("program", "other"), [("python -m jobs", "patchline"), ("patchline", "python -m jobs")])
 def test_hints_and_records_use_the_typed_program_name(capsys, monkeypatch, tmp_path, program, other):
     first = program.replace("python -m jobs", "jobs/__main__.py")
@@ -50,7 +81,7 @@ def test_hints_and_records_use_the_typed_program_name(capsys, monkeypatch, tmp_p
         f"Usage: {program} [OPTIONS]",
         f"use run instead: {program} run --help",
         f"index or its folder, for example: {program} evaluate {tmp_path} runs/photos/parts/held-out",
-        f"it is a run: type its recipe instead; for its progress type {program} status {tmp_path}",
+        f"it is a run directory: type its recipe; for its progress, type {program} status {tmp_path}",
     ):
         assert line in said
     assert other not in said and "trial" not in said

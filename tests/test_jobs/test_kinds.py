@@ -110,7 +110,7 @@ def test_plan_and_run_use_the_checks_of_a_kind(with_rounded, recipe: Path, capsy
         assert main([command, str(recipe), "rounded.digit=1"]) == 78
         assert "unknown key rounded.digit; did you mean 'digits'" in capsys.readouterr().err
     assert main(["plan", str(recipe), "finetune.data.train=@rounded/train"]) == 78
-    assert "a rounded stage makes no data set" in capsys.readouterr().err
+    assert "a rounded stage writes no data set" in capsys.readouterr().err
 
 
 def test_check_results_are_in_the_order_of_the_checks(recipe: Path) -> None:
@@ -122,7 +122,7 @@ def test_check_results_are_in_the_order_of_the_checks(recipe: Path) -> None:
     assert failure.text == "pretrain.data.train: /nowhere: this index does not exist"
     assert results["finetune"] == []
     assert [result.text for result in results["fewshot"]] == ["fewshot.init: no weights.safetensors in /neither"]
-    assert results["fewshot"][0].remedy == "  give a folder that holds one, or @stage"
+    assert results["fewshot"][0].remedy == "  pass a folder that contains this file, or @stage"
 
 
 def test_a_kind_whose_module_is_missing_is_refused_only_if_a_recipe_uses_it(recipe) -> None:

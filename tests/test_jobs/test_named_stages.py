@@ -16,7 +16,7 @@ pytestmark = pytest.mark.quick
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run with two finished finetunings, a newer one that is half done, a pretraining, and packed shards."""
+    """A run with two finished finetunings, a newer unfinished one, a pretraining, and packed shards."""
     stages = {
         "shards-00000001": (["done.json"], 10),
         "pretrain-00000002": (["model.json", "task.json", "checkpoints/x", "done.json"], 20),
@@ -100,7 +100,7 @@ def test_an_unfinished_stage_is_used_for_checkpoints_if_no_other_has_any(run, ca
             with pytest.raises(DataError, match="is at step 14 of 200\n") as error:
                 find_stage(f"{run}/{typed}")
             assert f"to resume it, type {command}\n" in str(error.value)
-            assert f"newest checkpoint, step 12, type\n  python -m jobs checkpoints export {run}/finetune --to" in str(
+            assert f"newest checkpoint (step 12), type\n  python -m jobs checkpoints export {run}/finetune --to" in str(
                 error.value
             )
 
@@ -114,7 +114,8 @@ def test_a_data_set_is_found_by_the_names_of_run_stage_and_data_set(run, capsys)
         assert f"{run}/{typed}: using parts-0000000b, finished" in capsys.readouterr().err
     for path in (f"{run}/parts-0000000a/held-out", f"{run.parent}/elsewhere/x", "s3://bucket/x/y/z", "held-out"):
         assert find_set(path) == path
-    with pytest.raises(DataError, match=r"parts has no set 'heldout'\n(.*\n)*.*finished 1970.*: sets held-out"):
+    listed = r"parts has no data set 'heldout'\n(.*\n)*.*finished 1970.*; data sets: held-out"
+    with pytest.raises(DataError, match=listed):
         find_set(f"{run}/parts/heldout")
 
 
@@ -160,5 +161,5 @@ def test_a_recipe_can_read_data_sets_of_another_run_by_name(tmp_path, shards, ca
         assert data.mixture["other"].train == f"{shards}/test" and not campaign.stage(name).missing
     # Each path is said once, whatever the number of runs.
     assert capsys.readouterr().err.count("parts-0000000a, finished 1970") == 2
-    with pytest.raises(DataError, match=r"x/parts has no set 'tarin'"):
+    with pytest.raises(DataError, match=r"x/parts has no data set 'tarin'"):
         load(recipe, [f"pretrain.data.evaluate={tmp_path}/x/parts/tarin"])

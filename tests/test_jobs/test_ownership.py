@@ -120,7 +120,7 @@ def test_missing_released_and_torn_leases_are_distinguished(tmp_path) -> None:
         assert sorted(storage.list("leases")) == ["leases/000002.json"], "older leases are deleted"
     (tmp_path / "run" / "leases" / "000002.json").write_text('{"token": ')
     state, seen = holder_state(storage, print)
-    assert state == "lost" and seen is not None and "incomplete or altered" in seen.holder
+    assert state == "lost" and seen is not None and "truncated or altered" in seen.holder
 
 
 def test_holder_that_lost_the_run_is_informed_once_and_does_not_touch_the_new_lease(tmp_path) -> None:
@@ -132,7 +132,7 @@ def test_holder_that_lost_the_run_is_informed_once_and_does_not_touch_the_new_le
             new = lost.content()
             assert Folder(tmp_path / "run").create_once("leases/000002.json", new)
             lost.thread.join(10)
-            assert "another command has taken the run over, this one can no longer commit" in said[-1]
+            assert "another command has taken over the run; this one can no longer commit" in said[-1]
             for refused in (lost.check, lost.check_at_end, lost.confirm):
                 with pytest.raises(RunOwned, match=f"run is owned by process {os.getpid()} on"):
                     refused()
@@ -163,7 +163,7 @@ def test_holder_can_be_stopped_through_the_storage(holder, tmp_path) -> None:
     said: list[str] = []
     ownership.stop_holder(storage, seen, said.append, 30.0)
     process.join(10)
-    assert process.exitcode == 0 and "has ended; to see how" in said[-1]
+    assert process.exitcode == 0 and "has ended; for its result, type" in said[-1]
     assert sorted(storage.list("leases")) == ["leases/000001.json"]
 
 

@@ -5,6 +5,7 @@ import torch
 
 import models
 from models import masked
+from models.catalog import normalise
 
 
 def build(target: str = "mean_color", image_size: int = 32, **config) -> torch.nn.Module:
@@ -56,6 +57,17 @@ def test_colours_are_three_bits_a_channel():
     images = torch.full((1, 3, 16, 24), -1.0)
     images[:, :, :8, 8:16] = torch.tensor([1.0, -1.0, 0.01]).view(1, 3, 1, 1)  # 255, 0, 128.8: bins 7, 0, 4
     assert masked.targets(images, config)[0, :, 0].tolist() == [0, 64 * 7 + 4, 0, 0, 0, 0]
+
+
+def test_colours_do_not_depend_on_the_normalisation_of_pixels():
+    pixels = torch.randint(0, 256, (2, 3, 16, 24), generator=seeded(0), dtype=torch.uint8)
+    expected = None
+    for pixel_mean, pixel_std in (((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)), ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))):
+        config = models.config_of("Masked-mu/8", (16, 24), pixel_mean=pixel_mean, pixel_std=pixel_std)
+        images = normalise(pixels, config, torch.float32, torch.device("cpu"))
+        classes = masked.targets(images, config)
+        assert expected is None or torch.equal(classes, expected)
+        expected = classes
 
 
 def test_downsized_patches_are_cells_in_reading_order():

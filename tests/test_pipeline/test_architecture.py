@@ -38,7 +38,7 @@ def test_ops_must_produce_images_of_the_models_size(ops, model, size) -> None:
     if size is None:
         check_shape(ops, model, "data.preprocess")
         return
-    with pytest.raises(ConfigError, match=f"^data.preprocess: .* makes images of {size}, expected the model's 32×48\n"):
+    with pytest.raises(ConfigError, match=f"^data.preprocess: .* produces {size} images, but the model expects 32×48"):
         check_shape(ops, model, "data.preprocess")
 
 
@@ -68,7 +68,7 @@ def test_section_without_a_name_changes_the_model_of_init() -> None:
     described = model_config({"name": "mu/8", "image_size": 32, "classes": 10})
     assert described == models.config_of("mu/8", 32, 10)
     assert model_config({"image_size": 64}, described) == models.config_of("mu/8", 64, 10)
-    with pytest.raises(ConfigError, match=r"model\.classes is missing: a model without init needs"):
+    with pytest.raises(ConfigError, match=r"model\.classes is missing: without init, a model needs"):
         model_config({"name": "mu/8", "image_size": 32})
 
 

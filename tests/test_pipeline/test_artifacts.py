@@ -179,10 +179,10 @@ def test_printed_remedy_recreates_the_same_weights(made, tmp_path, shards, capsy
 def test_imported_weights_are_verified_and_missing_digests_are_logged(made, tmp_path, capsys):
     models.save(models.build("mu/8", 24, 10), tmp_path / "bare")
     assert main(["import", str(tmp_path / "bare"), str(tmp_path / "in")]) == 0
-    assert f"unverified: {tmp_path / 'bare'} has no digests" in capsys.readouterr().out
+    assert f"unverified: {tmp_path / 'bare'} has no recorded digests" in capsys.readouterr().out
     resize = ["resize", str(made), "resize.image_size=16"]
     assert command([*resize, f"resize.init={tmp_path / 'bare'}"]) == 0
-    assert f"unverified: {tmp_path / 'bare'} has no digests" in capsys.readouterr().out
+    assert f"unverified: {tmp_path / 'bare'} has no recorded digests" in capsys.readouterr().out
 
     for name in ("weights.safetensors", "model.json", "provenance.json"):
         file = tmp_path / "in" / name
@@ -233,13 +233,13 @@ def test_replay_and_status_report_a_changed_record(made, capsys):
         refused(["replay", str(folder), "step=3"], folder / "task.json", capsys)
     with flipped(folder / "done.json", 8 * 30):
         assert main(["status", str(folder.parent)]) == 0
-        assert f"UNKNOWN: {folder / 'done.json'} has changed" in capsys.readouterr().out
+        assert f"UNREADABLE: {folder / 'done.json'} has changed" in capsys.readouterr().out
 
 
 def test_slow_check_is_logged(made, capsys, monkeypatch):
     monkeypatch.setattr(artifacts, "SAY_AFTER_S", 0.0)
     assert main(["run", str(made)]) == 0
-    assert f"checked 0.0 GB in {stage_folder(made, 'pretrain')} in 0 s" in capsys.readouterr().out
+    assert f"verified 0.0 GB in {stage_folder(made, 'pretrain')} in 0 s" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", [name for name in HOSTILE_NAMES if isinstance(name, str)])

@@ -10,6 +10,7 @@ import torch
 from data.loader import Batch, Wait
 from data.order import Ids
 from models.catalog import normalise
+from models.configs import ViTConfig
 from pipeline.batches import (
     classification_loss,
     planned_ids,
@@ -17,8 +18,7 @@ from pipeline.batches import (
     seed_of_micro_batch,
     without_rows,
 )
-from pipeline.phases import Phase
-from pipeline.training_config import TrainConfig
+from pipeline.training_config import Phase, TrainConfig
 
 pytestmark = pytest.mark.quick
 
@@ -32,8 +32,16 @@ def batch_of(labels: list[list[int]], masked: list[bool] | None = None) -> Batch
 
 def test_pixels_are_scaled_to_minus_one_to_one() -> None:
     pixels = torch.tensor([0, 51, 128, 255], dtype=torch.uint8)
-    images = normalise(pixels, torch.float32, torch.device("cpu"))
+    images = normalise(pixels, ViTConfig(), torch.float32, torch.device("cpu"))
     np.testing.assert_allclose(images, [-1.0, -0.6, 0.003922, 1.0], atol=1e-6)
+
+
+def test_pixels_are_normalised_by_mean_and_deviation_of_the_model() -> None:
+    pixels = torch.tensor([0, 51, 255], dtype=torch.uint8).expand(1, 3, 1, 3)
+    config = ViTConfig(pixel_mean=(0.5, 0.25, 0.0), pixel_std=(0.5, 0.25, 2.0))
+    images = normalise(pixels, config, torch.float32, torch.device("cpu"))
+    expected = [[-1.0, -0.6, 1.0], [-1.0, -0.2, 3.0], [0.0, 0.1, 0.5]]
+    np.testing.assert_allclose(images[0, :, 0], expected, atol=1e-6)
 
 
 def test_masked_row_is_grey_and_unlabelled() -> None:

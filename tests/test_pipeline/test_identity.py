@@ -30,16 +30,16 @@ def torch(*versions: str) -> list[Any]:
 @pytest.mark.parametrize(
     ("workers", "said"),
     [
-        (torch("a", "a", "b"), "worker 2 on n2 has torch b, 2 of 3 nodes a"),
-        ([{**torch("b")[0], "rank": NO_RANK}, *torch("a", "a", "a")[1:]], "node n0 has torch b, 2 of 3 nodes a"),
-        (torch("b", "a", "a"), "worker 0 on n0 has torch b, 2 of 3 nodes a"),
-        (torch("b", "a", "c", "a", "b", "a"), "worker 0 on n0 (and 2 more) has torch b, 3 of 6 nodes a"),
+        (torch("a", "a", "b"), "worker 2 on n2 has torch b, 2 of 3 nodes have a"),
+        ([{**torch("b")[0], "rank": NO_RANK}, *torch("a", "a", "a")[1:]], "node n0 has torch b, 2 of 3 nodes have a"),
+        (torch("b", "a", "a"), "worker 0 on n0 has torch b, 2 of 3 nodes have a"),
+        (torch("b", "a", "c", "a", "b", "a"), "worker 0 on n0 (and 2 more) has torch b, 3 of 6 nodes have a"),
         (torch("a", "b"), "worker 1 on n1 has torch b, worker 0 on n0 a: a tie, each on 1 of 2 nodes"),
         (torch("b", "b", "a", "a", "c"), "worker 2 on n2 (and 2 more) has torch a, worker 0 on n0 b: a tie, each on 2"),
         # Eight workers on one node count as one node.
         (
             [{**each, "node": "n0"} for each in torch(*"bbbbbbbb")] + torch(*"aaaaaaaaaaa")[8:],
-            "worker 0 on n0 (and 7 more) has torch b, 3 of 4 nodes a",
+            "worker 0 on n0 (and 7 more) has torch b, 3 of 4 nodes have a",
         ),
         # A node without a worker counts too.
         ([*torch("a", "b"), {**torch("b")[0], "rank": NO_RANK, "node": "s"}], "worker 0 on n0 has torch a, 2 of 3"),
@@ -54,12 +54,12 @@ def test_difference_names_the_minority_of_the_nodes(workers, said) -> None:
 def test_different_code_and_devices_are_reported() -> None:
     group = [worker(0), worker(1, code="b" * 64), worker(2, code="c" * 64)]
     assert code_mismatch(group, "a" * 64) == (
-        "worker 1 on n1 (and 1 more) runs other code than this command: bbbbbbbbbbbb in /p, this command aaaaaaaaaaaa"
+        "worker 1 on n1 (and 1 more) runs different code from this command: bbbbbbbbbbbb in /p, expected aaaaaaaaaaaa"
     )
     devices = [worker(0, device="H100", driver="550"), worker(1, device="A100"), worker(2, device="H100")]
     assert [str(difference) for difference in differences(devices, DEVICE)] == [
-        "worker 1 on n1 has device A100, 2 of 3 nodes H100",
-        "worker 0 on n0 has GPU driver 550, 2 of 3 nodes none",
+        "worker 1 on n1 has device A100, 2 of 3 nodes have H100",
+        "worker 0 on n0 has GPU driver 550, 2 of 3 nodes have none",
     ]
 
 

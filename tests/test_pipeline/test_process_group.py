@@ -44,13 +44,15 @@ def test_step_that_does_not_fit_is_reported_with_worker_and_free_memory() -> Non
     gpus = [Arrival(worker(rank, device="H100"), 0.0, True, room) for rank, room in enumerate((40 * gib, 20 * gib))]
     check_device_memory(gpus, 20 * gib)
     check_device_memory(gpus, 0)
-    with pytest.raises(ClusterError, match=r"^worker 1 on n1 needs 30.0 GiB for a step, and 20.0 GiB are free\n") as no:
+    with pytest.raises(
+        ClusterError, match=r"^worker 1 on n1 needs 30.0 GiB for a step, but only 20.0 GiB is free\n"
+    ) as no:
         check_device_memory(gpus, 30 * gib)
     assert "\n  type `python -m jobs plan RECIPE cluster.gpu_memory_gb=20.0`, which" in str(no.value)
     # Workers that compute on the CPU share their node's memory.
     cpus = [Arrival(worker(rank, node="n"), 0.0, True, 50 * gib) for rank in range(3)]
     check_device_memory(cpus, 16 * gib)
-    with pytest.raises(ClusterError, match=r"and 3 such workers share 50.0 GiB of free memory"):
+    with pytest.raises(ClusterError, match=r"but the 3 workers of this node share 50.0 GiB of free memory"):
         check_device_memory(cpus, 17 * gib)
 
 
@@ -77,7 +79,7 @@ def start(tmp_path: Path, act: str = "") -> Any:
 @pytest.mark.parametrize(
     ("act", "message"),
     [
-        ("other code", r"worker 1 on \S+ runs other code than this command: [0-9a-f]{12} in /.*copy"),
+        ("other code", r"worker 1 on \S+ runs different code from this command: [0-9a-f]{12} in /.*copy"),
         ("own disk", r"worker 1 on \S+ wrote /.*/rank-00001.log; rank 0 on \S+ cannot see it after 0 s"),
         pytest.param("no claim", r"worker 1 on \S+ cannot see /.*/attempts/000001.json", marks=pytest.mark.slow),
         pytest.param("other torch", r"worker 1 on \S+ has torch 1.0, 1 of 1 nodes 2", marks=pytest.mark.slow),
@@ -160,7 +162,7 @@ def test_worker_gets_the_gpu_of_its_local_rank_or_is_refused(local_rank, count, 
         assert gpu_of_worker() == torch.device("cuda", expected)
         return
     with pytest.raises(
-        ClusterError, match=rf"^{local_rank + 1} workers or more are on {NODE}, where torch sees 1 GPUs\n"
+        ClusterError, match=rf"^at least {local_rank + 1} workers are on {NODE}, but torch sees only 1 GPUs there\n"
     ):
         gpu_of_worker()
 

@@ -27,7 +27,7 @@ def test_broken_recipe_is_refused(tmp_path: Path, text: str):
 def test_missing_recipe_and_malformed_override_are_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="no recipe at"):
         read_recipe(tmp_path / "none.yaml")
-    with pytest.raises(ConfigError, match=r"is a folder\n  expected a recipe, a YAML file"):
+    with pytest.raises(ConfigError, match=r"is a folder\n  expected a recipe \(a YAML file\)"):
         read_recipe(tmp_path)
     with pytest.raises(ConfigError, match="expected key=value"):
         with_overrides({}, ["steps"])

@@ -84,7 +84,7 @@ def test_checkpoint_of_another_stage_is_refused_with_the_differences() -> None:
     assert str(refusal.value) == (
         "the newest checkpoint in /runs/x/checkpoints has stage key 22222222, expected 11111111; "
         "changed: batch_size: 64 → 32\n"
-        "  move the checkpoint back to the stage that it belongs to"
+        "  move the checkpoint back to its own stage"
     )
     check_stage(cfg, dataclasses.replace(job, key="2" * 64), manifest, "/runs/x/checkpoints")
 

@@ -49,7 +49,7 @@ def test_stage_with_polyak_exports_and_evaluates_averaged_weights(recipe, shards
     right = 0
     with torch.no_grad():
         for batch in test:
-            predicted = model(normalise(batch.images, torch.float32, torch.device("cpu"))).argmax(1)
+            predicted = model(normalise(batch.images, model.config, torch.float32, torch.device("cpu"))).argmax(1)
             right += int(((predicted == batch.labels[:, 0]) & batch.mask).sum())
     accuracy = right / load_index(shards / "test").samples
     assert read_metrics(folder, "evaluate")[-1]["accuracy"] == pytest.approx(accuracy)
@@ -81,7 +81,7 @@ IN_BF16 = '{"communication_data_type": "bf16"}'
 
 @pytest.mark.parametrize(
     ("zero", "content", "said"),
-    [(1, "{}", "fp32; a resume "), (2, IN_BF16, "fp32 over micro-batches, in bf16 over workers; a resume ")],
+    [(1, "{}", "fp32; resuming "), (2, IN_BF16, "fp32 over micro-batches, in bf16 over workers; resuming ")],
 )
 def test_log_names_the_data_type_of_gradient_sums(zero, content, said, recipe, monkeypatch):
     """The DeepSpeed file is in the driver's folder, which need not be the workers' folder."""
@@ -150,7 +150,7 @@ def test_bad_samples_are_reported_even_if_the_save_in_flight_fails(tmp_path, mon
 
     def fail(step: int) -> None:
         events.append("the save fails")
-        raise CheckpointError("3 saves in a row failed")
+        raise CheckpointError("3 consecutive saves failed")
 
     monkeypatch.setattr(health, "read_excluded", lambda folder: [])
     telemetry = SimpleNamespace(log=events.append)

@@ -30,7 +30,7 @@ def test_workers_that_cannot_share_the_exact_parts_are_refused():
     cfg = TrainConfig(steps=1, exact_parts=4)
     assert batch_arithmetic(cfg, 2).accumulation == 32
     for workers in (8, 32):
-        with pytest.raises(ConfigError, match=f"cannot be shared by {workers} workers; use 1, 2, 4, … up to 4"):
+        with pytest.raises(ConfigError, match=f"cannot be divided among {workers} workers; use 1, 2, … up to 4"):
             batch_arithmetic(cfg, workers)
 
 

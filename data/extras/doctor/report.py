@@ -16,7 +16,7 @@ from data.index.names import preview
 
 FEW_SHARDS = 16  # up to this number, small shards are not a problem
 SMALL_SHARD = 32 << 20  # bytes; below this size, latency dominates network reads
-LARGE_SHARD = 4 << 30  # bytes
+LARGE_SHARD = 4 << 30  # bytes; larger shards are reported
 
 
 class Spread(Counter[float]):
@@ -38,7 +38,7 @@ class ShardReport:
 
     name: str
     samples: int = 0
-    problem: str = ""  # of the shard as a whole: missing, truncated, changed, or not a tar
+    problem: str = ""  # problem of the whole shard: missing, truncated, changed, or not a tar
     bad: Refusals = field(default_factory=Refusals)  # bad samples by reason, with the key of the first one
     refused: Refusals = field(default_factory=Refusals)
     classes: Counter[int] = field(default_factory=Counter)
@@ -47,7 +47,7 @@ class ShardReport:
     good: int = 0
     size: int = 0  # bytes of the images of good samples
     spreads: dict[str, Spread] = field(default_factory=dict)
-    hashes: array[int] = field(default_factory=lambda: array("Q"))  # of the encoded images; emptied by `Report.add`
+    hashes: array[int] = field(default_factory=lambda: array("Q"))  # of encoded images; emptied by `Report.add`
     grid: list[tuple[str, bytes]] = field(default_factory=list)  # thumbnails: (key and classes, encoded image)
 
     def add_good(self, header: Header, image: bytes, labels: tuple[int, ...]) -> None:
@@ -119,7 +119,7 @@ class Report:
 
     def lines(self, world: int = 1) -> list[str]:
         """Return the report as lines for a terminal, in a fixed order, with advice for training on `world` workers."""
-        size = 0  # bytes of the images
+        size = 0  # total bytes of the images
         damaged = 0
         most_labels = 1
         for shard in self.shards:

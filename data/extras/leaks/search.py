@@ -43,9 +43,9 @@ from data.seal import Journal, read_entry, write_entry
 from data.shards.parallel import Progress, in_parallel
 from data.shards.reader import ShardReader, check_sizes
 
-# T test images of all sets, K crops of each, D coefficients of a crop
+# T: test images of all sets, K: crops per image, D: coefficients per crop
 
-VERSION = 2  # of the signatures and their comparison; a different version restarts the search
+VERSION = 2  # version of the signatures and their comparison; an interrupted search of another version restarts
 FITS = 0.88  # minimum likeness of a perceptual pair; at 1, only bytes and pixels are compared
 NEARLY_THE_SAME = 0.98  # minimum likeness to also compare decoded pixels, which a lossless re-encoding preserves
 MOST_ALIKE = 0.01  # largest accepted share of candidates among pairs of test images; photographs have 0.0002
@@ -59,7 +59,7 @@ DOCUMENT = "leaks.json"
 class Match(NamedTuple):
     """A training sample and a test sample with the same image."""
 
-    row: int  # in the training shard
+    row: int  # row of the training sample in its shard
     test: int  # number among all test images
     kind: Kind
     distance: float
@@ -70,7 +70,7 @@ class ShardMatches(NamedTuple):
 
     matches: list[Match]
     samples: int
-    bad: int  # undecodable samples
+    bad: int  # number of undecodable samples
     flat: int  # samples without structure, compared only by bytes and pixels
 
 
@@ -144,7 +144,7 @@ def find_leaks(
         for number, shard in enumerate(index.shards):
             jobs[key_of(shard)] = partial(search_shard, index.single_shard(number), signatures, fits, cache)
     with Journal(output / JOURNAL, setting) as journal:
-        # Search the training shards that are not in the journal of an earlier, interrupted search.
+        # Skip training shards in the journal of an earlier, interrupted search.
         missing = [key for key in jobs if key not in journal.records]
         with in_parallel(list(map(jobs.__getitem__, missing)), workers, report) as results:
             for key, shard_matches in zip(missing, results, strict=True):
@@ -159,7 +159,7 @@ def find_leaks(
             for match in (*embeddings.records[key].matches, *pixels.matches):
                 matches[match.row, match.test] = match  # a match by pixels replaces one by features
             records[key] = pixels._replace(matches=sorted(matches.values()))
-    bad = int(np.load(signatures / "bad.npy").sum())  # undecodable test images
+    bad = int(np.load(signatures / "bad.npy").sum())  # number of undecodable test images
     leaks = document(train, test, records, bad, settings)
     write_leaks(output / DOCUMENT, leaks)
     (output / JOURNAL).unlink()
@@ -178,9 +178,9 @@ def write_signatures(
     Raises OSError if the disk is full.
     """
     folder.mkdir(exist_ok=True)
-    paths = []  # of the signature files, one per shard
+    paths = []  # signature files, one per shard
     missing = []
-    total = 0  # samples of all sets
+    total = 0  # number of samples in all sets
     for index in sets:
         total += index.samples
         for number, shard in enumerate(index.shards):
@@ -291,7 +291,7 @@ def alike_among(tests: TestSignatures) -> tuple[int, int]:
 
 
 class PendingImage(NamedTuple):
-    """A training image in a batch that is not complete yet."""
+    """A training image in an incomplete batch."""
 
     row: int
     image: bytes
@@ -302,7 +302,7 @@ def search_shard(shard: Index, signatures: Path, fits: float, cache: CacheConfig
     """Find the test images that occur in one training shard."""
     test_images = open_signatures(signatures)
     reader = ShardReader(shard, cache=cache)
-    matches: dict[tuple[int, int], Match] = {}  # by row and test image
+    matches: dict[tuple[int, int], Match] = {}  # (row, test image) → match
     bad = 0
     flat = 0
     batch: list[PendingImage] = []

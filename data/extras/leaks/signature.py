@@ -1,15 +1,16 @@
-"""What an image is recognised by: a small grey picture of it, and low frequencies of the whole and of its crops.
+"""Compute perceptual signatures, which recognise copies of an image: a thumbnail, and low frequencies of its crops.
 
-How bytes become a signature, in order:
-1. the image is decoded upright and grey, a JPEG at a reduced scale; borders of one colour are cut off (`trimmed`), and
-   what is left is squashed to SIDE × SIDE pixels;
-2. of the whole, and of each of BOXES crops, the cosine transform's first 55 coefficients but the mean are taken,
-   weighted by their frequency (photographs have about as much of each then), and brought to length 1;
-3. the inner product of two such vectors says how alike two crops are, whatever their brightness and contrast.
+An encoded image becomes a signature in these steps:
+1. Decode the image upright and in grey, JPEGs at a reduced scale. Trim borders of uniform colour (`trimmed`), and
+   squash the rest to SIDE × SIDE pixels.
+2. For the whole image and each crop (BOXES in total), compute the first 55 coefficients of the cosine transform without
+   the mean. Weight them by frequency, which equalises their size in photographs, and normalise them to length 1.
+3. The inner product of two of these vectors measures the similarity of two crops, independent of brightness and
+   contrast.
 
-The crops are squares of 100 to 77.5 % of each side, 6 % apart at most, so that a crop of 60 % of the area or more that
-keeps the image's proportions is near one of them; and the two that evaluation makes: the square in the middle of the
-image, and 87.5 % of that. A mirrored image has the same coefficients, the odd ones with the other sign.
+The crops cover 100 to 77.5 % of each side at steps of at most 6 %, so that any crop of 60 % of the area or more with
+the image's aspect ratio is close to one of them. Two more crops are those of evaluation: the central square, and 87.5 %
+of it. Mirroring an image only changes the sign of the odd coefficients.
 """
 
 from __future__ import annotations
@@ -23,23 +24,23 @@ import numpy as np
 
 from data.images.decode import decode, opencv_decode, read_header, reduction
 
-# K crops of an image, D coefficients of a crop, F frequencies a side
+# K: crops per image, D: coefficients per crop, F: frequencies per side
 
-SIDE = 128  # pixels that an image is squashed to
-PICTURE = 64  # pixels a side of the picture that is kept, by which two images are laid over each other
+SIDE = 128  # side in pixels of the squashed image
+PICTURE = 64  # side in pixels of the stored thumbnail, which is used to register two images
 FREQUENCIES = 8
-SCALES = (1.0, 0.94, 0.88, 0.82, 0.775)  # of each side of the crops
-STEP = 0.06  # of the side, between neighbouring crops
-EVALUATED = 0.875  # of the square in the middle: 224 of 256 pixels
-FLAT = 2.0  # grey levels: an image whose pixels deviate less has nothing to be recognised by
-OF_ONE_COLOUR = 8  # grey levels that a border's pixels deviate from its middle one, but for SPECKS
-SPECKS = 0.02  # share of a border's pixels that may deviate by more: noise of encoding beside the picture
-LEAST_LEFT = 0.25  # of each side: of what would be cut to less, all is kept
-FLOOR = 1.0  # length of a vector before it is brought to 1: that of less is noise, and becomes shorter than 1
+SCALES = (1.0, 0.94, 0.88, 0.82, 0.775)  # sides of the crops, relative to those of the image
+STEP = 0.06  # largest distance between neighbouring crops, relative to the side
+EVALUATED = 0.875  # side of evaluation's crop relative to the central square: 224 of 256 pixels
+FLAT = 2.0  # grey levels; an image with a smaller standard deviation cannot be recognised by its structure
+OF_ONE_COLOUR = 8  # grey levels by which the pixels of a uniform border may deviate from their median
+SPECKS = 0.02  # share of a border's pixels that may deviate more, because of compression noise
+LEAST_LEFT = 0.25  # relative to each side; if trimming would leave less, the image is not trimmed
+FLOOR = 1.0  # shorter vectors are noise: they are divided by this length, and so stay shorter than 1
 
 
 class Crop(NamedTuple):
-    """A crop, in shares of the image's sides."""
+    """A crop, relative to the sides of the image."""
 
     y: float
     x: float
@@ -48,11 +49,11 @@ class Crop(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """What is kept of an image."""
+    """An image's perceptual signature."""
 
-    crops: np.ndarray  # (K, D) float16; the first is of the whole image
+    crops: np.ndarray  # (K, D) float16 coefficients; row 0 is the whole image
     picture: np.ndarray  # (PICTURE, PICTURE) uint8, grey
-    proportion: float  # width / height, which the last two crops follow from
+    proportion: float  # width / height, which determines the last two crops
     is_flat: bool
 
 
@@ -71,7 +72,7 @@ def signature(data: bytes) -> Signature:
 
 
 def grey_of(data: bytes) -> np.ndarray:
-    """Decode the image (H, W), grey and upright, at SIDE pixels a side or more if it has them; raises BadImage."""
+    """Decode an image upright and in grey, (H, W), at a reduced scale that keeps SIDE pixels; raises BadImage."""
     header = read_header(data)
     reduced = {
         1: cv2.IMREAD_GRAYSCALE,
@@ -79,14 +80,14 @@ def grey_of(data: bytes) -> np.ndarray:
         4: cv2.IMREAD_REDUCED_GRAYSCALE_4,
         8: cv2.IMREAD_REDUCED_GRAYSCALE_8,
     }
-    # Upright, unlike in training: a copy that was encoded again has often been turned as its EXIF tag says.
+    # Apply the EXIF orientation, unlike in training: re-encoded copies have often been rotated accordingly.
     return opencv_decode(data, reduced[reduction(min(header.height, header.width), SIDE)])
 
 
 def trimmed(grey: np.ndarray) -> np.ndarray:
-    """Return the image (H, W) without its borders of one colour, as copies get that are padded, framed or letterboxed.
+    """Trim borders of uniform colour from an image (H, W): padding, frames and letterboxes of copies.
 
-    A frame within a frame goes too. An image that would hardly be left is returned whole.
+    Nested frames are trimmed too. If little of the image would remain, it is returned unchanged.
     """
     top = 0
     left = 0
@@ -113,7 +114,7 @@ def trimmed(grey: np.ndarray) -> np.ndarray:
 
 
 def border_lines(lines: np.ndarray) -> int:
-    """Return how many lines of (lines, pixels) have the colour of the first one: 0 where that has several."""
+    """Return the number of leading lines (of an array lines × pixels) with the uniform colour of the first, or 0."""
     colour = int(np.median(lines[0]))
     for number, line in enumerate(lines):
         is_other = np.abs(line.astype(np.int16) - colour) > OF_ONE_COLOUR
@@ -123,13 +124,13 @@ def border_lines(lines: np.ndarray) -> int:
 
 
 def squashed(grey: np.ndarray, side: int) -> np.ndarray:
-    """Return the image at side × side pixels; each is the mean of those that it covers."""
+    """Resize an image to side × side pixels, by averaging if that makes it smaller."""
     is_larger = min(grey.shape) >= side
     return cv2.resize(grey, (side, side), interpolation=cv2.INTER_AREA if is_larger else cv2.INTER_LINEAR)
 
 
 def pixel_digest(data: bytes) -> bytes:
-    """Return the sha256 of an image's sides and pixels, as training decodes them; raises BadImage."""
+    """Return the sha256 of an image's shape and pixels, decoded as in training; raises BadImage."""
     pixels = decode(data)
     return sha256(repr(pixels.shape).encode() + pixels.tobytes()).digest()
 
@@ -138,7 +139,7 @@ def pixel_digest(data: bytes) -> bytes:
 
 
 def intervals(scale: float) -> list[tuple[float, float]]:
-    """Return (start, length) of the crops of one scale along one side: equally far from each other, STEP at most."""
+    """Return (start, length) of the crops of one scale along one side, equally spaced by at most STEP."""
     steps = math.ceil((1 - scale) / STEP - 1e-9)
     if steps == 0:
         return [(0.0, scale)]
@@ -146,7 +147,7 @@ def intervals(scale: float) -> list[tuple[float, float]]:
 
 
 def evaluation_boxes(proportion: float) -> list[Crop]:
-    """Return the square in the middle of an image of a width / height, and EVALUATED of it."""
+    """Return evaluation's two crops for an aspect ratio (width / height): the central square, and EVALUATED of it."""
     height = min(1.0, proportion)
     width = min(1.0, 1 / proportion)
     boxes = []
@@ -161,7 +162,7 @@ def boxes_of(proportion: float) -> list[Crop]:
 
 
 def basis(start: float, length: float) -> np.ndarray:
-    """Return (F, SIDE) cosines over one side of a crop; pixels that the crop covers in part count in part."""
+    """Return the cosines (F, SIDE) over one side of a crop, weighted by the share of each pixel inside the crop."""
     middles = (np.arange(SIDE) + 0.5) / SIDE
     inside = np.minimum(middles + 0.5 / SIDE, start + length) - np.maximum(middles - 0.5 / SIDE, start)
     weights = np.clip(inside, 0, None) / length
@@ -171,9 +172,9 @@ def basis(start: float, length: float) -> np.ndarray:
 
 
 def transformed(square: np.ndarray, proportion: float) -> np.ndarray:
-    """Return (SIDE, SIDE) → (K, D) float32: the coefficients of every crop, each row of length 1."""
+    """Transform a square image (SIDE, SIDE) to the normalised coefficients of its crops, (K, D) float32."""
     rows = []
-    for bases in GRID_BASES:  # (n · F, SIDE): of the n intervals of one scale
+    for bases in GRID_BASES:  # (n · F, SIDE): the cosines of the n intervals of one scale
         n = len(bases) // FREQUENCIES
         product = (bases @ square @ bases.T).reshape(n, FREQUENCIES, n, FREQUENCIES)
         rows.append(product.transpose(0, 2, 1, 3).reshape(n * n, FREQUENCIES, FREQUENCIES))
@@ -189,9 +190,9 @@ _COLUMN = np.arange(FREQUENCIES)[None, :]
 _FREQUENCY = np.hypot(_ROW, _COLUMN)
 USED = (_FREQUENCY > 0) & (_FREQUENCY < FREQUENCIES)
 WEIGHTS = _FREQUENCY[USED].astype(np.float32)
-# (D,) of a mirror image
+# (D,) factors that turn the coefficients of an image into those of its mirror image
 MIRRORED = np.where(_COLUMN % 2 == 1, -1.0, 1.0).astype(np.float32).repeat(FREQUENCIES, 0)[USED]
-# The crops that all images have, in the order of their rows, and the cosines over them, scale by scale.
+# The crops that do not depend on the aspect ratio, in the order of their rows, and their cosines for each scale.
 GRID: list[Crop] = []
 GRID_BASES = []
 for _scale in SCALES:
@@ -199,5 +200,5 @@ for _scale in SCALES:
         for _x, _width in intervals(_scale):
             GRID.append(Crop(_y, _x, _height, _width))
     GRID_BASES.append(np.concatenate([basis(start, length) for start, length in intervals(_scale)]))
-BOXES = len(GRID) + 2  # K
-COEFFICIENTS = int(USED.sum())  # D
+BOXES = len(GRID) + 2  # K, the number of crops
+COEFFICIENTS = int(USED.sum())  # D, the number of coefficients

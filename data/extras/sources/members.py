@@ -38,7 +38,7 @@ from data.errors import DataError
 from data.images.decode import MAX_BYTES
 from data.index.tar import MAX_EXTENSION, check_uncompressed
 from data.sources.folders import in_words
-from data.sources.walk import files_below
+from data.walk import files_below
 
 GZIP_START = b"\x1f\x8b"
 # First bytes of compressed files → function that opens them as a stream.
@@ -68,7 +68,7 @@ class Member:
 
     name: str  # path in the archive
     opened: Callable[[], Any]  # returns an open file; for a tar, it is valid until the next member is requested
-    archive: str  # for messages
+    archive: str  # name of the archive in messages
 
     def read(self, most: int = MAX_BYTES) -> bytes:
         """Return the full content; raises DataError if it is damaged, or has more than `most` bytes.

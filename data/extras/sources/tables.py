@@ -44,7 +44,14 @@ def path_table(
     if a file is not an image.
     """
     path = Path(path)
-    names, labels = table_columns(path, unlabelled=unlabelled)
+    entries = table_entries(path, *table_columns(path, unlabelled=unlabelled), unlabelled=unlabelled)
+    yield from read_files(path.parent if root is None else root, entries)
+
+
+def table_entries(
+    path: Path, names: Sequence[str], labels: Sequence[object], *, unlabelled: bool = False
+) -> list[ListedFile]:
+    """Return the rows of a table as listed files; raises DataError for a label that is invalid."""
     ids = NO_NAMES if unlabelled else ids_of(classes_in(path, labels))
     entries = []
     for name, label in zip(names, labels, strict=True):
@@ -55,7 +62,7 @@ def path_table(
             entries.append(ListedFile(name, parse_labels(label_text(label), ids)))
         except ValueError as error:
             raise DataError(f"{path}: {printable(name)}: {error}") from None
-    yield from read_files(path.parent if root is None else root, entries)
+    return entries
 
 
 def table_classes(path: str | os.PathLike[str]) -> Names:
@@ -137,7 +144,7 @@ def classes_in(path: Path, labels: Iterable[object]) -> Names:
             parse_labels(text)
         except NoLabel as error:
             # A number that is not a valid id, such as −1 or NaN, is not a name either.
-            if isinstance(label, str | list):
+            if isinstance(label, str | list | bool):
                 names.update(error.texts)
         else:
             if first_id is None:

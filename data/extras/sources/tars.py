@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Container, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 
@@ -21,16 +23,22 @@ from data.extras.sources.members import Member, is_compressed, members
 from data.images.decode import MAX_BYTES
 from data.index.document import SUFFIX, load_index
 from data.index.index import Refusals
-from data.index.names import NO_NAMES, Names, NoLabel, parse_labels
+from data.index.names import NO_NAMES, Names, NoLabel, are_captions, parse_labels
 from data.index.shard import COMPRESSED, IMAGES
 from data.index.tar import (
+    DOTTED,
     IGNORED,
     LABELS,
     MAX_LABEL,
+    PARENT,
+    REPEATED,
     check_nothing_excluded,
     compressed_in,
     first_part,
+    is_dotted,
     mapped,
+    normal_name,
+    refuse_dotted,
     split_name,
     walk,
 )
@@ -49,65 +57,139 @@ def tars(
     gives their number. With `unlabelled=True`, labels are ignored. Raises DataError if no sample has both an image and
     a label, or if a tar is damaged.
     """
-    # `source` is a folder of tars, one tar, or a list of tars. Compressed tars of a folder are read only if it has no
-    # uncompressed ones, because otherwise they may be copies of these.
-    paths: list[Path] = []
-    if not isinstance(source, str | os.PathLike):
-        paths = list(map(Path, source))
-    elif not any(Path(source).glob("[!.]*.tar")):
-        paths = compressed_in(source)
-    if not paths and isinstance(source, str | os.PathLike):
-        check_nothing_excluded(source)
-        paths = files_of(source, "*.tar")
-
     excluded = Refusals()
+    renamed = Refusals()
     is_usable = False
-    for path in paths:
+    used: Counter[str] = Counter()  # how often each tar name occurs
+    for path in paths_of(source):
         # `train-000.tar.gz` → `train-000`
         stem = path.name
         for suffix in (".tar", *COMPRESSED):
             stem = path.name.removesuffix(suffix)
             if stem != path.name:
                 break
+        used[stem] += 1
+        if used[stem] > 1:
+            stem += f"_{used[stem]}"
+        keys: set[str] = set()
         refused = Refusals()  # excluded members of this tar, with the same reasons as in an index
-        for key, encoded, raw, _ in (compressed_samples if is_compressed(path) else plain_samples)(path, refused):
+        for key, encoded, raw, _ in samples_in(path, refused):
             labels: tuple[int, ...] | None = None
             try:
                 if not unlabelled:
                     labels = parse_labels(raw, ids)
             except NoLabel as error:
-                excluded.add(error.reason, f"{key} of {path.name}")
+                shown = f" ({error})" if raw else ""
+                excluded.add(error.reason, f"{key} of {path.name}{shown}")
                 continue
             if not encoded:
                 excluded.add("no image", f"{key} of {path.name}")
                 continue
             is_usable = True
+            if key in keys:
+                renamed.add(REPEATED, f"{key} of {path.name}")
+                key = unused(key, keys)
+            keys.add(key)
             # Different tars may use the same keys: add the name of the tar.
             yield Sample(f"{stem}/{key}", encoded, labels, kind_of(encoded))
         excluded.add_all(refused, path.name)
     lines = excluded.lines()
     if not is_usable:
-        raise DataError(
-            f"{source}: no sample has both a label and an image: {'; '.join(lines) or 'there are no samples'}\n"
+        remedy = (
             "  expected class ids in a .cls, or as `label` in a .json\n"
             "  if the labels are class names, list the names in a file: --names FILE, or names: FILE in a recipe"
         )
+        if DOTTED in excluded.counts:
+            remedy = (
+                "  a key ends at the first dot of a name, as in webdataset\n"
+                "  decompress the tars (gzip -d) and type the same command: dots in their names become underscores"
+            )
+        raise DataError(
+            f"{source}: no sample has both a label and an image: {'; '.join(lines) or 'there are no samples'}\n{remedy}"
+        )
+    if renamed.counts:
+        logging.getLogger(__name__).warning("%s: packed under another key: %s", source, renamed.lines()[0])
     if lines:
         logging.getLogger(__name__).warning("%s: samples not packed: %s", source, "; ".join(lines))
 
 
-def tars_classes(source: str | os.PathLike[str] | Sequence[str]) -> Names:
-    """Return the class names from the index in a folder of tars; an empty tuple unless it has exactly one index."""
-    if not isinstance(source, str | os.PathLike) or not Path(source).is_dir():
+def paths_of(source: str | os.PathLike[str] | Sequence[str]) -> list[Path]:
+    """Return the tars of a folder, a pattern, or a list; compressed ones of a folder only if it has no others.
+
+    Raises DataError if there are none, or if some tars of a folder would be ignored.
+    """
+    if not isinstance(source, str | os.PathLike):
+        return list(map(Path, source))
+    # Next to uncompressed tars, compressed ones may be their copies.
+    paths: list[Path] = []
+    if not any(Path(source).glob("[!.]*.tar")):
+        paths = compressed_in(source)
+    if not paths:
+        check_nothing_excluded(source)
+        paths = files_of(source, "*.tar")
+    return paths
+
+
+def samples_in(path: Path, refused: Refusals) -> Iterator[RawSample]:
+    """Yield the samples of a tar, compressed or not; raises DataError if it is damaged."""
+    return (compressed_samples if is_compressed(path) else plain_samples)(path, refused)
+
+
+def unused(key: str, keys: Container[str]) -> str:
+    """Return the key with the first number from 2 on that makes it different from all `keys`: a_2."""
+    number = 2
+    while f"{key}_{number}" in keys:
+        number += 1
+    return f"{key}_{number}"
+
+
+def tars_classes(source: str | os.PathLike[str] | Sequence[str], *, with_labels: bool = True) -> Names:
+    """Return the class names of tars: from their index, or else their labels if these are texts; () if they are ids.
+
+    An index is used only if it is the only one in the folder. Collecting names reads all tars once, but ends at the
+    first label that is an id.
+    """
+    if isinstance(source, str | os.PathLike) and Path(source).is_dir():
+        indexes = sorted(Path(source).glob(f"*{SUFFIX}"))
+        if len(indexes) == 1:
+            return load_index(indexes[0]).names
+    if not with_labels:
         return ()
-    indexes = sorted(Path(source).glob(f"*{SUFFIX}"))
-    return load_index(indexes[0]).names if len(indexes) == 1 else ()
+    states = []
+    for path in paths_of(source):
+        status = path.stat()
+        states.append((path, status.st_size, status.st_mtime_ns))
+    return names_in_labels(tuple(states))
+
+
+# The names are requested twice, to number the classes and to read the samples.
+@lru_cache(maxsize=8)
+def names_in_labels(states: tuple[tuple[Path, int, int], ...]) -> Names:
+    """Return the sorted labels of tars, given as (path, bytes, time of change), if all of them are texts."""
+    texts: Refusals = Refusals()
+    samples = 0
+    for path, _, _ in states:
+        for _, image, raw, _ in samples_in(path, Refusals()):
+            samples += bool(image)
+            try:
+                parse_labels(raw)
+            except NoLabel as error:
+                if image and error.are_names:
+                    for text in set(error.texts):
+                        texts.add(text, "")
+            else:
+                return ()
+    return () if are_captions(len(texts.counts), samples) else tuple(sorted(texts.counts))
 
 
 def plain_samples(path: Path, refused: Refusals) -> Iterator[RawSample]:
     """Yield the samples of an uncompressed tar; raises DataError if it is not a tar, or is truncated."""
     with open(path, "rb") as file, mapped(file) as tar:
         result = walk(tar, str(path))
+        # These tars are written anew, so their samples can get keys without dots.
+        if DOTTED in result.refused.counts:
+            result = walk(tar, str(path), rename=True)
+        del result.refused.counts[REPEATED]  # such samples get another key
         for reason, count in result.refused.counts.items():
             refused.add(reason, result.refused.first[reason], count)
         for row in result.rows:
@@ -120,12 +202,19 @@ def plain_samples(path: Path, refused: Refusals) -> Iterator[RawSample]:
 def compressed_samples(path: Path, refused: Refusals) -> Iterator[RawSample]:
     """Yield the samples of a compressed tar: adjacent members with the same name up to the first dot."""
     for key, group in groupby(members(path), key=key_of):
+        if key is None:
+            for member in group:
+                refused.add(PARENT, member.name)
+            continue
         parts: dict[str, bytes] = {}  # extension → content
+        dotted: list[tuple[str, str]] = []  # see `data.index.tar.refuse_dotted`
         is_too_large = False
         for member in group:
             _, extension = split_name(member.name.encode("utf-8", "surrogateescape"))
             if extension not in IMAGES + LABELS:
-                if extension not in IGNORED:
+                if is_dotted(extension):
+                    dotted.append((extension, member.name))
+                elif extension not in IGNORED:
                     refused.add_type(extension, member.name)
                 continue
             if extension in parts:
@@ -138,6 +227,7 @@ def compressed_samples(path: Path, refused: Refusals) -> Iterator[RawSample]:
                 refused.add("label too large" if extension in LABELS else TOO_LARGE, key)
                 parts[extension] = b""
                 is_too_large = True
+        refuse_dotted(dotted, parts, refused)
         image = first_part(IMAGES, parts, b"")
         label = first_part(LABELS, parts, b"")
         if image or label:
@@ -147,6 +237,7 @@ def compressed_samples(path: Path, refused: Refusals) -> Iterator[RawSample]:
             refused.add("empty sample", key)
 
 
-def key_of(member: Member) -> bytes:
-    """Return the key of the sample that a member belongs to."""
-    return split_name(member.name.encode("utf-8", "surrogateescape"))[0]
+def key_of(member: Member) -> bytes | None:
+    """Return the key of the sample that a member belongs to; None if its name contains a folder `..`."""
+    name = normal_name(member.name.encode("utf-8", "surrogateescape"))
+    return None if name is None else split_name(name)[0]

@@ -40,14 +40,16 @@ from data.extras.sources.tables import (
     label_text,
     naming_parquet,
     table_columns,
+    table_entries,
 )
 from data.images.decode import BadImage, read_header
 from data.index.document import SUFFIX, load_index
-from data.index.names import NoLabel, gap_in_ids, parse_labels, preview
+from data.index.names import PAIRS, NoLabel, are_pairs, gap_in_ids, parse_labels, preview
 from data.index.shard import COMPRESSED, IMAGES, is_image
-from data.index.tar import first_part, mapped, walk
-from data.sources.folders import files_of, images_below, refuse_loop
-from data.sources.walk import HIDDEN, SYSTEM_FOLDERS, class_folders_in
+from data.index.tar import DOTTED, first_part, mapped, walk
+from data.sources.folders import files_of, images_below, keys_of, refuse_loop
+from data.sources.numbering import check_unicode_forms
+from data.walk import HIDDEN, SYSTEM_FOLDERS, class_folders_in, matching
 
 TRAIN = ("train", "training")
 # Names of the part to evaluate on, in order of preference: a test set is used only if there is no validation set.
@@ -212,12 +214,14 @@ def survey(place: str, *, unlabelled: bool = False, report: Report) -> Sets:
     without_label = train.images - train.labelled
     if train.classes == 0 and train.first_unreadable and not unlabelled:
         raise DataError(
-            f"{train_place}: no label can be used, the first because: {train.first_unreadable}\n"
+            f"{train_place}: no label is usable; the first one failed with: {train.first_unreadable}\n"
             "  expected class ids (7, or 3 17) or class names; to train without labels, add --unlabelled"
         )
     if train.classes and without_label:
         first = f" (the first: {train.first_unreadable})" if train.first_unreadable else ""
         train.notes.append(f"{without_label:,} images have no usable label and are excluded from training{first}")
+    if train.are_ids and are_pairs([train.class_counts[str(label)] for label in range(train.classes)], train.labelled):
+        raise DataError(f"{train_place}: {PAIRS}")
     gap = train.gap_in_ids()
     if gap:
         train.notes.append(gap)
@@ -230,6 +234,7 @@ def survey(place: str, *, unlabelled: bool = False, report: Report) -> Sets:
         train.notes.append(f"{test_place} is not used for evaluation: its images have no labels of these classes")
         return Sets(train)
     if lacking and not train.are_ids:
+        check_unicode_forms(lacking, list(train.class_counts), test_place, train_place)
         raise DataError(
             f"{test_place}: the classes {preview(lacking)} do not occur in {train_place}\n"
             "  expected only the training classes; remove the others"
@@ -284,13 +289,14 @@ def parts_of(place: str) -> tuple[str, str | None]:
         for suffix in (".tar", ".parquet", ".csv"):
             kinds.append(parts_of_files(sorted(path.glob(f"[!.]*{suffix}"))))
     elif not path.exists():
-        kinds = [parts_of_files(sorted(path.parent.glob(path.name)))]
+        kinds = [parts_of_files(matching(place))]
     else:
         kinds = []
     for parts in kinds:
         train, test = train_and_test(parts)
         # A single folder named train could be a class (of trains) if it has no sub-folders.
-        if train is not None and (test is not None or has_folders(Path(train))):
+        is_part = train is not None and (test is not None or has_folders(Path(train)) or tables_in(Path(train)))
+        if train is not None and is_part:
             return train, test
     # 2. The path itself is the train part of a pair: train.tar next to test.tar, or photos/train next to photos/val. A
     #    pattern selects only the files that it matches.
@@ -388,7 +394,7 @@ def inspect(place: str, unlabelled: bool, report: Report) -> FoundSet:
         for suffix in (".tar", ".parquet"):
             if any(path.glob(f"[!.]*{suffix}")):
                 return INSPECTORS[suffix](place, unlabelled, report)
-        tables = list(filter(is_table, sorted([*path.glob("[!.]*.csv"), *path.glob("[!.]*.jsonl")])))
+        tables = tables_in(path)
         if len(tables) == 1:
             return inspect_table(str(tables[0]), unlabelled, report)
         for suffix in COMPRESSED:
@@ -437,6 +443,7 @@ def inspect_folder(root: Path, unlabelled: bool, report: Report) -> FoundSet:
         if here:
             image_set.notes.append(f"{len(here):,} images outside the class folders are excluded, first {here[0].name}")
     image_set.images = len(paths)
+    keys_of([str(path.relative_to(root)) for path in paths])  # raises the error of packing
     alike = len(image_set.class_counts) - len(set(map(str.lower, image_set.class_counts)))
     if alike:
         image_set.notes.append(f"{alike} class names differ from another one only in upper and lower case")
@@ -453,6 +460,11 @@ def inspect_folder(root: Path, unlabelled: bool, report: Report) -> FoundSet:
         image_set.notes.append(f"{kinds}: excluded, because they are not {', '.join(IMAGES)}")
     image_set.open_some(list(zip(paths, repeat(0), repeat(-1), strict=False)))
     return image_set
+
+
+def tables_in(folder: Path) -> list[Path]:
+    """Return the tables of paths in a folder, such as the metadata.csv or metadata.jsonl of Hugging Face's folders."""
+    return list(filter(is_table, sorted([*folder.glob("[!.]*.csv"), *folder.glob("[!.]*.jsonl")])))
 
 
 def is_table(path: Path) -> bool:
@@ -487,11 +499,10 @@ def inspect_table(place: str, unlabelled: bool, report: Report) -> FoundSet:
             f"{path}: the files {preview(missing)} do not exist\n"
             f"  expected absolute paths, or paths relative to {path.parent}; move the table or correct the paths"
         )
-    repeated = len(names) - len(set(names))
-    if repeated:
-        image_set.notes.append(
-            f"{repeated:,} rows repeat the image of another row: the image counts twice, and one copy may be held out"
-        )
+    # The errors of packing, which would otherwise come only with `run`.
+    keys_of(names)
+    if image_set.labelled:
+        table_entries(path, names, labels)
     image_set.open_some(images)
     return image_set
 
@@ -535,10 +546,15 @@ def inspect_tars(place: str, unlabelled: bool, report: Report) -> FoundSet:
     """Inspect WebDataset tars, which will be indexed in place."""
     image_set = FoundSet("shards", place)
     files = files_of(place, "*.tar")
+    dotted = 0
+    first_dotted = ""
     for path in files:
         images = []
         with open(path, "rb") as file, mapped(file) as tar:
-            for row in walk(tar, str(path)).rows:
+            result = walk(tar, str(path))
+            dotted += result.refused.counts[DOTTED]
+            first_dotted = first_dotted or result.refused.first.get(DOTTED, "")
+            for row in result.rows:
                 if row.image_size == 0:
                     continue
                 images.append((path, row.image, row.image_size))
@@ -548,6 +564,11 @@ def inspect_tars(place: str, unlabelled: bool, report: Report) -> FoundSet:
                 image_set.count(label)
                 report(image_set.images)
         image_set.open_some(images, OPENED // len(files) + 1)
+    if dotted:
+        image_set.notes.append(
+            f"{dotted:,} × {DOTTED}, first {printable(first_dotted)}: excluded, because a key ends at the first dot, "
+            "as in webdataset; to write the tars anew with other names: python -m jobs pack tars FOLDER NEW-FOLDER"
+        )
     return image_set
 
 

@@ -50,9 +50,8 @@ from pipeline.config import build as build_config
 from pipeline.engine.deepspeed import import_deepspeed, one_order_of_layers
 from pipeline.engine.engine import Engine
 from pipeline.extras.plan.memory_traces import Kind, Moment
-from pipeline.phases import Phase
 from pipeline.start import Worker, build_engine
-from pipeline.training_config import TrainConfig
+from pipeline.training_config import Phase, TrainConfig
 
 SMALL = 2  # images per micro-batch; not 1, because tensors with an axis of length 1 are copied less often
 LARGE = 3
@@ -184,7 +183,7 @@ def take_step(worker: TracedWorker, accumulation: int, images: int, enter: Calla
         pixels = torch.zeros(images, 3, *size, dtype=torch.uint8, device=worker.group.device)
         labels = torch.zeros(images, cfg.data.max_labels, dtype=torch.int64, device=worker.group.device)
         batch = Batch(0, pixels, labels, torch.zeros(images, 3, dtype=torch.int64), (), Wait())
-        inputs = normalise(batch.images, worker.engine.dtype, worker.group.device)
+        inputs = normalise(batch.images, worker.model_config, worker.engine.dtype, worker.group.device)
         enter("forward")
         loss = OBJECTIVES[cfg.objective](cast(Worker, worker), 0, inputs, batch)
         enter("backward")

@@ -5,6 +5,7 @@ from hashlib import sha256
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from data.images import preprocess as preprocessing
 from data.images.augment import AugmentConfig, Draws, inception_box
@@ -82,6 +83,18 @@ def test_an_area_is_averaged_as_tensorflow_does():
     assert preprocess(pattern(5, 7), "resize_small(3)")[..., 0].tolist() == expected
 
 
+@pytest.mark.parametrize("filter", ["bilinear", "bicubic", "lanczos"])
+@pytest.mark.parametrize("sides", [(61, 83), (83, 61), (24, 24), (20, 400)])
+def test_pillow_ops_equal_torchvision_s_transforms(sides, filter):
+    transforms = pytest.importorskip("torchvision.transforms")
+    mode = transforms.InterpolationMode(filter)
+    image = pattern(*sides)
+    for size, op in ((29, f"resize_pillow(29, '{filter}')"), ((25, 40), f"resize_pillow((25, 40), '{filter}')")):
+        theirs = transforms.Compose([transforms.Resize(size, mode), transforms.CenterCrop(24)])
+        ours = preprocess(image, f"{op}|center_crop(24)")
+        np.testing.assert_array_equal(ours, np.asarray(theirs(Image.fromarray(image))))
+
+
 @needs_golden
 def test_the_inception_crop_is_distributed_as_the_original():
     golden = np.load(GOLDEN / "inception_crop_stats.npz")
@@ -126,6 +139,8 @@ def test_unknown_ops_and_crops_of_small_images_are_refused():
         ("resize(16", r"'resize\(16' lacks a bracket"),
         ("resize_float((16, 8))", r"resize_float\(\(16, 8\)\): .*; expected for example resize\(224\)"),
         ("central_crop(2000)", "put a resize before it"),
+        ("center_crop(2000)", "put a resize before it"),
+        ("resize_pillow(24, 'box')", "no filter 'box'; expected one of bilinear, bicubic, lanczos"),
         ("resize(16)|value_range(-1, 1)", "scales the pixels, which evaluation does itself; remove that op"),
         ("VIT_JAX_EVAL(16)", "scales the pixels"),
     ],

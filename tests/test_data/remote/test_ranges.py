@@ -260,7 +260,7 @@ def test_ranges_that_do_not_come_are_given_up_once_and_shards_are_waited_for(
     taken = take(faulty.index, CacheConfig(str(tmp_path), **PATIENT), steps=2)
     assert_same(taken, take(local, None, steps=2))
     said = [record.getMessage() for record in caplog.records if "by range" in record.getMessage()]
-    assert len(said) == 1 and "no answer after 3 attempts, last TimeoutError" in said[0]
+    assert len(said) == 1 and "no response after 3 attempts, last error TimeoutError" in said[0]
     assert len(faulty.gets) == len(list(tmp_path.glob("*.tar"))), "each shard once, and nothing else"
 
 

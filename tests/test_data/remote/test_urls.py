@@ -56,7 +56,7 @@ def test_a_store_is_asked_again_after_pauses_that_double(attempts, failures, pau
             assert Retry(attempts, 0.5).patiently("s3://set", ask) == "answer"
         else:
             with pytest.raises(
-                StorageError, match=f"^s3://set: no answer after {attempts} attempts, last TimeoutError; run"
+                StorageError, match=f"^s3://set: no response after {attempts} attempts, last error TimeoutError; run"
             ):
                 Retry(attempts, 0.5).patiently("s3://set", ask)
     assert clock.pauses == pauses and clock.seconds == asked[-1]
@@ -71,7 +71,7 @@ def test_a_stop_is_heard_within_a_tenth_of_a_second(monkeypatch) -> None:
     def ask() -> None:
         raise ConnectionError("gone")
 
-    with pytest.raises(StorageError, match=r"^s3://set: stopped before an answer arrived$"):
+    with pytest.raises(StorageError, match=r"^s3://set: stopped before the response arrived$"):
         Retry(8, 20.0, lambda: clock.seconds >= 507.25).patiently("s3://set", ask)
     assert 507.25 <= clock.seconds < 507.36
 

@@ -109,7 +109,7 @@ def test_tars_that_were_appended_to_each_other_are_refused(tmp_path, capsys):
     (tmp_path / "a.tar").write_bytes(first + second)
     assert len(read_by_webdataset(tmp_path / "a.tar")) == 3
     assert main(["index", str(tmp_path), "--name", "t"]) == 65
-    assert f"bytes more follow at byte {len(first)}" in capsys.readouterr().err
+    assert f"more bytes follow at byte {len(first)}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("beside", ["b.tar.gz", "b.tgz", "below/b.tar"])
@@ -120,14 +120,14 @@ def test_tars_that_would_be_left_out_are_named(tmp_path, capsys, beside):
     apart = str(tmp_path.with_name(f"{tmp_path.name}-set"))
     for command in (["index", str(tmp_path), "--name", "t"], ["pack", "tars", str(tmp_path), apart]):
         assert main(command) == 65
-        assert f"'{beside}' would be left out" in capsys.readouterr().err
+        assert f"'{beside}' would be ignored" in capsys.readouterr().err
     assert main(["index", str(tmp_path / "a.tar"), "--name", "t"]) == 0, "whoever names the tars means those"
 
 
 def test_a_set_of_which_nothing_can_be_used_ends_with_an_error(tmp_path, capsys):
     cases = {
         "text": ([("a.txt", b"x")], "0 samples"),
-        "pages": ([("a.jpg", b"<html>"), ("a.cls", b"1")], "none of the decoded samples is an image"),
+        "pages": ([("a.jpg", b"<html>"), ("a.cls", b"1")], "none of the sampled files could be decoded as an image"),
         "labels": ([("a.jpg", picture(1))], "no sample has a usable label"),
     }
     for name, (members, reason) in cases.items():
@@ -170,7 +170,7 @@ def test_an_altered_table_ends_a_reading_and_the_doctor_names_it(tmp_path, capsy
         ("{}/set", ("{}/set", {"a.tar": 1, "b.tar": 2})),
         (["{}/set/b.tar", "{}/other/c.tar"], ("{}", {"set/b.tar": 2, "other/c.tar": 3})),
         (["{}/set/../set/b.tar"], ("{}/set", {"b.tar": 2})),
-        ([], "no \\*.tar is given"),
+        ([], "no \\*.tar was given"),
         ("{}/empty", "no \\*.tar here"),
         ("{}/set/a.tar", "not a \\*.tar"),
         ("{}/absent", "this folder does not exist"),

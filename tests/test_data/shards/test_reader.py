@@ -171,8 +171,8 @@ def test_every_local_shard_that_is_missing_or_of_another_size_is_named(tmp_path)
     index = Index(shards, 3, (), "d", str(tmp_path), tmp_path)
     assert reader_module.unusable_shards(index) == {
         f"{tmp_path}/missing.tar": "No such file or directory",
-        f"{tmp_path}/short.tar": "6 bytes, the index says 7",
-        f"{tmp_path}/long.tar": "8 bytes, the index says 7",
+        f"{tmp_path}/short.tar": "6 bytes, the index lists 7",
+        f"{tmp_path}/long.tar": "8 bytes, the index lists 7",
         f"{tmp_path}/e.tar": "No such file or directory",
     }
 
@@ -324,7 +324,7 @@ def test_an_index_of_another_schema_is_refused_with_what_to_type(made, tmp_path)
     content = json.loads(path.read_text())
     assert content["schema"] == 1
     path.write_text(json.dumps(content | {"schema": 2}))
-    with pytest.raises(DataError, match=r"schema 2, this version reads 1; run `python -m jobs index` again"):
+    with pytest.raises(DataError, match=r"has schema 2, expected 1; run `python -m jobs index` again"):
         load_index(path)
 
 

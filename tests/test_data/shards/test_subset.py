@@ -476,9 +476,9 @@ def test_a_subset_of_tars_behind_a_url_names_the_url(tmp_path, parent, monkeypat
 @pytest.mark.parametrize(
     ("rule", "reason"),
     [
-        ({}, "no rule chooses samples"),
-        ({"shots": 3}, "expected a seed"),
-        ({"seed": 3, "keep": [1]}, "none is given"),
+        ({}, "the subset has no rule"),
+        ({"shots": 3}, "shots needs a seed"),
+        ({"seed": 3, "keep": [1]}, "without shots or part"),
         ({"shots": 0, "seed": 0}, "expected 1 or more"),
     ],
 )
@@ -501,7 +501,7 @@ def test_a_list_of_what_is_not_there_is_refused(tmp_path, parent, lines, reason)
     for side in ("only", "but"):
         with pytest.raises(DataError, match=reason):
             make_subset(parent, tmp_path / "s", Rule(**{side: str(tmp_path / "list.txt")}))
-    with pytest.raises(DataError, match="'wolf', no class"):
+    with pytest.raises(DataError, match="'wolf', which this source does not have"):
         make_subset(parent, tmp_path / "s", Rule(keep=("wolf",)))
     with pytest.raises(DataError, match="chooses none of 25 samples"):
         make_subset(parent, tmp_path / "s", Rule(keep=("eel",)))
@@ -547,7 +547,7 @@ def pair(shard: str, key: str, train_set: int) -> dict:
 
 def test_no_set_loses_its_tables_to_a_subset(tmp_path, parent):
     for folder in (parent.tables, tmp_path / "shards" / "train"):
-        with pytest.raises(DataError, match="would lose its tables"):
+        with pytest.raises(DataError, match="the subset would overwrite the tables"):
             make_subset(parent, folder, Rule(shots=1, seed=0), name="few")
     # Its own place is taken again, and the tables that only the old one had go.
     make_subset(parent, tmp_path / "s", Rule(part=":"))
@@ -563,7 +563,7 @@ def test_a_torn_subset_is_made_again_by_the_command_that_its_error_names(tmp_pat
     path.write_text(text[:200] if torn == "cut" else text.replace('"samples": 25', '"samples": 24'))
     with pytest.raises(DataError, match=r"`python -m jobs subset`"):
         load_index(path)
-    # Another subset in the folder would lose its tables to this one, and cannot be read: it stays.
+    # Another subset in the folder the subset would overwrite the tables to this one, and cannot be read: it stays.
     with pytest.raises(DataError, match=r"s\.index\.json"):
         make_subset(parent, path.parent, Rule(part=":1"), name="t")
     assert held(make_subset(parent, path.parent, Rule(part=":1"))) == [0]
@@ -617,9 +617,12 @@ few:
 @pytest.mark.parametrize(
     ("section", "reason"),
     [
-        ("{source: subset, path: p}", "no rule chooses samples"),
-        ("{source: folder, path: p, shots: 3}", "shots: only for subsets"),
-        ("{source: subset, path: p, shots: 3, seed: 0, names: n}", "has the class ids and names of its data set"),
+        ("{source: subset, path: p}", "the subset has no rule"),
+        ("{source: folder, path: p, shots: 3}", "shots select samples of a subset, but source is folder"),
+        (
+            "{source: subset, path: p, shots: 3, seed: 0, names: n}",
+            "has the class ids and names of its parent data set",
+        ),
     ],
 )
 def test_a_recipe_is_refused_where_a_subset_could_not_be_made(tmp_path, section, reason):

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.quick
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Agent, Any]]:
     """An agent, and the other end of its connection to a fork server."""
     ours, theirs = Pipe()
-    server = SimpleNamespace(connection=ours, close=lambda: None)
+    server = SimpleNamespace(connection=ours, close=lambda: None, is_stopped=lambda: False)
     monkeypatch.setattr(agent, "MEMORY", tmp_path)
     monkeypatch.setattr(agent, "VMSTAT", tmp_path / "vmstat")
     monkeypatch.setattr(agent, "ForkServer", lambda folder, has_gpus: server)

@@ -48,9 +48,12 @@ def test_deepspeed_file_allows_only_worlds_that_fit_its_accumulation(tmp_path) -
     [
         (
             ["cluster.workers={least: 5, most: 7}"],
-            "pretrain: no number of workers from 5 to 7 can divide batch_size 16",
+            "pretrain: batch_size 16 cannot be divided into micro-batches of",
         ),
-        (["cluster.workers={least: 5, most: 7}"], "into micro-batches of 4\n  type cluster.workers.least=4\n"),
+        (
+            ["cluster.workers={least: 5, most: 7}"],
+            "for any number of workers from 5 to 7\n  type cluster.workers.least=4\n",
+        ),
         (["cluster.workers={least: 3, most: 3}"], "16 is not a multiple of micro_batch 4 × 3 workers = 12; nearest"),
         (
             ["cluster.workers={least: 3, most: 3}", "pretrain.micro_batch=1", "pretrain.exact_parts=16"],
@@ -58,7 +61,7 @@ def test_deepspeed_file_allows_only_worlds_that_fit_its_accumulation(tmp_path) -
         ),
         (
             ["cluster.workers={least: 3, most: 7}", "pretrain.micro_batch=2", "pretrain.exact_parts=2"],
-            "into micro-batches of 2 and exact_parts of 2\n  type cluster.workers.least=2\n",
+            "exact_parts of 2 for any number of workers from 3 to 7\n  type cluster.workers.least=2\n",
         ),
         (["cluster.workers={least: 5, most: 6}", "pretrain.micro_batch=2"], "least=4 or cluster.workers.most=8"),
         (["cluster.workers={least: 0, most: 7}"], "cluster: workers.least is 0, expected 1 or more"),
@@ -90,7 +93,7 @@ def test_plan_prints_the_allowed_worlds_and_resolves_the_range(recipe, capsys) -
     out = capsys.readouterr().out
     assert "cluster        1 to 6 workers (processes)\n" in out
     assert "  batch   16 = 4 workers × micro_batch 4 × accumulation 1\n" in out
-    assert "  workers 4, 2 or 1, depending on available nodes; lines per worker are for 1\n" in out
+    assert "  workers 4, 2 or 1, depending on available nodes; values per worker are for 1\n" in out
     assert main([*words, "--resolved"]) == 0
     assert "  workers:\n    least: 1\n    most: 6\n" in capsys.readouterr().out
     assert main([*words[:3], "cluster.workers.most=9", "pretrain.uneven=true"]) == 0

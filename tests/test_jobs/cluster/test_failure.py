@@ -84,16 +84,17 @@ def test_failed_collective_names_the_lost_peer_without_the_librarys_message(tmp_
     left(group, 0, **PEER_LOST)
     failure = group.evidence().first_failure()
     assert str(failure) == (
-        "worker 0 on n0: a collective failed: worker 1 on n1 was lost or did not answer, but no worker was seen to die"
+        "worker 0 on n0: a collective failed: worker 1 on n1 was lost or did not respond, "
+        "but no worker is known to have died"
     )
     # It may have been chance, so a second time is not a repetition of the same exception.
     assert failure.kind == ""
 
 
 def test_lost_node_is_blamed_unless_a_worker_has_requested_an_exit_code(tmp_path) -> None:
-    group = group_of(tmp_path, 3, n1="its node does not answer")
+    group = group_of(tmp_path, 3, n1="its node does not respond")
     left(group, 0, **PEER_LOST)
-    assert str(group.evidence().first_failure()) == "worker 1 on n1: its node does not answer"
+    assert str(group.evidence().first_failure()) == "worker 1 on n1: its node does not respond"
     left(group, 1, **PEER_LOST)
     assert "a collective failed" in str(group.evidence().first_failure()), "a worker that recorded its end was not lost"
     # A drained node disappears as soon as its worker has committed and ended.
@@ -126,12 +127,16 @@ class SilentNodes:
         self.dead = dead
         self.asked: list[str] = []
         self.times = 0
+        self.given_up: list[str] = []
+
+    def give_up(self, agent: NodeAgent) -> None:
+        self.given_up.append(agent.name)
 
     def losses_of(self, asked: Sequence[tuple[NodeAgent, BaseException | None]]) -> list[str]:
         self.times += 1
         names = [agent.name for agent, _ in asked]
         self.asked.extend(names)
-        return ["its node does not answer" if name in self.dead else "" for name in names]
+        return ["its node does not respond" if name in self.dead else "" for name in names]
 
 
 @pytest.mark.parametrize(
@@ -172,6 +177,62 @@ def test_node_is_probed_after_missed_heartbeats_and_lost_if_it_does_not_answer(
     assert nodes.times == len(beats_asked_after)
 
 
+def test_agent_that_does_not_end_its_workers_is_reported_and_replaced(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(worker_group, "END_S", 0.3)
+    record: Any = {"rank": 0, "started": 0.0, "ended": 1.0, "value": "done"}
+
+    def report(number: int) -> NodeReport:
+        return NodeReport(1, [WorkerState(number, pid=7, record=record)])
+
+    answers = {"poll": report, "end": lambda number: ... if number else "its fork server was frozen"}
+    nodes: Any = Agents(2, answers, set())
+    group = WorkerGroup(nodes, ClusterConfig(workers=2), tmp_path)
+    assert group.run(worker_functions.add_ranks, {}) == "done"
+    assert group.remarks[0] == "n0: its fork server was frozen"
+    assert group.remarks[1].startswith("n1: its agent did not end its workers within 0 s; ")
+    assert nodes.replaced == ["id1"]
+
+
+@pytest.mark.parametrize(("is_up", "limit", "lost_after"), [(True, 6, 30), (True, 1, 30), (False, 6, None)])
+def test_silent_agent_of_a_living_node_is_named_and_given_up_unless_it_is_starting(
+    is_up, limit, lost_after, tmp_path
+) -> None:
+    group = group_of(tmp_path, 2)
+    nodes = SilentNodes(set())
+    group.nodes = nodes  # type: ignore[assignment]
+    now = [1000.0]
+    group.clock = lambda: now[0]
+    link = group.links[1]
+    link.is_up = is_up
+    link.asked = now[0]
+    lost = None
+    for second in range(1, 90):
+        now[0] += 1.0
+        group.check_nodes([link], limit)
+        if link.loss and lost is None:
+            lost = second
+    assert lost == lost_after
+    assert nodes.given_up == (["n1"] if lost_after else [])
+    if lost_after:
+        assert "its node's agent has not responded for 30 s, but the node accepts connections" in link.loss
+        assert set(group.evidence().losses) == {1}
+
+
+def test_driver_that_was_itself_frozen_does_not_give_up_an_agent(tmp_path) -> None:
+    group = group_of(tmp_path, 1)
+    nodes = SilentNodes(set())
+    group.nodes = nodes  # type: ignore[assignment]
+    now = [1000.0]
+    group.clock = lambda: now[0]
+    link = group.links[0]
+    link.is_up = True
+    for _ in range(2):  # the poll before the pause, and the next one, which takes a while
+        link.asked = now[0]
+        now[0] += 3600.0
+        group.check_nodes([link], 6)
+    assert not link.loss and not nodes.given_up
+
+
 @pytest.mark.parametrize("workers", [2, 4, 8, 16])
 def test_number_of_requests_per_round_grows_only_with_the_nodes(workers, tmp_path, monkeypatch) -> None:
     """One poll per agent and one query for all lost nodes, whether their agents are silent or raise."""
@@ -202,7 +263,8 @@ class Agents:
 
     def __init__(self, world: int, answers: dict[str, Any], drained: set[str]) -> None:
         self.world = world
-        self.answers = {"listen": 4711, "start": False, "end": None, "stop": True, **answers}
+        self.answers = {"listen": 4711, "start": False, "end": "", "stop": True, "ping": ..., **answers}
+        self.replaced: list[str] = []
         self.drained = drained
         self.asked: list[tuple[str, str]] = []
 
@@ -234,17 +296,26 @@ class Agents:
     def losses_of(self, asked: Sequence[tuple[NodeAgent, BaseException | None]]) -> list[str]:
         return [""] * len(asked)
 
+    def avoid(self, node_ids: Sequence[str]) -> None:
+        self.replaced.extend(node_ids)
+
+    def give_up(self, agent: NodeAgent) -> None:
+        self.replaced.append(agent.node_id)
+
 
 @pytest.mark.parametrize(
     ("drained", "sigterm_ranks", "events"),
     [
         (set(), [], {}),
-        ({"id1"}, [], {1: ("n1", "id1", "its node is drained")}),
-        ({"own"}, [], {None: (os.uname().nodename, "own", "its node is drained")}),
+        ({"id1"}, [], {1: ("n1", "id1", "its node is being drained")}),
+        ({"own"}, [], {None: (os.uname().nodename, "own", "its node is being drained")}),
         (
             {"id0", "own"},
             [],
-            {0: ("n0", "id0", "its node is drained"), None: (os.uname().nodename, "own", "its node is drained")},
+            {
+                0: ("n0", "id0", "its node is being drained"),
+                None: (os.uname().nodename, "own", "its node is being drained"),
+            },
         ),
         ({"elsewhere"}, [2], {2: ("n2", "id2", "worker 2 was sent SIGTERM")}),
     ],
@@ -272,7 +343,8 @@ def test_leaving_nodes_are_recorded_with_their_workers(drained, sigterm_ranks, e
     assert noted == events
     # A head that never answers must not keep the driver from ending.
     assert daemons and all(daemons)
-    assert nodes.asked[:4] == [("n0", "listen"), ("n0", "start"), ("n1", "start"), ("n2", "start")]
+    requests = [request for request in nodes.asked if request[1] != "ping"]
+    assert requests[:4] == [("n0", "listen"), ("n0", "start"), ("n1", "start"), ("n2", "start")]
     assert nodes.asked[-3:] == [("n0", "end"), ("n1", "end"), ("n2", "end")]
 
 
@@ -296,3 +368,4 @@ def test_attempt_ends_if_an_agent_cannot_start_its_workers(method, answer, error
     with pytest.raises(error, match=message):
         group.run(worker_functions.add_ranks, {})
     assert nodes.asked[-2:] == [("n0", "end"), ("n1", "end")]
+    assert nodes.replaced == ([] if error is ClusterError else ["id0"])

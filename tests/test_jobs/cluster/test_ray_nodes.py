@@ -11,6 +11,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from data.errors import ClusterError
 from data.files import import_path
-from jobs.cluster import embedded, ray_nodes, ray_places
+from jobs.cluster import embedded, ray_nodes, ray_places, worker_group
 from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster.ray import connect, disconnect
 from jobs.cluster.supervisor import supervise
@@ -194,7 +195,7 @@ def test_worker_is_not_split_between_nodes_and_an_autoscaler_sees_the_request(no
     with pytest.raises(ClusterError) as caught:
         reserve(ClusterConfig(cpus_per_worker=2, wait_s=2), "/runs/a", said.append, look)
     assert said == [f"waiting for the cluster: {missing}"]
-    assert str(caught.value).startswith(f"{missing}\nthe places did not become free within 2 s ")
+    assert str(caught.value).startswith(f"{missing}\n  the places did not become free within 2 s ")
     seconds, request = seen[0]
     bundles = request.bundle_selectors[0].resource_requests
     assert seconds < 3
@@ -411,9 +412,11 @@ def test_run_survives_a_broken_node_that_joins(nodes, tmp_path) -> None:
     assert joined[0].node_id in {worker["node_id"] for worker in attempts[1]}
     assert joined[0].node_id not in {worker["node_id"] for worker in attempts[2]}
     assert value["step"] > 1
-    assert any(line.startswith("growing from 3 to 4 workers, resuming from step ") for line in said)
+    assert any(line.startswith("scaling up from 3 to 4 workers, resuming from step ") for line in said)
     (back,) = (line for line in said if "RuntimeError: this node is broken" in line)
-    assert "; no commit with 4 workers: falling back to 3 workers on their previous nodes, resuming from step " in back
+    assert (
+        "; no commit with 4 workers, so falling back to 3 workers on the previous nodes and resuming from step " in back
+    )
 
 
 # ------------------------------------------------------------------------ leaving nodes
@@ -441,12 +444,70 @@ def test_worker_on_the_lost_node_is_blamed_instead_of_its_peer(nodes, tmp_path) 
     peer = records(tmp_path / "attempt")[1]
     assert "gloo/transport" in peer["error"], "the peer has noticed"
     assert caught.value.rank == 0
-    assert caught.value.cause in ("its node does not answer", "its node left the cluster")
+    assert caught.value.cause in ("its node does not respond", "its node left the cluster")
     # Ray may take 15 s to find out; the next attempt does not wait for that.
     began = time.monotonic()
     group = reserve(ClusterConfig(workers=2), "/runs/a")
     assert time.monotonic() - began < 5
     assert lost[0] not in placement_group_table(group)["bundles_to_node_id"].values()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["between stages", "before the workers start", "during the stage", "at its end"])
+def test_frozen_agent_is_named_and_replaced_and_its_node_avoided(phase, nodes, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(worker_group, "AGENT_SILENT_S", 12.0)
+    said: list[str] = []
+    agents: dict[str, psutil.Process] = {}  # by node id
+    victim: list[str] = []  # the node id of the frozen agent
+    names = {name: str(tmp_path / name) for name in ("ready", "finish", "ended")}
+
+    def freeze(worker: dict[str, Any]) -> None:
+        if not victim:
+            victim.append(worker["node_id"])
+            agents[worker["node_id"]].suspend()
+
+    def tick(attempt: int, _step: int) -> None:
+        workers = records(context.attempt_folder(attempt))
+        has_stepped = (tmp_path / "ready0").exists() and (tmp_path / "ready1").exists()
+        for worker in workers:
+            with suppress(psutil.Error, AttributeError):
+                agents[worker["node_id"]] = psutil.Process(worker["pid"]).parent().parent()  # type: ignore[union-attr]
+        if has_stepped and len(workers) == 2:
+            if phase == "during the stage" and attempt == 1:
+                freeze(workers[1])
+            else:
+                Path(names["finish"]).touch()
+        if phase == "at its end" and (tmp_path / "ended1").exists():
+            freeze(workers[1])
+
+    def run_stage() -> dict[str, Any]:
+        def task(attempt: int) -> dict[str, Any]:
+            for path in (*tmp_path.glob("ready*"), *tmp_path.glob("finish"), *tmp_path.glob("ended*")):
+                path.unlink()
+            return names | {"folder": str(context.attempt_folder(attempt)), "lingers_s": 3.0}
+
+        # `stall_s` is shorter than the agent's limit: no worker must be blamed instead of the agent.
+        return supervise(worker_functions.step_until_told, task, context, worlds=(2,), stall_s=5.0)
+
+    two_workers = ClusterConfig(workers=2, backoff_s=0.1)
+    context = pretrain_context(tmp_path / "run", two_workers, log=said.append, poll=tick)
+    nodes_in(two_workers).avoided.clear()  # of earlier tests
+    attempt = 1
+    if phase in ("between stages", "before the workers start"):
+        assert run_stage()["step"] > 0
+        # Rank 0's agent opens the workers' store; that of rank 1 only starts its worker.
+        freeze(records(context.attempt_folder(1))[0 if phase == "between stages" else 1])
+        attempt = 2
+    began = time.monotonic()
+    assert run_stage()["step"] > 0
+    assert time.monotonic() - began < 100, "12 s to notice, and two starts; without a limit, one wait takes 300 s"
+
+    (failed,) = [line for line in said if "restarting" in line]
+    assert "its node's agent has not responded for 12 s, but the node accepts connections" in failed, said
+    assert f" on {os.uname().nodename}" in failed and "stuck" not in failed
+    workers = records(context.attempt_folder(attempt + 1))
+    assert len(workers) == 2 and victim[0] not in {worker["node_id"] for worker in workers}
+    wait_until(lambda: not agents[victim[0]].is_running(), 30)
 
 
 @pytest.mark.parametrize(
@@ -489,6 +550,6 @@ def test_draining_a_node_loses_no_step_and_is_not_an_incident(notice, moves, nod
         assert record["node_id"] not in [worker["node_id"] for worker in attempts[attempt + 1]]
     assert [line["step"] for line in read_metrics(stage)] == list(range(1, steps + 1)), "every step once"
     assert rows[0]["step"] == steps
-    why = "its node is drained" if notice == "drain" else "worker 1 was sent SIGTERM"
+    why = "its node is being drained" if notice == "drain" else "worker 1 was sent SIGTERM"
     assert f"leaving the cluster: {given[1]['node']} ({why}" in said
     assert said.count("; moving the workers to other nodes, resuming from step ") == moves

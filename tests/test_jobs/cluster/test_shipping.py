@@ -94,7 +94,9 @@ def test_file_with_a_similar_name_is_shipped(name, root) -> None:
 def test_link_out_of_the_checkout_is_refused(place, target, root) -> None:
     make(root, "../outside/secret.txt", "deep/er/file")
     (root / place).symlink_to((root / target).resolve())
-    with pytest.raises(UsageError, match=r"link links to .*: out of the checkout(?s:.*)\.rayignore"):
+    with pytest.raises(
+        UsageError, match=r"link links to .*: Ray would ship this content from outside the checkout(?s:.*)\.rayignore"
+    ):
         inspect_checkout(root)
 
 
@@ -102,7 +104,7 @@ def test_link_to_a_secret_under_another_name_is_refused(root) -> None:
     make(root, ".env", ".aws/config")
     for target in (".env", ".aws/config", ".aws"):
         (root / "harmless").symlink_to(target)
-        with pytest.raises(UsageError, match="to a file that looks like a secret"):
+        with pytest.raises(UsageError, match="Ray would ship this file, which looks like a secret"):
             inspect_checkout(root)
         (root / "harmless").unlink()
 
@@ -114,7 +116,7 @@ def test_endless_chain_of_links_is_refused(links, root) -> None:
     make(root, "a/file", "a/b/file", "b/file")
     for name, target in links.items():
         (root / name).symlink_to(target)
-    with pytest.raises(UsageError, match="to a folder that contains it, which Ray would follow for ever"):
+    with pytest.raises(UsageError, match="the link would make Ray pack its own folder forever"):
         inspect_checkout(root)
 
 

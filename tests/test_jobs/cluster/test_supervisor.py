@@ -1,12 +1,18 @@
 """The supervisor with scripted worker groups: which attempt follows, after which wait, and how a stage ends."""
 
 import dataclasses
+import json
+import os
+import re
+import threading
+import time
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from data.errors import ExitCode, Preempted
@@ -16,11 +22,16 @@ from jobs.cluster.failure import StageFailed, WorkerGroupError
 from jobs.cluster.supervisor import Attempt, exclude_unlike_nodes, supervise
 from jobs.cluster.worker_group import DRAINED, DrainEvent
 from jobs.cluster_config import ClusterConfig
+from jobs.run.reading import StatusMessage
+from jobs.run.session import run_campaign
+from pipeline.checkpoints.manifest import attempt_folder
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 from pipeline.identity import NO_RANK, Identity
-from pipeline.monitoring.watchdog import PhaseReport, Watch
+from pipeline.monitoring.watchdog import PhaseReport, Slow, Watch
+from tests.support import campaigns
 from tests.support.contexts import pretrain_context
 from tests.support.identities import worker
+from tests.support.watching import EachPoll
 
 pytestmark = pytest.mark.quick
 
@@ -89,7 +100,7 @@ class Stand:
         ends = self.script.pop(0)
         self.worlds.append(cluster.world)
         node = SimpleNamespace(node_id=f"id{cluster.world}")
-        group = SimpleNamespace(drain_events={}, links=[SimpleNamespace(agent=node)], folder=folder)
+        group = SimpleNamespace(drain_events={}, links=[SimpleNamespace(agent=node)], folder=folder, remarks=[])
         group.places = lambda: {1: PhaseReport(7, "forward", 3, "")}
 
         def run(function: Any, task: Any, on_tick: Any) -> Any:
@@ -159,13 +170,13 @@ ENDINGS = [
     (
         [Ends("OSError: no", kind="PermissionError")] * 2,
         74,
-        "2 attempts in a row made no new checkpoint; the next one would",
+        "2 attempts in a row ended without a new checkpoint; the next would",
     ),
-    ([DIES] * 4, 70, "4 attempts in a row made no new checkpoint; the next one would start from the beginning"),
+    ([DIES] * 4, 70, "4 attempts in a row ended without a new checkpoint; the next would start from the beginning"),
     (
         [dataclasses.replace(DIES, commits=5)] + [DIES] * 4,
         70,
-        "4 attempts in a row made no .*; the next one .* from step 5",
+        "4 attempts in a row have made no .*; the next .* from step 5",
     ),
     ([Ends("DataError: shard 7", 65, "DataError")], 65, "^pretrain: shard 7$"),
     ([Ends("Preempted: stopped at step 9", 75, "Preempted", stops=True)], 75, "^stopped at step 9$"),
@@ -176,7 +187,7 @@ ENDINGS = [
     (
         [Ends("Preempted: at 9", 75, drained=(1, None), commits=9)],
         75,
-        "this command runs on that node; stopped at step 9; run the same",
+        "; stopped at step 9, because this command runs on that node; run the same",
     ),
 ]
 
@@ -217,11 +228,11 @@ def test_a_stage_moves_off_nodes_grows_and_falls_back_without_a_restart(tmp_path
     stand = Stand(tmp_path, script)
     assert stand.supervise(monkeypatch, (4, 2)) == VALUE
     assert stand.log == [
-        "leaving the cluster: n0 (its node is drained), n1 (its node is drained); "
+        "leaving the cluster: n0 (its node is being drained), n1 (its node is being drained); "
         "moving the workers to other nodes, resuming from step 5",
-        "growing from 2 to 4 workers, resuming from step 8",
+        "scaling up from 2 to 4 workers, resuming from step 8",
         "worker 1 on n1, in forward of step 4: killed by SIGKILL; "
-        "no commit with 4 workers: falling back to 2 workers on their previous nodes, resuming from step 8",
+        "no commit with 4 workers, so falling back to 2 workers on the previous nodes and resuming from step 8",
     ]
     reserve = ("reserve", (4, 2))
     assert stand.asked == [
@@ -244,7 +255,11 @@ def test_out_of_memory_incident_suggests_settings(cause, tmp_path) -> None:
     supervisor.write_incident(
         context, 3, WorkerGroupError(2, "n2", cause, "stacks"), {1: PhaseReport(7, "forward", 3, "")}
     )
-    remedy = "" if cause == "other" else "; lower micro_batch or data.processes, or raise checkpoint_blocks"
+    remedy = (
+        ""
+        if cause == "other"
+        else "; to use less memory, decrease micro_batch or data.processes, or increase checkpoint_blocks"
+    )
     text = (context.directory / "incidents.txt").read_text().splitlines()
     assert text[0].endswith(f" attempt 3: worker 2 on n2: {cause}{remedy}") and text[1:] == ["stacks"]
 
@@ -280,13 +295,15 @@ def test_workers_are_asked_to_commit_before_a_move_growth_or_stop(
     group.request_stop = lambda: stops_asked.append(True) or True
     growth = Growth((4,), 60.0, lambda: 4, lambda: 8)
     growth.is_due = lambda: grows and (setattr(growth, "target", 4) or True)  # type: ignore[method-assign]
-    watch = SimpleNamespace(world=2, find_stall=lambda *arguments: looks.append(arguments), slow=lambda: (1, 0.95))
+    watch = SimpleNamespace(
+        world=2, find_stall=lambda *arguments: looks.append(arguments), slow=lambda: Slow(1, "late")
+    )
     attempt = Attempt(stand.context(), 1, group, watch, growth, can_commit=True)  # type: ignore[arg-type]
     group.node_names = ["n0", "n1"]
     attempt.look()
     assert len(stops_asked) == asked and len(looks) == (not ended)
-    slow = "worker 1 on n1 is slow: in 95% of the checks, all other workers were waiting for it"
-    assert stand.log == ([] if ended else [slow]) + said
+    said_slow = "worker 1 on n1 is slow: late"
+    assert stand.log == ([] if ended else [said_slow]) + said
     # The new number of workers is logged once, and the stop is requested repeatedly.
     attempt.look()
     assert len(stops_asked) == 2 * asked and len([line for line in stand.log if "room" in line]) == len(said)
@@ -299,12 +316,16 @@ def test_stuck_worker_ends_the_attempt(tmp_path) -> None:
     judged = SimpleNamespace(silent_failure=lambda rank, cause: WorkerGroupError(rank, f"n{rank}", cause))
     group = SimpleNamespace(folder=tmp_path, drain_events={}, have_all_ended=lambda: False, places=lambda: places)
     group.is_frozen = lambda rank: False
+    silent = [True]
+    group.has_silent_agent = lambda: silent[0]
     group.evidence = lambda: judged
     watch = Watch(2, stall_s=60.0, clock=lambda: now[0])
     growth = Growth((), 60.0, lambda: 0, lambda: -1)
     attempt = Attempt(stand.context(), 1, group, watch, growth, can_commit=True)  # type: ignore[arg-type]
     attempt.look()
     now[0] = 61.0
+    attempt.look()  # nothing is known about the worker: its agent is silent
+    silent[0] = False
     with pytest.raises(WorkerGroupError, match="worker 1 on n1: "):
         attempt.look()
 
@@ -361,3 +382,48 @@ def test_nodes_that_differ_from_the_majority_are_excluded_if_enough_remain(
         lines.append(str(error))
     assert len(lines) == 1 and said in lines[0], lines
     assert nodes.left_out == left_out
+
+
+# ------------------------------------------------------------------------ a slow worker in a real run
+
+
+@pytest.mark.slow
+def test_worker_at_a_tenth_of_its_speed_is_named_with_host_and_factor(recipe, monkeypatch, capsys) -> None:
+    """SIGSTOP and SIGCONT in turns: worker 1 runs 20 ms of every 200 ms until the log names it."""
+    monkeypatch.setattr("pipeline.monitoring.watchdog.SLOW_CHECKS", 10)
+    has_ended = threading.Event()
+    lines: list[str] = []
+
+    def throttle(pid: int) -> None:
+        process = psutil.Process(pid)
+        while not has_ended.is_set():
+            process.suspend()
+            time.sleep(0.18)
+            process.resume()
+            time.sleep(0.02)
+
+    threads: list[threading.Thread] = []
+
+    def look(message: StatusMessage) -> None:
+        records = sorted(attempt_folder(message.directory, message.attempt).glob("rank-*.json"))
+        if len(records) == 2 and message.step >= 1 and not threads:
+            pid = json.loads(records[1].read_text())["pid"]
+            threads.append(threading.Thread(target=throttle, args=(pid,)))
+            threads[0].start()
+        lines.extend(line for line in capsys.readouterr().out.splitlines() if " is slow: " in line)
+        if lines:
+            has_ended.set()
+
+    changes = ["cluster.backend=processes", "pretrain.save_every=100000", "pretrain.log_every=1", "pretrain.steps=150"]
+    try:
+        loaded = campaigns.load(recipe, [*changes, "cluster.workers=2", "pretrain.micro_batch=1"])
+        run_campaign(loaded, only="pretrain", watchers=[EachPoll(look)])
+    finally:
+        has_ended.set()
+        for thread in threads:
+            thread.join()
+    named = [line for line in lines if f"worker 1 on {os.uname().nodename} is slow: reading and the forward" in line]
+    assert named, lines
+    factor = float(re.search(r"take it ([0-9.]+) times as long", named[0])[1])  # type: ignore[index]
+    print(named[0])
+    assert 2 <= factor < 100

@@ -224,12 +224,12 @@ def test_lost_node_and_lost_agent_are_distinguished(two, monkeypatch) -> None:
         assert nodes.losses_of(asked) == [
             "",
             "",
-            "its node's agent died (killed, or crashed), and its workers with it",
+            "its node's agent died (killed, or crashed), together with its workers",
             "its node's agent was killed by Ray's out-of-memory killer: 8 worker(s) were killed",
             "its node left the cluster",
         ]
         raylet.close()
-        assert nodes.losses_of([(node, None)]) == ["its node does not answer"]
+        assert nodes.losses_of([(node, None)]) == ["its node does not respond"]
         assert {"before", "n"} <= nodes.avoided.keys() and nodes.reservation is None
         # Sixteen silent nodes cost one request to Ray and a single timeout.
         rows = [row | {"NodeID": str(number)} for number in range(16)]
@@ -237,7 +237,7 @@ def test_lost_node_and_lost_agent_are_distinguished(two, monkeypatch) -> None:
         patched.setattr(ray, "nodes", lambda: questions.append(time.monotonic()) or rows)
         patched.setattr("jobs.cluster.ray_nodes.takes_connections", lambda _: time.sleep(0.2))
         silent = [(dataclasses.replace(node, node_id=str(number)), None) for number in range(16)]
-        assert set(nodes.losses_of(silent)) == {"its node does not answer"} and len(questions) == 1
+        assert set(nodes.losses_of(silent)) == {"its node does not respond"} and len(questions) == 1
         assert time.monotonic() - questions[0] < 16 * 0.2
 
 
@@ -259,7 +259,7 @@ def test_worker_stopped_by_a_signal_is_detected_and_named(backend, two, tmp_path
             raise group.evidence().silent_failure(stuck.rank, stuck.cause)
 
     task = {"folder": str(folder), "ready": str(tmp_path / "ready")}
-    with pytest.raises(WorkerGroupError, match=r"worker 1 on .*: frozen: stopped by a signal, \d+s without progress"):
+    with pytest.raises(WorkerGroupError, match=r"worker 1 on .*: frozen: stopped by a signal, no progress for \d+s"):
         group.run(worker_functions.step_for_ever, task, look)
     assert not alive(folder)
 
@@ -291,6 +291,50 @@ def test_workers_die_with_their_fork_server_or_agent_and_the_next_attempt_has_a_
         run(sleep, task, two[backend], tmp_path, kill)
     wait_until(lambda: not alive(tmp_path / "attempt"), 10 if victim == "RayAgent" else 0)
     (tmp_path / "stop").touch()
+    assert run(sleep, task, two[backend], tmp_path, name="next") == "stopped"
+
+
+@pytest.mark.parametrize("phase", ["before the workers start", "during the stage", "at its end"])
+@pytest.mark.parametrize("backend", ["processes", pytest.param("ray", marks=pytest.mark.slow)])
+def test_frozen_fork_server_is_named_and_replaced(backend, phase, two, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("jobs.cluster.agent.FROZEN_S", 2.0)  # of the agent in this process; Ray's waits 10 s
+    ready = tmp_path / "ready"
+    stop = tmp_path / "stop"
+    sleep = worker_functions.sleep_until_told
+    task = {"ready": str(ready), "stop": str(stop)}
+    servers: list[psutil.Process] = []
+
+    def note_server() -> None:
+        if ready.exists() and not servers:
+            (pid, _) = alive(tmp_path / "warm")
+            servers.extend(filter(None, [psutil.Process(pid).parent()]))
+            stop.touch()
+
+    assert run(sleep, task, two[backend], tmp_path, note_server, name="warm") == "stopped"
+    ready.unlink()
+    stop.unlink()
+    (server,) = servers
+    if phase == "before the workers start":
+        server.suspend()
+
+    def freeze() -> None:
+        if ready.exists():
+            server.suspend()
+            if phase == "at its end":
+                stop.touch()
+
+    began = time.monotonic()
+    if phase == "at its end":
+        # Workers report their results without the fork server.
+        assert run(sleep, task, two[backend], tmp_path, freeze) == "stopped"
+    else:
+        cause = r"its node's (agent failed: .*)?fork server was frozen: stopped by a signal for \d+ s, then killed"
+        with pytest.raises(WorkerGroupError, match=cause) as caught:
+            run(sleep, task, two[backend], tmp_path, freeze)
+        assert caught.value.node == os.uname().nodename
+    assert time.monotonic() - began < 100, "the limit is 10 s; without it, the start of a stage waits for 300 s"
+    wait_until(lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE)
+    stop.touch()
     assert run(sleep, task, two[backend], tmp_path, name="next") == "stopped"
 
 
@@ -363,9 +407,9 @@ def test_without_a_gpu_the_refusal_says_what_to_type(restart) -> None:
         nodes_of(ClusterConfig(gpus_per_worker=1)).warm_up()
     assert str(raised.value).splitlines() == [
         "room for 0 of 1 workers of 1 CPUs and 1 GPUs",
-        "neither Ray nor torch sees a GPU on this machine",
-        "type cluster.gpus_per_worker=0 to train on the CPU; or type a smaller cluster.workers, or set "
-        "RAY_ADDRESS=host:port of a larger cluster",
+        "  neither Ray nor torch sees a GPU on this machine",
+        "  to train on the CPU, type cluster.gpus_per_worker=0; or type a smaller cluster.workers, or set "
+        "RAY_ADDRESS=HOST:PORT of a larger cluster",
     ]
 
 
@@ -374,7 +418,7 @@ def test_missing_gpu_is_reported_with_advice(backend, restart, tmp_path) -> None
     cluster = ClusterConfig(workers=2, gpus_per_worker=32, backend=backend)
     with pytest.raises(
         ClusterError,
-        match=r"(room for 0 of 2 workers of 1 CPUs and 32 GPUs|need 64 GPUs)[\s\S]*\ntype .*cluster.workers",
+        match=r"(room for 0 of 2 workers of 1 CPUs and 32 GPUs|need 64 GPUs)[\s\S]*\n  type .*cluster.workers",
     ):
         run(worker_functions.add_ranks, {"x": 0}, cluster, tmp_path)
 
@@ -384,7 +428,7 @@ def test_wait_logs_its_reason_and_ends(two, full, monkeypatch) -> None:
     said: list[str] = []
     cluster = dataclasses.replace(two["ray"], wait_s=2)
     with pytest.raises(
-        ClusterError, match=r"^room for 0 of 2 workers of 1 CPUs\nthe places did not become free within 2"
+        ClusterError, match=r"^room for 0 of 2 workers of 1 CPUs\n  the places did not become free within 2"
     ):
         nodes_of(cluster).reserve("/runs/a", [2], said.append, do_nothing)
     assert said == ["waiting for the cluster: room for 0 of 2 workers of 1 CPUs"]
@@ -505,7 +549,7 @@ def test_stop_before_any_worker_has_started_ends_the_attempt(two, tmp_path) -> N
     left(group, 1)
     attempt.look()
     assert asked[2:] == [], "the request is repeated only after a while"
-    with pytest.raises(Preempted, match="stopped in pretrain; run the same command again to start this stage"):
+    with pytest.raises(Preempted, match="stopped in pretrain; run the same command again to restart this stage"):
         dataclasses.replace(attempt, can_commit=False).look()
 
 
@@ -523,7 +567,7 @@ def test_stop_before_any_worker_has_started_ends_the_attempt(two, tmp_path) -> N
             {"gpus_per_worker": 2, "workers": WorkerRange(least=1, most=3)},
             ["unused GPUs: 2 of 8 in this machine; type cluster.workers.most=4"],
         ),
-        (8, {"gpus_per_worker": 3, "workers": 2}, ["unused GPUs: 2 of 8 in this machine; too few for another worker"]),
+        (8, {"gpus_per_worker": 3, "workers": 2}, ["unused GPUs: 2 of 8 in this machine; too few for one more worker"]),
         (1, {"workers": 4}, ["unused GPUs: 1 of 1 in this machine: the workers use the CPU; type"]),
     ],
 )

@@ -36,7 +36,7 @@ def test_list_shows_every_folder_newest_first(run, capsys) -> None:
     names = ("step-0000000012", "step-0000000008", "step-0000000004", "bad-0000000003-000001", ".tmp-0000000016-000001")
     assert lines.pop().split(maxsplit=1) == [
         ".tmp-old-step-0000000002",
-        "old checkpoint, partly deleted; the next start deletes the rest",
+        "old checkpoint, partially deleted; the next start deletes the rest",
     ]
     assert lines[0] == "stage:" and [line.split()[0] for line in lines[1:]] == list(names)
     assert "0.0 MB in 2 files  world 2  ZeRO 2  attempt 1  ledger " in lines[1]

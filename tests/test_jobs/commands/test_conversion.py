@@ -112,7 +112,7 @@ def test_a_setting_that_the_file_lacks_is_required_by_name(tmp_path, capsys):
 
 
 def test_invalid_conversions_are_refused_and_nothing_is_written(ours, tmp_path, capsys):
-    gap = models.build("mu/8", 16, 5, pool="gap")
+    gap = models.build("mu/8", 16, 5, pool="map")
     models.save(gap, tmp_path / "gap")
     torn = tmp_path / "torn.npz"
     torn.write_bytes(b"PK\x03\x04 not whole")
@@ -121,7 +121,7 @@ def test_invalid_conversions_are_refused_and_nothing_is_written(ours, tmp_path, 
     (tmp_path / "run" / "pretrain-1a2b3c4d").mkdir(parents=True)
     (tmp_path / "run" / "pretrain-1a2b3c4d" / "stage.json").touch()
     cases = [
-        (["export", str(tmp_path / "gap"), str(tmp_path / "x"), "--format", "hf"], 64, "pooling by gap"),
+        (["export", str(tmp_path / "gap"), str(tmp_path / "x"), "--format", "hf"], 64, "pooling by map"),
         (
             ["export", str(ours), str(tmp_path / "x"), "--format", "onnx"],
             64,
@@ -132,7 +132,7 @@ def test_invalid_conversions_are_refused_and_nothing_is_written(ours, tmp_path, 
         (["import", str(torn), str(tmp_path / "x")], 65, "cannot load"),
         (["import", str(empty), str(tmp_path / "x")], 65, f"cannot load {empty}"),
         (["import", str(tmp_path / "nowhere"), str(tmp_path / "x")], 65, "no file or folder at"),
-        (["export", str(ours), str(tmp_path / "x"), "--format", "npz"], 64, "does not end in .npz, so readers"),
+        (["export", str(ours), str(tmp_path / "x"), "--format", "npz"], 64, "does not end in .npz, so other programs"),
         (["export", str(ours), str(tmp_path / "x.npz"), "--format", "hf"], 64, "a name without .npz"),
         (["export", str(tmp_path / "nowhere"), str(tmp_path / "x"), "--format", "hf"], 65, "no file or folder at"),
         (["import", str(ours), str(tmp_path / "x"), "heads=5"], 65, "heads"),
@@ -249,7 +249,7 @@ def test_problem_type_follows_the_loss_through_import_and_export(loss, ours, tmp
     ]
     assert [main(command) for command in commands] == [0, 0, 0, 0]
     out = capsys.readouterr().out
-    assert ("no record of whether sigmoid or softmax trained the head" in out) == (loss is None)
+    assert ("unknown whether the head was trained with sigmoid or softmax" in out) == (loss is None)
     expected = {"sigmoid": "multi_label_classification", "softmax": "single_label_classification", None: None}[loss]
     for folder in ("hf", "last"):
         assert json.loads((tmp_path / folder / "config.json").read_text()).get("problem_type") == expected

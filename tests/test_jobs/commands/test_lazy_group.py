@@ -84,15 +84,23 @@ def test_a_command_of_a_deleted_extra_reports_it_and_other_commands_work(
     assert main(["--help"]) == 0
     assert "mend    Not installed.\n" in capsys.readouterr().out
     assert main(["mend", "x"]) == 64
-    assert "error: jobs/extras/gone is not installed, and this command needs it\n" in capsys.readouterr().err
+    assert "error: this command needs jobs/extras/gone, which is not in this checkout\n" in capsys.readouterr().err
     assert main(["status", "--help"]) == 0
 
 
 @pytest.mark.parametrize(
     ("line", "code", "message"),
     [
-        ("from data.extras import gone", 64, "error: data/extras/gone is not installed, and this command needs it\n"),
-        ("import data.extras.gone.inside", 64, "error: data/extras/gone is not installed, and this command needs it\n"),
+        (
+            "from data.extras import gone",
+            64,
+            "error: this command needs data/extras/gone, which is not in this checkout\n",
+        ),
+        (
+            "import data.extras.gone.inside",
+            64,
+            "error: this command needs data/extras/gone, which is not in this checkout\n",
+        ),
         ("from data.errors import gone", 70, "error: ImportError: cannot import name 'gone'"),
         ("from data.extras.survey import gone", 70, "error: ImportError: cannot import name 'gone'"),
     ],

@@ -7,7 +7,7 @@ from data.errors import ConfigError
 from jobs.extras.planning.plan import plan
 from jobs.run.session import run_campaign
 from pipeline.extras.plan.cost import Assumptions
-from pipeline.phases import flops_of
+from pipeline.training_config import flops_of
 from tests.support import campaigns
 
 # Steps 0 … 9 at 16 px with half of the patches, 10 … 17 at 24 px with half, 18 … 23 at 24 px with all.

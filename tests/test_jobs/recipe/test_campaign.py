@@ -124,7 +124,7 @@ def test_weights_without_a_model_and_invalid_indexes_are_missing_inputs(recipe, 
     models.save(models.build("mu/8", 16, 10), bare)
     (bare / "model.json").unlink()
     wrong = {
-        f"pretrain.init={bare}": f"pretrain.init: {bare} has no model.json with the architecture of the weights",
+        f"pretrain.init={bare}": f"pretrain.init: {bare} has no model.json, so the architecture",
         "resize.init=/nowhere": "resize.init: no weights.safetensors in /nowhere",
         "pretrain.data.train=/etc/passwd": "pretrain.data.train: /etc/passwd is a file",
     }
@@ -271,29 +271,29 @@ def test_an_interrupted_pack_stage_resumes_and_makes_the_same_data_set(tmp_path,
         (["pretrain.model.image_size=20"], 78, "nearest image_size: 16 or 24"),
         (["pretrain.model.classes=7"], 65, "labels up to 9, but the model has only 7 classes"),
         (["finetune.init=@resizee"], 78, "did you mean 'resize'"),
-        (["resize.init=@fewshot"], 78, "circle"),
+        (["resize.init=@fewshot"], 78, "cycle"),
         (["resize.init=/nowhere"], 65, "no weights.safetensors in /nowhere"),
         (["pretrain.data.train=/nowhere"], 65, "this index does not exist"),
-        (["pretrain.data.train=null"], 78, "pretrain.data.train is missing: no images to train on"),
+        (["pretrain.data.train=null"], 78, "pretrain.data.train is missing: there are no images to train on"),
         ([MIXTURE, "pretrain.data.mixture.a.train=/nowhere"], 65, "pretrain.data.mixture.a.train: /nowhere"),
         (
             [MIXTURE, "pretrain.data.mixture.a.train=@shards/a"],
             78,
-            "pretrain.data.mixture.a.train is @shards, but there is no such stage",
+            "pretrain.data.mixture.a.train is @shards, but the recipe has no stage shards",
         ),
         ([MIXTURE, "pretrain.data.mixture.b.weight=0"], 78, "weight is 0.0, expected more than 0"),
-        (["finetune.data.train=@resize/train"], 78, "makes no data set"),
+        (["finetune.data.train=@resize/train"], 78, "writes no data set"),
         (["finetune.init=@fewshot"], 78, "finetune.init is @fewshot, which has no weights"),
         (["pretrain.data.preprocess=foo"], 78, "preprocess: "),
         (["pretrain.data.lanes=0"], 78, "lanes is 0, expected 1 or more"),
         (
             ["pretrain.data.tail=drop", *LARGE],
             78,
-            "1,442 samples do not fill one batch of 2,048, and tail=drop excludes",
+            "1,442 samples do not fill a batch of 2,048, and tail=drop would skip",
         ),
         (["pretrain.optim.lr=1e-6"], 78, "pretrain.optim.lr 1e-06 is below pretrain.optim.schedule.end 1e-05"),
         (["pretrain.mixup=0.8", "pretrain.micro_batch=1"], 78, "type micro_batch=2, or mixup=0"),
-        (["pretrain.data.drop=[x.tar]"], 65, "data.drop: 0 shards are called x.tar"),
+        (["pretrain.data.drop=[x.tar]"], 65, "data.drop: 0 shards match x.tar"),
         (["cluster.workers=0"], 78, "workers is 0"),
         (["nonsense"], 78, "expected key=value"),
     ],
@@ -310,7 +310,7 @@ def test_mixture_whose_set_is_smaller_than_its_share_of_a_batch_is_refused_with_
     words.append(f"pretrain.data={{train: null, evaluate: null, tail: drop, mixture: {{{sets}}}}}")
     assert main(words) == 78
     # Half of the batch is larger than the 355 test images.
-    assert "pretrain: 355 samples do not fill one batch of 512, and tail=drop" in capsys.readouterr().err
+    assert "pretrain: 355 samples do not fill a batch of 512, and tail=drop" in capsys.readouterr().err
     assert not list((recipe.parent / "run").glob("pretrain-*/attempts/*"))
 
 
@@ -318,7 +318,10 @@ def test_warm_up_as_long_as_the_stage_is_reported(recipe, capsys):
     words = ["plan", str(recipe), "finetune.optim.schedule.warmup_steps=4", "pretrain.steps=6"]
     assert main(words) == 0
     out = capsys.readouterr().out
-    assert "finetune: the warm-up is as long as the stage, 4 steps, so the learning rate ends at 75% of optim.lr" in out
+    assert (
+        "finetune: the warm-up is as long as the stage (4 steps), so the learning rate only reaches 75% of optim.lr"
+        in out
+    )
     assert "pretrain: the warm-up is as long" not in out
 
 
@@ -334,9 +337,9 @@ def test_warm_up_as_long_as_the_stage_is_reported(recipe, capsys):
         (
             ["finetune.optim.schedule.warmup_steps=5"],
             78,
-            "finetune: 5 warm-up steps are more than the stage has steps: 4",
+            "finetune: 5 warm-up steps exceed the length of the stage, 4 steps",
         ),
-        (["finetune.optim.schedule.cooldown_steps=3"], 78, "2 warm-up steps and 3 of cool-down are more than"),
+        (["finetune.optim.schedule.cooldown_steps=3"], 78, "2 warm-up steps and 3 of cool-down exceed"),
         # 0.02 passes over 1,442 samples are two batches of 16
         (["pretrain.steps=null", "pretrain.passes=0.02"], 78, "type pretrain.optim.schedule.warmup_steps=0"),
         (["pretrain.stall_s=-1"], 78, "stall_s is -1.0, expected more than 0"),
@@ -345,8 +348,8 @@ def test_warm_up_as_long_as_the_stage_is_reported(recipe, capsys):
         (["pretrain.optim.lr=nan"], 78, "optim.lr is nan, expected more than 0"),
         (["pretrain.model.head_bias=nan"], 78, "head_bias must be a number, found nan"),
         (["shqrds.kind=1"], 78, "shqrds.kind is 1, expected one of pack, pretrain"),
-        (["={kind: resize}"], 78, "={kind: resize} is not an override\n  expected key=value"),
-        (["more/words={kind: resize, init: '@pretrain'}"], 78, "a stage is called 'more/words'"),
+        (["={kind: resize}"], 78, "invalid override ={kind: resize}\n  expected key=value"),
+        (["more/words={kind: resize, init: '@pretrain'}"], 78, "a stage is named 'more/words'"),
         (["run=3"], 78, "run is 3, expected a folder\n  type run=./3"),
         (["run="], 78, "run is empty, expected a folder\n  type run=runs/tiny"),
         (["probe={kind: fewshot, init: '@resize'}"], 78, "probe.probe.train and probe.probe.test are missing"),
@@ -366,25 +369,25 @@ def test_warm_up_as_long_as_the_stage_is_reported(recipe, capsys):
             "fewshot.init is @shards, which has no weights\n  expected @stage",
         ),
         (["run=/"], 78, "run is /, expected a separate folder\n  type run=/NAME"),
-        ([f"run={'x' * 300}"], 78, "run has a name of 300 bytes: xxx"),
-        (["run=/dev/null/x"], 78, "/dev/null is a file\n  expected the folder of a run"),
+        ([f"run={'x' * 300}"], 78, "run contains a name of 300 bytes: xxx"),
+        (["run=/dev/null/x"], 78, "/dev/null is a file\n  expected a run directory"),
         (
             ["run=~nobody-here/x"],
             78,
             "run is ~nobody-here/x, but there is no such user\n  type the path",
         ),
-        (["pretrain.steps=99999999999999999999"], 78, "expected 576,460,752,303,423,487 steps at most"),
-        (["pretrain.model.name="], 78, "pretrain.model.name is null, expected one such as S/16, B/16"),
-        (["pretrain.model.name=1"], 78, "pretrain.model.name is 1, expected one such as S/16, B/16"),
+        (["pretrain.steps=99999999999999999999"], 78, "expected at most 576,460,752,303,423,487 steps"),
+        (["pretrain.model.name="], 78, "pretrain.model.name is null, expected a name like S/16, B/16"),
+        (["pretrain.model.name=1"], 78, "pretrain.model.name is 1, expected a name like S/16, B/16"),
         (["fewshot.probe.shots=[1.5]"], 78, "fewshot.probe.shots is 1.5, expected a whole number"),
         (["fewshot.preprocess=resize(0)"], 78, "fewshot: preprocess: preprocessing op resize(0): a side of 0 pixels"),
         (
             ["pretrain.data.preprocess=resize(8)"],
             78,
-            "pretrain.data.preprocess: 'resize(8)' makes images of 8×8, expected the model's 16×16\n"
+            "pretrain.data.preprocess: 'resize(8)' produces 8×8 images, but the model expects 16×16\n"
             "  type 'pretrain.data.preprocess=resize((16, 16))'",
         ),
-        (["fewshot.preprocess=decode"], 78, "fewshot.preprocess: 'decode' makes images of 1024×1024"),
+        (["fewshot.preprocess=decode"], 78, "fewshot.preprocess: 'decode' produces 1024×1024 images"),
     ],
 )
 def test_plan_refuses_what_run_would(recipe, capsys, overrides, code, message):
@@ -399,7 +402,7 @@ def test_plan_refuses_what_run_would(recipe, capsys, overrides, code, message):
 def test_a_stage_name_must_not_be_a_path_out_of_the_run(recipe, capsys):
     recipe.write_text(recipe.read_text() + '"../../elsewhere": {kind: resize, init: "@pretrain"}\n')
     assert main(["run", str(recipe)]) == 78
-    assert "a stage is called '../../elsewhere'" in capsys.readouterr().err
+    assert "a stage is named '../../elsewhere'" in capsys.readouterr().err
     assert [path.name for path in recipe.parent.parent.glob("elsewhere*")] == []
 
 
@@ -451,7 +454,7 @@ def test_a_short_shard_of_a_later_stage_is_found_before_the_first_one_runs(recip
         for command in ("plan", "run"):
             assert main([command, str(recipe), override]) == 65
             said.append(error_of(capsys))
-        assert "test-000002.tar: 0 bytes, the index says " in said[0] and said[0] == said[1]
+        assert "test-000002.tar: 0 bytes, the index lists " in said[0] and said[0] == said[1]
     assert not list((recipe.parent / "run").glob("pretrain-*")), "no step was trained in vain"
 
 
@@ -468,20 +471,20 @@ def test_too_many_corrupt_images_stop_training_with_65_and_name_the_first(recipe
     assert "more than data.max_bad_fraction" in captured.err
 
 
-def test_a_forbidden_change_of_a_half_done_stage_is_refused_with_the_difference(recipe, capsys):
+def test_a_forbidden_change_of_an_unfinished_stage_is_refused_with_the_difference(recipe, capsys):
     folder = stage_folder(recipe, "pretrain")
     assert main(["run", str(recipe), "finetune.data.max_bad_fraction=0.5"]) == 0
     (folder / "done.json").unlink()
     capsys.readouterr()
     assert main(["run", str(recipe), "pretrain.optim.lr=0.003"]) == 78
     said = error_of(capsys)
-    assert "another config:\n    optim.lr: 0.002 → 0.003\n" in said, "and nothing else"
+    assert "its config has changed:\n    optim.lr: 0.002 → 0.003\n" in said, "and nothing else"
 
     # `plan` reports the same, and the effect of `--fresh`.
     assert main(["plan", str(recipe), "pretrain.optim.lr=0.003"]) == 78
     assert error_of(capsys) == said
     assert main(["plan", str(recipe), "pretrain.optim.lr=0.003", "--fresh"]) == 0
-    assert "unfinished with another config, would start over" in capsys.readouterr().out
+    assert "unfinished with another config, would restart from step 0" in capsys.readouterr().out
 
     # There is no conflict after a later stage of the same name, started with `--fresh`, has finished.
     later = folder.with_name("pretrain-0123abcd")
@@ -495,12 +498,12 @@ def test_a_forbidden_change_of_a_half_done_stage_is_refused_with_the_difference(
     assert "resumed from step 24" in capsys.readouterr().out, "free fields may change"
 
 
-def test_a_changed_half_done_stage_is_reported_before_the_first_stage_runs(recipe, capsys):
+def test_a_changed_unfinished_stage_is_reported_before_the_first_stage_runs(recipe, capsys):
     assert main(["run", str(recipe)]) == 0
     (stage_folder(recipe, "finetune") / "done.json").unlink()
     capsys.readouterr()
     assert main(["run", str(recipe), "pretrain.seed=1"]) == 78
-    assert "finetune is half done with another config" in capsys.readouterr().err
+    assert "finetune is unfinished, and its config has changed" in capsys.readouterr().err
     assert not stage_folder(recipe, "pretrain", "pretrain.seed=1").exists(), "no step was trained in vain"
 
 
@@ -525,14 +528,14 @@ def test_an_empty_test_set_is_refused(recipe, tmp_path, capsys):
     assert "has 0 samples and 0 classes" in capsys.readouterr().err
 
 
-def test_the_test_set_of_a_half_done_stage_may_change(recipe, shards, capsys):
+def test_the_test_set_of_an_unfinished_stage_may_change(recipe, shards, capsys):
     assert main(["run", str(recipe)]) == 0
     (stage_folder(recipe, "pretrain") / "done.json").unlink()
     sets = f"pretrain.probe={{train: {shards}/train, test: {shards}/test, shots: [1], seeds: [0]}}"
     capsys.readouterr()
     assert main(["run", str(recipe), f"pretrain.data.evaluate={shards}/train", sets]) == 0
     said = capsys.readouterr().out
-    assert "resuming with a changed" in said and "resumed from step 24" in said and "1shot" in said
+    assert "resuming with changed settings" in said and "resumed from step 24" in said and "1shot" in said
 
 
 def test_a_checkpoint_with_a_flipped_bit_is_reported_and_the_previous_one_used(recipe, capsys):

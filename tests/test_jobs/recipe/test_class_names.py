@@ -66,7 +66,7 @@ def test_two_splits_of_a_recipe_have_the_same_class_ids(tmp_path, capsys):
     class_folders(tmp_path / "test", "bird cat")
     sets = f"test: {{path: {tmp_path}/test}}, train: {{path: {tmp_path}/train}}"
     assert main(["run", recipe_of(tmp_path, sets)]) == 0
-    assert "test: classes are numbered as in train" in capsys.readouterr().out
+    assert "test: using the class numbering of train" in capsys.readouterr().out
     (packed,) = (tmp_path / "run").glob("shards-*")
     assert labels_by_class(packed / "train") == {"airplane": {b"0"}, "bird": {b"1"}, "cat": {b"2"}}
     assert labels_by_class(packed / "test") == {"bird": {b"1"}, "cat": {b"2"}}
@@ -86,7 +86,7 @@ def test_classes_of_numbers_classes_as_another_data_set_and_reports_missing_ones
     assert labels_by_class(tmp_path / "b") == {"bird": {b"1"}, "kitty": {b"2"}}
     assert "class names: 'airplane', 'bird', 'cat'" in capsys.readouterr().out
     assert main([*command, "--rename", "puppy=cat"]) == 65
-    assert "rename has 'puppy', no class of this source" in capsys.readouterr().err
+    assert "rename has 'puppy', which this source does not have" in capsys.readouterr().err
     assert main([*command, "--rename", "kitty"]) == 64
 
 
@@ -97,7 +97,7 @@ def test_classes_are_kept_by_name_and_keep_their_ids(tmp_path, capsys):
     (packed,) = (tmp_path / "run").glob("shards-*")
     assert labels_by_class(packed / "train") == {"bird": {b"1"}, "cat": {b"2"}}
     assert main(["run", recipe_of(tmp_path, sets.replace("cat", "cow"))]) == 65
-    assert "keep has 'cow', no class of this source" in capsys.readouterr().err
+    assert "keep has 'cow', which this source does not have" in capsys.readouterr().err
     assert main(["run", recipe_of(tmp_path, sets.replace("cat", "-1"))]) == 78
 
 
@@ -143,7 +143,7 @@ def test_ids_and_names_in_one_column_are_refused(tmp_path, capsys):
         ("a.jsonl", '{"name": "tench"}\n"goldfish"\n', ("tench", "goldfish")),
         ("a.txt", "tench\n\ngoldfish\n", "class 1 has no name"),
         ("a.json", '{"2": "goldfish", "0": "tench"}', "class 1 has no name"),
-        ("a.txt", "", "it names no classes"),
+        ("a.txt", "", "it contains no class names"),
         ("a.json", "tench", "expected one class name per line"),
     ],
 )
@@ -207,7 +207,7 @@ def test_class_names_are_collected_from_text_labels_but_not_from_captions(tmp_pa
     assert main(["index", str(tmp_path), "--name", "t", "--classes", "2"]) == 65
     (tmp_path / "t.index.json").unlink()
     assert main(["index", str(tmp_path), "--name", "t", "--classes", "2"]) == 65
-    assert "labels are 3 names, 'great white', 'shark', 'tench', and classes are 2" in capsys.readouterr().err
+    assert "labels are 3 names, 'great white', 'shark', 'tench', but classes is 2" in capsys.readouterr().err
     # Texts that rarely repeat are not classes.
     members = []
     for dog in range(1100):
@@ -249,10 +249,10 @@ def test_unknown_names_and_ambiguous_class_lists_are_refused(texts, tmp_path, ca
     assert "refused: 3 × label is a text that no class list has, first 0 of t.tar" in capsys.readouterr().out
     (tmp_path / "few.txt").write_text("goldfish\ntench\n")
     assert main(["index", str(texts), "--names", f"{tmp_path}/few.txt"]) == 65
-    assert "sample 1 is labelled 'great white shark', which is none of the 2 class names" in capsys.readouterr().err
+    assert "sample 1 has label 'great white shark', which is not one of the 2 class names" in capsys.readouterr().err
     (tmp_path / "numbers.txt").write_text("7\n1\n")
     assert main(["index", str(texts), "--names", f"{tmp_path}/numbers.txt"]) == 65
-    assert "class 0 is called 7, which as a label is the id of class 7" in capsys.readouterr().err
+    assert "class 0 has the name 7, which as a label would mean class 7" in capsys.readouterr().err
     assert main(["pack", "tars", str(texts), f"{tmp_path}/p", "--names", f"{tmp_path}/classes.txt"]) == 0
     assert main(["pack", "tars", str(texts), f"{tmp_path}/q", "--names", f"{tmp_path}/nowhere.txt"]) == 65
 
@@ -287,7 +287,7 @@ def test_class_names_are_kept_only_from_an_index_of_the_same_tars(tmp_path, caps
         tar.write(bytes(512))
     capsys.readouterr()
     assert main(command) == 0
-    assert load_index(tmp_path / "set").names == () and "class names: none" in capsys.readouterr().out
+    assert load_index(tmp_path / "set").names == () and "no class names, so labels" in capsys.readouterr().out
 
 
 def test_data_sets_with_different_class_names_are_not_joined(tmp_path):
@@ -362,7 +362,7 @@ def test_plan_refuses_conflicting_class_names_and_reports_missing_ones(three_set
     assert main(["plan", campaign(three_sets, c="c", new_head="true")]) == 65
     assert "fewshot: probe.train" in capsys.readouterr().err, "a head of its own has names of its own; a probe has two"
     assert main(["plan", campaign(three_sets, b="d")]) == 0
-    assert f"none in data.evaluate ({three_sets}/d): labels of the sets cannot be compared" in capsys.readouterr().out
+    assert f"no class names in data.evaluate ({three_sets}/d), so labels cannot be compared" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("train", "new_head", "expected"), [("c", "true", "bird cat cow"), ("d", "true", ""),

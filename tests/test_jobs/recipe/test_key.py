@@ -67,7 +67,7 @@ def test_evaluation_settings_are_in_the_key_if_they_select_the_weights(recipe, s
         ("resize.init=@pretrain/part", "resize.init is @pretrain/part, which has no weights"),
         (
             "finetune.data.train=@resize/train",
-            "a resize stage makes no data set\n  expected @stage/set with a pack stage",
+            "a resize stage writes no data set\n  expected @STAGE/SET with a pack stage",
         ),
     ],
 )

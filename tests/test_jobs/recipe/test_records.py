@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from jobs.recipe.records import changed_warnings, environment, forbidden_fields, half_done_folder, stage_record
+from jobs.recipe.records import changed_warnings, environment, forbidden_fields, stage_record, unfinished_folder
 from jobs.resolved_recipe import Campaign
 from pipeline import artifacts
 from tests.support import campaigns
@@ -46,10 +46,10 @@ def test_data_sets_are_compared_by_content(recipe, shards, tmp_path):
     assert list(changes) == ["data.evaluate"]
 
 
-def test_a_folder_without_a_checkpoint_is_not_half_done(recipe):
+def test_a_folder_without_a_checkpoint_is_not_an_unfinished_stage(recipe):
     started(recipe)
     loaded = campaigns.load(recipe, ["pretrain.optim.lr=1"])
-    assert half_done_folder(loaded, loaded.stage("pretrain")) is None
+    assert unfinished_folder(loaded, loaded.stage("pretrain")) is None
 
 
 def test_the_environment_has_the_versions_of_packages():

@@ -70,7 +70,7 @@ def test_wait_is_logged_once_with_its_limit(tmp_path: Path, capsys):
             run_log.status(message(attempt))
         return capsys.readouterr().out.splitlines()
 
-    waiting = "[pretrain-1] waiting up to 5m00s for the workers to start (cluster.start_timeout_s)"
+    waiting = "[pretrain-1] waiting for the workers to start, up to 5m00s (cluster.start_timeout_s)"
     assert looks(5) == [waiting]
     (attempt / "rank-00000.json").write_text("{}")
     assert looks(5) == ["[pretrain-1] 1 workers have started; waiting for their first step"]
@@ -162,5 +162,5 @@ def test_lines_missed_by_a_stuck_terminal_are_counted_and_reported(monkeypatch):
         stuck.thread.join(10)
         shown = os.read(reader, 4096).decode().splitlines()
     os.close(reader)
-    notice = "(20 lines are not shown: this terminal accepted none; they are in log.txt)"
+    notice = "(20 lines are not shown, because this terminal was blocked; they are in log.txt)"
     assert shown == ["line 0", notice, *(f"line {number}" for number in range(1, 11))]

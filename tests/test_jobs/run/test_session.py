@@ -148,7 +148,7 @@ def test_first_signal_requests_a_commit_and_a_second_interrupt_ends_at_once(stop
     os.kill(os.getpid(), signal.SIGTERM)
     assert stopper.is_stop_requested()
     assert stopper.lines == [
-        "SIGTERM: finishing the step and committing, then exit code 75; press Ctrl-C again to end at once"
+        "SIGTERM: finishing the step and committing, then exiting with code 75; press Ctrl-C again to exit at once"
     ]
     os.kill(os.getpid(), signal.SIGTERM)
     assert len(stopper.lines) == 1, "a second SIGTERM is only a repetition"

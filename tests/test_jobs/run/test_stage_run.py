@@ -100,7 +100,7 @@ def test_second_start_keeps_the_time_of_the_first_and_names_changed_settings(tmp
     second = artifacts.read_record(context.directory / "stage.json")
     assert second["started"] == first["started"]
     assert second["resumed"] > first["resumed"]
-    assert "first: resuming with a changed number: 7 → 8" in lines
+    assert "first: resuming with changed settings (number: 7 → 8)" in lines
 
 
 def test_a_stage_whose_input_has_not_run_is_refused_and_leaves_nothing(tmp_path) -> None:

@@ -5,6 +5,7 @@ loopback, behind a proxy that can fail.
 """
 
 import json
+import math
 import os
 import random
 import shutil
@@ -144,7 +145,7 @@ def test_run_killed_during_a_save_resumes_on_another_machine_with_the_same_bits(
     proxy.fault = lambda path: chance.choice([500, "short"]) if chance.random() < 0.1 else None
     assert drive("two", f"run={run}").wait(600) == 0
     said = (tmp_path / "two.log").read_text()
-    assert "taking the run over: no sign of life" in said
+    assert "taking over the run: no sign of life" in said
     assert "attempt 2: resumed from step 15 (attempt 1, 2 workers" in said
     assert outcome(folder_of(tmp_path / "two")) == outcome(tmp_path / "run")
     assert losses(folder_of(tmp_path / "two")) == losses(tmp_path / "run")
@@ -204,6 +205,28 @@ def test_second_owner_is_refused_and_a_frozen_owner_cannot_commit(proxy, drive, 
     # The store is unchanged since the second ended.
     assert drive("three", f"run={run}", *longer).wait(300) == 0
     assert (tmp_path / "three.log").read_text().count("skipped, finished with the same config and inputs") == 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("renewed_after_s", [5.0, math.inf])
+def test_credentials_that_expire_during_a_run_are_named_or_renewed(renewed_after_s, proxy, drive, tmp_path) -> None:
+    driver = drive("one", f"run={RUN.format(name='expired')}", "pretrain.micro_batch=1", "pretrain.log_every=1")
+    wait_for(tmp_path / "one.log", "checkpoint step 10 committed")
+    expired = time.monotonic()
+    proxy.fault_of_any = lambda method, path: (
+        (400, "ExpiredToken") if time.monotonic() < expired + renewed_after_s else None
+    )
+    exit_code = driver.wait(600)
+    seconds = time.monotonic() - expired
+    said = (tmp_path / "one.log").read_text()
+    print(f"exit code {exit_code} after {seconds:.0f} s\n{said}")
+    if renewed_after_s == math.inf:
+        assert exit_code in (69, 74)
+        assert "denied after" in said and "ExpiredToken; the credentials have expired: renew them" in said
+        assert seconds < 240, "30 s for the first denied request, at most a few for each other one"
+    else:
+        assert exit_code == 0 and "FAILED" not in said
 
 
 CREDENTIALS = """
@@ -288,7 +311,7 @@ def test_run_is_taken_over_from_a_driver_with_a_dead_link_which_then_ends_with_7
         assert "end  ended unexpectedly: process " in told and " on h0, started 20" in told
         assert "(that machine's clock); to resume, type python -m jobs run " in told
         second = drive("h1")
-        wait_for(log_of("h1"), "taking the run over: no sign of life from process ")
+        wait_for(log_of("h1"), "taking over the run: no sign of life from process ")
         wait_for(log_of("h1"), "attempt 2: resumed from step ")
 
         network["h0"].mend()
@@ -299,7 +322,7 @@ def test_run_is_taken_over_from_a_driver_with_a_dead_link_which_then_ends_with_7
         # The second was not disturbed, and ends on request from the other host.
         assert second.poll() is None
         told = network["h0"].run(f"python -m jobs stop {run}")
-        assert second.wait(120) == 75 and "it has ended; to see how: " in told, log_of("h1").read_text()
+        assert second.wait(120) == 75 and "it has ended; for its result, type " in told, log_of("h1").read_text()
         assert log_of("h1").read_text().count("attempt ") and "restarting" not in log_of("h1").read_text()
 
 
@@ -345,5 +368,5 @@ def test_hostile_stage_in_a_claim_makes_no_folder_outside_the_run(stage, tmp_pat
 def test_claim_that_is_not_json_is_reported_with_its_name(tmp_path: Path, proxy: Proxy) -> None:
     run = Bucket("s3://images/runs/torn", tmp_path)
     run.put("attempts/000001.json", b"[]")
-    with pytest.raises(DataError, match=r"attempts/000001\.json: not JSON with the stage"):
+    with pytest.raises(DataError, match=r"attempts/000001\.json is damaged: expected JSON"):
         fetch_small_files(run, lambda name: False)

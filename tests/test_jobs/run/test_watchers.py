@@ -86,9 +86,9 @@ def test_failing_watcher_is_logged_and_does_not_affect_the_others(context) -> No
     watch(Watchers([Failing(), recorder], lines.append), context)
     assert recorder.calls == ALL_CALLS
     names = ("started", "stage", "status", "ended", "close")
-    assert lines == [f"Failing: OSError: {name} is out of order; the run continues without it" for name in names], (
-        "each error is logged once, although status is called three times"
-    )
+    assert lines == [
+        f"Failing: OSError: {name} is out of order; the run continues without this output" for name in names
+    ], "each error is logged once, although status is called three times"
 
 
 def test_watcher_that_cannot_be_loaded_is_logged(context) -> None:

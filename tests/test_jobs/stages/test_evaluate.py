@@ -75,7 +75,7 @@ def outputs(world: Path, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]
     index = load_index(world / name)
     (batch,) = EvaluationSet(index, "resize(16)", batch_size=index.samples)
     with torch.no_grad():
-        features = model.features(normalise(batch.images, torch.float32, torch.device("cpu")))
+        features = model.features(normalise(batch.images, model.config, torch.float32, torch.device("cpu")))
         return features.numpy(), model.head(features).numpy(), batch.labels[:, 0].numpy()
 
 
@@ -227,7 +227,7 @@ def test_only_a_changed_data_set_or_protocol_is_evaluated_again(
     document = judged(world, tmp_path, "--protocol", "knn", "--protocol", "linear", "--protocol", "top-1", train)
     assert workers.asked[2:] == [("test", "linear")]
     assert [result["protocol"]["name"] for result in document["results"]] == ["knn", "linear", "top-1"]
-    assert "test knn reused from evaluate-" in capsys.readouterr().out
+    assert "knn on test reused from evaluate-" in capsys.readouterr().out
     judged(world, tmp_path, "--protocol", "knn", train, "knn.k=[5]")
     assert workers.asked[3:] == [("test", "knn")], "another k is another protocol"
     judged(world, tmp_path, str(world / "train"), "--protocol", "top-1")
@@ -396,14 +396,14 @@ def test_weights_are_evaluated_with_their_recorded_preprocessing(
             world,
             [],
             squash,
-            f"preprocessing {squash} (the default, because the weights have no recorded preprocessing)",
+            f"preprocessing {squash} (the default, because none is recorded with the weights)",
         ),
         (tmp_path, [], ops, f"preprocessing {ops} (recorded with the weights)"),
         (
             tmp_path,
             [f"preprocess={other}"],
             other,
-            f"preprocessing {other} (from the recipe, instead of {ops}, recorded with the weights)",
+            f"preprocessing {other} (from the recipe, overriding {ops}, recorded with the weights)",
         ),
     ]
     # Both runs use one folder: the recorded preprocessing must be in the key, or the second would be skipped.
@@ -448,7 +448,7 @@ def test_invalid_evaluations_are_refused_before_workers_start(
         (
             [weights, test, "--protocol", "knn"],
             78,
-            "sets.test.train is missing, but the training set is required by knn",
+            "sets.test.train is missing, but a training set is needed for knn",
         ),
         ([weights, str(tmp_path / "swapped")], 65, f"class 3 is '{DIGITS[3]}' and '{DIGITS[4]}'"),
         ([weights, test, f"train={tmp_path / 'swapped'}", "--protocol", "knn"], 65, "class 3 is"),
@@ -457,17 +457,21 @@ def test_invalid_evaluations_are_refused_before_workers_start(
             65,
             f"test {test} and train {copied} are the same data set",
         ),
-        ([str(tmp_path / "few"), test], 65, "has 10 classes, but the weights have 3; they lack 3, 4, 5, 6, 7"),
+        ([str(tmp_path / "few"), test], 65, "has 10 classes, but the weights have only 3, without 3, 4, 5, 6, 7"),
         (
             [str(tmp_path / "few"), test, "--protocol", "top-5"],
             78,
             "top-5 needs at least 5 classes, but the weights have 3",
         ),
-        ([str(tmp_path / "headless"), test], 78, "the weights have no head, but top-1 evaluate its outputs"),
+        (
+            [str(tmp_path / "headless"), test],
+            78,
+            "top-1 evaluate the outputs of the head, but the weights have no head",
+        ),
         ([weights, test, f"leaks={tmp_path / 'leaks.json'}"], 65, "does not cover the data set test: "),
         ([weights, test, "leaks=nowhere.json"], 65, "evaluate.leaks: cannot be read"),
         ([str(tmp_path / "nothing"), test], 65, "nothing"),
-        ([weights, test, "preprocess=resize(24)"], 78, "makes images of 24×24, expected the model's 16×16"),
+        ([weights, test, "preprocess=resize(24)"], 78, "produces 24×24 images, but the model expects 16×16"),
     ]
     for words, code, message in cases:
         assert main(["evaluate", *words, "--output", str(tmp_path / "out"), "cluster.backend=processes"]) == code
@@ -517,16 +521,14 @@ def test_foreign_weights_have_their_model_and_class_names(world: Path, tmp_path:
 
 
 @pytest.mark.parametrize("format", ["timm", "hf"])
-def test_weights_with_incompatible_pixel_values_are_refused(
-    format: str, world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_weights_with_other_pixel_values_get_them(format: str, world: Path, tmp_path: Path) -> None:
     theirs = tmp_path / format
     assert main(["export", str(world / "weights"), str(theirs), "--format", format]) == 0
-    any_weights.load(str(theirs), {})  # as exported they take those from −1 to 1
+    assert any_weights.load(str(theirs), {}).config.pixel_mean == (0.5, 0.5, 0.5)
     file = theirs / ("config.json" if format == "timm" else "preprocessor_config.json")
     described = json.loads(file.read_text())
     section = described["pretrained_cfg"] if format == "timm" else described
     section["mean" if format == "timm" else "image_mean"] = [0.485, 0.456, 0.406]
     file.write_text(json.dumps(described))
-    assert main(["evaluate", str(theirs), str(world / "test"), *LOCAL, "--output", str(tmp_path / "out")]) == 65
-    assert f"{file}: pixels are normalised by mean [0.485, 0.456, 0.406]" in capsys.readouterr().err
+    config = any_weights.load(str(theirs), {}).config
+    assert (config.pixel_mean, config.pixel_std) == ((0.485, 0.456, 0.406), (0.5, 0.5, 0.5))

@@ -53,7 +53,7 @@ def test_images_added_after_packing_are_reported(
     for command in ("plan", "run"):
         assert main([command, str(recipe)]) == 0
         out = capsys.readouterr().out
-        assert f"{tmp_path}/images has 6 images now, but had 5 when train was packed; train is not packed again" in out
+        assert f"{tmp_path}/images now has 6 images, but train was packed from 5 and is not packed again" in out
 
     # An unreadable source, for example on a lost file server, does not matter after packing.
     def stale(*args: object) -> None:
@@ -83,7 +83,7 @@ def test_a_done_json_without_the_time_of_packing_is_readable(
     later = time.time() + 10
     os.utime(path.parent, (later, later))
     assert main(["run", str(recipe)]) == 0
-    assert "has 2 images now, but had 1 when train was packed" in capsys.readouterr().out
+    assert "now has 2 images, but train was packed from 1 and" in capsys.readouterr().out
 
 
 @pytest.mark.quick

@@ -168,9 +168,7 @@ def test_an_npz_has_no_place_for_it_and_a_folder_of_ours_keeps_it(tmp_path, caps
     for folder in ("safetensors", "again"):
         assert name in json.loads((tmp_path / folder / "provenance.json").read_text())["files"]
     assert main(["export", str(tmp_path / "again"), str(tmp_path / "out.npz"), "--format", "npz"]) == 0
-    assert (
-        f"note     an .npz cannot store the preprocessing; its users need to know {CROPPED}" in capsys.readouterr().out
-    )
+    assert f"note     an .npz file cannot store the preprocessing; tell its users: {CROPPED}" in capsys.readouterr().out
     file = tmp_path / "again" / name
     file.write_text(file.read_text().replace("256", "248"))
     assert main(["export", str(tmp_path / "again"), str(tmp_path / "out"), "--format", "timm"]) == 65

@@ -83,12 +83,12 @@ def test_disk_that_fills_up_ends_the_run_and_status_reports_path_and_bytes(tmp_p
     assert "code 74" in said, said
     assert re.search(r"checkpoint step \d+ FAILED \(rank-00000.safetensors: No space left on device: \S+", said), said
     end = re.search(
-        r"error: pretrain: 2 saves in a row failed, the last: .*\(([\d.]+) kB needed, ([\d.]+) kB free\)", said
+        r"error: pretrain: 2 consecutive saves failed, the last with: .*\(([\d.]+) kB needed, ([\d.]+) kB free\)", said
     )
     assert end is not None, said
     assert float(end[2]) < float(end[1]), "the first save that failed may have left some room behind"
     assert "free space under" in said and "then run the same command again" in said
-    assert said.count("end  pretrain: 2 saves in a row failed") == 2, "status tells it, on the full disk and after"
+    assert said.count("end  pretrain: 2 consecutive saves failed") == 2, "status tells it, on the full disk and after"
     assert "killed, or lost with its machine" not in said and "without a word" not in said
 
 

@@ -431,7 +431,7 @@ def test_leftovers_of_a_deletion_count_as_free_space_for_the_next_start(tmp_path
     monkeypatch.setattr(saver, "free_bytes", lambda folder: needed - 40_000)
     saver.check_disk_space(cfg, model, checkpoints)
     monkeypatch.setattr(saver, "free_bytes", lambda folder: needed - 40_001)
-    with pytest.raises(CheckpointError, match=r"less 40.0 kB of .tmp-\* there, which the start deletes"):
+    with pytest.raises(CheckpointError, match=r"minus 40.0 kB in .tmp-\* folders there, which are deleted at start-up"):
         saver.check_disk_space(cfg, model, checkpoints)
     assert checkpoints.choose(1, print) is None and not list(tmp_path.iterdir()), "it does"
 

@@ -14,8 +14,8 @@ pytestmark = pytest.mark.quick
 
 CPU = {"is_gpu": False, "world": 2, "zero": 2}
 GPU = {"is_gpu": True, "world": 2, "zero": 2, "backend": "nccl"}
-REPEATS = "a resume with 2 workers at ZeRO 2 on the same hardware repeats every bit"
-DIFFERS = "a resume may differ in the last bits: "
+REPEATS = "resuming with 2 workers at ZeRO 2 on the same hardware is bitwise exact"
+DIFFERS = "resuming may change the last bits: "
 KERNELS = "GPU kernels may add in any order"
 NCCL = "NCCL chooses the order of its sums"
 COMPILED = "compiled kernels have not been compared on a GPU"
@@ -23,13 +23,13 @@ COMPILED = "compiled kernels have not been compared on a GPU"
 # Whether the promise holds is tested with whole runs on CPUs in test_resume.py and test_checkpoint_runs.py.
 PROMISES = [
     (CPU, REPEATS),
-    ({**CPU, "world": 1, "zero": 0}, "a resume with 1 worker at ZeRO 0 on the same hardware repeats every bit"),
+    ({**CPU, "world": 1, "zero": 0}, "resuming with 1 worker at ZeRO 0 on the same hardware is bitwise exact"),
     ({**CPU, "is_compiled": True}, REPEATS),
     ({**CPU, "pools": True}, REPEATS),
-    ({**CPU, "exact_parts": 4}, "a resume with 1 to 4 workers on the same hardware repeats every bit"),
+    ({**CPU, "exact_parts": 4}, "resuming with 1 to 4 workers on the same hardware is bitwise exact"),
     (
         {**CPU, "exact_parts": 4, "is_compiled": True},
-        "a resume with 1 to 4 workers on the same hardware repeats every bit",
+        "resuming with 1 to 4 workers on the same hardware is bitwise exact",
     ),
     ({**GPU, "exact_parts": 4}, f"{REPEATS} (deterministic kernels)"),
     ({**GPU, "exact_parts": 4, "backend": "gloo"}, f"{REPEATS} (deterministic kernels)"),
@@ -53,12 +53,12 @@ def test_resume_line_says_whether_bits_are_repeated(conditions, expected) -> Non
 @pytest.mark.parametrize(
     ("conditions", "before", "expected"),
     [
-        (CPU, {"world": 4}, "the bits may differ from here on (workers: 4 → 2); "),
-        (CPU, {"zero": 3}, "the bits may differ from here on (ZeRO: 3 → 2); "),
-        (CPU, {"world": 1, "zero": 1}, "the bits may differ from here on (workers: 1 → 2, ZeRO: 1 → 2); "),
+        (CPU, {"world": 4}, "results may differ bitwise from here on (workers: 4 → 2); "),
+        (CPU, {"zero": 3}, "results may differ bitwise from here on (ZeRO: 3 → 2); "),
+        (CPU, {"world": 1, "zero": 1}, "results may differ bitwise from here on (workers: 1 → 2, ZeRO: 1 → 2); "),
         ({**CPU, "exact_parts": 4}, {"world": 4, "zero": 3}, ""),
-        (GPU, {"world": 4}, "the bits may differ from here on (workers: 4 → 2); "),
-        ({**GPU, "exact_parts": 4}, {"world": 4}, "the bits may differ from here on (workers: 4 → 2); "),
+        (GPU, {"world": 4}, "results may differ bitwise from here on (workers: 4 → 2); "),
+        ({**GPU, "exact_parts": 4}, {"world": 4}, "results may differ bitwise from here on (workers: 4 → 2); "),
     ],
 )
 def test_resume_line_reports_a_changed_worker_group(conditions, before, expected) -> None:

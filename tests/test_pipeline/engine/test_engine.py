@@ -20,7 +20,7 @@ from jobs.cluster.fork_server import MALLOC
 from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
 from pipeline import process_group
-from pipeline.engine.tuning import TUNING
+from pipeline.extras.tuning import TUNING
 from pipeline.optimization import OptimConfig, build_optimizer
 from tests.support import ranks
 
@@ -289,7 +289,7 @@ def test_loop_in_a_thread_with_its_own_heap_is_reported():
     environment = {name: value for name, value in os.environ.items() if name not in MALLOC}
     command = [sys.executable, "-c", IN_A_THREAD]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("the loop runs in a thread whose malloc returns large pieces to the kernel")
+    assert done.stdout.startswith("training runs in a thread whose malloc returns large blocks to the kernel")
     assert all(f"start this process with {name}={value}" in done.stdout for name, value in MALLOC.items())
 
 

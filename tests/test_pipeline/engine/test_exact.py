@@ -80,7 +80,7 @@ def test_cost_and_changed_conditions_are_reported(tmp_path, monkeypatch):
     telemetry.close()
     text = (tmp_path / "log.txt").read_text()
     assert text.count("waits 0.250s for the sum over 2 workers (one all-reduce: 0.125s); up to 14.0 MB") == 3
-    assert text.count("the bits may differ from here on: threads: 1 → 2") == text.count("may differ") == 1
+    assert text.count("results may differ bitwise from here on: threads: 1 → 2") == text.count("may differ") == 1
 
 
 @pytest.mark.parametrize("name", ["adam", "sgd"])

@@ -48,9 +48,7 @@ def test_single_draw_says_that_its_variance_is_unknown(tmp_path: Path) -> None:
     (protocol,) = protocols_of(("fewshot",), SimpleNamespace(fewshot=FewShotConfig((1,), (7,))), {})
     entry = document.result_of(Outcome({"1shot": [np.arange(10) < 8]}), protocol, store, None, None)["values"]["1shot"]
     assert (entry["low"], entry["high"]) == pytest.approx((0.4902, 0.9433), abs=1e-4) and "sd" not in entry
-    assert "a single draw tells nothing of the variance over draws" in entry["interval"] and entry["seeds"] == {
-        "7": 0.8
-    }
+    assert "a single draw cannot show the variance between draws" in entry["interval"] and entry["seeds"] == {"7": 0.8}
 
 
 def test_shots_are_listed_by_shard_and_position(tmp_path: Path) -> None:
@@ -95,7 +93,7 @@ def results_of_two_sets() -> dict:
 def test_table_of_a_document_word_for_word() -> None:
     whole = results_of_two_sets()
     del whole["results"][1]["values"]["1shot"]["sd"]
-    verdict = "75.00% without 2 shared with eeeeeeee; /more (ffffffff) not checked"
+    verdict = "75.00% without 2 samples shared with eeeeeeee; /more (ffffffff) not checked"
     learned = "the weights were trained on this set; not checked"
     lines: list[str] = []
     document.log_table(whole, lines.append)

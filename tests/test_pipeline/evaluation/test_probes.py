@@ -260,12 +260,12 @@ def test_shots_are_sample_numbers_even_if_samples_are_missing(shots: int, sets, 
     [
         (
             [6] * 10,
-            {"2shot": None, "5shot": None, "9shot": "10 of 10 .* fewer than 9 .*smallest 6"},
+            {"2shot": None, "5shot": None, "9shot": "10 of 10 .* fewer than 9 .*fewest: 6"},
             (3, 3, 1),
         ),
-        ([3] * 10, {"2shot": None, "5shot": "10 of 10 .*smallest 3", "9shot": "10 of 10 .*smallest 3"}, (3, 1, 1)),
-        ([20] * 9 + [4], {"2shot": None, "5shot": "1 of 10 .*smallest 4", "9shot": "1 of 10 .*smallest 4"}, (3, 3, 3)),
-        ([20] * 8 + [0, 9], {"2shot": "1 of 10 .*smallest 0", "9shot": "1 of 10 .*smallest 0"}, (3, 3, 3)),
+        ([3] * 10, {"2shot": None, "5shot": "10 of 10 .*fewest: 3", "9shot": "10 of 10 .*fewest: 3"}, (3, 1, 1)),
+        ([20] * 9 + [4], {"2shot": None, "5shot": "1 of 10 .*fewest: 4", "9shot": "1 of 10 .*fewest: 4"}, (3, 3, 3)),
+        ([20] * 8 + [0, 9], {"2shot": "1 of 10 .*fewest: 0", "9shot": "1 of 10 .*fewest: 0"}, (3, 3, 3)),
         ([20] * 10, {"2shot": None, "5shot": None, "9shot": None}, (3, 3, 3)),
     ],
 )
@@ -295,7 +295,7 @@ def test_too_few_images_are_reported_and_equal_draws_are_one_draw(
 
 @pytest.mark.parametrize("settings", [ProbeConfig, FewShotConfig])
 def test_repeated_seeds_are_refused(settings) -> None:
-    with pytest.raises(ConfigError, match="expected different seeds"):
+    with pytest.raises(ConfigError, match="expected no duplicates"):
         settings(seeds=(1, 2, 1))
 
 
@@ -350,7 +350,7 @@ def test_linear_probe_of_all_rows_matches_ridge_regression(sets) -> None:
 
 def test_more_neighbours_than_training_samples_are_refused(sets, tmp_path: Path) -> None:
     train = store_of(np.ones((5, 3), np.float32), np.arange(5), tmp_path)
-    with pytest.raises(ConfigError, match=r"knn\.k is 20, the training set has 5 samples"):
+    with pytest.raises(ConfigError, match=r"knn\.k is 20, but there are only 5 training samples"):
         probes.knn(inputs_of(train, train), NeighboursConfig((2, 20)))
 
 

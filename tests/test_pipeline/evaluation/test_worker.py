@@ -65,7 +65,7 @@ def test_two_workers_count_the_right_predictions_of_the_whole_model(run: Path, t
     right = 0
     for batch in EvaluationSet(load_index(tmp_path / "set"), "resize(16)", batch_size=50):
         with torch.no_grad():
-            predicted = model(normalise(batch.images, torch.float32, torch.device("cpu"))).argmax(1)
+            predicted = model(normalise(batch.images, model.config, torch.float32, torch.device("cpu"))).argmax(1)
         right += int(((predicted == batch.labels[:, 0]) & batch.mask).sum())
     (result,) = value["results"]
     assert result["set"]["judged"] == 50

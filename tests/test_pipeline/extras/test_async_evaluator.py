@@ -92,7 +92,7 @@ def test_evaluation_that_ends_several_attempts_is_skipped_and_logged(alone, tmp_
             with open(tmp_path / "metrics.jsonl", "a") as file:
                 file.write(record("evaluate_skipped", 10))
     assert evaluator.evaluated == [10, 10]
-    assert alone.said == ["evaluate step 10 SKIPPED: 3 attempts ended before it had a result"]
+    assert alone.said == ["evaluate step 10 SKIPPED: 3 attempts ended without a result"]
 
 
 @pytest.mark.parametrize(("changes", "step"), [({"evaluate": None}, 10), ({}, 0), ({}, 15), ({}, 100)])

@@ -26,8 +26,7 @@ from pipeline import batches, config
 from pipeline.checkpoints.manifest import committed
 from pipeline.extras.token_dropping import TokenDroppingConfig, TokenDroppingTrainConfig, kept_patches, phases
 from pipeline.monitoring.telemetry import read_metrics
-from pipeline.phases import flops_of, phase_at
-from pipeline.training_config import TrainConfig
+from pipeline.training_config import TrainConfig, flops_of, phase_at
 from pipeline.training_data import training_order
 from pipeline.worker import StopRequest
 from tests.support import campaigns

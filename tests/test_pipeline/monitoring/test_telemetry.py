@@ -172,7 +172,7 @@ def test_each_flipped_bit_is_reported_with_its_line(tmp_path: Path):
         flipped = bytearray(content)
         flipped[bit // 8] ^= 1 << bit % 8
         expected = content[: bit // 8].count(b"\n") + 1
-        damaged = damaged_lines(bytes(flipped))
+        damaged = damaged_lines(bytes(flipped).splitlines(keepends=True))
         if expected not in damaged:
             undetected.append((bit, damaged))
     # A flipped line break at the end leaves every record intact.

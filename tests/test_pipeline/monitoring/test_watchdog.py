@@ -60,15 +60,15 @@ def put(group: list[Phases], *phases: str) -> None:
 
 READER = "data of step 8, shard train-000003.tar"
 WAITED_FOR = "stuck for 11s; the other workers are waiting for it"
-COLLECTIVE = "stuck collective: all 3 workers are there for 11s"
-FROZEN = "frozen: stopped by a signal, 11s without progress"
+COLLECTIVE = "stuck collective: all 3 workers have been in it for 11s"
+FROZEN = "frozen: stopped by a signal, no progress for 11s"
 VERDICTS = [  # phases of the three workers, the stopped rank; expected rank, phase and cause
-    (("reduce", "data", "reduce"), None, 1, READER, "stalled reader: 11s without a batch"),
+    (("reduce", "data", "reduce"), None, 1, READER, "stalled reader: no batch for 11s"),
     (("reduce", "reduce", "forward"), None, 2, "forward of step 8", WAITED_FOR),
     (("reduce", "reduce", "reduce"), None, 0, "reduce of step 8", COLLECTIVE),
     (("reduce", "backward", "reduce"), 1, 1, "backward of step 8", FROZEN),
     (("reduce", "reduce", "reduce"), 2, 2, "reduce of step 8", FROZEN),
-    (("data", "data", "reduce"), None, 0, READER, "stalled reader: 11s without a batch"),
+    (("data", "data", "reduce"), None, 0, READER, "stalled reader: no batch for 11s"),
 ]
 
 
@@ -97,7 +97,7 @@ def test_every_phase_is_watched(tmp_path, group, watch, clock) -> None:
         worker.enter("join", 0)
     assert watch.find_stall(awake) is late.find_stall(awake) is None
     clock.now = 11
-    assert watch.find_stall(awake) == Stall(2, "does not start, 11s without progress")
+    assert watch.find_stall(awake) == Stall(2, "not started: no progress for 11s")
     assert late.find_stall(awake) is None, "importing takes its time"
     clock.now = 12
     with group[0].rank_0_phase("restore", 0, True):  # rank 0 restores while the others wait
@@ -117,7 +117,7 @@ def test_first_worker_that_does_not_start_is_named_unless_another_is_stopped(gro
     group[0].enter("join", 0)
     watch.find_stall(awake)
     clock.now = 11
-    assert watch.find_stall(awake) == Stall(1, "does not start, 11s without progress")
+    assert watch.find_stall(awake) == Stall(1, "not started: no progress for 11s")
     clock.now = 22
     assert watch.find_stall(lambda rank: rank == 2).rank == 2
 
@@ -132,7 +132,8 @@ def test_slow_worker_is_named_but_not_in_an_even_group(group, watch, clock) -> N
         watch.find_stall(awake)
         group[2].enter("backward", 7), group[2].enter("reduce", 7)
     slow = watch.slow()
-    assert slow is not None and slow[0] == 2 and slow[1] > 0.9
+    assert slow is not None and slow.rank == 2
+    assert slow.cause == "in 100% of the checks, all other workers were waiting for it"
     assert watch.slow() is None, "said again without new looks"
 
 
@@ -171,8 +172,47 @@ def test_only_the_slow_worker_of_a_large_group_is_named(slow_rank, clock) -> Non
         assert watch.find_stall(places_of(1000, steps, slow_rank), awake) is None
         slow = watch.slow()
         if slow is not None:
-            named.append(slow[0])
+            named.append(slow.rank)
     assert named == ([] if slow_rank is None else [slow_rank, slow_rank])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "named"),
+    [
+        ([0.2, 0.2, 2.0], "reading and the forward pass take it 10.0 times as long as the others (2 s against 0.2 s"),
+        ([0.2, 0.3, 0.35], ""),  # not twice the median of the others
+        ([0.001, 0.001, 0.01], ""),  # ten times, but the difference is less than a hundredth of the time
+    ],
+)
+def test_worker_that_takes_several_times_as_long_is_named_with_its_factor(seconds, named, clock) -> None:
+    """All workers take a micro-batch in 2.5 s, most of it in collectives: they are never seen one behind another."""
+    watch = Watch(3, stall_s=100, clock=clock)
+    causes = []
+    for check in range(3 * SLOW_CHECKS):
+        clock.now += 1
+        turns = int(clock.now / 2.5)
+        places = {}
+        for rank in range(3):
+            places[rank] = PhaseReport(100 + check, "backward", turns, "", turns * seconds[rank], turns)
+        assert watch.find_stall(places, awake) is None
+        slow = watch.slow()
+        if slow is not None:
+            assert slow.rank == 2
+            causes.append(slow.cause)
+    assert len(causes) == (2 if named else 0), "the first comparison has nothing to compare with"
+    assert all(cause.startswith(named) for cause in causes)
+
+
+def test_phase_file_counts_a_workers_own_work(tmp_path, monkeypatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("pipeline.monitoring.watchdog.time.monotonic", lambda: now[0])
+    worker = Phases(tmp_path, 0, 3600)
+    for phase, seconds in [("data", 1.0), ("forward", 2.0), ("backward", 4.0), ("reduce", 8.0)] * 2:
+        worker.enter(phase, 0)
+        now[0] += seconds
+    place = read_phase(tmp_path, 0)
+    worker.close()
+    assert place is not None and (place.own_s, place.turns) == (6.0, 2)
 
 
 @pytest.mark.parametrize("letter", ["a", "é", "𝄞"])

@@ -80,7 +80,7 @@ def test_check_counts_every_kind_of_fault_exactly(sick):
     ) + Counter({reason: n for reason, n in report.shards[4].bad.counts.items()})
     problems = {shard.name: shard.problem for shard in report.shards}
     assert problems.pop("s2.tar") == "No such file or directory"
-    assert "bytes, but the index records" in problems.pop("s3.tar")
+    assert "bytes, but the index lists" in problems.pop("s3.tar")
     assert "sha256" in problems.pop("s4.tar")
     assert set(problems.values()) == {""}
     refused = {"member type .pyd": 1, "repeated member": 1, "label too large": 1}

@@ -28,7 +28,7 @@ def test_unknown_split_is_rejected_immediately(capsys):
     assert main(["pack", "pets", "/nowhere", "OUT", "--split", "validation"]) == 64
     assert "split is validation, but source pets has only the splits train, test" in capsys.readouterr().err
     assert main(["pack", "folder", "/nowhere", "OUT", "--partial"]) == 64
-    assert "partial is only for known data sets, but source is folder" in capsys.readouterr().err
+    assert "partial applies only to known data sets, but source is folder" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------- Pets and Flowers

@@ -252,7 +252,10 @@ def test_task_is_packed_with_class_names_and_unknown_task_is_rejected(tmp_path, 
     index = load_index(tmp_path / "set")
     assert index.samples == 6 and index.names[:2] == ("3 objects", "4 objects") and len(index.names) == 8
     assert main([*command, "--task", "clevr"]) == 64
-    assert "task is clevr; only source vtab has tasks, and it needs one of: caltech101" in capsys.readouterr().err
+    assert (
+        "task is clevr, source is vtab\n  expected source vtab with one of its tasks: caltech101"
+        in capsys.readouterr().err
+    )
     assert main([*command[:-1], "train", "--task", "clevr_count"]) == 64
     assert (
         "split is train, but source vtab has only the splits train800, val200, train800val200, test"

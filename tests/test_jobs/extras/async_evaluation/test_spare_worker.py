@@ -129,7 +129,7 @@ def test_an_evaluator_that_dies_or_hangs_does_not_affect_training(how, cause, lo
     assert_same(run, loop)
     assert evaluated(run) == evaluated(loop) and where(run)[16] == "spare"
     assert f"evaluate step 16: the spare worker failed ({cause}" in said(run), said(run)
-    assert "attempt 1 of 3" in said(run) and "restarting" not in said(run)
+    assert "try 1 of 3" in said(run) and "restarting" not in said(run)
     assert len(list(run.parent.glob("struck-*"))) == 1 and not (stage(run) / "incidents.txt").exists()
 
 
@@ -160,7 +160,7 @@ def test_the_next_command_finishes_pending_evaluations(number, exit_code, loop, 
     process.join(60)
     assert process.exitcode == exit_code, said(run)
     assert requested_steps(stage(run)) == [16, 32] and evaluated(run).keys() == {40}
-    assert exit_code != 75 or "not the evaluation of steps 16, 32; run the same command again" in said(run)
+    assert exit_code != 75 or "but the evaluation of steps 16, 32 has not; run the same command again" in said(run)
     (run.parent / "go").touch()
     assert finish(run, *EVERY_16, *sets, SPARE, patch="slow_evaluator") == 0, said(run)
     assert_same(run, loop)
@@ -334,8 +334,8 @@ def test_spikes_are_searched_in_order_and_the_samples_found_are_masked_once(tmp_
     assert [masked for _, masked in places.searched] == [[], *[[[0, 0, 7, 8]]] * 3]
     log = "\n".join(made.log_lines)
     assert "step 20: its spike is caused by 1 sample, without which grad_norm is 0.25: a.tar k7; masked" in log
-    assert "step 22: the search on a spare worker FAILED (killed" in log
-    assert "step 24: no single sample causes its spike, at least 3 do: nothing is masked" in log
+    assert "step 22: the spike search on a spare worker FAILED (killed" in log
+    assert "step 24: its spike is caused by at least 3 samples together, so no samples are masked" in log
     made.evaluations.finish()
     assert "step 26: search cancelled because training has ended" in made.log_lines
     assert sorted(path.name for path in (tmp_path / "searches").iterdir()) == [
@@ -370,7 +370,7 @@ def test_an_evaluation_is_retried_after_a_death_or_lost_resources_but_not_after_
         made.evaluations.poll()
     assert made.answers() == {10: "evaluate"}
     assert "postponed, because another job needs the resources" in made.log_lines[0]
-    assert "attempt 1 of 3" in made.log_lines[1]
+    assert "try 1 of 3" in made.log_lines[1]
     made.commit(20)
     made.evaluations.poll()
     assert made.answers() == {20: "evaluate_failed"} and (made.attempt / async_evaluation.SPARE_FILE).exists()
@@ -453,7 +453,7 @@ def test_a_result_is_kept_until_its_record_is_written(tmp_path, monkeypatch) -> 
     with monkeypatch.context() as patched:
         patched.setattr(Telemetry, "_append", lambda *args: False)
         made.evaluations.report_records()
-    assert "could not write evaluation results" in made.log_lines[-1] and "step-0000000010.json" in made.log_lines[-1]
+    assert "could not report evaluation results" in made.log_lines[-1] and "step-0000000010.json" in made.log_lines[-1]
     made.evaluations.report_records()
     assert [record["step"] for record in read_metrics(tmp_path, "evaluate_skipped")] == [10]
     assert async_evaluation.records(tmp_path) == []

@@ -20,9 +20,9 @@ import pytest
 from data.errors import ConfigError, Preempted
 from jobs.extras.monitor import threaded, trackers
 from jobs.extras.monitor.trackers import Tracker, facts_of, numbers_of, start_trackers
+from jobs.extras.monitor.trackers_config import MlflowConfig, TrackersConfig, WandbConfig
 from jobs.run.reading import StageReader, StatusMessage
 from jobs.run.session import run_campaign
-from jobs.trackers_config import MlflowConfig, TrackersConfig, WandbConfig
 from pipeline.monitoring.telemetry import Record, read_metrics
 from tests.support import campaigns
 from tests.support.watching import EachPoll
@@ -153,9 +153,9 @@ CLIENTS = {
 }
 LOGGED = {
     "fails": [
-        "wandb: RuntimeError: no route to host; the run continues, and monitoring resumes once the problem is gone"
+        "wandb: RuntimeError: no route to host; the run continues, and monitoring resumes when the problem is solved"
     ],
-    "hangs": ["wandb: no answer within 0.5 s; the last values may be missing"],
+    "hangs": ["wandb: no response within 0.5 s; the last values may be missing"],
 }
 
 
@@ -199,7 +199,7 @@ from pathlib import Path
 from jobs.extras.monitor import threaded
 from jobs.extras.monitor.trackers import start_trackers
 from jobs.run.reading import StageReader
-from jobs.trackers_config import TrackersConfig, WandbConfig
+from jobs.extras.monitor.trackers_config import TrackersConfig, WandbConfig
 
 threaded.SHOW_EVERY_S = 0.01
 stage = Path(sys.argv[1])

@@ -42,4 +42,4 @@ def test_plan_lists_missing_inputs_and_exits_like_run_unless_allowed(recipe, cap
     assert main(["plan", str(recipe), *missing, "--without-data"]) == 0
     out = capsys.readouterr().out
     assert "  MISSING fewshot.probe.test: /neither" in out
-    assert out.endswith("planned without 2 missing inputs: until they exist, `run` ends with exit code 65\n")
+    assert out.endswith("planned without 2 missing inputs; until they exist, run exits with code 65\n")

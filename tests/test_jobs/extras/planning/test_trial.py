@@ -22,7 +22,7 @@ def test_a_trial_measures_real_steps_and_leaves_only_its_result(backend, recipe,
     assert main(["trial", str(recipe), f"cluster.backend={backend}", "--stage", "pretrain"]) == 0
     took_s = time.time() - began
     out = capsys.readouterr().out
-    assert "pretrain   30 steps of 16 images on 2 workers, 5 of them to warm up" in out
+    assert "pretrain   30 steps of 16 images on 2 workers, the first 5 as warm-up" in out
     assert "pretrain   step 30 of 30" in out
 
     (trial,) = read_trials(tmp_path / "run", key_in(recipe, "pretrain"))
@@ -99,7 +99,7 @@ def test_a_stage_without_data_is_skipped_and_listed(tmp_path, capsys):
     assert main(["trial", str(file)]) == 65
     ended = capsys.readouterr()
     assert re.search(
-        r"pretrain   not tried: .*/train does not exist yet; type python -m jobs run RECIPE --only pack", ended.out
+        r"pretrain   not measured: .*/train does not exist yet; type python -m jobs run RECIPE --only pack", ended.out
     )
     assert re.search(r"error: no stage can be measured: pretrain: .*/train does not exist yet", ended.err)
     assert not (tmp_path / "run").exists()

@@ -212,7 +212,7 @@ def test_a_step_without_a_spike_blames_no_sample(folder: Path) -> None:
     record = artifacts.read_record(folder / "run-bisect" / "step-12" / "bisect.json")
     assert not record["is_spike"] and record["samples"] == []
     text = (folder / f"{list(COMMANDS).index('no spike')}.log").read_text()
-    assert "equals the record bit for bit" in text
+    assert "agrees with the record bit for bit" in text
 
 
 def test_the_page_of_the_run_shows_the_results_of_its_replays(folder: Path) -> None:
@@ -221,11 +221,11 @@ def test_the_page_of_the_run_shows_the_results_of_its_replays(folder: Path) -> N
     for gallery in shown:
         remarks[gallery.title.partition(",")[0]].append(gallery.remark)
     audits = "\n".join(remarks["audit"])
-    assert "steps 11 to 15: equal in 5 losses and norms" in audits
-    flipped = "steps 6 to 10: silent corruption from step 8 on, first in the gradient of worker 1; largest in "
-    assert f"{flipped}{FLIPPED}" in audits
+    assert "steps 11 to 15: equal in 5 losses and gradient norms" in audits
+    flipped = "steps 6 to 10: silent corruption from step 8 on, first in the gradient of worker 1; largest difference "
+    assert flipped in audits and f" in {FLIPPED}" in audits.partition(flipped)[2].partition("\n")[0]
     without = "\n".join(remarks["without"])
-    assert "2 of 1,442 samples, first used in step 7" in without and "equal the run's, bit for bit" in without
+    assert "2 of 1,442 samples, first used in step 7" in without and "are equal to the run's, bit for bit" in without
     assert "step 12 from commit 10, loss compared with" in remarks["bisect"][0] and "no spike" in remarks["bisect"][0]
     assert not Album(with_replay=False).replays(read_run(folder / "start")), "the replays belong to another run"
     page = write_report([folder / "run"], folder / "page.html", with_replay=False).read_text()

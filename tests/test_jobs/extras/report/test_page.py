@@ -252,7 +252,7 @@ def test_the_verdict_gives_the_state_of_the_run_and_the_reason_for_waiting(tmp_p
     assert "Stopped: stopped at step 24 after committing it (exit 75" in verdict()
     write_status(tmp_path / "run", None, "running", "python -m jobs run x")
     add(folder, report(1, 25, 50, [1.25], "0" * 64))
-    assert re.match(r"Running since .*: pretrain at step 25 of 50, loss 1.25, 25s to go\.$", verdict())
+    assert re.match(r"Running since .*: pretrain at step 25 of 50, loss 1.25, 25s left\.$", verdict())
     (folder / "attempts" / "attempt-000002").mkdir()
     (folder / "log.txt").write_text("step 25\n[driver] waiting for 2 GPUs\n")
     assert verdict().endswith("waiting for its workers to start: waiting for 2 GPUs.")
@@ -317,7 +317,7 @@ def test_a_run_and_a_set_in_a_store_are_shown_like_local_ones(tmp_path, shards, 
     text = (tmp_path / "page.html").read_text()
     pixels = decode(ShardReader(index).read(0, 7)[1])
     assert str(jpeg(pixels)) in text and str(jpeg(pixels)) not in during_run
-    assert "the images are in an object store; to show them, type: python -m jobs report " in during_run
+    assert "the images are in an object store; to show them, type python -m jobs report " in during_run
     assert "patchline-run-" not in text, "the temporary copy no longer exists when the page is read"
     assert "not a JPEG" in text and "Running since" in text
 
@@ -385,7 +385,7 @@ def test_a_run_updates_its_page_and_a_comparison_finds_the_first_different_step(
     first = run(tmp_path, shards, 0.01)
     assert f"page: {first / 'report.html'}" in capsys.readouterr().out
     shown = Tables((first / "report.html").read_text())
-    assert "Done. pretrain accuracy" in shown.text and "the most confident mistakes first" in shown.text
+    assert "Done. pretrain accuracy" in shown.text and "most confident errors first" in shown.text
     (folder,) = first.glob("pretrain-*")
 
     # The predictions equal those of the exported weights, computed by a plain forward pass.

@@ -7,7 +7,7 @@ import pytest
 
 from data.errors import ConfigError
 from jobs.extras.studies.expand import expand
-from jobs.recipe.portable import portable
+from jobs.extras.submit.portable import portable
 from jobs.resolved_recipe import Sections, StageSection
 from pipeline.recipe import read_recipe
 from tests.support.campaigns import KINDS
@@ -181,7 +181,7 @@ def test_each_run_of_a_chain_chooses_separately_and_the_table_has_the_values_of_
         ),
         (
             {"p": {"sweep": {"seeds": [0]}}, "q": {"sweep": {"seeds": [1]}}, "f": {"init": "@p.*", "data": "@q.*/x"}},
-            "f reads the runs of p, q, which have different names: seed-0; seed-1",
+            "f reads the runs of p, q, which have different suffixes: seed-0; seed-1",
         ),
     ],
 )
@@ -194,7 +194,7 @@ def test_an_impossible_chain_is_refused(sections, message):
 @pytest.mark.parametrize(
     ("varies", "message"),
     [
-        ({}, "p.sweep: nothing varies: add each, grid or seeds"),
+        ({}, "p.sweep: nothing varies\n  add each, grid or seeds"),
         ({"gird": {"lr": [1]}}, "unknown key p.sweep.gird; did you mean 'grid'?"),
         ({"grid": {"lr": 1}}, "p.sweep.grid.lr is 1, expected a list of values"),
         ({"grid": {"lr": []}}, "p.sweep.grid.lr is [], expected a list of values"),
@@ -204,7 +204,7 @@ def test_an_impossible_chain_is_refused(sections, message):
         ({"grid": {"kind.lr": [1]}}, "p.sweep sets kind.lr, but kind is 'pretrain', not a section"),
         ({"seeds": [1, 1]}, "p.sweep: seeds has 1 twice"),
         ({"held_out": {"init": "x"}, "seeds": [1]}, "held_out needs a grid: add grid, or remove held_out"),
-        ({"each": {"a": None}, "grid": {"lr": [1]}}, "p.sweep has each and grid\n  add held_out"),
+        ({"each": {"a": None}, "grid": {"lr": [1]}}, "p.sweep has both each and grid\n  add held_out"),
         ({"each": {"a": 3}}, "each.a is 3, expected fields"),
         ({"each": {"cars": None}, "groups": {"g": ["cras"]}}, "groups.g names 'cras'; did you mean 'cars'?"),
     ],

@@ -122,12 +122,12 @@ def test_a_curve_is_the_mean_over_the_runs_of_a_row(x, tmp_path, capsys):
     assert [point["x"] for point in drawn["points"]] == pytest.approx(places[x], rel=1e-12)
     assert [(point["y"], point["runs"]) for point in drawn["points"]] == [(5.0, 2), (2.0, 2)]
     assert drawn["points"][0]["high"] - 5.0 == pytest.approx(2**0.5)
-    assert "lost of t has no curve: its runs diverged" in capsys.readouterr().out
+    assert "lost of t has no curve, because its runs diverged" in capsys.readouterr().out
 
 
 def test_the_curve_of_a_branch_cannot_be_drawn_over_seconds(tmp_path):
     tables = {"t": trained_table(tmp_path / "other", init="@trunk", begin=4)}
-    with pytest.raises(DataError, match="seconds is not known for every step of the runs of 'a' of t"):
+    with pytest.raises(DataError, match="seconds is unknown for some steps of the runs of 'a' of t"):
         draw(tmp_path, {"tables": tables, "y": "loss", "x": "seconds", "curve": True})
 
 

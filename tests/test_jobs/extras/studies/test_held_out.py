@@ -191,7 +191,7 @@ def test_plan_counts_class_folders_and_cores_before_training(tmp_path: Path, cap
     gpu = ["cluster.workers=1", "cluster.backend=ray", "cluster.gpus_per_worker=1", "pretrain.precision=bf16"]
     assert main(["plan", str(recipe), "--without-data", "pretrain.model.classes=4", *gpu]) == 0
     out = capsys.readouterr().out
-    assert "decoding limits so small a model" in out and "type pretrain.data.processes" not in out
+    assert "for such a small model, decoding is the limit" in out and "type pretrain.data.processes" not in out
 
 
 @pytest.mark.parametrize("most", [2, 3, 7])

@@ -113,7 +113,7 @@ def test_runs_without_metrics_have_a_table_of_their_axes_and_share_common_stages
         (["finetune.sweep.held_out.data.evaluate=null"], "finetune.grid: finetune.lr-0.01 does not report 'accuracy'"),
         (["finetune.stepz=3"], "unknown key finetune.stepz; did you mean 'steps'?"),
         (["finetune.sweep.grid.optim.lrr=[1]"], "unknown key finetune.optim.lrr; did you mean 'lr'?"),
-        (["finetune.sweep.each={'a/b': null}"], "a stage is called 'finetune.a/b.lr-0.01'"),
+        (["finetune.sweep.each={'a/b': null}"], "a stage is named 'finetune.a/b.lr-0.01'"),
         (
             ["fewshot.init=@finetune"],
             "the table of a sweep\n  expected one of the sweep's runs: @finetune.seed-0, @fin",
@@ -186,9 +186,8 @@ def test_the_final_runs_get_the_best_value_and_keep_their_keys(protocol, capsys)
     artifacts.write_record(table, {**document, "chosen": {"optim.lr": 0.01}})
     with pytest.raises(DataError) as error:
         load(protocol, [])
-    assert (
-        f"{folder} ran with values that differ from the current choice of finetune.grid: optim.lr: 0.1 → 0.01"
-        in str(error.value)
+    assert f"{folder} was run with values that finetune.grid no longer chooses: optim.lr: 0.1 → 0.01" in str(
+        error.value
     )
 
 
@@ -231,10 +230,12 @@ def test_if_all_runs_diverged_nothing_is_chosen_and_a_mean_needs_all_runs(protoc
     with pytest.raises(Diverged) as error:
         make_table(loaded, "finetune.grid")
     names = "finetune.lr-0.01, finetune.lr-0.1"
-    assert f"2 runs of the sweep have diverged: {names}; at least one run must succeed\n" in str(error.value)
+    assert f"2 runs of the sweep have diverged: {names}, but at least one row must have no diverged run\n" in str(
+        error.value
+    )
     with pytest.raises(Diverged) as error:
         make_table(loaded, "finetune")
-    assert "1 runs of the sweep have diverged: finetune.seed-0; a table needs all of its runs" in str(error.value)
+    assert "1 runs of the sweep have diverged: finetune.seed-0, but the table needs all runs" in str(error.value)
     assert f"remove {loaded.directory(loaded.stage('finetune.seed-0'))}/done.json" in str(error.value)
 
 

@@ -27,9 +27,9 @@ from jobs.cluster.ray import ROOT, connect, disconnect
 from jobs.cluster.shipping import inspect_checkout
 from jobs.cluster_config import ClusterConfig
 from jobs.commands.campaigns import load_campaign
+from jobs.extras.submit import submission
+from jobs.extras.submit.portable import VARIABLE, portable
 from jobs.ownership import Lease
-from jobs.recipe.portable import VARIABLE, portable
-from jobs.submit import submission
 from pipeline.config import section_kind
 from pipeline.identity import COMMIT_VARIABLE
 from pipeline.recipe import read_recipe
@@ -80,7 +80,7 @@ def test_a_list_without_jobs_says_so(dashboard, capsys) -> None:
         if job.submission_id:
             client.delete_job(job.submission_id)
     assert main(["list"]) == 0
-    assert capsys.readouterr().out.startswith("no jobs since the cluster's head started; to submit one, type ")
+    assert capsys.readouterr().out.startswith("no jobs since the cluster's head node started; to submit one, type ")
 
 
 def test_job_is_found_by_its_run_followed_and_stopped_with_time_to_commit(dashboard, checkout, capsys) -> None:
@@ -130,7 +130,7 @@ def test_unknown_run_is_answered_with_the_existing_runs(dashboard) -> None:
 
 
 def test_a_wrong_token_is_refused_and_explained(dashboard) -> None:
-    program = "from jobs.submit import submission; submission.list_jobs()"
+    program = "from jobs.extras.submit import submission; submission.list_jobs()"
     environment = os.environ | {"RAY_AUTH_TOKEN": "0" * 64}
     asked = subprocess.run([sys.executable, "-c", program], env=environment, cwd=ROOT, capture_output=True, text=True)
     assert asked.returncode == 1
@@ -249,10 +249,12 @@ def test_submission_is_retried_until_a_new_head_accepts_jobs(monkeypatch, capsys
 
     assert submission._submit_when_possible(submit_job) == "digits-001" and len(asked) == 3
     said = capsys.readouterr().out
-    assert said == "waiting up to 300 s for the agent of the cluster's head, which runs jobs\n"
+    assert said == "waiting up to 300 s for the head's agent, which runs jobs, to start\n"
     asked.clear()
     monkeypatch.setattr(submission, "AGENT_WAIT_S", 0.0)
-    with pytest.raises(ClusterError, match="the cluster's head accepts no jobs: its agent has not started within 0 s"):
+    with pytest.raises(
+        ClusterError, match="the cluster's head does not accept jobs: its agent has not started within 0 s"
+    ):
         submission._submit_when_possible(submit_job)
 
 
@@ -293,8 +295,8 @@ class Head:
 @pytest.mark.parametrize(
     ("end", "code", "text"),
     [
-        ("silent", 69, "the cluster's head at http://head:8265 has not answered for "),
-        ("forgets", 69, "does not know job x-001: it was restarted"),
+        ("silent", 69, "the cluster's head at http://head:8265 has not responded for "),
+        ("forgets", 69, "was restarted and does not know job x-001 any more"),
         ("killed", 69, "job x-001 ended without an exit code from Patchline: FAILED, exit code -9"),
         ("shell", 69, "job x-001 ended without an exit code from Patchline: FAILED, exit code 137"),
         ("place", 69, "job x-001 ended without an exit code from Patchline: FAILED, exit code None"),
@@ -320,7 +322,9 @@ def test_submit_wait_follows_a_live_job_and_ends_with_its_exit_code(tmp_path, mo
     monkeypatch.setattr(submission, "LOOK_EVERY_S", 0.1)
     assert main(["submit", "digits", f"run={run}", "--wait"]) == 65
     printed = capsys.readouterr().out
-    assert "job x-001 already runs this recipe (RUNNING, started " in printed and printed.endswith("step 1\nstep 2\n")
+    assert "job x-001 is already running this recipe (RUNNING, started " in printed and printed.endswith(
+        "step 1\nstep 2\n"
+    )
 
 
 def test_submit_refuses_a_run_whose_driver_is_not_a_job(tmp_path, monkeypatch, capsys) -> None:
@@ -339,7 +343,7 @@ def test_a_checkout_too_large_to_ship_is_refused_with_its_largest_entries(checko
     with pytest.raises(UsageError) as caught:
         submission.check_upload_size(inspect_checkout(checkout), checkout)
     assert "the checkout has 110 MiB" in str(caught.value)
-    assert "largest: images/a.tar 90 MiB, images/b.tar 20 MiB," in str(caught.value)
+    assert "largest entries: images/a.tar 90 MiB, images/b.tar 20 MiB," in str(caught.value)
     (checkout / ".rayignore").write_text("images/a.tar\n")
     assert submission.check_upload_size(inspect_checkout(checkout), checkout) < 21 * 2**20
 
@@ -446,5 +450,17 @@ def test_logs_of_a_run_without_a_job_names_its_log_file(tmp_path, capsys):
     with Lease(Folder(tmp_path), print):
         assert main(["logs", str(tmp_path)]) == 64
     assert (
-        f"{tmp_path} was not submitted to a cluster\n  to follow its output, type tail -f " in capsys.readouterr().err
+        f"{tmp_path} was not submitted to a Ray cluster\n  to follow its output, type tail -f "
+        in capsys.readouterr().err
     )
+
+
+@pytest.mark.quick
+def test_list_reports_an_address_without_a_server_at_once(monkeypatch) -> None:
+    disconnect()
+    with socket.socket() as server:
+        server.bind((LOOPBACK, 0))  # bound, so that no other process uses the port, but not listening
+        address = f"{LOOPBACK}:{server.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(ClusterError, match=f"no response at RAY_ADDRESS={address}"):
+            submission.list_jobs()

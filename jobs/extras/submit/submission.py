@@ -1,17 +1,17 @@
-"""Campaigns as Ray jobs: submit, list, show the logs and stop, by the name of the run.
+"""Run campaigns as Ray jobs: submit and list jobs, follow their logs, and stop them.
 
-How a run is submitted:
-1. refuse secrets in the environment, a checkout that is too large or links to files outside, and a run that already has
-   a live job;
-2. ship the checkout, without secrets and ignored files (jobs/cluster/shipping.py), and start `command` in it on the
-   head node;
-3. name the job after the run and the number of the try: `/data/runs/digits` → `digits-002-4f1a`.
+Steps of a submission:
+1. Refuse secrets in the environment, a checkout that is too large or links to files outside, and a run whose last job
+   has not ended.
+2. Ship the checkout, without secrets and ignored files (jobs/cluster/shipping.py), and start `command` in it on the
+   head node.
+3. Name the job after the run and the number of its submission: `/data/runs/digits` → `digits-002-4f1a`.
 
 >>> submit("/data/runs/digits", ["python", "-m", "jobs", "run", "jobs/recipes/digits.yaml"])
 RayJob(id="digits-002-4f1a", run="/data/runs/digits", status="PENDING", started_s=1763800000.0, exit_code=None, …)
 
-Jobs are found by the `run` in their metadata. Ray loses its table of jobs with the head; the state of a run is in its
-directory.
+Jobs are found by the `run` in their metadata. Ray loses its table of jobs if the head restarts, but the state of a run
+is in its directory.
 """
 
 import asyncio
@@ -46,20 +46,20 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 MIB = 2**20
-UPLOAD_LIMIT_BYTES = 100 * MIB  # limit of the Jobs API, which answers 413 above it
-STOP_GRACE_S = 120  # to finish the step and commit; Ray's default is 3 s
-STOP_WAIT_S = STOP_GRACE_S + 30  # 30 s more for the status to change
+UPLOAD_LIMIT_BYTES = 100 * MIB  # limit of the Jobs API; larger uploads fail with HTTP status 413
+STOP_GRACE_S = 120  # time to finish the step and commit; Ray's default is 3 s
+STOP_WAIT_S = STOP_GRACE_S + 30  # 30 s more for the job's status to change
 LISTED_FIRST = {"RUNNING": 0, "PENDING": 1}
 POLL_S = 0.5
-LOOK_EVERY_S = 5.0  # silence in a job's log after which the job's status is requested from the head
+LOOK_EVERY_S = 5.0  # request the job's status after this long without output
 LOOK_TIMEOUT_S = 10.0
-HEAD_PATIENCE_S = 60.0  # without an answer, after which the head is considered lost
-AGENT_WAIT_S = 300.0  # after `ray start`; on a busy machine with two cores the agent took more than a minute
+HEAD_PATIENCE_S = 60.0  # the head is considered lost after this long without a response
+AGENT_WAIT_S = 300.0  # maximum wait for the head's agent; on a busy machine with two cores it took over a minute
 NO_AGENT = "No available agent to submit job"
 RAY_LINE = re.compile(r"^\d{4}-\d\d-\d\d [\d:,]+\tINFO job_manager\.py:\d+ -- .*\n", re.MULTILINE)
 
-# Ray's own stop has no effect on a job whose supervisor has no place yet. The supervisor is an actor whose name ends
-# with the job's id.
+# Ray's own stop has no effect on a job whose supervisor has not been placed yet. This script kills the supervisor, an
+# actor whose name ends with the job's id.
 KILL_PENDING = """
 import ray
 from ray.util.state import list_actors
@@ -72,15 +72,15 @@ for actor in list_actors(filters=[("state", "!=", "DEAD")], limit=10_000):
 
 @dataclass(frozen=True)
 class RayJob:
-    """A submitted campaign, as listed in the cluster's table of jobs."""
+    """A submitted campaign in the cluster's table of jobs."""
 
     id: str
     run: str
-    # PENDING RUNNING STOPPED SUCCEEDED FAILED; in `list_jobs`, also PENDING while the driver waits for places
+    # PENDING, RUNNING, STOPPED, SUCCEEDED or FAILED; `list_jobs` also sets PENDING while the driver waits for places
     status: str
     started_s: float  # seconds since 1970
     exit_code: int | None
-    last_line: str = ""  # last line of a running job's output; set by `list_jobs` only
+    last_line: str = ""  # last line of a running job's output; only set by `list_jobs`
 
     @property
     def alive(self) -> bool:
@@ -101,12 +101,12 @@ def submit(
     environment: Mapping[str, str] = MappingProxyType({}),
     root: Path = ROOT,
 ) -> RayJob:
-    """Ship the checkout to the cluster and run `command` in it, as the next try of `run`.
+    """Ship the checkout to the cluster and run `command` in it, as the next job of `run`.
 
-    Raises RunOwned if the run has a live job, UsageError for secrets in `environment`, an oversized checkout or a link
-    out of it, ClusterError if there is no cluster.
+    Raises RunOwned if the run has a pending or running job, UsageError for secrets in `environment`, an oversized
+    checkout or a link out of it, ClusterError if there is no cluster.
     """
-    # Check these before connecting: Ray shows a job's environment to everybody, and answers more than 100 MiB with HTTP
+    # Check these before connecting: Ray shows a job's environment to everybody, and rejects more than 100 MiB with HTTP
     # status 413.
     try:
         check_environment(environment)
@@ -116,20 +116,20 @@ def submit(
     size = check_upload_size(checkout, root)
     client = _connect()
     tries = _jobs_of_run(client, run)
-    # Two drivers would compete for the run. Its lease protects it too, but only the second job's log would show that.
+    # The run's lease also excludes a second driver, but only the second job's log would show this.
     for job in tries:
         if job.alive:
             raise RunOwned(
                 f"{run} is owned by job {job.id}, {job.status} since {job.started}\n"
-                f"a run has one owner at a time\n"
-                f"type `python -m jobs stop {run}` to stop it, or `python -m jobs logs {run}` to follow it"
+                f"  a run has only one owner at a time\n"
+                f"  to follow it, type python -m jobs logs {run}; to stop it, type python -m jobs stop {run}"
             )
-    # Keep only characters that an id may contain. The random suffix keeps ids unique if Ray's table was lost and the
-    # count starts again.
+    # Keep only characters allowed in an id. The random suffix keeps ids unique if Ray has lost its table and the count
+    # restarts at 1.
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(run).name) or "run"
     job_id = f"{name}-{len(tries) + 1:03d}-{os.urandom(2).hex()}"
-    # By default Ray kills a job 3 s after SIGTERM, which is too soon to commit. Output is unbuffered, so that `logs`
-    # shows each line at once.
+    # By default, Ray kills a job 3 s after SIGTERM, which is too soon for a commit. Output is unbuffered, so that
+    # `logs` shows each line at once.
     variables = {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_GRACE_S), "PYTHONUNBUFFERED": "1", **environment}
     metadata = {"job_name": Path(run).name, "run": run}
     environment_of_job = {"excludes": EXCLUDES, "env_vars": variables}
@@ -137,12 +137,12 @@ def submit(
     line = secrets_line(checkout)
     if line:
         echo(line)
-    # The equivalent `ray job submit`, except that Ray's own quoting breaks braces in the command.
+    # Show the equivalent `ray job submit`, although Ray's own quoting would break braces in the command.
     words = ["ray", "job", "submit", "--address", client.get_address(), "--submission-id", job_id, "--working-dir", "."]
     words += ["--metadata-json", json.dumps(metadata)]
     words += ["--runtime-env-json", json.dumps(environment_of_job)]
     echo(f"equivalent command: {shlex.join([*words, '--', *command])}")
-    # Ray runs the command in a shell: shlex protects braces and spaces in overrides.
+    # Ray runs the command in a shell, so quote braces and spaces in overrides.
     submit_job = partial(
         client.submit_job,
         entrypoint=shlex.join(command),
@@ -156,18 +156,15 @@ def submit(
 
 
 def list_jobs() -> list[RayJob]:
-    """Return all jobs submitted by Patchline: running ones first, then waiting ones, then ended ones.
-
-    Within each group, the latest comes first.
-    """
+    """Return all jobs submitted by Patchline: first running, then pending, then ended jobs, each group latest first."""
     client = _connect()
     jobs = []
     for job in reversed(_submitted_jobs(client)):
         if not job.run:
             continue  # not submitted by Patchline
         if job.status == "RUNNING":
-            # The Jobs API only returns complete logs; the log of a long campaign has some megabytes. There is no log
-            # if the job's node is unreachable.
+            # The Jobs API only returns complete logs, a few megabytes for a long campaign. There is no log if the job's
+            # node is unreachable.
             with suppress(RuntimeError):
                 lines = RAY_LINE.sub("", client.get_job_logs(job.id)).split("\n")
                 # The text after the last line break is an incomplete line.
@@ -180,39 +177,40 @@ def list_jobs() -> list[RayJob]:
 
 
 def status(run: str) -> RayJob:
-    """Return the latest job of the run. Raises UsageError if it has none, naming the runs with jobs."""
+    """Return the latest job of a run. Raises UsageError, which lists the runs with jobs, if there is none."""
     return _latest_job(_connect(), run)
 
 
 def alive_job(run: str) -> RayJob | None:
-    """Return the run's waiting or running job; None if there is none."""
+    """Return the run's pending or running job; None if there is none."""
     alive = [job for job in _jobs_of_run(_connect(), run) if job.alive]
     return alive[-1] if alive else None
 
 
 def logs(run: str, *, write: Callable[[str], None] | None = None) -> RayJob:
-    """Write the output of the run's latest job until the job ends; to standard output by default.
+    """Write the output of a run's latest job, by default to stdout, until the job ends; return the job.
 
-    Raises ClusterError if the cluster's head has not answered for HEAD_PATIENCE_S, or has lost its table of jobs.
+    Raises ClusterError if the cluster's head has not responded for HEAD_PATIENCE_S, or has lost its table of jobs.
     """
     client = _connect()
     job = _latest_job(client, run)
     address = client.get_address()
     advice = (
-        f"type `python -m jobs status {run}` to see its progress; "
-        "when a head is running again, `python -m jobs submit` resumes it"
+        f"  for the run's progress, type python -m jobs status {run}\n"
+        "  to resume the run on a restarted cluster, submit it again"
     )
     written = 0  # characters of the job's log
     texts = _tail(client, job.id)
-    answered_s = time.monotonic()  # when the head last answered
+    answered_s = time.monotonic()  # when the head last responded
     alive_s = time.monotonic()  # when the job was last known to be alive
     while True:
-        # 1. The job's output. None means that the connection has ended: the job has ended, or the head is unreachable.
+        # 1. Read the job's output. None means that the connection was closed: the job has ended, or the head is
+        #    unreachable.
         text: str | None = ""
         with suppress(queue.Empty):
             text = texts.get(timeout=LOOK_EVERY_S)
         if text:
-            # Remove Ray's own line about setting up the environment, which precedes the driver's output.
+            # Remove Ray's line about setting up the environment, which precedes the driver's output.
             driver_text = RAY_LINE.sub("", text)
             if write is not None:
                 write(driver_text)
@@ -222,8 +220,8 @@ def logs(run: str, *, write: Callable[[str], None] | None = None) -> RayJob:
             answered_s = time.monotonic()
             continue
 
-        # 2. After a silence: does the head answer, and is the job alive? Ray's connection has no heartbeat, a head that
-        #    loses power does not close it, and Ray's client has no timeout.
+        # 2. After LOOK_EVERY_S without output, check whether the head responds and the job is alive. Ray's connection
+        #    has no heartbeat, a head that loses power does not close it, and Ray's client has no timeout.
         try:
             jobs = _within(LOOK_TIMEOUT_S, lambda: _jobs_of_run(client, job.id))
             answered_s = time.monotonic()
@@ -231,9 +229,9 @@ def logs(run: str, *, write: Callable[[str], None] | None = None) -> RayJob:
             silent_s = time.monotonic() - answered_s
             if silent_s > HEAD_PATIENCE_S:
                 raise ClusterError(
-                    f"the cluster's head at {address} has not answered for {silent_s:.0f} s "
+                    f"the cluster's head at {address} has not responded for {silent_s:.0f} s "
                     f"({type(error).__name__}); job {job.id} was {job.status}\n"
-                    "jobs end with their head; the run's checkpoints are in its directory\n"
+                    "  if the head has failed, its jobs have ended; the run's checkpoints are in its directory\n"
                     f"{advice}"
                 ) from None
             jobs = [job]
@@ -241,12 +239,12 @@ def logs(run: str, *, write: Callable[[str], None] | None = None) -> RayJob:
                 time.sleep(LOOK_EVERY_S)
         if not jobs:
             raise ClusterError(
-                f"the cluster's head at {address} does not know job {job.id}: it was restarted\n"
-                f"the run's checkpoints are in its directory\n{advice}"
+                f"the cluster's head at {address} was restarted and does not know job {job.id} any more\n"
+                f"  the run's checkpoints are in its directory\n{advice}"
             )
         if jobs[0].alive:
             alive_s = time.monotonic()
-        # The job's last lines may arrive after its end; the connection ends after them.
+        # The job's last lines may arrive after its end; the connection is closed after them.
         elif text is None or time.monotonic() - alive_s > LOOK_TIMEOUT_S:
             return jobs[0]
         if text is None:
@@ -254,7 +252,7 @@ def logs(run: str, *, write: Callable[[str], None] | None = None) -> RayJob:
 
 
 def _tail(client: "JobSubmissionClient", job_id: str, skip: int = 0) -> "queue.Queue[str | None]":
-    """Return a queue that a thread fills with a job's output after the first `skip` characters; None comes last."""
+    """Return a queue of a job's output after the first `skip` characters, filled by a thread; None comes last."""
     texts: queue.Queue[str | None] = queue.Queue()
 
     async def follow() -> None:
@@ -265,7 +263,7 @@ def _tail(client: "JobSubmissionClient", job_id: str, skip: int = 0) -> "queue.Q
             to_skip = max(0, to_skip - len(text))
 
     def work() -> None:
-        # The caller finds out why the connection broke when it requests the job's status.
+        # Ignore the error: the caller learns the reason when it requests the job's status.
         with suppress(Exception):
             asyncio.run(follow())
         texts.put(None)
@@ -275,7 +273,7 @@ def _tail(client: "JobSubmissionClient", job_id: str, skip: int = 0) -> "queue.Q
 
 
 def _within(seconds: float, work: Callable[[], Value]) -> Value:
-    """Return or raise what `work` does, or raise TimeoutError; its daemon thread may then wait for ever."""
+    """Return the result of `work`, or raise TimeoutError after some seconds; its thread then keeps waiting."""
     future: Future[Value] = Future()
 
     def run() -> None:
@@ -289,7 +287,7 @@ def _within(seconds: float, work: Callable[[], Value]) -> Value:
 
 
 def stop(run: str) -> RayJob:
-    """Ask the run's latest job to commit and end, and wait for its end; a pending job is cancelled.
+    """Request a run's latest job to commit and stop, and wait until it has ended; cancel a pending job.
 
     Raises ClusterError if the job is still alive after STOP_WAIT_S.
     """
@@ -300,8 +298,9 @@ def stop(run: str) -> RayJob:
         return job
     echo(f"stopping job {job.id}: waiting up to {STOP_GRACE_S} s for it to finish its step and commit")
     client.stop_job(job.id)
-    # Ray's stop has no effect on a job without a place: it stayed PENDING until Ray gave up after 900 s (measured). The
-    # Jobs API cannot kill its supervisor and may be our only access to the cluster, so a second job kills it.
+    # Ray's stop has no effect on a job whose supervisor is not placed yet: the job stayed PENDING until Ray gave up
+    # after 900 s (measured). The Jobs API, maybe our only access to the cluster, cannot kill the supervisor, so a
+    # second job does.
     if job.status == "PENDING":
         command = shlex.join(["python", "-c", KILL_PENDING.format(id=job.id)])
         helper = _submit_when_possible(partial(client.submit_job, entrypoint=command))
@@ -318,8 +317,8 @@ def stop(run: str) -> RayJob:
     if job.alive:
         raise ClusterError(
             f"job {job.id} is still {job.status} after {STOP_WAIT_S} s\n"
-            f"its node may be lost, or busy writing a checkpoint\n"
-            f"type `python -m jobs stop {run}` again, or see {client.get_address()}/#/jobs/{job.id}"
+            f"  its node may be lost, or busy writing a checkpoint\n"
+            f"  type python -m jobs stop {run} again, or see {client.get_address()}/#/jobs/{job.id}"
         )
     echo(f"job {job.id}: {job.status}")
     return job
@@ -329,17 +328,18 @@ def stop(run: str) -> RayJob:
 
 
 def check_upload_size(checkout: Checkout, root: Path) -> int:
-    """Return the uncompressed bytes that Ray would ship.
+    """Return the uncompressed size in bytes of what Ray would ship.
 
-    Raises UsageError with the largest entries if they exceed the limit of the Jobs API.
+    If it exceeds the limit of the Jobs API, raises UsageError with the largest entries.
     """
     sizes = Counter(checkout.sizes)
     if sizes.total() > UPLOAD_LIMIT_BYTES:
         largest = ", ".join(f"{name} {size / MIB:.0f} MiB" for name, size in sizes.most_common(5))
         raise UsageError(
-            f"the checkout has {sizes.total() / MIB:.0f} MiB, but Ray accepts {UPLOAD_LIMIT_BYTES / MIB:.0f} MiB\n"
-            f"largest: {largest}\n"
-            f"move them out of {root}, or list them in .rayignore"
+            f"the checkout has {sizes.total() / MIB:.0f} MiB, but Ray accepts at most "
+            f"{UPLOAD_LIMIT_BYTES / MIB:.0f} MiB\n"
+            f"  largest entries: {largest}\n"
+            f"  move them out of {root}, or list them in .rayignore"
         )
     return sizes.total()
 
@@ -348,18 +348,18 @@ def check_upload_size(checkout: Checkout, root: Path) -> int:
 
 
 def _connect() -> "JobSubmissionClient":
-    """Return a client for the cluster in the environment variables, or for a cluster on this machine."""
+    """Return a client for the cluster named by environment variables, or else for a cluster on this machine."""
     address = os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS", "")
-    # This sets a variable that Ray reads when it is imported.
+    # Call this before importing Ray, because it sets a variable that Ray reads at import.
     use_token_if_any()
     from ray.job_submission import JobSubmissionClient
 
-    # Otherwise Ray logs every file that it excludes, every upload and the end of every log, and warns at every upload
-    # that `.venv` is excluded. Loggers that exist already may have their own level; later ones inherit that of "ray".
+    # Ray would log every excluded file, every upload and the end of every log, and warn at every upload that `.venv` is
+    # excluded. Existing loggers may have their own level; later ones inherit the level of "ray".
     for name in ("ray", *logging.root.manager.loggerDict):
         if name.partition(".")[0] == "ray":
             logging.getLogger(name).setLevel(logging.ERROR)
-    # Checked first, because Ray's client takes a minute to fail, with a less helpful message.
+    # Check the address first: Ray's client takes a minute to fail, with a less helpful message.
     if address not in ("", "auto"):
         require_reachable(address)
     try:
@@ -368,16 +368,16 @@ def _connect() -> "JobSubmissionClient":
         if address:
             raise explain(error, address) from None
         raise ClusterError(
-            "RAY_ADDRESS is not set and no cluster runs on this machine\n"
-            "a job needs a cluster that outlives this command\n"
-            "type `RAY_AUTH_MODE=token ray start --head`, or set RAY_ADDRESS=http://host:8265"
+            "RAY_ADDRESS is not set, and no Ray cluster is running on this machine\n"
+            "  a job needs a cluster that keeps running after this command\n"
+            "  type RAY_AUTH_MODE=token ray start --head, or set RAY_ADDRESS=http://HOST:8265"
         ) from None
 
 
 def _submit_when_possible(submit_job: Callable[[], str]) -> str:
-    """Submit a job and return its id; retry while the head has just started and cannot accept jobs yet.
+    """Submit a job and return its id; retry if the head has just started and does not accept jobs yet.
 
-    Raises ClusterError if the head accepts no job for AGENT_WAIT_S.
+    Raises ClusterError if the head does not accept jobs within AGENT_WAIT_S.
     """
     deadline = time.monotonic() + AGENT_WAIT_S
     is_reported = False
@@ -385,18 +385,18 @@ def _submit_when_possible(submit_job: Callable[[], str]) -> str:
         try:
             return submit_job()
         except RuntimeError as error:
-            # The head answers this after 10 s without its agent, which runs jobs and starts last.
+            # The head returns this error after 10 s if its agent, which runs jobs, has not started yet.
             if NO_AGENT not in str(error):
                 raise
             if not is_reported:
-                echo(f"waiting up to {AGENT_WAIT_S:.0f} s for the agent of the cluster's head, which runs jobs")
+                echo(f"waiting up to {AGENT_WAIT_S:.0f} s for the head's agent, which runs jobs, to start")
                 is_reported = True
         if time.monotonic() > deadline:
             raise ClusterError(
-                f"the cluster's head accepts no jobs: its agent has not started within {AGENT_WAIT_S:.0f} s\n"
-                "the head may be overloaded, or another Ray on its machine may use the agent's port, 52365\n"
-                "see /tmp/ray/session_latest/logs/dashboard_agent.log on the head; to use another port, type\n"
-                "`ray start --head --dashboard-agent-listen-port PORT`"
+                f"the cluster's head does not accept jobs: its agent has not started within {AGENT_WAIT_S:.0f} s\n"
+                "  the head may be overloaded, or another Ray cluster on its machine may use the agent's port, 52365\n"
+                "  see /tmp/ray/session_latest/logs/dashboard_agent.log on the head\n"
+                "  to use another port, type ray start --head --dashboard-agent-listen-port PORT"
             )
         time.sleep(POLL_S)
 
@@ -405,7 +405,7 @@ def _submitted_jobs(client: "JobSubmissionClient") -> list[RayJob]:
     """Return all jobs of the cluster, oldest first."""
     jobs = []
     for details in client.list_jobs():
-        # A driver that joined the cluster without being submitted has no submission id.
+        # Drivers that joined the cluster without `submit` have no submission id.
         if details.submission_id:
             job = RayJob(
                 id=details.submission_id,
@@ -429,7 +429,7 @@ def _latest_job(client: "JobSubmissionClient", run: str) -> RayJob:
         return jobs[-1]
     runs = sorted({job.run for job in _submitted_jobs(client)} - {""})
     raise UsageError(
-        f"no job for {run} at {client.get_address()}\n"
-        f"runs with jobs there: {', '.join(runs) or 'none'} (the list is lost when the head restarts)\n"
-        f"type `python -m jobs list`, or `python -m jobs status` with the run's directory"
+        f"no job for {run} on the cluster at {client.get_address()}\n"
+        f"  runs with jobs: {', '.join(runs) or 'none'} (Ray loses this list if the head restarts)\n"
+        f"  type python -m jobs list, or python -m jobs status with the run directory"
     )

@@ -5,7 +5,7 @@
 3. Otherwise only the keys in TUNING may be set, at the ZeRO stages that read them, and DeepSpeed's schema checks their
    values.
 4. `communication_data_type` may make bf16 gradients be summed in bf16; the attempt's first log line then says so.
-5. Everything else is rejected, with the recipe key that has the same effect, or with the nearest name.
+5. Everything else is rejected, with the recipe key for the same purpose, or with the most similar name.
 
 In:  {"zero_optimization": {"reduce_bucket_size": 5e7}, "gradient_clipping": "auto"} and our settings at ZeRO 2
 Out: our settings with zero_optimization: {"stage": 2, "reduce_bucket_size": 5e7}
@@ -42,7 +42,7 @@ TUNING: dict[str, tuple[int, ...]] = {
     "stage3_allgather_sequential": (3,),
 }
 
-# Keys that have an equivalent in the recipe, or are deliberately not supported. Each text follows "… is not allowed".
+# Keys with an equivalent in the recipe, or deliberately not supported. Each text follows "… is not allowed".
 ONLY_PATCHLINE = "Patchline writes and reads its own checkpoints (docs/design/checkpoints.md); remove it"
 OTHER_SUMS = "it changes how gradients are summed; remove it"
 NOT_SUPPORTED = "Patchline does not support it; remove it"
@@ -104,7 +104,7 @@ INSTEAD: dict[str, str] = {
     "zero_optimization.compute_grad_norm": "clipping and the log need the norm; remove it",
 }
 
-DERIVED = ("train_batch_size",)  # DeepSpeed derives it from our settings; "auto" is the same as leaving it out
+DERIVED = ("train_batch_size",)  # DeepSpeed derives it from our settings; "auto" is the same as omitting it
 
 
 def merge_file(ours: Mapping[str, Any], path: str, zero: int) -> Mapping[str, Any]:
@@ -171,7 +171,7 @@ def merge_zero(ours: Mapping[str, Any], section: object, zero: int, where: str) 
     name = "zero_optimization"
     require(
         isinstance(section, Mapping),
-        f"{where}: {name} is {section!r}\n  expected a mapping of its keys, or no such entry",
+        f"{where}: {name} is {section!r}\n  expected a mapping; or remove this entry",
     )
     assert isinstance(section, Mapping)
     merged = dict(ours)
@@ -184,7 +184,7 @@ def merge_zero(ours: Mapping[str, Any], section: object, zero: int, where: str) 
         readers = " or ".join(str(stage) for stage in stages)
         require(
             zero in stages,
-            f"{where}: {name}.{key} has no effect at zero={zero}\n  expected only at zero={readers}; remove it",
+            f"{where}: {name}.{key} has no effect at zero={zero}\n  it needs zero={readers}; remove it",
         )
         merged[key] = value
     return merged
@@ -193,7 +193,7 @@ def merge_zero(ours: Mapping[str, Any], section: object, zero: int, where: str) 
 def changes_nothing(key: str, value: object, ours: Mapping[str, Any]) -> bool:
     """Return whether a key changes nothing: it has our value, is "auto" for a value of ours, or is disabled."""
     if key in ours or key in DERIVED:
-        # In Python True equals 1; in a file that is a mistake.
+        # In Python, True == 1; in a JSON file, a boolean in place of a number is a mistake.
         is_same = key in ours and value == ours[key] and isinstance(value, bool) == isinstance(ours[key], bool)
         if is_same or value == "auto":
             return True
@@ -209,11 +209,11 @@ def changes_nothing(key: str, value: object, ours: Mapping[str, Any]) -> bool:
 
 
 def refuse(key: str, value: object, ours: Mapping[str, Any], where: str, section: str = "") -> None:
-    """Raise ConfigError for a key that must not be set, with what to set instead or the nearest name."""
+    """Raise ConfigError for a key that must not be set, naming the setting to use instead or the most similar key."""
     path = f"{section}.{key}" if section else key
     if key in ours:
         raise ConfigError(
-            f"{where}: {path} is {value!r} in your file and {ours[key]!r} by the recipe\n"
+            f"{where}: {path} is {value!r} in your file, but {ours[key]!r} in the recipe\n"
             f"  remove one of them: {INSTEAD.get(path, NOT_SUPPORTED)}"
         )
     if path in INSTEAD:
@@ -228,6 +228,6 @@ def refuse(key: str, value: object, ours: Mapping[str, Any], where: str, section
     nearest = did_you_mean(key, names)
     if "did you mean" in nearest:
         raise ConfigError(f"{where}: unknown key {path}{nearest}\n  rename or remove it")
-    # A list of all known names would hide the few that may be set.
-    allowed = "zero_optimization with some of " + ", ".join(TUNING)
+    # Listing all known names would hide the few allowed ones.
+    allowed = "only zero_optimization, with any of the keys " + ", ".join(TUNING)
     raise ConfigError(f"{where}: {path} is not allowed\n  expected {allowed}; remove it")

@@ -1,13 +1,12 @@
-"""Convert a recipe to text that can be sent to the cluster with a submitted job.
+"""Convert a recipe to a text that can be sent to a cluster with a submitted job.
 
-1. Overrides, environment variables and `~` are already resolved on the submitter's machine.
-2. Relative paths become absolute, resolved against the submitter's working directory; otherwise they would point into
-   the folder where Ray unpacks the checkout. The cache directory stays as it is: it is absolute, or in each node's home
-   directory.
+1. Overrides, environment variables and `~` were resolved before, on the submitter's machine.
+2. Relative paths are resolved against the submitter's working directory; on the cluster, they would refer to the folder
+   where Ray unpacks the checkout. The cache directory is kept: it is absolute, or in each node's home directory.
 3. The text is passed in an environment variable of the job, whose command is `jobs run env:PATCHLINE_RECIPE`.
 
-The keys of stages do not change, because they contain the digests of inputs and not their paths. The exception is the
-sources of `pack` stages, whose paths are in the key.
+Stage keys do not change, because they contain the digests of inputs instead of their paths, except for the sources of
+`pack` stages.
 """
 
 import copy
@@ -24,7 +23,7 @@ VARIABLE = "PATCHLINE_RECIPE"  # environment variable with the recipe of a submi
 
 
 def portable(recipe: Recipe, run: str, folder: Path, kinds: Kinds) -> tuple[str, list[str]]:
-    """Return a valid recipe as text, and the keys whose relative paths were resolved against `folder`.
+    """Return a validated recipe as text, and the keys whose relative paths were resolved against `folder`.
 
     `run` is the run directory or URL. Raises ConfigError if the recipe contains a secret.
     """
@@ -47,19 +46,20 @@ def portable(recipe: Recipe, run: str, folder: Path, kinds: Kinds) -> tuple[str,
         for other in kinds.values():
             other.make_absolute(name, section, patterns, absolute)
     text = to_yaml(values)
-    # Environment variables in the recipe are resolved by now, so secrets in them would be readable.
+    # Environment variables have been replaced by their values, so secrets in them would be readable.
     if SECRET_VALUE.search(text):
         raise ConfigError(
             f"{recipe.source} seems to contain a secret: a key, a token, or a password in a URL\n"
             "  everybody who can list the jobs of the cluster could read it\n"
-            "  remove it from the recipe; give secrets to the nodes: by environment, instance role or mounted files"
+            "  remove it from the recipe; secrets belong on the nodes: in their environment, instance role or mounted "
+            "files"
         )
     return text, changed
 
 
 def make_absolute(section: object, parts: list[str], where: str, absolute: MakeAbsolute) -> None:
-    """Make the paths absolute that match a pattern in a section; `where` is the section's dotted name."""
-    # A missing section has its defaults, which are not paths.
+    """Make all paths in a section that match a pattern absolute; `where` is the section's dotted name."""
+    # A missing section has only default values, which contain no paths.
     if not isinstance(section, dict):
         return
     names = [parts[0]]

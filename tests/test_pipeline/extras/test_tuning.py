@@ -11,7 +11,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from data.errors import ConfigError
 from jobs.__main__ import main
 from pipeline.engine.settings import deepspeed_config
-from pipeline.engine.tuning import TUNING
+from pipeline.extras.tuning import TUNING
 
 
 def settings_with(text: str, folder: Path, *, zero: int = 2, precision: str = "fp32") -> dict[str, Any]:
@@ -40,7 +40,7 @@ def test_tuning_is_merged_and_derived_settings_may_be_auto(tmp_path: Path):
 def test_auto_and_values_equal_to_the_recipe_change_nothing(content: dict[str, Any], tmp_path: Path):
     plain = settings_with("{}", tmp_path, precision="bf16")
     assert settings_with(json.dumps(content), tmp_path, precision="bf16") == plain
-    with pytest.raises(ConfigError, match=r"is {'enabled': False} in your file and {'enabled': True"):
+    with pytest.raises(ConfigError, match=r"is {'enabled': False} in your file, but {'enabled': True"):
         settings_with('{"bf16": {"enabled": false}}', tmp_path, precision="bf16")
 
 
@@ -59,24 +59,24 @@ def test_auto_and_values_equal_to_the_recipe_change_nothing(content: dict[str, A
         ({"zero_optimization": {"overlap_com": True}}, "did you mean 'overlap_comm'?"),
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "Patchline does not support it"),
         ({"zero_optimization": {"zero_quantized_gradients": True}}, "rounds transferred gradients"),
-        ({"zero_optimization": {"stage": 3}}, "is 3 in your file and 2 by the recipe\n  remove one of them: set zero"),
+        ({"zero_optimization": {"stage": 3}}, "is 3 in your file, but 2 in the recipe\n  remove one of them: set zero"),
         (
             {"zero_optimization": {"stage3_max_live_parameters": 1}},
-            "has no effect at zero=2\n  expected only at zero=3",
+            "has no effect at zero=2\n  it needs zero=3",
         ),
         ({"zero_optimization": {"reduce_bucket_size": 0}}, "reduce_bucket_size is 0\n  DeepSpeed says: "),
         ({"zero_optimization": {"overlap_comm": "perhaps"}}, "overlap_comm is 'perhaps'\n  DeepSpeed says: "),
         ({"zero_optimization": True}, "zero_optimization is True\n  expected a mapping"),
-        ({"gradient_accumulation_steps": 3}, "is 3 in your file and 2 by the recipe"),
+        ({"gradient_accumulation_steps": 3}, "is 3 in your file, but 2 in the recipe"),
         (
             {"communication_data_type": "bf16"},
-            "'fp32' by the recipe\n  remove one of them: precision=fp32 sums gradients",
+            "'fp32' in the recipe\n  remove one of them: precision=fp32 sums gradients",
         ),
         (
             {"timers": {"throughput": {"enabled": True}}},
             "DeepSpeed's timer would make the host wait twice per micro-batch",
         ),
-        ({"xyzzy": 1}, "xyzzy is not allowed\n  expected zero_optimization with some of overlap_comm"),
+        ({"xyzzy": 1}, "xyzzy is not allowed\n  expected only zero_optimization, with any of the keys overlap_comm"),
         ([], "is not a mapping"),
     ],
 )

@@ -3,7 +3,7 @@
 import pytest
 
 from data.errors import ConfigError
-from jobs.trackers_config import MlflowConfig, TrackersConfig, WandbConfig
+from jobs.extras.monitor.trackers_config import MlflowConfig, TrackersConfig, WandbConfig
 
 pytestmark = pytest.mark.quick
 

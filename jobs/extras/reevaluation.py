@@ -1,10 +1,11 @@
-"""The commands that evaluate a finished stage again after its evaluation settings have changed in the recipe."""
+"""Suggest commands that evaluate a finished stage again after the recipe's evaluation settings have changed."""
 
 import shlex
 from collections.abc import Collection
 
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.stages.evaluate import EvaluateConfig
+from jobs.stages.training import TrainingExtra
 from jobs.terminal import COMMAND
 from pipeline.artifacts import DIVERGED
 from pipeline.evaluation.protocols import FewShotConfig
@@ -17,23 +18,34 @@ PROBE_FIELDS = ("probe.train", "probe.test", "probe.shots", "probe.seeds", "prob
 EVALUATION_FIELDS = tuple(dict.fromkeys((*ACCURACY_FIELDS, *PROBE_FIELDS)))
 
 
+class Reevaluation(TrainingExtra):
+    """Reports how to evaluate a finished stage again after its evaluation settings have changed."""
+
+    def repeat_evaluation(
+        self, campaign: Campaign, stage: Stage, changed: Collection[str]
+    ) -> tuple[Collection[str], list[str]]:
+        """Return the evaluation settings, and the commands that evaluate the stage with their current values."""
+        commands = evaluation_commands(campaign, stage, changed)
+        return (EVALUATION_FIELDS if commands else ()), commands
+
+
 def evaluation_commands(campaign: Campaign, stage: Stage, changed: Collection[str]) -> list[str]:
     """Return the commands that evaluate a finished stage with the recipe's current settings.
 
     `changed` are the fields that have changed since the stage finished. `data.evaluate`, `data.preprocess` and `probe`
-    are not in a stage's key, so a change does not train the stage again. The list is empty if these fields have not
+    are not part of a stage's key, so changing them does not repeat the training. The list is empty if none of them has
     changed, or if the stage has no weights.
 
         python -m jobs evaluate runs/digits/finetune-1a2b3c4d indexes/other
         python -m jobs evaluate runs/digits/finetune-1a2b3c4d indexes/test train=indexes/train --protocol fewshot
     """
     outcome = campaign.done(stage) or {}
-    if not stage.kind.trains or DIVERGED in outcome:
+    if DIVERGED in outcome:
         return []
     cfg: TrainConfig = stage.config
     evaluate = ["evaluate", str(campaign.directory(stage))]
     settings = []
-    # The command uses the preprocessing recorded with the weights unless it is given.
+    # By default, the command uses the preprocessing recorded with the weights.
     if "data.preprocess" in changed and (cfg.data.preprocess is not None or stage.model is not None):
         preprocess = cfg.data.preprocess
         if preprocess is None and stage.model is not None:

@@ -20,7 +20,7 @@ Variables = Annotated[
 
 Wait = Annotated[
     bool,
-    typer.Option("--wait", help="Follow the run, or the run's job if there is one; exit with the run's exit code."),
+    typer.Option("--wait", help="Follow the job's output, also of a job already running; exit with its exit code."),
 ]
 
 SUBMIT_PERIODS = 1.5  # lease renewal periods to watch a lease before submitting; the job itself watches longer
@@ -38,9 +38,9 @@ def submit(
     _debug: Debug = False,
 ) -> int:
     """Submit a recipe as a job to the Ray cluster at RAY_ADDRESS."""
+    from jobs.extras.submit.portable import VARIABLE, portable
     from jobs.ownership import holder_state, owned_error
     from jobs.recipe.campaign import resolve
-    from jobs.recipe.portable import VARIABLE, portable
     from pipeline.identity import COMMIT_VARIABLE, git_commit
     from pipeline.recipe import read_recipe
 
@@ -54,10 +54,10 @@ def submit(
     kinds = kinds_of(context)
     storage = resolve(document, kinds).storage  # report errors in the recipe here, not on the cluster
     run = storage.address()
-    from jobs.submit import submission  # it imports Ray
+    from jobs.extras.submit import submission  # imports Ray
 
     check_name(Path(run).name, "a run", "give it another folder: run=runs/NAME")
-    # Ray copies the checkout to the cluster. The recipe may be outside of it, so it is sent as text.
+    # Ray copies the checkout to the cluster. The recipe may be outside the checkout, so it is sent as text.
     text, changed = portable(document, run, Path.cwd(), kinds)
     if changed:
         print(f"relative paths in the recipe are resolved against {Path.cwd()}: {', '.join(changed)}")
@@ -67,9 +67,9 @@ def submit(
         command.append("--fresh")
     job = submission.alive_job(run) if wait else None
     if job is not None:
-        echo(f"job {job.id} already runs this recipe ({job.status}, started {job.started}); following its output")
+        echo(f"job {job.id} is already running this recipe ({job.status}, started {job.started}); following its output")
     else:
-        # A driver outside Ray may own the run. If this machine cannot read the storage, the job checks it.
+        # A driver outside Ray may own the run. If this machine cannot read the storage, the job itself checks that.
         with suppress(StorageError):
             state, seen = holder_state(storage, echo, SUBMIT_PERIODS)
             if seen is not None and state == "held":
@@ -88,19 +88,19 @@ def logs(run: Run, _debug: Debug = False) -> int:
         seen = newest_lease(Folder(Path(name)))
         if seen is not None and seen.record is not None and not seen.record["job"].startswith(RAY_JOB):
             raise UsageError(
-                f"{name} was not submitted to a cluster\n  to follow its output, type tail -f {name}/log.txt"
+                f"{name} was not submitted to a Ray cluster\n  to follow its output, type tail -f {name}/log.txt"
             )
     return follow(name)
 
 
 def follow(run: str) -> int:
     """Print the output of a run's job until it ends; return the run's exit code. Raises ClusterError."""
-    from jobs.submit import submission
+    from jobs.extras.submit import submission
 
     job = submission.logs(run)
     if job.status == "SUCCEEDED":
         return ExitCode.DONE
-    # Ray records no exit code for a stopped job. The driver commits a checkpoint when it is stopped.
+    # Ray records no exit code for a stopped job. Its driver has committed a checkpoint, as after exit code 75.
     if job.status == "STOPPED":
         return ExitCode.PREEMPTED
     # The driver was killed or never started, or its node is gone: report "unavailable", because a retry is safe.
@@ -108,7 +108,7 @@ def follow(run: str) -> int:
         raise ClusterError(
             f"job {job.id} ended without an exit code from Patchline: {job.status}, exit code {job.exit_code}\n"
             "  its driver was killed, or its node is gone\n"
-            f"  for the run's progress type python -m jobs status {run}; to resume it, submit it again"
+            f"  for the run's progress, type python -m jobs status {run}; to resume it, submit it again"
         )
     return job.exit_code
 
@@ -116,8 +116,8 @@ def follow(run: str) -> int:
 def stop(run: Run, _debug: Debug = False) -> None:
     """Stop a run on any machine: its workers commit a checkpoint and exit."""
     from data.storage import Folder, open_storage
+    from jobs.extras.submit import submission
     from jobs.ownership import RAY_JOB, holder_state, stop_holder
-    from jobs.submit import submission
 
     name = job_name(run)
     storage = open_storage(Path("/"), name) if "://" in name else Folder(Path(name))
@@ -129,19 +129,19 @@ def stop(run: Run, _debug: Debug = False) -> None:
     elif state == "held":
         stop_holder(storage, seen, echo, submission.STOP_WAIT_S)
     else:
-        echo(f"nothing to stop: {seen.holder} has ended; for its result type python -m jobs status {name}")
+        echo(f"nothing to stop: {seen.holder} has ended; for its result, type python -m jobs status {name}")
 
 
 def list_jobs(_debug: Debug = False) -> None:
-    """List the jobs of the cluster: running, queued (with the reason) and ended."""
+    """List the jobs of the cluster: running, queued (with the reason) and finished."""
     from jobs.cluster.ray import WAITING
-    from jobs.submit import submission
+    from jobs.extras.submit import submission
 
     jobs = submission.list_jobs()
     if not jobs:
-        echo("no jobs since the cluster's head started; to submit one, type python -m jobs submit RECIPE")
+        echo("no jobs since the cluster's head node started; to submit one, type python -m jobs submit RECIPE")
     for job in jobs:
-        # First line: the start to the minute. Second line: the job's progress, or the reason why it is queued.
+        # First line: status, start time without seconds, run. Second line: progress, or why the job is queued.
         note = "  its driver has not started" if job.status == "PENDING" and not job.last_line else ""
         echo(f"{job.status:10} {job.started[:-3]}  {job.run}{note}  ({job.id})")
         if job.last_line:

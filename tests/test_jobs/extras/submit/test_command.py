@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from data.errors import ClusterError
-from jobs.commands.cluster import follow, job_name
+from jobs.extras.submit.command import follow, job_name
 
 pytestmark = pytest.mark.quick
 
@@ -29,13 +29,13 @@ def test_job_ids_and_urls_are_unchanged():
 )
 def test_following_a_job_returns_the_exit_code_of_the_run(status, exit_code, expected, monkeypatch):
     job = SimpleNamespace(id="j1", status=status, exit_code=exit_code)
-    monkeypatch.setattr("jobs.submit.submission.logs", lambda run: job)
+    monkeypatch.setattr("jobs.extras.submit.submission.logs", lambda run: job)
     assert follow("/runs/a") == expected
 
 
 @pytest.mark.parametrize("exit_code", [None, -9, 128 + 9, 128 + 15])
 def test_a_killed_driver_is_reported_as_unavailable(exit_code, monkeypatch):
     job = SimpleNamespace(id="j1", status="FAILED", exit_code=exit_code)
-    monkeypatch.setattr("jobs.submit.submission.logs", lambda run: job)
+    monkeypatch.setattr("jobs.extras.submit.submission.logs", lambda run: job)
     with pytest.raises(ClusterError, match="job j1 ended without an exit code from Patchline: FAILED"):
         follow("/runs/a")

@@ -11,9 +11,9 @@ import torch
 
 import models
 from jobs.__main__ import main
+from jobs.extras.reevaluation import evaluation_commands
 from jobs.recipe.records import changed_warnings, stage_record
 from jobs.resolved_recipe import Campaign
-from jobs.run.reevaluation import evaluation_commands
 from pipeline import artifacts
 from tests.support import campaigns
 from tests.support.recipes import TINY

@@ -10,8 +10,8 @@ from PIL import Image
 
 from data.draws import Draws
 from data.errors import ConfigError
+from data.extras.randaug import OPERATIONS, distort, randaug
 from data.images.augment import AugmentConfig
-from data.images.randaug import OPERATIONS, distort, randaug
 from data.index.document import load_index
 from data.loader import TrainLoader
 from data.order import Order

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from data.errors import ConfigError
-from jobs.recipe.portable import portable
+from jobs.extras.submit.portable import portable
 from pipeline.recipe import Recipe
 from tests.support.campaigns import KINDS
 

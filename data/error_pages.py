@@ -1,0 +1,58 @@
+"""Recognise an error page in place of a file, and extract its text for messages.
+
+Proxies and web servers may send these pages with status 200, and programs may have saved them under a file's name.
+
+    b"<Error><Code>AccessDenied</Code><Message>Request has expired</Message>…"   →   "AccessDenied: Request has expired"
+    b"<html><head><title>Sign in</title>…"                                       →   "Sign in"
+    b'{"error": {"code": 403, "message": "Quota exceeded"}}'                     →   "403: Quota exceeded"
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+from data.checks import printable
+
+LONGEST = 1 << 18  # bytes; error pages are shorter
+MOST_SHOWN = 200  # maximum number of characters of the page's text in a message
+STARTS = (b"<?xml", b"<error", b"<!doctype html", b"<html", b"<head", b"<body", b"<listbucketresult")
+TAG = re.compile(r"<(script|style).*?</\1>|<[^>]*>", re.DOTALL | re.IGNORECASE)
+WORDS_OF_JSON = ("code", "status", "reason", "title", "message", "msg", "error_description", "detail", "error", "fault")
+
+
+def words_of(content: bytes) -> str:
+    """Return the text of a complete XML, HTML or JSON error page; "" for any other content."""
+    if not 0 < len(content) <= LONGEST:
+        return ""
+    start = content.removeprefix(b"\xef\xbb\xbf").lstrip()[:32].lower()
+    words = ""
+    if start.startswith(STARTS) and content.rstrip().endswith(b">"):
+        words = words_of_markup(content.decode("utf-8", "replace"))
+    elif start.startswith(b"{"):
+        words = words_of_json(content)
+    return printable(words)[:MOST_SHOWN]
+
+
+def words_of_markup(text: str) -> str:
+    """Return the code and message of an XML error, the title of an HTML page, otherwise its text."""
+    parts: list[str] = []
+    for tag in ("Code", "Message", "title", "h1"):
+        element = re.search(rf"<{tag}[^>]*>(.*?)</{tag}>", text, re.DOTALL | re.IGNORECASE)
+        if element and not (parts and tag == "h1"):
+            parts.append(" ".join(TAG.sub(" ", element[1]).split()))
+    words = ": ".join(filter(None, parts))
+    return words or " ".join(TAG.sub(" ", text).split()) or "a page without text"
+
+
+def words_of_json(content: bytes) -> str:
+    """Return the code and message of a JSON error; "" if the content is no JSON object with such fields."""
+    try:
+        answer = json.loads(content)
+    except (ValueError, RecursionError):
+        return ""
+    inner = answer.get("error", answer.get("Error", answer.get("fault")))
+    fields = inner if isinstance(inner, dict) else answer
+    lower = {name.lower(): value for name, value in fields.items()}
+    parts = [str(lower[name]) for name in WORDS_OF_JSON if isinstance(lower.get(name), str | int) and lower[name] != ""]
+    return ": ".join(" ".join(part.split()) for part in parts)

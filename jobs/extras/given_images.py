@@ -1,0 +1,57 @@
+"""Read the images named by a command's arguments: image files, folders of images, and tar shards."""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from data.errors import UsageError
+from data.index.shard import IMAGES
+from data.walk import files_below
+from jobs.named_stages import near_path
+
+
+def check_images(paths: Sequence[str]) -> None:
+    """Raise UsageError if a path does not exist, or if the paths contain no images. Does not import torch."""
+    missing = [path for path in paths if not Path(path).exists()]
+    if missing:
+        raise UsageError(
+            f"no such file or folder: {', '.join(missing)}{near_path(missing[0])}\n"
+            "  expected image files, folders of images or tar shards"
+        )
+    images_or_tars = tuple(f".{suffix}" for suffix in (*IMAGES, "tar"))
+    for path in map(Path, paths):
+        files = files_below(path, Counter()) if path.is_dir() else [path]
+        if any(file.name.lower().endswith(images_or_tars) for file in files):
+            return
+    raise UsageError(
+        f"no images in {', '.join(paths)}\n"
+        f"  expected image files ({', '.join(IMAGES)}), folders of images or tar shards"
+    )
+
+
+def encoded_images(paths: Sequence[str], limit: int | None = None) -> Iterator[tuple[str, bytes]]:
+    """Yield name and bytes of each image file, also in folders, and of each sample in tar shards.
+
+    If there are more than `limit` files, select them evenly from the sorted names, because the first ones may all be of
+    one class. `limit` also applies to the samples of each shard.
+    """
+    files: list[Path] = []
+    shards: list[Path] = []
+    for path in map(Path, paths):
+        below = files_below(path, Counter()) if path.is_dir() else [path]
+        for file in below:
+            suffix = file.suffix[1:].lower()
+            if suffix in IMAGES:
+                files.append(file)
+            elif suffix == "tar":
+                shards.append(file)
+    count = len(files) if limit is None else min(limit, len(files))
+    for number in range(count):
+        file = files[number * len(files) // count]
+        yield str(file), file.read_bytes()
+    from data.extras.sources.tars import tars
+
+    for shard in shards:
+        for sample in itertools.islice(tars([str(shard)], unlabelled=True), limit):
+            yield f"{shard.name}:{sample.key}", sample.read()

@@ -1,0 +1,1 @@
+"""Predict the classes of images with trained weights."""

@@ -1,0 +1,38 @@
+"""`patchline predict`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from data.errors import UsageError
+from jobs.commands.arguments import Debug
+from jobs.commands.weights import AnyWeights, find_weights
+from jobs.extras.given_images import check_images
+
+Images = Annotated[list[str], typer.Argument(help="Image files, folders of images, or tar shards.")]
+Output = Annotated[
+    str, typer.Option(metavar="CSV", help="CSV file to write; the HTML page gets the same name with .html.")
+]
+Top = Annotated[int, typer.Option(min=1, help="Number of classes per image, the most probable first.")]
+Batch = Annotated[int, typer.Option(min=1, help="Images per forward pass.")]
+
+
+def predict(
+    weights: AnyWeights,
+    images: Images,
+    output: Output = "predictions.csv",
+    top: Top = 5,
+    batch: Batch = 64,
+    _debug: Debug = False,
+) -> None:
+    """Predict the classes of images, and write labels and scores to a CSV file and an HTML page."""
+    weights = find_weights(weights)
+    table = Path(output)
+    if table.suffix != ".csv":
+        raise UsageError(f"--output {output} does not end in .csv\n  type --output {table.with_suffix('.csv')}")
+    # Check before importing torch, so that a path without images is reported at once.
+    check_images(images)
+    from jobs.extras.predict.predict import predict
+
+    predict(weights, images, table, top, batch)

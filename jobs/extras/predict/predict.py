@@ -1,0 +1,161 @@
+"""Implements `patchline predict`: write the most probable classes of each image to a CSV file and an HTML page.
+
+    patchline predict runs/photos/pretrain new-photos/ --output new.csv
+
+    file,label,score,label_2,score_2              and new.html: thumbnails with their labels
+    new-photos/1.jpg,cat,0.91342,dog,0.07120
+
+1. Read the images and apply the preprocessing recorded with the weights, or the evaluation default if there is none.
+2. Compute the logits in batches. A score is the softmax probability of a class. If the head was trained with sigmoid
+   cross-entropy, it is the sigmoid, and the scores of an image do not sum to 1.
+3. Write both files atomically. Images that cannot be decoded are counted and get a row without labels.
+"""
+
+import csv
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import models
+from data.errors import DataError, UsageError
+from data.extras.pages import page
+from data.files import write_atomically
+from data.images.decode import BadImage, decode
+from data.images.preprocess import preprocess
+from jobs.commands.conversion import class_names, load, verify
+from jobs.extras.given_images import encoded_images
+from jobs.terminal import ProgressMeter, echo
+from models.catalog import normalise
+from pipeline.evaluation import any_weights
+from pipeline.values import counted
+
+MOST_THUMBNAILS = 200  # on the page, about 4 KB each
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The most probable classes of one image; no labels if the image cannot be decoded."""
+
+    file: str
+    labels: tuple[str, ...] = ()
+    scores: tuple[float, ...] = ()
+    thumbnail: str = ""  # base64 JPEG; "" beyond the first MOST_THUMBNAILS images
+    problem: str = ""  # why the image cannot be decoded
+
+
+def predict(weights: str, paths: list[str], table: Path, top: int, batch_size: int) -> None:
+    """Predict the classes of all images; write the table and the page, and print a summary.
+
+    Raises UsageError if the model has no classes, DataError if no image can be decoded or a logit is not finite.
+    """
+    verification: list[str] = []
+    verify(weights, verification.append)
+    model = load(weights, {}).eval()
+    if not model.config.classes:
+        raise UsageError(f"{weights} has no classification head\n  fine-tune these weights on labeled images first")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model.to(device)
+    names = class_names(weights)
+    recorded = any_weights.recorded_preprocessing(weights)
+    ops = recorded.ops if recorded is not None else f"resize({model.config.image_size})"
+    is_sigmoid = any_weights.recorded_loss(weights) == "sigmoid"
+
+    rows: list[Prediction] = []
+    progress = ProgressMeter("images")
+    images = decoded(paths, ops)
+    while chunk := list(islice(images, batch_size)):
+        pixels = [image for _, image, _ in chunk if image is not None]
+        labels: Iterator[tuple[tuple[str, ...], tuple[float, ...]]] = iter(())
+        if pixels:
+            labels = most_probable(logits_of(model, np.stack(pixels), device), names, top, is_sigmoid)
+        for file, image, problem in chunk:
+            if image is None:
+                rows.append(Prediction(file, problem=problem))
+                continue
+            thumbnail = page.jpeg(image) if len(rows) < MOST_THUMBNAILS else ""
+            rows.append(Prediction(file, *next(labels), thumbnail))
+        progress(len(rows))
+    bad = [row for row in rows if row.problem]
+    if len(bad) == len(rows):
+        raise DataError(
+            f"none of the {counted(len(bad), 'image')} can be decoded; the first is {bad[0].file}: {bad[0].problem}\n"
+            "  expected intact images; restore them from their source"
+        )
+    write_table(rows, table, top)
+    title = f"Predictions of {weights}"
+    page.write_page(
+        table.with_suffix(".html"), "predict.html", title=title, rows=rows[:MOST_THUMBNAILS], total=len(rows)
+    )
+
+    for line in verification:
+        echo(line)
+    if not names:
+        echo("the weights have no class names, so labels are class ids")
+    if recorded is None:
+        echo(f"no preprocessing is recorded with the weights; used the evaluation default, {ops}")
+    if bad:
+        echo(f"skipped {counted(len(bad), 'undecodable image')}, for example {bad[0].file}: {bad[0].problem}")
+    first: dict[str, int] = {}
+    for row in rows:
+        if row.labels:
+            first[row.labels[0]] = first.get(row.labels[0], 0) + 1
+    common = [f"{name} {count:,}" for name, count in sorted(first.items(), key=lambda item: -item[1])[:5]]
+    echo(f"predicted {counted(len(rows) - len(bad), 'image')}: {', '.join(common)}")
+    echo(f"written  {table}  {table.with_suffix('.html')}")
+
+
+def decoded(paths: list[str], ops: str) -> Iterator[tuple[str, np.ndarray | None, str]]:
+    """Yield name, pixels (height, width, 3) uint8 and error of each image; the pixels are None if there is an error."""
+    for name, encoded in encoded_images(paths):
+        try:
+            yield name, preprocess(decode(encoded), ops), ""
+        except BadImage as error:
+            yield name, None, str(error)
+
+
+def logits_of(model: "models.Model", pixels: np.ndarray, device: torch.device) -> Tensor:
+    """Return the logits (images, classes) of pixels (images, h, w, 3). Raises DataError for NaN or infinity."""
+    batch = torch.from_numpy(pixels).permute(0, 3, 1, 2)
+    with torch.inference_mode():
+        logits = model(normalise(batch, model.config, torch.float32, device)).float().cpu()
+    if not logits.isfinite().all():
+        raise DataError(
+            "the model's outputs are not finite\n  expected weights from a training run that did not diverge"
+        )
+    return logits
+
+
+def most_probable(
+    logits: Tensor, names: tuple[str, ...], top: int, is_sigmoid: bool
+) -> Iterator[tuple[tuple[str, ...], tuple[float, ...]]]:
+    """Yield the labels and scores of the `top` most probable classes for each row of logits (images, classes)."""
+    scores = logits.sigmoid() if is_sigmoid else logits.softmax(-1)
+    # Sort stably: for equal scores, the class with the smaller id comes first.
+    order = scores.argsort(dim=-1, descending=True, stable=True)[:, :top]
+    for classes, values in zip(order.tolist(), scores.gather(1, order).tolist(), strict=True):
+        yield tuple(names[number] if number < len(names) else str(number) for number in classes), tuple(values)
+
+
+def write_table(rows: list[Prediction], path: Path, top: int) -> None:
+    """Write one row per image to a CSV file; an undecodable image has empty labels."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    width = min(top, max(len(row.labels) for row in rows))
+    header = ["file"]
+    for number in range(1, width + 1):
+        suffix = "" if number == 1 else f"_{number}"
+        header += [f"label{suffix}", f"score{suffix}"]
+    writer.writerow(header)
+    for row in rows:
+        cells = [row.file]
+        for label, score in zip(row.labels, row.scores, strict=True):
+            cells += [label, f"{score:.6g}"]
+        writer.writerow(cells + [""] * (len(header) - len(cells)))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, text.getvalue())

@@ -1,0 +1,1 @@
+"""Submit campaigns as Ray jobs; list, follow and stop the jobs."""

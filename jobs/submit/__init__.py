@@ -1,1 +1,0 @@
-"""A campaign as a Ray job: what it takes along, and `submit`, `list`, `logs`, `stop`."""

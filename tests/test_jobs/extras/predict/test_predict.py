@@ -1,0 +1,82 @@
+"""`jobs predict` writes the classes that a plain loop over the model finds."""
+
+import csv
+import json
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+import torch
+
+import models
+from data.shards.packing import pack
+from data.sources.samples import digits
+from jobs.__main__ import main
+from jobs.extras.predict.predict import most_probable
+from tests.support.photos import make_photos
+
+NAMES = ("ant", "bee", "cat", "dog", "eel")
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> str:
+    torch.manual_seed(0)
+    model = models.build("mu/8", (16, 24), 5)
+    with torch.no_grad():
+        model.head.weight.normal_()  # zero at initialisation: all classes would be equally probable
+    models.save(model, tmp_path / "weights", class_names=NAMES)
+    return str(tmp_path / "weights")
+
+
+def test_labels_and_scores_are_those_of_a_plain_loop(tmp_path, weights, capsys):
+    photos = make_photos(tmp_path / "photos")
+    (photos / "broken.jpg").write_bytes(b"broken")
+    output = tmp_path / "out/new.csv"
+    assert main(["predict", weights, str(photos), "--output", str(output), "--top", "2", "--batch", "2"]) == 0
+    rows = list(csv.DictReader(output.open(newline="")))
+    assert [Path(row["file"]).name for row in rows] == ["0.png", "1.png", "2.png", "broken.jpg"]
+    assert rows[3]["label"] == rows[3]["score"] == ""
+
+    model = models.load(weights).eval()
+    for row in rows[:3]:
+        pixels = cv2.cvtColor(cv2.imread(row["file"]), cv2.COLOR_BGR2RGB)
+        # Bilinear with half-pixel centres and without antialiasing, truncated, as evaluation's default resize.
+        batch = torch.from_numpy(pixels).permute(2, 0, 1)[None].float()
+        resized = torch.nn.functional.interpolate(batch, size=(16, 24), mode="bilinear", align_corners=False).floor()
+        with torch.no_grad():
+            expected = model(resized / 127.5 - 1).softmax(-1)[0].numpy()
+        order = np.argsort(-expected)
+        assert [row["label"], row["label_2"]] == [NAMES[order[0]], NAMES[order[1]]]
+        # Truncation of a value next to an integer may differ by one of 255 levels.
+        np.testing.assert_allclose([float(row["score"]), float(row["score_2"])], expected[order[:2]], rtol=2e-2)
+    out = capsys.readouterr().out
+    assert "predicted 3 images" in out
+    assert "skipped 1 undecodable image" in out
+    page = output.with_suffix(".html").read_text()
+    assert page.count("<img") == 3
+    assert rows[0]["label"] in page
+
+
+def test_sigmoid_heads_give_independent_scores():
+    logits = torch.tensor([[0.0, 2.0, -1.0]])
+    [(labels, scores)] = most_probable(logits, ("a", "b"), 3, is_sigmoid=True)
+    assert labels == ("b", "a", "2")
+    np.testing.assert_allclose(scores, 1 / (1 + np.exp([-2.0, 0.0, 1.0])), rtol=1e-6)
+
+
+def test_equal_scores_are_ordered_by_class_id():
+    [(labels, _)] = most_probable(torch.zeros(1, 4), (), 3, is_sigmoid=False)
+    assert labels == ("0", "1", "2")
+
+
+def test_samples_of_shards_are_predicted_without_their_labels(tmp_path, weights):
+    pack(digits(train=False, image_size=16), tmp_path / "shards", name="test")
+    output = tmp_path / "new.csv"
+    assert main(["predict", weights, str(tmp_path / "shards"), "--output", str(output), "--top", "9"]) == 0
+    rows = list(csv.DictReader(output.open(newline="")))
+    index = json.loads((tmp_path / "shards/test.index.json").read_text())
+    assert len(rows) == index["samples"]
+    scores = [float(rows[0][name]) for name in ("score", "score_2", "score_3", "score_4", "score_5")]
+    assert scores == sorted(scores, reverse=True)
+    assert sum(scores) == pytest.approx(1, abs=1e-4)
