@@ -424,7 +424,7 @@ def to_dict(config: ModelConfig) -> ConfigFields:
     A switch that is off is left out: files and stage keys of the paper's ViT do not change if a switch is added.
     """
     values = asdict(config)
-    for name in SWITCHES:
+    for name in (*SWITCHES, "pixel_mean", "pixel_std"):
         if name in values and values[name] == getattr(ViTConfig, name):
             del values[name]
     return {"family": config.family, **values}
@@ -451,6 +451,10 @@ def check_architecture(source: ModelConfig, target: ModelConfig) -> None:
     for field in fields(source):
         old_value = getattr(source, field.name)
         new_value = getattr(target, field.name)
+        # With another kind of pooling, the head is new.
+        is_of_pooling = field.name in ("map_heads", "map_mlp", "pool_prefix")
+        if is_of_pooling and getattr(source, "pool", None) != getattr(target, "pool", None):
+            continue
         # The initial value of an existing LayerScale does not matter any more.
         if field.name == "layer_scale" and None not in (old_value, new_value):
             continue

@@ -53,6 +53,7 @@ RENAMES = (
     (r"^(patch_embed\.backbone\..*\.)gn(\d?)\.", r"\1norm\2."),
 )
 ARCHITECTURE = "vit_base_patch16_224"  # any plain ViT: model_args override the rest
+ROOT = "patch_embed.backbone.conv."  # the convolution of a stem without stages
 # Reasons why weights cannot be imported, by a pattern of their keys.
 UNSUPPORTED_KEYS = (
     (r"^head_dist\.", "a second head for its distillation token"),
@@ -122,7 +123,7 @@ def layout_of(stored: dict[str, Tensor]) -> Layout:
 
 def names_of(stored: Mapping[str, Tensor]) -> set[str]:
     """Return the names in the first block of a file, and "mlp.up" or "mlp.gate_up" for a first layer of this kind."""
-    names = {key.removeprefix("blocks.0.") for key in stored if key.startswith("blocks.0.")}
+    names = {key.removeprefix("blocks.0.") for key in stored if key.startswith(("blocks.0.", ROOT))}
     # One layer of twice the hidden width is SwiGLU too.
     if "mlp.fc1.weight" in names:
         outputs = stored["blocks.0.mlp.fc1.weight"].shape[0]
@@ -133,7 +134,7 @@ def names_of(stored: Mapping[str, Tensor]) -> set[str]:
 def layout_of_names(names: Container[str]) -> Layout:
     """Return the layout of a file in which the first block has these names, among others."""
     renames: tuple[tuple[str, str], ...] = RENAMES
-    if "patch_embed.backbone.conv.weight" in names:
+    if f"{ROOT}weight" in names:
         renames = (*renames, (r"^patch_embed\.backbone\.stem\.", "patch_embed.backbone."))
     if "gamma_1" in names:
         renames = (*renames, (r"\.ls(\d)\.gamma$", r".gamma_\1"))
