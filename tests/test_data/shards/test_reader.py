@@ -18,7 +18,6 @@ import data.remote.cache as cache_module
 import data.shards.reader as reader_module
 from data.errors import DataError
 from data.evaluation import EvaluationSet
-from data.extras.doctor.doctor import check, repair
 from data.index.document import load_index
 from data.index.index import Index
 from data.index.shard import Shard
@@ -229,16 +228,6 @@ def test_a_shard_that_is_overwritten_in_mid_run_ends_it_with_65(made, shards, tm
     assert "train-000001.tar: sample 'digit" in err and "data.drop=[set/train-000001.tar]" in err
 
 
-def test_the_doctor_names_a_sample_that_rotted_and_repair_leaves_it_out(made, tmp_path):
-    path = Path(made.location(0))
-    flip(path, image_start(path, 4) + 200)
-    report = check(made)
-    assert report.bad.counts == {"bytes changed since indexing": 1} and report.good == 49
-    repaired = repair(made, tmp_path / "repaired")
-    original = contents_by_tarfile(made)
-    assert [image for _, image, _ in read_all(repaired)] == [image for _, image, _ in original[:4] + original[5:]]
-
-
 # ------------------------------------------------------------------------------------------- remote shards
 
 
@@ -299,13 +288,11 @@ def test_fifty_flips_over_tables_and_index_are_refused_or_change_nothing(made, t
         except DataError as error:
             assert path.name in str(error) and "index" in str(error)
             fates["refused"] += 1
-            if path.suffix == ".npy":
-                assert not check(load_index(tmp_path / "set")).ok
         flip(path, position, bit)
     assert fates["silent"] == 0 and fates["refused"] >= 40 and fates.total() == 50
 
 
-def test_a_table_of_another_set_is_refused_at_reading_and_by_data_check(made, tmp_path, capsys):
+def test_a_table_of_another_set_is_refused_at_reading(made, tmp_path):
     others = islice(digits(True, image_size=16), 100, 150)
     pack(others, tmp_path / "other", shard_samples=20)
     for path in (tmp_path / "other").glob("*.npy"):
@@ -315,8 +302,6 @@ def test_a_table_of_another_set_is_refused_at_reading_and_by_data_check(made, tm
         match=r"train-000000.npy: not a valid table of train-000000.tar.*\n.*\n  type: python -m jobs index /",
     ):
         ShardReader(made).read(0, 0)
-    assert main(["data", "check", str(tmp_path / "set")]) == 65
-    assert "train-000000.npy: not a valid table of train-000000.tar: its sha256" in capsys.readouterr().out
 
 
 def test_an_index_of_another_schema_is_refused_with_what_to_type(made, tmp_path):

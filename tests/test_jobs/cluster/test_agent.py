@@ -253,6 +253,35 @@ def test_planted_agent_folder_neither_damages_a_file_nor_blocks_the_start(attack
     assert (victim / "lock").read_text() == "precious"
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("attack", [plant_link_to_file, plant_link_to_folder, plant_pipe, plant_folder, plant_file])
+def test_another_local_user_can_neither_damage_a_file_nor_block_the_start(attack, tmp_path, monkeypatch) -> None:
+    """A process of another user plants it in a folder that everybody may write to, like /dev/shm."""
+    victim = tmp_path / "victim"
+    victim.mkdir(mode=0o700)
+    (victim / "lock").write_text("precious")
+    for folder in (tmp_path, *tmp_path.parents[:3]):
+        folder.chmod(folder.stat().st_mode | 0o111)
+    shared = tmp_path / "shm"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.setgid(65534)
+            os.setuid(65534)
+            attack(shared / "pl-agent-attack", victim)
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    monkeypatch.setattr(agent, "MEMORY", shared)
+    Agent().close()
+    assert (victim / "lock").read_text() == "precious"
+    assert os.path.lexists(shared / "pl-agent-attack"), "what belongs to another user stays"
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
 def test_agent_folder_of_another_user_stays(tmp_path, monkeypatch) -> None:
     other = tmp_path / "pl-agent-other"

@@ -176,7 +176,7 @@ ENDINGS = [
     (
         [dataclasses.replace(DIES, commits=5)] + [DIES] * 4,
         70,
-        "4 attempts in a row have made no .*; the next .* from step 5",
+        "4 attempts in a row ended without .*; the next .* from step 5",
     ),
     ([Ends("DataError: shard 7", 65, "DataError")], 65, "^pretrain: shard 7$"),
     ([Ends("Preempted: stopped at step 9", 75, "Preempted", stops=True)], 75, "^stopped at step 9$"),
@@ -355,10 +355,10 @@ class NodesByHand:
     ("versions", "code", "least", "left_out", "said"),
     [
         ("132", {}, 2, set(), ": a tie, each on 1 of 3 nodes"),
-        ("322", {}, 4, {"id0"}, "excluded from this campaign: n0 (node n0 has torch 3, 2 of 3 nodes 2); "),
-        ("322", {}, 5, {"id0"}, "\n  without n0 the cluster has room for 4 of 5 workers"),
+        ("322", {}, 4, {"id0"}, "excluded from this campaign: n0 (node n0 has torch 3, 2 of 3 nodes have 2); "),
+        ("322", {}, 5, {"id0"}, "\n  without n0, the cluster has room for only 4 of 5 workers"),
         ("2232", {1: "b" * 64}, 4, {"id1", "id2"}, "excluded from this campaign: n1, n2 (node n1 runs "),
-        ("22", {0: "b" * 64, 1: "b" * 64}, 1, {"id0", "id1"}, "\n  without n0, n1 the cluster has room for 0 of 1"),
+        ("22", {0: "b" * 64, 1: "b" * 64}, 1, {"id0", "id1"}, "\n  without n0, n1, the cluster has room for only 0"),
         # The differing node has left meanwhile, or the workers run on a single machine.
         ("22", {}, 1, set(), "worker 1 on n1 has torch 3"),
         ("", {}, 1, set(), "worker 1 on n1 has torch 3"),

@@ -342,15 +342,18 @@ def wait_for(log: Path, text: str) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("key", ["../outside.json", "pretrain//status.json", "/status.json"])
+@pytest.mark.parametrize(
+    "key", ["../outside.json", "pretrain//status.json", "/status.json", f"pretrain/{300 * 'x'}", "../../etc/\u202ecron"]
+)
 def test_hostile_object_names_write_nothing_on_this_machine(key, tmp_path: Path, proxy: Proxy) -> None:
     import boto3
 
     boto3.client("s3").put_object(Bucket="images", Key=f"runs/hostile/{key}", Body=b"attack")
     local = tmp_path / "scratch" / "run"
     local.mkdir(parents=True)
-    with pytest.raises(DataError, match="unsafe name"):
+    with pytest.raises(DataError, match="unsafe name") as error:
         fetch_small_files(Bucket("s3://images/runs/hostile", local), lambda name: True)
+    assert str(error.value).isprintable() or "\u202e" not in str(error.value), "no character that turns the line around"
     assert list((tmp_path / "scratch").rglob("*")) == [local]
 
 

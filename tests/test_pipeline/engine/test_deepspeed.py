@@ -115,7 +115,7 @@ print(len(probed))
 """
 
 
-@pytest.mark.parametrize("accelerator", ["cpu", "cuda"])
+@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("cuda", marks=pytest.mark.slow)])
 def test_starting_a_worker_probes_no_deepspeed_operator(accelerator) -> None:
     """Plant operators that would record a probe; the last line shows that they do."""
     environment = {**os.environ, "DS_ACCELERATOR": accelerator}

@@ -19,6 +19,7 @@ from data.loader import TrainLoader
 from data.order import Order
 from data.shards.indexing import build_index
 from data.shards.packing import pack
+from data.shards.reader import ShardReader
 from data.sources.samples import Sample, digits
 from tests.support.tars import write_tar
 
@@ -178,3 +179,33 @@ def test_repair_makes_repeated_keys_unique(tmp_path):
         images = {name: tar.extractfile(name).read() for name in tar.getnames() if name.endswith(GOOD[0].extension)}
     assert list(images) == ["s/k0.jpg", "s/k1.jpg", "s/k0-2.jpg"]
     assert list(images.values()) == [GOOD[number].image for number in (0, 1, 2)]
+
+
+def test_a_sample_that_has_changed_is_named_and_a_repaired_set_lacks_it(tmp_path):
+    index = pack(GOOD[:50], tmp_path / "set", name="set", shard_samples=20)
+    tar = tmp_path / "set" / "set-000000.tar"
+    content = bytearray(tar.read_bytes())
+    content[content.index(GOOD[4].image) + 200] ^= 1
+    tar.write_bytes(content)
+    report = check(index)
+    assert report.bad.counts == {"bytes changed since indexing": 1}
+    assert report.good == 49
+    repaired = repair(index, tmp_path / "repaired")
+    keys = [ShardReader(repaired).read(0, row)[0] for row in range(repaired.shard_samples[0])]
+    assert len(keys) == 49
+    assert GOOD[4].key not in keys
+
+
+def test_a_table_with_a_flipped_bit_or_of_another_set_is_reported(tmp_path):
+    index = pack(GOOD[:50], tmp_path / "set", name="set", shard_samples=20)
+    pack(GOOD[5:55], tmp_path / "other", name="set", shard_samples=20)
+    table = tmp_path / "set" / "set-000000.npy"
+    content = table.read_bytes()
+    flipped = content[:200] + bytes([content[200] ^ 1]) + content[201:]
+    for changed in (flipped, (tmp_path / "other" / table.name).read_bytes()):
+        table.write_bytes(changed)
+        report = check(index)
+        assert not report.ok
+        assert "set-000000.npy: not a valid table of set-000000.tar: its sha256" in "\n".join(report.lines(1))
+    table.write_bytes(content)
+    assert check(index).ok

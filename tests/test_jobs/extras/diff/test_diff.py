@@ -138,6 +138,6 @@ def test_recipes_that_cannot_be_compared_are_refused(tmp_path, capsys):
     only_shards = tmp_path / "pack.yaml"
     only_shards.write_text(json.dumps({"shards": {"kind": "pack", "sets": {"train": {"source": "digits"}}}}))
     assert main(["diff", mine, str(only_shards)]) == 64
-    assert "neither trains" in capsys.readouterr().err
+    assert "no stage that trains or evaluates" in capsys.readouterr().err
     assert main(["diff", mine, TRANSFER]) == 64
     assert "of kind finetune" in capsys.readouterr().err

@@ -246,7 +246,12 @@ def test_odd_folders_are_read_or_refused_with_advice(tmp_path, capsys):
             "日本 犬 8",
         ),
         ("one-each", {f"{name}/1.jpg": grey for name in "abcdefghijkl"}, 0, "most classes have too few images"),
-        ("corrupt", {**several, "a/9.jpg": cut}, 0, "1 of 17 opened images cannot be read: 1 × truncated, first "),
+        (
+            "corrupt",
+            {**several, "a/9.jpg": cut},
+            0,
+            "1 of 17 opened images cannot be read: 1 × truncated; the first is ",
+        ),
         ("wrapped/deep/photos", {f"train/{name}": content for name, content in several.items()}, 0, "16 images of 2"),
         ("gifs", {**several, "a/x.gif": b"GIF"}, 0, "1 × .gif: excluded, because they are not jpg, jpeg, png, webp"),
         (
@@ -373,7 +378,7 @@ def test_each_recipe_has_a_run_of_its_own(tmp_path, capsys):
     assert main(["new", str(folder), "--minutes", "0.01"]) == 0
     # The default name of the second recipe is that of the first, which is not overwritten.
     assert main(["new", str(mine), "--minutes", "0.01"]) == 64
-    assert "mine.yaml exists already" in capsys.readouterr().err
+    assert "mine.yaml already exists" in capsys.readouterr().err
     assert main(["new", str(mine), "--output", "other.yaml", "--minutes", "0.01"]) == 0
     Path("runs/third").mkdir(parents=True)
     assert main(["new", str(mine), "--output", "third.yaml", "--minutes", "0.01"]) == 0
