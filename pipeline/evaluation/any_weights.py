@@ -17,7 +17,7 @@ import safetensors
 
 import models
 from data.errors import DataError
-from models.weights.folder import CONFIG, THEIR_CONFIG, THEIR_PREPROCESSOR, THEIR_WEIGHTS
+from models.weights.folder import CONFIG, THEIR_CONFIG, THEIR_PREPROCESSOR, THEIR_WEIGHTS, foreign
 from pipeline import artifacts
 from pipeline.variables import restored
 
@@ -121,27 +121,26 @@ def recorded_loss(path: str) -> str | None:
     The records are those of the stage that trained them, also after a resize, an import or an export, and the
     `problem_type` of a transformers folder. Raises DataError for an altered record.
     """
-    from models.weights import hf  # imports torch
 
-    def loss_of(foreign: str) -> str | None:
+    def loss_of(weights: str) -> str | None:
+        loss: str | None = None
         with suppress(OSError, ValueError, AttributeError):  # missing, or not a JSON object
-            folder = Path(foreign) if Path(foreign).is_dir() else Path(foreign).parent
-            return hf.loss_of(json.loads((folder / THEIR_CONFIG).read_text()))
-        return None
+            folder = Path(weights) if Path(weights).is_dir() else Path(weights).parent
+            loss = foreign().loss_of(json.loads((folder / THEIR_CONFIG).read_text()))
+        return loss
 
     return recorded(path, "loss", loss_of)
 
 
 def recorded_form(path: str) -> dict[str, Any] | None:
-    """Return the form in which weights were imported (models.weights.files.form_of); None for other weights.
+    """Return the form in which weights were imported (models/extras/weights/formats.py); None for other weights.
 
     It is that of the import at the beginning of the weights' stages. Raises DataError for an altered record.
     """
-    from models.weights.files import form_of  # imports torch
 
-    def foreign_form(foreign: str) -> dict[str, Any] | None:
+    def foreign_form(weights: str) -> dict[str, Any] | None:
         try:
-            return form_of(foreign) or None
+            return foreign().form_of(weights) or None
         except UNREADABLE:
             return None
 

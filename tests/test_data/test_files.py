@@ -158,7 +158,7 @@ def test_a_run_directory_that_is_a_file_is_named(tmp_path) -> None:
     (tmp_path / "run").write_text("")
     for run in (tmp_path / "run", tmp_path / "run" / "digits"):
         with (
-            pytest.raises(ConfigError, match=f"{tmp_path}/run is a file\n  expected the folder"),
+            pytest.raises(ConfigError, match=f"{tmp_path}/run is a file\n  expected a run directory"),
             Lease(Folder(run), print),
         ):
             pass

@@ -141,10 +141,10 @@ def test_search_finds_all_numeric_fields():
 @pytest.mark.parametrize("name", ["", ".", "..", "../../x", "a/b", "a b", "é", "a\n", "x" * 65])
 def test_name_unsuitable_as_a_file_name_is_refused(name):
     digits = {"source": "digits"}
-    with pytest.raises(ConfigError, match=r"a set is called .*\n  expected 1 to 64 of the characters"):
+    with pytest.raises(ConfigError, match=r"a data set is named .*\n  expected 1 to 64 of the characters"):
         config.build(pack.PackConfig, {"sets": {"train": digits, name: digits}}, "s")
     part = {"train": "x", "weight": 1}
-    with pytest.raises(ConfigError, match=r"a set of data\.mixture is called"):
+    with pytest.raises(ConfigError, match=r"a set of data\.mixture is named"):
         config.build(TrainConfig, {"steps": 1, "data": {"mixture": {name: part}}}, "s")
 
 

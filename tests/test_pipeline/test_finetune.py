@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import models
-from models.weights import layout as weights_map
-from models.weights import npz as weights_npz
+from models.extras.weights import layout as weights_map
+from models.extras.weights import npz as weights_npz
 from pipeline.losses import LOSSES, dense_targets
 from pipeline.optimization import OptimConfig, ScheduleConfig, build_optimizer, learning_rate
 from tests.support.golden import GOLDEN

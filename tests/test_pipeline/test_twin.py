@@ -22,7 +22,7 @@ from data.sources.samples import Sample
 from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
-from models.weights import npz
+from models.extras.weights import npz
 from pipeline import config
 from pipeline.identity import code_version
 from pipeline.monitoring.telemetry import read_metrics

@@ -19,6 +19,7 @@ from data.index.document import load_index
 from data.shards.packing import pack
 from data.sources.samples import Sample
 from jobs.__main__ import main
+from models import ViTConfig
 from pipeline.evaluation.evaluator import EvaluationGroup, Evaluator, Request
 from pipeline.evaluation.protocols import Protocol
 from pipeline.monitoring.watchdog import Phases
@@ -34,6 +35,8 @@ CLASSES = 1000
 
 class Written(nn.Module):
     """Predicts the class that is written in the first pixel: red · 256 + green."""
+
+    config = ViTConfig()  # for the normalisation of pixels
 
     def features(self, images: Tensor) -> Tensor:
         return images[:, :, 0, 0]
