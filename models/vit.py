@@ -321,7 +321,7 @@ class ViT(nn.Module):
         if config.stem is not None:
             from models.resnet import Stem  # few ViTs have one
 
-            self.stem = Stem(config.stem, config.stem_width)
+            self.stem = Stem(config.stem, config.stem_width, config.stem_epsilons)
             channels = self.stem.channels
         self.embedding = PatchEmbedding(channels, config.width, config.patch, config.patch_bias)
         self.patch_norm = norm_of(config, config.width) if config.patch_norm else None

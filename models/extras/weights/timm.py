@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from models.configs import ROPES, ConfigFields, ModelConfig, ViTConfig
-from models.weights.layout import ForeignConfig, Layout, read, vit_config, with_learned_positions, write
+from models.extras.weights.layout import ForeignConfig, Layout, read, vit_config, with_learned_positions, write
 from models.weights.preprocessing import Preprocessing
 
 RENAMES = (
@@ -42,15 +42,25 @@ RENAMES = (
     (r"^map_head\.", "attn_pool."),
     (r"^attn_pool\.mlp\.up\.", "attn_pool.mlp.fc1."),
     (r"\bmlp\.down\.", "mlp.fc2."),
+    # The stem of a hybrid: the first name if it has stages, the others count stages and units from 0.
+    (r"^stem\.(conv|gn)_root\.", r"patch_embed.backbone.stem.\1."),
+    *(
+        (rf"^stem\.stages\.block{stage + 1}\.unit", f"patch_embed.backbone.stages.{stage}.blocks.unit")
+        for stage in range(4)
+    ),
+    *((rf"\.blocks\.unit{unit + 1}\.", f".blocks.{unit}.") for unit in range(9)),
+    (r"^(patch_embed\.backbone\..*\.)(conv|gn)_proj\.", r"\1downsample.\2."),
+    (r"^(patch_embed\.backbone\..*\.)gn(\d?)\.", r"\1norm\2."),
 )
 ARCHITECTURE = "vit_base_patch16_224"  # any plain ViT: model_args override the rest
+ROOT = "patch_embed.backbone.conv."  # the convolution of a stem without stages
 # Reasons why weights cannot be imported, by a pattern of their keys.
 UNSUPPORTED_KEYS = (
     (r"^head_dist\.", "a second head for its distillation token"),
     (r"relative_position_bias_table$", "learned biases of relative positions (BEiT)"),
     (r"\.attn\.lambda_q1$", "differential attention"),
     (r"\.in_proj\.", "attention and MLP in parallel"),
-    (r"^patch_embed\.backbone\.", "a convolutional stem with other epsilons than the original's"),
+    (r"^patch_embed\.backbone\.\d", "a convolutional stem with BatchNorm (MobileCLIP)"),
     (r"^embeds\.", "patches of a variable grid (NaFlex)"),
     (r"\.attn\.gate\.", "gated attention"),
 )
@@ -113,7 +123,7 @@ def layout_of(stored: dict[str, Tensor]) -> Layout:
 
 def names_of(stored: Mapping[str, Tensor]) -> set[str]:
     """Return the names in the first block of a file, and "mlp.up" or "mlp.gate_up" for a first layer of this kind."""
-    names = {key.removeprefix("blocks.0.") for key in stored if key.startswith("blocks.0.")}
+    names = {key.removeprefix("blocks.0.") for key in stored if key.startswith(("blocks.0.", ROOT))}
     # One layer of twice the hidden width is SwiGLU too.
     if "mlp.fc1.weight" in names:
         outputs = stored["blocks.0.mlp.fc1.weight"].shape[0]
@@ -124,6 +134,8 @@ def names_of(stored: Mapping[str, Tensor]) -> set[str]:
 def layout_of_names(names: Container[str]) -> Layout:
     """Return the layout of a file in which the first block has these names, among others."""
     renames: tuple[tuple[str, str], ...] = RENAMES
+    if f"{ROOT}weight" in names:
+        renames = (*renames, (r"^patch_embed\.backbone\.stem\.", "patch_embed.backbone."))
     if "gamma_1" in names:
         renames = (*renames, (r"\.ls(\d)\.gamma$", r".gamma_\1"))
     packed: list[tuple[str, tuple[str, ...]]] = []
@@ -203,6 +215,8 @@ def load(
         if "reg_token" in stored:
             registers.append(stored["reg_token"])
         stored["reg_token"] = torch.cat(registers, dim=1)
+    if any(key.startswith("patch_embed.backbone.") for key in stored):
+        known |= {"stem": stem_of(stored), "stem_epsilons": "timm"}
     layout = layout_of(stored)
     # Without another activation, every model of timm has GELU with erf; SwiGLU shows in the keys.
     if layout.keys("blocks.0.mlp.up.weight")[0] in stored:
@@ -211,6 +225,16 @@ def load(
         known["activation"] = "swiglu"
     config = vit_config(stored, layout, known, infer_switches=True)
     return read(stored, config, layout), config
+
+
+def stem_of(stored: dict[str, Tensor]) -> tuple[int, ...]:
+    """Return the number of units of each stage of a hybrid's stem, from keys such as stages.0.blocks.2.conv1.weight."""
+    units: dict[int, int] = {}
+    for key in stored:
+        match = re.match(r"patch_embed\.backbone\.stages\.(\d+)\.blocks\.(\d+)\.", key)
+        if match:
+            units[int(match[1])] = max(units.get(int(match[1]), 0), int(match[2]) + 1)
+    return tuple(units[stage] for stage in sorted(units))
 
 
 def eva_fields(arguments: ForeignConfig) -> ConfigFields:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from models.catalog import Shape, check_finite
 from models.configs import ACTIVATIONS, HALF, SWITCHES, BiTConfig, ConfigFields, ModelConfig, ViTConfig, checked
-from models.weights.layout import Layout, read, units_of, vit_config, write
+from models.extras.weights.layout import Layout, read, units_of, vit_config, write
 
 # Weights hardly compress: float32 by 1.1, bfloat16 stored as float32 by 2.5. But 6.3 MB can unpack to 6 GB of zeros.
 MAX_EXPANSION = 20
