@@ -179,3 +179,21 @@ def test_an_array_that_is_no_weight_is_named(tmp_path):
     np.savez(tmp_path / "bad.npz", step=np.array(7), **np.load(tmp_path / "good.npz"))
     with pytest.raises(ValueError, match="found step of int64"):
         models.load(tmp_path / "bad.npz")
+
+
+def test_a_siglip_of_big_vision_is_read_as_its_images_tower(tmp_path):
+    model = random_model(pool="map", classes=0, class_slot=False)
+    models.save(model, tmp_path / "tower.npz", format="npz")
+    arrays = {}
+    with np.load(tmp_path / "tower.npz") as tower:
+        for key in tower.files:
+            arrays[f"params/img/{key}"] = tower[key]
+    text = {"params/txt/Embed_0/embedding": np.zeros((4, 8), np.float32)}
+    np.savez(
+        tmp_path / "both.npz",
+        **arrays,
+        **text,
+        **{"params/t": np.ones(1, np.float32), "params/b": np.ones(1, np.float32)},
+    )
+    for path in ("both.npz", "both.npz:img"):
+        assert equal_weights(models.load(str(tmp_path / path), image_size=16), model)
