@@ -5,17 +5,10 @@
 2. Repeat each stretch in a separate run directory (jobs/extras/replays/stretch.py).
 3. `compare` compares the result with the records of the run: every loss and gradient norm, the trace of each step in
    exact mode (pipeline/engine/exact.py), the ledger, and every bit of weights and optimizer moments in the commit.
-<<<<<<< HEAD
 4. If a stretch differs, repeat it once more: if this machine gives two different results, the cause is unclear.
-5. `classify` determines the cause: other data (the ledger differs), other hardware (tiny differences from the first
-   step on, under other conditions), or silent corruption (the preceding steps agree).
-6. Write audit.json with the checked steps, the machine and the code version; sign it with `ssh-keygen` if a key is
-=======
-4. Repeat a stretch that differs once more: if this machine gives two different results, the cause remains open.
-5. `classify` names the cause: other data (the ledger differs), other hardware or libraries (tiny differences under
+5. `classify` determines the cause: other data (the ledger differs), other hardware or libraries (tiny differences under
    other conditions, which an audit cannot tell from a flipped low bit), or silent corruption.
-6. Write audit.json with what was checked, on which machine and with which code; sign it with `ssh-keygen` if a key is
->>>>>>> numbers
+6. Write audit.json with the checked steps, the machine and the code version; sign it with `ssh-keygen` if a key is
    given.
 """
 
@@ -47,13 +40,9 @@ NAMED = 8  # maximum number of differing states that a finding lists, largest fi
 NOISE = 1e-8  # second moments below this fraction of a parameter's largest belong to gradients that are zero in theory
 LAST_BITS = 1e-4  # relative difference of a loss or norm that other hardware can cause in the first steps
 SIGNED_AS = "patchline"  # namespace of the signature
-<<<<<<< HEAD
-CONDITIONS = ("hardware", "threads", "versions", "code")  # fields of an attempt's start on which bits may depend
-=======
-# Of an attempt's start; bits may depend on them.
+# Fields of an attempt's start on which bits may depend.
 CONDITIONS = ("hardware", "threads", "versions", "arithmetic", "code")
 OTHER_HARDWARE = "other hardware or libraries: cannot judge"
->>>>>>> numbers
 
 
 @dataclass(frozen=True)
@@ -121,12 +110,8 @@ def audit(
 ) -> None:
     """Repeat stretches of a run, print a line for each, and write audit.json.
 
-<<<<<<< HEAD
-    Raises DataError if a stretch differs; also UsageError and the errors of a run.
-=======
-    Raises DataError if a stretch differs, ClusterError if it differs as under the other conditions of this machine,
-    UsageError, and the errors of a run.
->>>>>>> numbers
+    Raises DataError if a stretch differs, ClusterError if it may differ because of this machine's other conditions;
+    also UsageError and the errors of a run.
     """
     replays = Replays("audit", run, output, overrides)
     stage = replays.stage
@@ -192,9 +177,6 @@ def audit(
                 f"ssh-keygen cannot sign with {key}: {answer.stderr.strip()}\n  expected a private SSH key"
             )
         verify = f"ssh-keygen -Y verify -f ALLOWED_SIGNERS -I NAME -n {SIGNED_AS} -s {report}.sig < {report}"
-<<<<<<< HEAD
-        echo(f"signed: {report}.sig; to verify it, type {verify}")
-=======
         echo(f"signed: {report}.sig; to verify it, type: {verify}")
     if differing and all(finding.verdict == OTHER_HARDWARE for finding in differing):
         conditions = sorted({name for finding in differing for name in finding.conditions})
@@ -203,7 +185,6 @@ def audit(
             f"which changes the last bits; both values are in {report}\n"
             "  repeat the audit under the conditions of the run: the same processor, libraries, threads and variables"
         )
->>>>>>> numbers
     if differing:
         raise DataError(
             f"{replays.name} differs from a repetition of its steps: {differing[0]}\n"
