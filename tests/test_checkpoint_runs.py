@@ -772,7 +772,7 @@ def test_a_driver_that_wakes_up_after_its_run_was_taken_over_ends_with_73_and_ch
     try:
         time.sleep(1.5)  # five periods: until then it may only be late
         assert finish(run, patch="hasty_lease") == 0, said(run)
-        assert "taking over the run: no sign of life" in said(run)
+        assert "taking over the run: no lease renewal" in said(run)
         # What workers of the first attempt leave in its own folder is theirs.
         kept = {}
         for path in run.rglob("*"):

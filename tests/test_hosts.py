@@ -478,7 +478,7 @@ def test_whoever_follows_a_submitted_run_is_told_that_the_head_is_gone_and_goes_
         follower = follow(after)
         wait_for(after, "resumed from step ")
         print(f"a new head: trained again {time.monotonic() - began:.0f} s after the submission")
-        assert "taking over the run: no sign of life" in after.read_text()
+        assert "taking over the run: no lease renewal" in after.read_text()
         network["h1"].run(f"{login} python -m jobs stop {run}", timeout_s=AGAIN_S, **address)
         assert follower.wait(AGAIN_S) == 75, after.read_text()
 

@@ -478,7 +478,7 @@ def test_what_was_not_put_before_a_kill_is_still_there_in_the_same_folder(run, m
     with synced(Bucket(run, machines[0]), said.append):
         assert (machines[0] / "log.txt").read_text() == "never put\n"
         assert Bucket(run, SCRATCH).read("log.txt") == b"never put\n", "workers on other nodes may need it"
-    assert said[-1].startswith("taking over the run: no sign of life")
+    assert said[-1].startswith("taking over the run: no lease renewal")
 
 
 def test_an_owner_that_is_dead_is_followed_and_puts_nothing_when_it_wakes_up(run, machines, bucket) -> None:
@@ -486,7 +486,7 @@ def test_an_owner_that_is_dead_is_followed_and_puts_nothing_when_it_wakes_up(run
     frozen = left_elsewhere(run, machines[0])
     (machines[0] / "log.txt").write_text("of the frozen one")
     with synced(Bucket(run, machines[1]), said.append):
-        assert "taking over the run: no sign of life" in said[-1]
+        assert "taking over the run: no lease renewal" in said[-1]
         (machines[1] / "log.txt").write_text("of the new one")
         with pytest.raises(RunOwned):
             sync.Sync(Bucket(run, machines[0]), frozen, print).put()

@@ -38,7 +38,7 @@ ALL = (0, 1, 2, 3)
     ],
 )
 def test_every_topology_loads_what_another_saved_bit_for_bit(topologies, tmp_path) -> None:
-    """Load from each world size and ZeRO stage at each other: masters, moments and computing weights are equal."""
+    """Load from each world size and ZeRO stage at each other: masters, moments and model weights are equal."""
     values = [
         run_worker_group(
             act,

@@ -186,7 +186,7 @@ def test_each_run_of_a_chain_chooses_separately_and_the_table_has_the_values_of_
         ),
         (
             {"p": {"sweep": {"seeds": [0]}}, "q": {"sweep": {"seeds": [1]}}, "f": {"init": "@p.*", "data": "@q.*/x"}},
-            "f reads the runs of p, q, which have different suffixes: seed-0; seed-1",
+            "f reads the runs of several sweeps, p, q, whose runs have different names: seed-0; seed-1",
         ),
     ],
 )
