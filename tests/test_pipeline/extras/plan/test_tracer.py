@@ -367,8 +367,10 @@ def test_peak_at_startup_counts_and_is_described(asked):
     assert need.device_bytes == 8 * GIB
     words = memory.describe_need(need, is_gpu=False)
     assert words.startswith(
-        "8.0 GiB per worker, peak at startup; later 4.0 GiB activations + 1.0 GiB weights and optimizer; in addition "
+        "tensors of 8.0 GiB per worker, peak at startup; later 4.0 GiB activations + 1.0 GiB weights and optimizer; "
+        "in addition "
     )
+    assert words.endswith("and about 300 MiB for Python, torch and other libraries")
     # Later the most, with 16 images.
     need = memory_need(dataclasses.replace(cfg, micro_batch=16, batch_size=16), model, 1, is_gpu=True)
     assert need.device_bytes == 17 * GIB
