@@ -95,7 +95,7 @@ def main() -> None:
     )
     print(f"a commit every {options.every}, {options.rounds} rounds; {evaluations} evaluations ran on a spare worker;")
     print(f"weights of all runs: {', '.join(sorted(digest[:12] for digest in weights))}")
-    print("| evaluations | median s | min | max | increase over none, median of the rounds |\n|---|---|---|---|---|")
+    print("| evaluations | median s | min | max | median increase over no evaluations |\n|---|---|---|---|---|")
     for way, taken in seconds.items():
         longer = statistics.median(taken[i] / seconds["none"][i] - 1 for i in range(options.rounds))
         print(f"| {way} | {statistics.median(taken):.2f} | {min(taken):.2f} | {max(taken):.2f} | {longer:+.1%} |")

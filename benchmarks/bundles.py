@@ -73,7 +73,7 @@ def main() -> int:
     remote: Any = ray.remote(Answerer).options(num_cpus=0, max_concurrency=at_once)
     actors = [remote.remote() for _ in range(ACTORS)]
     heartbeat_cpu_ms(actors, ACTORS)
-    print("workers bundles  placed s  status ms  given back s  round, CPU ms   memory MiB", flush=True)
+    print("workers bundles  placed s  status ms     removed s  round, CPU ms   memory MiB", flush=True)
     for number in words.workers:
         nodes = RayNodes(ClusterConfig(workers=number, backend="ray"), is_embedded=False)
         sizes = bundle_sizes(number, [words.bundle] * (number // words.bundle))

@@ -82,7 +82,7 @@ class Contenders:
         ours = checkpoints_in(self.folder / "ours")
         self.saver = Saver(ours, quiet, phases, SavingConfig(keep=2, keep_every=0, max_failed_saves=1))
         self.rows: Rows = {}
-        self.number = 0  # of the round
+        self.number = 0  # number of the round
 
     def settle(self) -> None:
         """Flush the disk, including the space of deleted files, which is freed at the next flush."""

@@ -40,16 +40,16 @@ TYPES: dict[object, str] = {
     int: "whole number",
     float: "number",
     bool: "`true` or `false`",
-    str: "text",
+    str: "string",
     dict: "section",
     Any: "any value",
 }
-# A recipe names these of every model that starts from nothing, although the classes have defaults for a notebook.
+# Recipes must set these keys of a model without initial weights, although the classes have defaults for notebooks.
 REQUIRED: dict[Kind, tuple[str, ...]] = {
     config: ("image_size", "classes") for config in configs.CONFIGS.values() if config is not configs.MaskedConfig
 }
 REQUIRED[configs.MaskedConfig] = ("image_size",)
-TOOL_COMMENTS = re.compile(r"#\s*(type: ignore|noqa)\S*")  # which are not for people
+TOOL_COMMENTS = re.compile(r"#\s*(type: ignore|noqa)\S*")  # comments for tools, to be ignored
 HEADER = ["| key | default | values | on resume | meaning |", "|---|---|---|---|---|"]
 
 
@@ -57,10 +57,10 @@ HEADER = ["| key | default | values | on resume | meaning |", "|---|---|---|---|
 class Key:
     """One row of a table."""
 
-    name: str  # dotted, from the stage's section on
+    name: str  # dotted name inside the stage's section
     default: str
-    values: str  # its type, or what is allowed, and its unit
-    resume: str  # free, warn or forbid
+    values: str  # type or allowed values, and the unit
+    resume: str  # resume tag: free, warn or forbid
     meaning: str
 
 
@@ -68,7 +68,7 @@ class Key:
 class Section:
     """One table: the keys of a dataclass, with one row for each nested section."""
 
-    name: str  # dotted; "" for the stage itself
+    name: str  # dotted name; "" for the stage itself
     meaning: str
     keys: list[Key]
 
@@ -77,11 +77,11 @@ class Section:
 
 
 def meanings(kind: Kind) -> dict[str, str]:
-    """Return {field: the comment that explains it}, inherited fields included; "" where there is none."""
+    """Return {field: explaining comment}, including inherited fields; "" without a comment."""
     texts: dict[str, str] = {}
-    # Parents first, so that what a class says itself replaces what it inherits.
+    # Parents first, so that comments of a class replace inherited ones.
     for parent in reversed(kind.__mro__):
-        # A composed config declares nothing itself, and has no source.
+        # A composed config declares no fields and has no source.
         if not dataclasses.is_dataclass(parent) or not vars(parent).get("__annotations__"):
             continue
         for name, text in comments_of(parent).items():
@@ -91,11 +91,11 @@ def meanings(kind: Kind) -> dict[str, str]:
 
 
 def comments_of(kind: Kind) -> dict[str, str]:
-    """Return the comments of the fields that the class itself declares."""
-    # From the source, because Python forgets comments; an indented class alone would not parse.
+    """Return the comments of the fields declared by the class itself."""
+    # Read the source, because Python discards comments; dedent it, because an indented class would not parse.
     source = textwrap.dedent(inspect.getsource(kind))
-    beside: dict[int, str] = {}  # line → comment beside code
-    above: dict[int, str] = {}  # line → comment on a line of its own
+    beside: dict[int, str] = {}  # line number → comment after code
+    above: dict[int, str] = {}  # line number → comment on a separate line
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         text = TOOL_COMMENTS.sub("", token.string).strip("# ")
         if token.type == tokenize.COMMENT and text:
@@ -110,16 +110,16 @@ def comments_of(kind: Kind) -> dict[str, str]:
             continue
         lines_above: list[str] = []
         line = node.lineno - 1
-        # Upwards until a line that is no comment: a blank line or code ends what belongs to this field.
+        # Go up until a line without a comment: a blank line or code ends the comment of this field.
         while line in above:
             lines_above.insert(0, above[line])
             line -= 1
         parts = [" ".join(lines_above), beside.get(node.end_lineno, "")]
-        # The values of a Literal may stand on a line each, with a comment beside them.
+        # The values of a Literal may be on separate lines, each followed by a comment.
         for value in ast.walk(node.annotation):
             if not isinstance(value, ast.Constant) or not isinstance(value.value, str):
                 continue
-            # A comment on the field's last line is of the field, whatever else stands on that line.
+            # A comment on the field's last line always belongs to the field.
             if value.lineno in beside and value.lineno != node.end_lineno:
                 parts.append(f"`{value.value}`: {beside[value.lineno]}")
         text = "; ".join(filter(None, parts))
@@ -133,9 +133,9 @@ def comments_of(kind: Kind) -> dict[str, str]:
 def sections_of(
     kind: Kind, defaults: ConfigDataclass | None = None, prefix: str = "", outer: str = "forbid"
 ) -> Iterator[Section]:
-    """Iterate the sections of a config, itself first.
+    """Iterate the sections of a config, beginning with the config itself.
 
-    `defaults` are a stage's own where it has some; `outer` is the resume tag of a class that has none.
+    `defaults` are those of a stage, if it has any; `outer` is the resume tag of a class without tags.
     """
     texts = meanings(kind)
     hints = get_type_hints(kind)
@@ -170,11 +170,11 @@ def sections_of(
             assert dataclasses.is_dataclass(default) and not isinstance(default, type)
             written = "see below"
             values = "section"
-            # Inner tables come after this one: a reader meets the section's row before its keys.
+            # Inner tables follow this one, so that a section's row precedes its keys.
             inside.append(sections_of(inner, default, f"{name}.", resume))
         keys.append(Key(name, written, values, resume, texts[field.name]))
 
-    # The first paragraph of what the class says of itself; dataclasses write a docstring where there is none.
+    # Use the first paragraph of the class's docstring, unless dataclasses generated it.
     written_in = TrainConfig if issubclass(kind, TrainConfig) else kind  # a composed config has no source
     definition = ast.parse(textwrap.dedent(inspect.getsource(written_in))).body[0]
     assert isinstance(definition, ast.ClassDef)
@@ -187,7 +187,7 @@ def sections_of(
 def type_text(hint: object, choices: tuple[str, ...] | None = None) -> str:
     """Return a type in words: "number or `null`", "`a`, `b` or `c`".
 
-    `choices` are those of a plain text which its own class checks, as models do.
+    `choices` are the values of a string field that its class checks itself, as models do.
     """
     origin = get_origin(hint)
     arguments = get_args(hint)
@@ -261,8 +261,10 @@ refused if the recipe sets widths of its own.
 **Inputs.** Keys that name an input (`init`, `data.train`, `data.evaluate`, …) take a path or another stage of the
 recipe: `@stage` for its weights, `@stage/name` for a set of shards made by a `pack` stage.
 
-**Environment.** `${oc.env:NAME}` is replaced when the recipe is read, and saved in clear text. A variable whose name
-or value looks like a secret is refused.
+**Environment.** `${oc.env:NAME}` is replaced when the recipe is read. Paths and other text in the records of a run and
+in its checkpoints keep the variable in place of its value, with a digest of the value; numbers and single words are
+recorded as they are. Stage keys cover the values. Logs, pages and a submitted recipe may show a value. A variable
+whose name or value looks like a secret is refused.
 
 **Sweeps.** Any stage's section can hold a `sweep`, which turns it into several stages ([studies.md](studies.md)).
 
@@ -298,7 +300,7 @@ No field of a model can change on resume."""
 
 
 def all_keys(kind: Kind, defaults: ConfigDataclass | None = None) -> list[Key]:
-    """Return every key of a config, those of its sections included."""
+    """Return every key of a config, including those of its sections."""
     keys = []
     for section in sections_of(kind, defaults):
         keys += section.keys
@@ -306,7 +308,7 @@ def all_keys(kind: Kind, defaults: ConfigDataclass | None = None) -> list[Key]:
 
 
 def table(keys: list[Key]) -> list[str]:
-    """Return the rows of keys under a header, and a blank line."""
+    """Return the lines of a table of keys, and a blank line."""
     lines = list(HEADER)
     for key in keys:
         cells = (f"`{key.name}`", key.default, key.values, key.resume, key.meaning)
@@ -315,16 +317,16 @@ def table(keys: list[Key]) -> list[str]:
 
 
 def most_changed() -> list[str]:
-    """Return the table of the keys that people change, with the defaults of a pretraining."""
+    """Return the table of frequently changed keys, with the defaults of a pretraining stage."""
     pretrain = load_kinds(KINDS)["pretrain"]
     keys = {key.name: key for key in all_keys(pretrain.config, pretrain.defaults)}
     for key in all_keys(ClusterConfig):
         keys[f"cluster.{key.name}"] = key
     keys["run"] = Key("run", "`runs/<the recipe's name>`", "path", "", "")
-    keys["model.name"] = Key("model.name", "required", "text", "", "")
+    keys["model.name"] = Key("model.name", "required", "string", "", "")
     keys["model.image_size"] = Key("model.image_size", "required", "whole number", "", "")
     keys["model.classes"] = Key("model.classes", "required", "whole number", "", "")
-    keys["data.train"] = dataclasses.replace(keys["data.train"], default="required", values="text")
+    keys["data.train"] = dataclasses.replace(keys["data.train"], default="required", values="string")
     units = {"model.image_size": "pixels", "save_every": "steps", "data.augment.min_area": "0 to 1"}
     lines = ["| key | default | values, unit | meaning |", "|---|---|---|---|"]
     for row in MOST_CHANGED.splitlines():
@@ -335,7 +337,7 @@ def most_changed() -> list[str]:
 
 
 def configuration_page() -> str:
-    """Return docs/configuration.md as it should be: the campaign's own sections, every kind of stage, `model`."""
+    """Return the text of docs/configuration.md: the campaign's own sections, every kind of stage, and `model`."""
     lines = [INTRODUCTION.rstrip(), "", *most_changed(), STRUCTURE.rstrip(), ""]
     shared = {"`cluster`": ClusterConfig, "`trackers`": TrackersConfig, "`sweep`": SweepConfig}
     headed: list[tuple[str, Kind, ConfigDataclass | None]] = []
@@ -346,11 +348,11 @@ def configuration_page() -> str:
         headed.append((f"## Stage `{stage_kind.name}`", stage_kind.config, stage_kind.defaults))
     shown: dict[Kind, StageKind] = {}
     for stage_kind in reversed(kinds):
-        shown[stage_kind.config] = stage_kind  # the first of those with this config
+        shown[stage_kind.config] = stage_kind  # the first kind of stage with this config
     for heading, kind, defaults in headed:
         lines += [heading, ""]
         first = shown.get(kind)
-        # Two kinds of stages may share a class; a second table of the same keys would hide the defaults that differ.
+        # If two kinds of stages share a class, list only the different defaults of the second one.
         if first is not None and first.defaults is not defaults:
             before = all_keys(kind, first.defaults)
             changed = []
@@ -366,7 +368,7 @@ def configuration_page() -> str:
                 lines += [section.meaning, ""]
             lines += table(section.keys)
 
-    # Models: their names, their sizes, and the fields of each family.
+    # Models: names, sizes, and the fields of each family.
     hybrids = ", ".join(f"`{stem}+B/{stride}`" for stem, stride in configs.STEMS)
     depths = ", ".join(f"`BiT-R{depth}x1`" for depth in configs.UNITS)
     lines += [

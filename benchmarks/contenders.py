@@ -27,7 +27,7 @@ from data.draws import Draws
 from data.extras.sources.tars import tars
 from data.images.augment import AugmentConfig, Box, inception_box
 
-if TYPE_CHECKING:  # other interpreters need not have these
+if TYPE_CHECKING:  # other interpreters may lack these modules
     from multiprocessing.connection import Connection
 
     import numpy as np
@@ -43,7 +43,7 @@ BoxOf = Callable[[int, int], Box]
 
 
 def index_of(shards: list[str], folder: str, restarts: bool) -> Index:
-    """The index of the tars as they are, or of others with restart markers in their JPEGs, packed if need be."""
+    """Return the index of the tars or, with `restarts`, of repacked tars whose JPEGs have restart markers."""
     from data.index.document import load_index
     from data.shards.indexing import build_index
     from data.shards.packing import pack
@@ -60,7 +60,7 @@ def ours(shards: list[str], folder: str, processes: int = PROCESSES, restarts: b
     from data.order import Order
 
     index = index_of(shards, folder, restarts)
-    # A global batch, which every process works out for itself, is as large as a worker's in pretraining.
+    # Use a global batch as large as in pretraining, because every process computes its order.
     slots = range(BATCH * MICRO_BATCHES)
     order = Order(index.shard_samples, seed=0, batch_size=len(slots))
     loader = TrainLoader(index, order, image_size=SIZE, slots=slots, micro_batch=BATCH, processes=processes)
@@ -79,7 +79,7 @@ def random_box() -> BoxOf:
 
 
 def webdataset_with(decode, shards: list[str], processes: int = PROCESSES) -> Iterator:
-    """The usual webdataset pipeline: sequential tars, a shuffle buffer, decoding in Python, stacking."""
+    """Yield batches of the usual webdataset pipeline: sequential tars, a shuffle buffer, decoding in Python."""
     import numpy as np
     import torch
     import webdataset
@@ -136,7 +136,7 @@ class InceptionCrop:
 
 
 def usual(shards: list[str], folder: str) -> Iterator:
-    """The pipeline of webdataset's documentation: its Pillow decoder, torchvision transforms, and a loader."""
+    """Yield batches of the documented webdataset pipeline: its Pillow decoder, torchvision transforms, a loader."""
     import webdataset
     from torchvision.transforms import v2
 
@@ -255,7 +255,7 @@ def grain(shards: list[str], folder: str) -> Iterator:
     from absl import flags
     from grain import python as pygrain
 
-    flags.FLAGS(["loader"])  # its processes refuse to start before
+    flags.FLAGS(["loader"])  # required before its processes can start
     samples = pygrain.MapDataset.source(jpegs(shards)).seed(0).shuffle().repeat()
     samples = samples.random_map(lambda data, rng: random_pillow(data, int(rng.integers(2**60)))).batch(BATCH)
     return iter(samples.to_iter_dataset().mp_prefetch(pygrain.MultiprocessingOptions(num_workers=PROCESSES)))
@@ -344,14 +344,14 @@ def ffcv(shards: list[str], folder: str) -> Iterator:
 
 
 def limit(shards: list[str], folder: str, decoder: str) -> Iterator:
-    """No loader, but what a part of decoding takes alone; which part: decode.py.
+    """Time only a part of decoding (see decode.py), without a loader.
 
-    In as many processes as decode elsewhere: on two threads of one core, or with little cache, both are slower.
+    Uses the same number of processes as the loaders, because sharing a core or its cache slows both down.
     """
     import multiprocessing
 
     forked = multiprocessing.get_context("fork")
-    finished = forked.Queue(PROCESSES)  # a process waits where nobody has asked for its batch
+    finished = forked.Queue(PROCESSES)  # a process waits until its batch is requested
     for _ in range(PROCESSES):
         forked.Process(target=repeat_limit, args=(shards, decoder, finished), daemon=True).start()
     while True:
@@ -376,7 +376,7 @@ def repeat_limit(shards: list[str], decoder: str, finished) -> None:
 
 
 def least(shards: list[str], folder: str, restarts: bool) -> Iterator:
-    """The minimum work of any loader with libjpeg-turbo and OpenCV.
+    """Do the minimum work of any loader with libjpeg-turbo and OpenCV.
 
     Each of two processes copies a sample's bytes from the tar, verifies their digest, draws crop and flip, decodes the
     crop, and resizes and mirrors it into shared memory. Headers are read in advance, labels are ignored, there is no
@@ -435,7 +435,7 @@ def fill_places(index: Index, places: np.ndarray, connection: Connection) -> Non
             for out, sample in zip(places[place], samples[first : first + BATCH], strict=True):
                 tar, image, label, digest, header = sample
                 photo = tar[image]
-                assert sample_digest(photo, tar[label]) == digest, "the tars are whole"
+                assert sample_digest(photo, tar[label]) == digest, "the tars are intact"
                 box, flip = draw(header, draws, cfg)
                 denominator = reduction(min(box.height, box.width), SIZE)
                 region = box if denominator == 1 else reduced_box(box, header, denominator)

@@ -73,7 +73,7 @@ def crops_of(photos: list[bytes], turn: int, region_of: RegionOf) -> list[Crop]:
     return crops
 
 
-# ----------------------------------------------------------------------------- what libjpeg is asked for
+# ----------------------------------------------------------------------------- regions to request from libjpeg
 
 
 def region_of_crop(data: bytes, box: Box) -> tuple[int, Box]:
@@ -105,7 +105,7 @@ def eighths(start: int, length: int) -> tuple[int, int]:
     return first, max(stop - first, 1)
 
 
-# ----------------------------------------------------------------------------- ways
+# ----------------------------------------------------------------------------- decoders
 
 
 def each(decode: Callable[[Crop], None]) -> Way:
@@ -193,7 +193,7 @@ class Decoder(NamedTuple):
 
     way: Way
     needs: str = "cv2"
-    marked: bool = False  # takes the photographs with restart markers
+    marked: bool = False  # whether it needs photographs with restart markers
     region_of: RegionOf = region_of_crop
 
 
@@ -227,7 +227,7 @@ def serve(shards: list[str]) -> None:
             start = time.process_time()
             decoder.way(crops)
             answer = (time.process_time() - start) / len(crops)
-        except (ImportError, OSError, RuntimeError) as error:  # an installed library that does not load
+        except (ImportError, OSError, RuntimeError) as error:  # an installed library may fail to load
             print(f"skipped {name}: {error}", file=sys.stderr)
             answer = None
         print(json.dumps(answer), flush=True)
@@ -264,7 +264,7 @@ def python_of(needs: str, other: str) -> str | None:
     return other if has.returncode == 0 else None
 
 
-# ----------------------------------------------------------------------------- all of them in turn
+# ----------------------------------------------------------------------------- rounds
 
 
 def run_rounds(args: argparse.Namespace) -> dict[str, list[float]]:
@@ -274,14 +274,14 @@ def run_rounds(args: argparse.Namespace) -> dict[str, list[float]]:
     for name, decoder in DECODERS.items():
         python = python_of(decoder.needs, args.python)
         if python is None:
-            print(f"left out: {name}: needs {decoder.needs}; name a --python that has it", file=sys.stderr)
+            print(f"skipped {name}: needs {decoder.needs}; pass --python with this module", file=sys.stderr)
             continue
         if python not in interpreters:
             interpreters[python] = Interpreter(python, args.shards)
         runs_in[name] = interpreters[python]
 
     seconds: dict[str, list[float]] = {}
-    # The first round imports, compiles and traces what is used first, and is not counted.
+    # The first round is a warm-up, with imports, compilation and tracing.
     for turn in range(args.rounds + 1):
         names = list(runs_in)
         start = turn % len(names)
@@ -301,7 +301,7 @@ def print_table(seconds: dict[str, list[float]]) -> None:
     base = BASE if BASE in seconds else "Pillow, whole image"
     print(f"| | µs an image (least … most) | speed × {base} |\n|---|--:|--:|")
     for name, mine in sorted(seconds.items(), key=lambda item: statistics.median(item[1])):
-        # A machine's other work changes from round to round, and less within one.
+        # Other load on the machine varies between rounds, but less within a round.
         ratios = [base_now / mine_now for mine_now, base_now in zip(mine, seconds[base], strict=True)]
         middle = f"{1e6 * statistics.median(mine):,.0f} ({1e6 * min(mine):,.0f} … {1e6 * max(mine):,.0f})"
         print(f"| {name} | {middle} | {statistics.median(ratios):.2f} |")
@@ -310,7 +310,7 @@ def print_table(seconds: dict[str, list[float]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shards", required=True, help="folder of imagenet*.tar")
-    parser.add_argument("--python", default=sys.executable, help="an interpreter that has what this one lacks")
+    parser.add_argument("--python", default=sys.executable, help="an interpreter with the modules missing in this one")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()

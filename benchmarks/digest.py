@@ -107,7 +107,7 @@ def measure(kind: str, decoder: Decoder, rounds: int) -> None:
                 continue
             shares.setdefault(name, []).append(seconds / loading[-1])
             micros.setdefault(name, []).append(seconds * 1e6)
-    print(f"{kind}: {statistics.median(loading) * 1e6:.0f} µs of CPU an image")
+    print(f"{kind}: {statistics.median(loading) * 1e6:.0f} µs of CPU per image")
     for name, of_rounds in shares.items():
         spread = f"({min(of_rounds):.2%} … {max(of_rounds):.2%})"
         print(f"  {name:24} {statistics.median(micros[name]):5.1f} µs  {statistics.median(of_rounds):.2%} {spread}")

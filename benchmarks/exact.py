@@ -111,7 +111,7 @@ def measure(options: argparse.Namespace, world: int, kinds: list[str], rounds: i
 
 
 if __name__ == "__main__":
-    # Under its own name: workers know the functions that they are sent by it, and not as those of `__main__`.
+    # Import this module under its name, because workers cannot import functions from `__main__`.
     from benchmarks import exact
 
     exact.main()

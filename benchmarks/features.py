@@ -33,7 +33,7 @@ from pipeline.evaluation.probes import Inputs, NeighboursConfig, knn
 from pipeline.process_group import join_group
 
 BATCH = 64
-QUERIES = 2048  # query rows of kNN
+QUERIES = 2048  # number of query rows for kNN
 
 
 class Table(nn.Module):
@@ -86,7 +86,7 @@ def batches(samples: int, rank: int, world: int) -> Iterator[EvaluationBatch]:
 
 
 def gathered(model: Table, samples: Iterator[EvaluationBatch]) -> Tensor:
-    """Gather the features of all workers as objects on every worker, the earlier implementation."""
+    """Gather the features of all workers as objects on every worker, as in an earlier implementation."""
     features_here = []
     for batch in samples:
         rows = model.features(batch.images.float() / 127.5 - 1)
@@ -154,7 +154,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Under its own name: workers know the functions that they are sent by it, and not as those of `__main__`.
+    # Import this module under its name, because workers cannot import functions from `__main__`.
     from benchmarks import features
 
     features.main()

@@ -119,7 +119,9 @@ def theirs(train_py: Path, python: str, images: Path, folder: Path, limit_s: flo
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("train_py", type=Path)
-    parser.add_argument("--python", type=os.path.abspath, required=True, help="of the environment with timm")
+    parser.add_argument(
+        "--python", type=os.path.abspath, required=True, help="interpreter of the environment with timm"
+    )
     parser.add_argument("--images", type=Path, default=ROOT.parent / "shared" / "images")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--sets", nargs="+", default=["photographs", "cifar10", "digits"])
@@ -133,7 +135,7 @@ def main() -> None:
         if name == "photographs":
             make_photographs(images, folder / name)
         elif name == "cifar10":
-            place = f"{images}/cifar10-*.tar"  # of which `new` takes the test part for evaluation
+            place = f"{images}/cifar10-*.tar"  # `new` uses its test part for evaluation
         for part, train in (("train", True), ("validation", False)):
             if name == "cifar10":
                 source = tars(f"{images}/cifar10-{'train' if train else 'test'}-*.tar")

@@ -84,8 +84,8 @@ def main() -> None:
     options = parser.parse_args()
 
     flops: dict[str, int] = {}
-    accuracy: dict[tuple[str, int], list[float]] = {}  # by row and shots, one for each seed
-    # Iterate over seeds first, so that all rows have equally many seeds after an interruption.
+    accuracy: dict[tuple[str, int], list[float]] = {}  # (row, shots) → accuracy of each seed
+    # Iterate over seeds first, so that all rows have the same number of seeds after an interruption.
     for seed in options.seeds:
         for row in options.rows:
             loaded, stage = load(options, row, seed)

@@ -39,7 +39,7 @@ class Row(NamedTuple):
     micro_batch: int
     precision: Literal["bf16", "fp32"]
     zero: int
-    recomputed: int = 0  # blocks
+    recomputed: int = 0  # number of recomputed blocks
 
 
 ROWS = {
@@ -47,11 +47,11 @@ ROWS = {
     "B/16, 2 images, bf16, ZeRO 1, all blocks recomputed": Row("B/16", 2, "bf16", 1, recomputed=12),
     "B/32, 8 images, bf16, ZeRO 2": Row("B/32", 8, "bf16", 2),
 }
-GIVEN_BACK = "given back"  # glibc left to itself
-MALLOPT = "mallopt alone"  # in a process that did not start as workers do
-KEPT = "kept"  # as workers on CPUs have it
+GIVEN_BACK = "given back"  # glibc's defaults
+MALLOPT = "mallopt alone"  # mallopt, but without the environment variables of workers
+KEPT = "kept"  # the settings of workers on CPUs
 WAYS = (GIVEN_BACK, MALLOPT, KEPT)
-STEPS = 10  # behind the first, which warms caches and allocators
+STEPS = 10  # steps to measure, after one that warms caches and allocators
 
 
 class Stepper:
@@ -124,8 +124,8 @@ def main() -> None:
     """Measure the variants in turn, and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", default="", help="rows with this word")
-    parser.add_argument("--thread", action="store_true", help="the loop is in a thread of its own")
+    parser.add_argument("--only", default="", help="measure only rows with this word")
+    parser.add_argument("--thread", action="store_true", help="run the loop in a separate thread")
     parser.add_argument("--row", choices=ROWS, help="be the worker of this row")
     parser.add_argument("--way", choices=WAYS)
     options = parser.parse_args()

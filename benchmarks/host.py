@@ -77,7 +77,7 @@ class Contender:
         self.process.wait()
 
 
-# ------------------------------------------------------------------------ what a worker does
+# ------------------------------------------------------------------------ worker
 
 
 def work(kind: str, zero: int, precision: str, accumulation: int) -> None:
@@ -240,7 +240,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--before", type=Path, help="another checkout, whose engine is measured too")
+    parser.add_argument("--before", type=Path, help="another checkout whose engine is also measured")
     parser.add_argument("--port", type=int, default=29_640)
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--worker", choices=list(STEPS), help=argparse.SUPPRESS)
@@ -248,7 +248,7 @@ def main() -> None:
     if options.worker is not None:
         work(options.worker, options.zero[0], options.precision, options.accumulation)
         return
-    print("| ZeRO | contender | ms a step, median (least) | of stock |\n|---|---|--:|--:|")
+    print("| ZeRO | contender | ms per step, median (least) | relative to stock |\n|---|---|--:|--:|")
     for zero in options.zero:
         taken = measure(options, zero)
         for kind, seconds in taken.items():

@@ -56,16 +56,16 @@ class Counts:
 
     lines: int = 0  # non-blank lines
     comment_lines: int = 0  # lines with only a comment
-    comprehensions: int = 0  # of lists, sets and dicts, and generator expressions
+    comprehensions: int = 0  # comprehensions of lists, sets and dicts, and generator expressions
     conditional_expressions: int = 0  # `a if b else c`
     tuple_assignments: int = 0  # both sides are written as tuples: `a, b = 1, 2`
     vague_names: Counter[str] = field(default_factory=Counter)  # assignments, loop variables and parameters
     public_signatures: int = 0  # functions of modules and classes whose names do not begin with one underscore
-    signatures_with_any: int = 0  # those of them with `Any` somewhere in an annotation
-    function_lengths: list[int] = field(default_factory=list)  # in lines, the signature included
+    signatures_with_any: int = 0  # public signatures with `Any` in an annotation
+    function_lengths: list[int] = field(default_factory=list)  # lengths in lines, including the signature
     functions_returning_text: int = 0  # annotated to return a text or a list of texts, and nothing else
-    file_lengths: dict[Path, int] = field(default_factory=dict)  # in lines, blank ones included
-    files_in_folder: Counter[Path] = field(default_factory=Counter)  # Python files, sub-folders not included
+    file_lengths: dict[Path, int] = field(default_factory=dict)  # lengths in lines, including blank lines
+    files_in_folder: Counter[Path] = field(default_factory=Counter)  # number of Python files, without sub-folders
 
     def per_1000(self, number: int) -> float:
         """Return a number as a rate per 1,000 non-blank lines."""

@@ -33,7 +33,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.contenders import BATCH, CONTENDERS
 
-WARM_UP = 300  # images
+WARM_UP = 300  # number of images before timing begins
 IDLE_AFTER_S = 0.2  # the prefetch buffers of a contender are full after this time without CPU use
 BASE = "tf.data, TFRecord, decode and crop"
 Rates = dict[str, list[float]]  # contender → images per CPU-second in each round
@@ -127,9 +127,9 @@ def print_table(rates: Rates, base: str) -> None:
     for name in sorted(rates, key=lambda name: -statistics.median(rates[name])):
         mine = rates[name]
         middle = f"{statistics.median(mine):,.0f} ({min(mine):,.0f} … {max(mine):,.0f})"
-        # A machine's other work changes from round to round, and less within one.
+        # Other load on the machine varies between rounds, but less within a round.
         ratios = sorted(mine_now / base_now for mine_now, base_now in zip(mine, rates[base], strict=True))
-        # So many ratios lie below the median as heads fall in as many throws: sign test, normal approximation.
+        # The number of ratios below the median is binomial with p = 1/2: sign test, normal approximation.
         below = max(0, math.floor((len(ratios) - 1.96 * math.sqrt(len(ratios))) / 2))
         interval = f"{ratios[below]:.2f} … {ratios[-1 - below]:.2f}"
         extremes = f"{ratios[0]:.2f} … {ratios[-1]:.2f}"
@@ -139,9 +139,9 @@ def print_table(rates: Rates, base: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shards", required=True, help="folder of imagenet*.tar")
-    parser.add_argument("--python", default=sys.executable, help="an interpreter that has what this one lacks")
+    parser.add_argument("--python", default=sys.executable, help="an interpreter with the modules missing in this one")
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--images", type=int, default=640, help="that are timed of each contender in each round")
+    parser.add_argument("--images", type=int, default=640, help="timed images per contender and round")
     parser.add_argument("--only", nargs="+", help="run contenders whose names contain one of these")
     parser.add_argument("--serve", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)

@@ -112,8 +112,8 @@ CASES = (
 
 
 def measured(case: Case) -> int:
-    """Return the most bytes that the allocator of rank 0 had given out at once, from the model's start to two steps."""
-    # Forks share what was imported, which takes longer than the steps.
+    """Return the peak of bytes allocated on rank 0, from building the model to the end of two steps."""
+    # Import before forking, because imports take longer than the steps.
     import_deepspeed()
     counting_allocator()
     context = multiprocessing.get_context("fork")
@@ -123,7 +123,7 @@ def measured(case: Case) -> int:
             workers.append(context.Process(target=worker, args=(case, rank, folder)))
         for process in workers:
             process.start()
-        # Where one dies, the others would wait for it.
+        # If one worker dies, the others would wait for it.
         while any(process.is_alive() for process in workers):
             multiprocessing.connection.wait([process.sentinel for process in workers if process.is_alive()])
             if any(process.exitcode for process in workers):
@@ -141,7 +141,7 @@ def counting_allocator() -> ctypes.CDLL:
     """Build and load the counting allocator, once for this process and its forks."""
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
-        raise RuntimeError("no C++ compiler (g++, c++): the allocator that counts cannot be built; install one")
+        raise RuntimeError("no C++ compiler (g++, c++): cannot build the counting allocator; install one")
     torch_folder = Path(torch.__file__).parent
     source = Path(__file__).with_name("counting_allocator.cpp")
     with tempfile.TemporaryDirectory() as folder:
@@ -149,7 +149,7 @@ def counting_allocator() -> ctypes.CDLL:
         command = [compiler, "-std=c++20", "-O1", "-shared", "-fPIC", f"-I{torch_folder}/include", str(source)]
         command += [f"-L{torch_folder}/lib", "-lc10", f"-Wl,-rpath,{torch_folder}/lib", "-o", library]
         subprocess.run(command, check=True)
-        counter = ctypes.CDLL(library)  # once loaded it needs its file no more
+        counter = ctypes.CDLL(library)  # the file is not needed after loading
     for function in (counter.most_bytes, counter.living_bytes):
         function.restype = ctypes.c_int64
     return counter
@@ -193,7 +193,7 @@ def main() -> None:
     if part:
         cases = list(CASES[int(part[1]) : int(part[2])])
     if not cases:
-        raise SystemExit(f"no configuration is {asked!r}, expected A:B within 0:{len(CASES)} or words of\n{names}")
+        raise SystemExit(f"no configuration matches {asked!r}, expected A:B within 0:{len(CASES)} or words of\n{names}")
     print("| configuration | planned, MiB | measured, MiB | planned ÷ measured |\n|---|--:|--:|--:|", flush=True)
     ratios = []
     for case in cases:

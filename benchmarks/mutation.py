@@ -34,7 +34,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 AGENT = tuple(f"jobs/cluster/{name}.py" for name in ("agent", "supervisor", "worker_group", "worker", "failure"))
-SCOPE: tuple[tuple[tuple[str, ...], int], ...] = (  # patterns of modules, and how many mutants are drawn of all these
+SCOPE: tuple[tuple[tuple[str, ...], int], ...] = (  # (patterns of modules, number of mutants to draw from them)
     (("pipeline/evaluation/*.py",), 60),
     (("data/**/*.py",), 100),
     (AGENT, 40),
@@ -47,7 +47,7 @@ PRELOADED = (
     *("PIL.Image", "safetensors.torch", "jinja2", "xxhash", "scipy.stats", "sklearn.linear_model", "sklearn.datasets"),
 )
 
-# Which tests run which modules in processes of their own, where coverage does not see them; the beginnings of names.
+# Tests that run modules in separate processes, which coverage does not see; prefixes of names.
 RUNS = "tests/test_checkpoint_runs.py::test_"
 ENGINE = "tests/test_pipeline/engine/test_engine.py"
 TWIN = "tests/test_pipeline/test_twin.py"
@@ -109,7 +109,7 @@ class Mutant:
     line: int
     operator: str
     occurrence: int
-    before: str  # the line as it is
+    before: str  # the original line
     after: str  # the replacement lines
 
 
@@ -143,7 +143,7 @@ def mutants_of(path: str) -> dict[tuple[Any, str], list[Mutant]]:
     nodes = list(ast_nodes(get_ast(source)))
     provider = OperatorProvider()
     for name in provider:
-        if provider[name].arguments():  # the two that replace variables by guesses
+        if provider[name].arguments():  # skip the two that replace variables by guesses
             continue
         operator = provider[name]()
         occurrence = -1
@@ -211,7 +211,7 @@ def draw(folder: Path, seed: int) -> None:
     (folder / "mutants.json").write_text(json.dumps(drawn, indent=1))
 
 
-# running tests in a fork of this process, which has imported what takes long
+# running tests in a fork of this process, which has already imported the slow packages
 
 
 class Measuring:
@@ -316,7 +316,7 @@ def in_a_fork(copy: Path, work: Any, limit_s: float) -> Any:
         except psutil.Error:
             continue
     if result is None:
-        with contextlib.suppress(ChildProcessError):  # it had ended by itself, without an answer
+        with contextlib.suppress(ChildProcessError):  # the child has already ended without a result
             os.waitpid(child, 0)
     return result
 
@@ -327,7 +327,7 @@ def copy_of_the_repository(folder: Path) -> Path:
     skipped = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".hypothesis", ".*_cache")
     shutil.copytree(ROOT, copy, ignore=skipped, symlinks=True)
     (copy / ".venv").symlink_to(Path(sys.prefix))
-    # Tests look for the original's arrays beside their checkout, and are skipped where there are none.
+    # Tests expect the original's arrays next to the checkout, and are skipped without them.
     shared = folder / "shared"
     if (ROOT.parent / "shared").exists() and not shared.exists():
         shared.symlink_to(ROOT.parent / "shared")
@@ -371,7 +371,7 @@ def is_in_a_function(mutant: Mutant) -> bool:
 
 
 def tests_for(mutant: Mutant, tests: dict[str, Any], seconds_a_mutant: float) -> list[str]:
-    """Those that reach its line, the quickest first; those of the workers of its module last."""
+    """Return the tests that cover a mutant's line, fastest first, then the worker tests of its module."""
     reaching = {}
     touching = {}
     for test, measured in tests.items():
@@ -380,10 +380,10 @@ def tests_for(mutant: Mutant, tests: dict[str, Any], seconds_a_mutant: float) ->
             reaching[test] = measured["seconds"]
         elif lines:
             touching[test] = measured["seconds"]
-    # A line that runs when its module is imported is reached by whoever comes first, and matters to all.
+    # A line that runs at import is covered only by the first importing test, but matters to all of them.
     seconds_of = reaching if is_in_a_function(mutant) else reaching | touching
     chosen = sorted(seconds_of, key=lambda test: seconds_of[test])
-    # A file's tests stay together, because they may share workers that one of them started.
+    # Keep the tests of a file together, because they may share workers.
     package, *folders, name = Path(mutant.path).parts
     its_own = "/".join(("tests", f"test_{package}", *folders, f"test_{name}"))
     for test in (its_own, *WORKER_TESTS.get(mutant.path, ())):
@@ -398,7 +398,7 @@ def tests_for(mutant: Mutant, tests: dict[str, Any], seconds_a_mutant: float) ->
 
 
 def run(folder: Path, paths: list[str], seconds_a_mutant: float) -> None:
-    """Write results.json: of every mutant, the test that failed, "" where none did, "hang" where none ended."""
+    """Write results.json: the failed test of every mutant, "" if none failed, or "hang" after a time-out."""
     copy = copy_of_the_repository(folder)
     import_what_takes_long()
     mutants = [Mutant(**row) for row in json.loads((folder / "mutants.json").read_text())]
@@ -413,7 +413,7 @@ def run(folder: Path, paths: list[str], seconds_a_mutant: float) -> None:
         target = copy / mutant.path
         original = target.read_text()
         target.write_text((folder / "texts" / f"{mutant.number}.py").read_text())
-        # Compiled files are told apart by whole seconds and size, which a mutant may share with the next.
+        # Compiled files are matched by size and mtime in whole seconds, which two mutants may share: set the mtime.
         os.utime(target, (0, 1_000_000_000 + 2 * mutant.number))
 
         def run_tests(chosen: list[str] = chosen) -> str:
@@ -447,7 +447,9 @@ def main() -> None:
     parser.add_argument("command", choices=["draw", "measure", "run"])
     parser.add_argument("names", nargs="*", help="test files to measure; modules whose mutants to run")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=90.0, help="of tests a mutant, as measured without it")
+    parser.add_argument(
+        "--seconds", type=float, default=90.0, help="seconds of tests per mutant, as measured without it"
+    )
     arguments = parser.parse_intermixed_args()
     folder = arguments.out.absolute()
     folder.mkdir(parents=True, exist_ok=True)

@@ -61,7 +61,7 @@ def make(model: nn.Module, kind: str, task: dict[str, Any], clip: float) -> Engi
         zero=task["zero"], precision="bf16", micro_batch=1, accumulation=1, clip=clip, user_file=None
     )
     settings["communication_data_type"] = kind
-    if task["zero"] == 3:  # else what is small is not partitioned
+    if task["zero"] == 3:  # partition small parameters too
         settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     return Engine(model, set(), OptimConfig(), settings)
 
@@ -180,7 +180,7 @@ def main() -> None:
     rounds = options.rounds
     step = run(steps, 2, {"zero": options.zero, "model": options.model, "rounds": rounds})
     all_reduce = run(all_reduces, 2, {"elements": parameters, "rounds": rounds})
-    print("\n| summed in | step s | reduced MB a step | all-reduce of as many s |\n|---|--:|--:|--:|")
+    print("\n| summed in | step, s | reduced MB per step | all-reduce of the same size, s |\n|---|--:|--:|--:|")
     for kind in TYPES:
         seconds = statistics.median(step["seconds"][kind])
         megabytes = step["bytes"][kind] / 1e6
@@ -188,11 +188,11 @@ def main() -> None:
     ratios = []
     for in_bf16_s, in_fp32_s in zip(step["seconds"]["bf16"], step["seconds"]["fp32"], strict=True):
         ratios.append(in_fp32_s / in_bf16_s)
-    print(f"\nfp32 / bf16, median of the ratios of a round: {statistics.median(ratios):.3f}")
+    print(f"\nstep time with fp32 relative to bf16, median of the per-round ratios: {statistics.median(ratios):.3f}")
 
 
 if __name__ == "__main__":
-    # Under its own name: workers know the functions that they are sent by it, and not as those of `__main__`.
+    # Import this module under its name, because workers cannot import functions from `__main__`.
     from benchmarks import reduce
 
     reduce.main()

@@ -107,7 +107,7 @@ def row(*cells: object) -> None:
     print("| " + " | ".join(str(cell) for cell in cells) + " |", flush=True)
 
 
-# ------------------------------------------------------------------------ a look of the driver
+# ------------------------------------------------------------------------ agents' reports
 
 
 def report_of(node: int, entered: int) -> bytes:
@@ -123,7 +123,7 @@ def report_of(node: int, entered: int) -> bytes:
 
 def measure_look(folder: Path) -> None:
     """Receive and merge the reports of all nodes, and check the workers, for each group size."""
-    row("workers", "nodes", "bytes of a report", "CPU ms of a round")
+    row("workers", "nodes", "bytes per report", "CPU ms per round")
     for world in WORLDS:
         reports: dict[int, bytes] = {}
 
@@ -164,7 +164,7 @@ print(account(read_metrics(Path(sys.argv[1]), None)).line())
 """
 USED = """
 import time
-# Not getrusage: its peak is that of the process that started this one, where that was larger.
+# Not getrusage, whose peak would include that of the parent process if larger.
 (peak,) = (line for line in open("/proc/self/status") if line.startswith("VmHWM"))
 print(time.process_time(), int(peak.split()[1]) / 1024)
 """
@@ -259,7 +259,7 @@ def measure_one_manifest(checkpoint: Path, world: int) -> None:
 
 def measure_restore(folder: Path) -> None:
     """Count the files that one worker opens to read its part of a flat state saved by many workers."""
-    row("saved by", "loaded by", "files a worker opens, before", "after", "its CPU ms before", "after")
+    row("saved by", "loaded by", "files opened by a worker, before", "after", "CPU ms of the worker, before", "after")
     for world in WORLDS:
         checkpoint = folder / str(world)
         checkpoint.mkdir()

@@ -45,14 +45,16 @@ COLUMNS = ("model", "image_size", "images_per_s", "largest_batch", "hardware")
 def main(words: Sequence[str] | None = None) -> None:
     """Measure all models and sizes; write the table and the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", required=True, type=Path, help="folder of the table and the figures")
+    parser.add_argument("--output", required=True, type=Path, help="folder for the table and the figures")
     parser.add_argument("--models", nargs="+", default=MODELS)
-    parser.add_argument("--sizes", nargs="+", type=int, help="of images, in pixels")
+    parser.add_argument("--sizes", nargs="+", type=int, help="image sizes in pixels")
     parser.add_argument("--classes", type=int, default=1000)
     parser.add_argument("--batches", nargs="+", type=int, default=(1, 8, 64, 512))
     parser.add_argument("--most-batch", type=int, default=4096)
-    parser.add_argument("--seconds", type=float, default=5.0, help="of timing, for each batch")
-    parser.add_argument("--memory-gb", type=float, default=4.0, help="of a CPU's process, above what it has before")
+    parser.add_argument("--seconds", type=float, default=5.0, help="seconds of timing for each batch size")
+    parser.add_argument(
+        "--memory-gb", type=float, default=4.0, help="memory limit of the process on a CPU, above its current use"
+    )
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
     options = parser.parse_args(words)
     options.output.mkdir(parents=True, exist_ok=True)
@@ -115,7 +117,7 @@ def fits(forward: Callable[[int], None], memory_gb: float, device: str, batch: i
     """Return whether a batch fits. A CPU's process raises an error at the limit; the kernel would kill it."""
     before = resource.getrlimit(resource.RLIMIT_DATA)
     if device == "cpu":
-        # VmData is what the limit counts.
+        # The limit applies to VmData.
         held = 0
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmData:"):
@@ -127,7 +129,7 @@ def fits(forward: Callable[[int], None], memory_gb: float, device: str, batch: i
     except (torch.OutOfMemoryError, MemoryError):
         return False
     except RuntimeError as error:
-        # torch's own allocator on a CPU raises nothing more exact.
+        # On a CPU torch's allocator raises only a RuntimeError with one of these messages.
         if "can't allocate memory" not in str(error) and "not enough memory" not in str(error):
             raise
         return False
@@ -152,7 +154,7 @@ def largest_batch(is_possible: Callable[[int], bool], most: int) -> int:
 
 
 def figure_of(rows: Sequence[dict[str, object]], y: str, title: str) -> dict[str, object]:
-    """Return the record of a figure of a column over the image size, a line a model (jobs/extras/studies/figure.py)."""
+    """Return a figure of one column over the image size, with a line per model (jobs/extras/studies/figure.py)."""
     points = []
     for row in rows:
         value = float(str(row[y]))

@@ -36,7 +36,7 @@ from data.shards.packing import pack
 from data.sources.samples import digits
 
 ROOT = Path(__file__).parents[1]
-PR_SET_CHILD_SUBREAPER = 36  # whose parent has died becomes a child of this process, and is counted on
+PR_SET_CHILD_SUBREAPER = 36  # orphaned descendants become children of this process, so that they are counted
 POLL_S = 0.1
 TIMEOUT_S = 600.0
 RECIPE = """
@@ -71,7 +71,7 @@ class Family:
     """CPU time of a process and all its descendants, including those that have ended."""
 
     def __init__(self, command: list[str], checkout: Path, log: Path) -> None:
-        self.seconds: dict[tuple[int, float], float] = {}  # by pid and start
+        self.seconds: dict[tuple[int, float], float] = {}  # (pid, start time) → CPU-seconds
         self.began = time.monotonic()
         with log.open("w") as said:
             self.process = subprocess.Popen(command, cwd=checkout, stdout=said, stderr=said, start_new_session=True)
@@ -109,7 +109,7 @@ def rows(run: Path, stage: str, kind: str) -> Iterator[dict[str, object]]:
     """Read a stage's records of one kind."""
     for path in run.glob(f"{stage}-*/metrics.jsonl"):
         for line in path.read_text().splitlines():
-            with suppress(ValueError):  # it is being written
+            with suppress(ValueError):  # the line is still being written
                 record = json.loads(line)
                 if record["kind"] == kind:
                     yield record
@@ -135,9 +135,12 @@ def costs_of_run(checkout: Path, folder: Path, backend: str) -> dict[str, Cost]:
     whole = family.end()
     return {
         f"{backend}: command to first step": first,
-        f"{backend}: death to first step again": (again[0] - first[0], again[1] - first[1]),
-        f"{backend}: from there into the next stage": (following[0] - again[0], following[1] - again[1]),
-        f"{backend}: whole run": whole,
+        f"{backend}: kill to first step of the next attempt": (again[0] - first[0], again[1] - first[1]),
+        f"{backend}: from there to the first step of the next stage": (
+            following[0] - again[0],
+            following[1] - again[1],
+        ),
+        f"{backend}: complete run": whole,
     }
 
 
@@ -149,7 +152,7 @@ def cost_of_digits(checkout: Path, folder: Path, backend: str) -> dict[str, Cost
     family = Family([python_of(checkout), "-m", "jobs", *words], checkout, folder / f"digits-{backend}.log")
     cost = family.end()
     assert family.process.returncode == 0, (folder / f"digits-{backend}.log").read_text()
-    return {f"{backend}: digits, whole": cost}
+    return {f"{backend}: digits, complete run": cost}
 
 
 def add_ranks(task: dict[str, object]) -> float:
@@ -211,12 +214,12 @@ def main() -> None:
     parser.add_argument("--other", type=Path, help="a checkout to compare with")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--backends", nargs="+", default=["processes", "ray"], choices=["processes", "ray"])
-    parser.add_argument("--digits", action="store_true", help="the digits recipe too: minutes")
+    parser.add_argument("--digits", action="store_true", help="also run the digits recipe, which takes minutes")
     parser.add_argument("--attempts", type=int, default=0, help="worker groups in one process")
     arguments = parser.parse_args()
-    # The agents of the attempts are this process's children, and a run's cost is known when no child is left.
+    # The agents of the attempts are children of this process, but the cost of a run is known only without children.
     if arguments.attempts and arguments.rounds:
-        parser.error("--attempts is measured alone\n  type --attempts N --rounds 0")
+        parser.error("--attempts cannot be combined with --rounds\n  type --attempts N --rounds 0")
     if arguments.attempts:
         with tempfile.TemporaryDirectory() as directory:
             time_attempts(arguments.attempts, arguments.backends, Path(directory))

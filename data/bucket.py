@@ -11,7 +11,7 @@ The folder of sets; every name includes the attempt, so two attempts never share
         MANIFEST.json
         REFUSED.json             marker: set aside; never tried again, never deleted by us
         SWEPT.json               marker: its attempt ended during the save; only two small objects remain
-An owner suspended before it created the manifest cannot publish later: before a newer attempt looks for a set,
+An owner suspended before it created the manifest cannot publish later: before a newer attempt reads the sets,
 it creates the missing MANIFEST.json of every unpublished set (`sweep`), and each name can be created only once.
 
 Every failed request is retried (`data.remote.urls.Retry`); if all retries fail, a StorageError names the address.
@@ -22,7 +22,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -43,8 +43,9 @@ DISCARD_ATTEMPTS = 3  # fewer, because the save has already failed, perhaps beca
 LAST_ATTEMPTS = 3  # when the command ends: an unreachable store must not delay it by minutes
 BACKOFF_S = 0.5  # longest pause before the second attempt; doubled each time
 TIMEOUT_S = 30.0  # a request fails after this long without data
-PIECE = 16 << 20  # bytes per request of `fetch`, which limits what a broken response costs
-AT_ONCE = 8  # parallel requests of `each`
+PIECE = 16 << 20  # bytes per request of `fetch`; a broken response loses at most this much
+PAGE_OBJECTS = 1000  # objects per response of a listing: S3's maximum
+AT_ONCE = 8  # number of parallel requests in `each`
 REFUSED = "REFUSED.json"
 SWEPT = "SWEPT.json"
 FETCHING = "fetching.lock"  # lock file in the local folder of a stage's sets
@@ -129,17 +130,42 @@ class Bucket:
             return None
 
     def list(self, folder: str = "") -> dict[str, int]:
+        objects: dict[str, int] = {}
         try:
-            entries = self.request(folder, lambda client, path: client.find(path, detail=True))
+            if self.scheme == "s3":
+                for page in self.s3_pages(folder):
+                    objects |= page
+            else:
+                entries = self.request(folder, lambda client, path: client.find(path, detail=True))
+                for path, entry in entries.items():
+                    if entry.get("type") != "directory":
+                        objects[path] = entry["size"]
         except FileNotFoundError:
             return {}
         sizes = {}
-        for path, entry in sorted(entries.items()):
+        for path, size in sorted(objects.items()):
             # The consoles of some stores create an empty object as a folder.
-            if entry.get("type") != "directory" and not path.endswith("/"):
-                name = check_file_name(path.removeprefix(f"{self.path}/"), self.address())
-                sizes[name] = entry["size"]
+            if not path.endswith("/"):
+                sizes[check_file_name(path.removeprefix(f"{self.path}/"), self.address())] = size
         return sizes
+
+    def s3_pages(self, folder: str) -> Iterator[dict[str, int]]:
+        """Iterate {path: size} of at most PAGE_OBJECTS each below a folder; every page is a request, retried alone.
+
+        `find` makes three requests for an empty folder and one for each page, all of which would be retried together.
+        """
+        bucket, _, prefix = f"{self.path}/{folder}".rstrip("/").partition("/")
+        token: dict[str, str] = {}
+
+        def ask(client: Any, _: str) -> Any:
+            return client.call_s3("list_objects_v2", Bucket=bucket, Prefix=f"{prefix}/", MaxKeys=PAGE_OBJECTS, **token)
+
+        while True:
+            answer = self.request(folder, ask)
+            yield {f"{bucket}/{entry['Key']}": entry["Size"] for entry in answer.get("Contents", [])}
+            if not answer.get("NextContinuationToken"):
+                return
+            token = {"ContinuationToken": answer["NextContinuationToken"]}
 
     def delete(self, names: Iterable[str]) -> None:
         def delete_one(name: str) -> None:

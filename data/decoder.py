@@ -3,7 +3,7 @@
 How a task is processed:
 
 1. The loader sends (task, offset): the slots to decode, and the offset of the result in shared memory.
-2. The order tells which samples belong to these slots. A global batch is computed once for all tasks of its step.
+2. The order determines which samples belong to these slots. A global batch is computed once for all tasks of its step.
 3. For every slot, the reader returns the bytes of the sample. The random numbers for crop, flip and distortion come
    from a key of the seed and the sample's id (epoch, shard, sample), so they do not depend on the process.
 4. The pixels, labels and ids are written into the row of the slot.
@@ -22,7 +22,7 @@ torch, holds nothing that needs cleaning up, and ends when its loader ends. The 
 3. `submit` sends a task and a free place in the shared memory.
 4. `result` waits for the oldest task. If the process dies or is silent for `timeout_s`, a new process takes over all
    pending tasks and writes them to the same places. After four processes, `result` raises DataError.
-5. `arrays_at` returns the arrays of that task without a copy. Their place is free again once nobody references them.
+5. `arrays_at` returns the arrays of that task without a copy. Their memory is free again once nothing references them.
 6. `close` kills the process. The kernel frees the memory after its last user.
 """
 
@@ -58,7 +58,7 @@ from data.index.index import Index
 from data.order import Mixture, Order
 from data.shards.reader import ShardReader, read_labels
 
-# b samples per micro-batch, L labels per sample at most, S image side
+# b: samples per micro-batch, L: maximum number of labels per sample, S: side of an image
 
 MAX_REPLACEMENTS = 100  # consecutive bad samples after which a data set counts as unusable
 MOST_PIXELS = 1 << 22  # maximum size of an image that the GPU decodes: 12 MB after decoding
@@ -273,7 +273,7 @@ def images_per_cpu_s(index: Index, image_size: int, cfg: AugmentConfig) -> float
 
 
 def send_sign_of_life(connection: Connection) -> None:
-    """Tell the loader that this process is alive, unless the pipe is full: a blocked send would hold a shard's lock."""
+    """Send a heartbeat to the loader, unless the pipe is full: a blocked send would hold a shard's lock."""
     _, writable, _ = select.select([], [connection], [], 0)
     if writable:
         connection.send(None)
@@ -293,7 +293,7 @@ def main(connection: Connection, memory: mmap) -> None:
         connection.recv()
         connection.send(error)
         return
-    # A download may take longer than `timeout_s`. These signs keep the loader from restarting this process.
+    # A download may take longer than `timeout_s`. Heartbeats prevent the loader from restarting this process.
     if decoder.index.remote:
         decoder.reader.cache.progress = partial(send_sign_of_life, connection)
     try:
@@ -338,8 +338,8 @@ class DecoderProcess:
         # PYTHONPATH makes the repository importable from any working directory; -P keeps the working directory itself
         # off the import path. OMP_NUM_THREADS=1: the loader already decodes in several processes.
         ours, theirs = socketpair()
-        # Close our copy of the child's end after the start: otherwise we would not notice the child's death. The child
-        # inherits only these two files; without a copy of our end, it notices when we end.
+        # Close our copy of the child's end after the start; otherwise we would not notice the child's death. The child
+        # inherits only these two files and no copy of our end, so it notices when this process ends.
         with theirs:
             self.child = subprocess.Popen(
                 [sys.executable, "-P", "-m", "data.decoder", str(theirs.fileno()), str(self.file)],
@@ -373,7 +373,7 @@ class DecoderProcess:
         task, offset = self.pending[0]
         for _ in range(RESTARTS + 1):
             answer: Done | Exception | None = None
-            # None is a sign of life, sent while a shard downloads. Death or silence for `timeout_s` ends the wait.
+            # None is a heartbeat, sent while a shard downloads. Death or silence for `timeout_s` ends the wait.
             with suppress(EOFError, OSError):
                 while answer is None and self.connection.poll(timeout_s):
                     answer = self.connection.recv()
@@ -402,7 +402,7 @@ class DecoderProcess:
 
     def restart(self) -> None:
         """Replace the process by a new one and resend all pending tasks."""
-        # The new process rewrites partial results: a task gives the same bytes in any process.
+        # The new process rewrites partial results: a task produces the same bytes in any process.
         self.stop()
         self.start()
         self.send_decoder()

@@ -47,7 +47,7 @@ def permute(x: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
     sent = x.astype(np.uint64)
     outside = np.arange(len(x))
     while len(outside):
-        # One pass through the network: each half in turn is shifted by a hash of the other half. All are uint64.
+        # Pass once through the network: each half in turn is shifted by a hash of the other half; all are uint64.
         keys = key[outside]
         modulus_a = a[outside]
         modulus_b = b[outside]

@@ -1,6 +1,6 @@
-"""Recognise an error page that arrived instead of a file, and quote its words.
+"""Recognise an error page in place of a file, and extract its text for messages.
 
-Proxies of object stores, and web servers, send such pages with status 200, or they were saved under the name of a file.
+Proxies and web servers may send these pages with status 200, and programs may have saved them under a file's name.
 
     b"<Error><Code>AccessDenied</Code><Message>Request has expired</Message>…"   →   "AccessDenied: Request has expired"
     b"<html><head><title>Sign in</title>…"                                       →   "Sign in"
@@ -15,14 +15,16 @@ import re
 from data.checks import printable
 
 LONGEST = 1 << 18  # bytes; error pages are shorter
-MOST_SHOWN = 200  # characters of the words
+MOST_SHOWN = 200  # maximum number of characters of the page's text in a message
 STARTS = (b"<?xml", b"<error", b"<!doctype html", b"<html", b"<head", b"<body", b"<listbucketresult")
+# The start of a page that is an error, unlike the XML in which a store lists its objects.
+ERROR = re.compile(rb"\s*(<\?xml[^>]*>\s*)?<(error|html|!doctype html)\b|\s*\{", re.IGNORECASE)
 TAG = re.compile(r"<(script|style).*?</\1>|<[^>]*>", re.DOTALL | re.IGNORECASE)
 WORDS_OF_JSON = ("code", "status", "reason", "title", "message", "msg", "error_description", "detail", "error", "fault")
 
 
 def words_of(content: bytes) -> str:
-    """Return the words of a complete XML, HTML or JSON error page; "" for any other content."""
+    """Return the text of a complete XML, HTML or JSON error page; "" for any other content."""
     if not 0 < len(content) <= LONGEST:
         return ""
     start = content.removeprefix(b"\xef\xbb\xbf").lstrip()[:32].lower()
@@ -35,7 +37,7 @@ def words_of(content: bytes) -> str:
 
 
 def words_of_markup(text: str) -> str:
-    """Return the code and message of an XML error, the title of an HTML page, or else its text."""
+    """Return the code and message of an XML error, the title of an HTML page, otherwise its text."""
     parts: list[str] = []
     for tag in ("Code", "Message", "title", "h1"):
         element = re.search(rf"<{tag}[^>]*>(.*?)</{tag}>", text, re.DOTALL | re.IGNORECASE)

@@ -23,7 +23,7 @@ class ExitCode(IntEnum):
 
 
 class PatchlineError(Exception):
-    """An error for the user; its text says what was found, what was expected and what to type, one line each."""
+    """An error for the user; its message has one line each for the problem, the expectation and the remedy."""
 
     exit_code: int | None = ExitCode.INTERNAL
 
@@ -75,7 +75,7 @@ class RunOwned(PatchlineError):
 
 
 class Preempted(PatchlineError):
-    """The run was asked to stop and has committed; run the same command again to resume."""
+    """The run received a stop request and has committed; run the same command again to resume."""
 
     exit_code = ExitCode.PREEMPTED
 

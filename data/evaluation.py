@@ -28,7 +28,7 @@ from data.index.index import Index
 from data.remote.config import CacheConfig
 from data.shards.reader import ShardReader, read_labels
 
-# b samples per batch, L labels per sample at most, h w sides of a preprocessed image
+# b: samples per batch, L: maximum number of labels per sample, h, w: height and width of a preprocessed image
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class EvaluationBatch:
 class LoadedSample:
     """One preprocessed sample: its image and labels, or the reason it is bad."""
 
-    place: tuple[int, int]  # shard, sample
+    place: tuple[int, int]  # (shard, sample) numbers
     image: np.ndarray | None
     labels: tuple[int, ...]
     problem: BadSample | None
@@ -94,7 +94,7 @@ class EvaluationSet:
     def __iter__(self) -> Iterator[EvaluationBatch]:
         running: deque[list[Future[LoadedSample]]] = deque()  # the current batch and the next one
         with ThreadPoolExecutor(self.threads) as pool:
-            # A worker without further samples yields padded batches until all workers have yielded equally many.
+            # A worker without further samples yields padded batches until all workers have yielded the same number.
             for first in range(0, self.batches * self.batch_size, self.batch_size):
                 futures = []
                 for row in self.rows[first : first + self.batch_size]:

@@ -7,8 +7,8 @@ A file is written atomically in four steps:
 4. flush the folder, so that a power failure cannot undo the rename.
 A reader therefore finds the old file, the new file or no file, but never a partial one.
 
-Every file gets the mode given by the umask, whichever library writes it. Disk errors name the file; `explain` turns an
-error into a message with the free space and a remedy.
+Every file gets the mode given by the umask, regardless of the library that writes it. Disk errors name the file;
+`explain` turns an error into a message with the free space and a remedy.
 
 A network file system may show files of other nodes some seconds late: `look_for` waits for them.
 """
@@ -309,9 +309,9 @@ def is_own(path: Path) -> bool:
 
 
 def refuse_planted(path: Path, remedy: str) -> None:
-    """Raise StorageError if another user, or a link, holds the name `path` in a folder that everybody may write to.
+    """Raise StorageError if `path`, in a folder that everybody may write to, is a link or belongs to another user.
 
-    Its owner could read and replace whatever we write there; the message ends with `remedy`.
+    Its owner could read and replace all files that we write there; the message ends with `remedy`.
     """
     with suppress(OSError):
         is_shared = path.parent.stat().st_mode & stat.S_IWOTH != 0
@@ -352,7 +352,7 @@ def take_lock(handle: int, path: Path, *, wait: bool) -> bool:
 
 
 def lacking(path: Path, feature: str, error: OSError, elsewhere: str) -> StorageError:
-    """Return the error about a file system without a required feature; `elsewhere` tells how to choose another."""
+    """Return the error about a file system without a required feature; `elsewhere` describes how to choose another."""
     return StorageError(
         f"the file system of {path.parent} has no {feature} ({error.strerror})\n"
         "expected: a local disk, NFS or Lustre (docs/run-storage.md lists the requirements)\n"
@@ -475,7 +475,7 @@ def open_files_text(error: OSError) -> str:
 
 
 def explain(error: OSError) -> str:
-    """Describe an OSError like all our errors: what was found, what was expected, and what to type."""
+    """Describe an OSError in the format of all our errors: the problem, the expectation and the remedy."""
     line = error_text(error)
     if error.errno in OUT_OF_HANDLES:
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -511,7 +511,7 @@ def explain(error: OSError) -> str:
 
 
 def room_remedy(error: OSError) -> str:
-    """Return two lines for an error in NO_ROOM: what was expected, and what to type."""
+    """Return two lines for an error in NO_ROOM: the expectation and the remedy."""
     folder = shlex.quote(str(existing_folder(Path(error.filename or "."))))
     again = "or use another disk: run=/elsewhere; then run the same command again"
     if error.errno == errno.EDQUOT:

@@ -48,7 +48,7 @@ from data.shards.reader import ShardReader
 if TYPE_CHECKING:
     from data.remote.cache import Prefetcher
 
-# b samples per micro-batch, L labels per sample at most, S image side
+# b: samples per micro-batch, L: maximum number of labels per sample, S: side of an image
 
 DEVICE_DECODER = "data.extras.gpu_decoding:DeviceDecoder"  # decodes JPEGs on the GPU if data.decode=gpu
 
@@ -114,7 +114,7 @@ class TrainLoader:
         self.timeout_s = timeout_s
         self.cache = cache or CacheConfig()
         self.prefetcher: Prefetcher | None = None  # set while shards are fetched in the background
-        self.stopped = False  # permanently: no further downloads
+        self.stopped = False  # whether downloads have been stopped permanently
         self.has_warned = False  # whether the end of range reads was logged
 
         self.parts = split_slots(slots, micro_batch, accumulation)
@@ -209,8 +209,8 @@ class TrainLoader:
         try:
             for process in processes:
                 process.send_decoder()
-            # A fixed rotation instead of "whoever is free": the loader knows which process has the next micro-batch,
-            # and need not reorder results.
+            # Use a fixed rotation instead of the first free process: the loader knows which process has the next
+            # micro-batch, and need not reorder results.
             for _ in range(self.prefetch):
                 for process in processes:
                     process.submit(next(tasks))

@@ -42,11 +42,11 @@ import numpy as np
 
 from data.draws import key_of, permute
 
-# S shards, N samples, B batch size, L lanes
+# S: number of shards, N: samples, B: batch size, L: lanes
 
-DEFAULT_LANES = 64  # measured in docs/design/order.md
-DEFAULT_BLOCK = 16_384  # samples
-TRIM_FROM_SHARDS = 50_000  # permuting this many shards needs megabytes of temporary memory
+DEFAULT_LANES = 64  # default number of lanes, measured in docs/design/order.md
+DEFAULT_BLOCK = 16_384  # default shuffle block in samples
+TRIM_FROM_SHARDS = 50_000  # free memory after permuting this many shards, which takes megabytes
 
 Tail = Literal["carry", "drop"]
 
@@ -82,7 +82,7 @@ class Order:
         seed: int,
         batch_size: int,
         lanes: int | None = None,  # default: the smaller of DEFAULT_LANES and the batch size
-        shuffle_block: int = DEFAULT_BLOCK,  # samples
+        shuffle_block: int = DEFAULT_BLOCK,  # number of samples shuffled together
         tail: Tail = "carry",
     ):
         self.shard_samples = np.asarray(shard_samples, np.int64)
@@ -318,7 +318,7 @@ def shares(batch_size: int, weights: Sequence[float]) -> list[int]:
     counts = list(map(int, exact))
     remainders = np.subtract(exact, counts)
     largest_first = np.argsort(-remainders, kind="stable")  # ties: the earlier set first
-    # Rounding down leaves some slots over: one each goes to the largest remainders.
+    # Rounding down leaves some slots unassigned: each of the largest remainders gets one.
     for group in largest_first[: batch_size - sum(counts)]:
         counts[group] += 1
     if min(counts) == 0:

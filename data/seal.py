@@ -36,7 +36,7 @@ DIGEST_BYTES = 32  # length of a sha256
 
 
 class Unsealed(ValueError):
-    """The text is not a record written by `seal`; the message says why."""
+    """The text is not a record written by `seal`; the message contains the reason."""
 
 
 def seal(entries: Mapping[str, object], *, lines: bool = True) -> str:

@@ -68,7 +68,7 @@ class Folder:
 
     is_shared: Literal[True] = True  # every node sees files under `local` as soon as they are written
     is_consistent = False  # a network file system may show a file some seconds late
-    keeps_sets_locally = True  # sets use this node's disk; a bucket keeps only the set fetched at the start
+    keeps_sets_locally = True  # sets use this node's disk; for a bucket, only the set fetched at the start does
     set_aside_as = "as bad-*"  # used in messages: how `set_aside` marks a bad set
     restore_hint = "restore one from a copy as step-*"  # used in messages: how to make a marked set valid again
 
@@ -217,7 +217,7 @@ class Folder:
         return path
 
     def set_aside(self, folder: str, name: str, attempt: int, problem: str) -> str:
-        """Exclude a bad set and keep it for inspection; return how it is kept, as words for a message."""
+        """Exclude a bad set and keep it for inspection; return a phrase for messages that describes how it is kept."""
         path = self.local / folder / name
         aside = path.with_name(f"bad-{name.removeprefix('step-')}-{attempt:06d}")
         rename(path, aside)

@@ -177,6 +177,11 @@ COMMANDS = CommandTable(
                 "Pack the good samples of a data set into a new one.",
                 "shards/train shards/repaired",
             ),
+            "data list": (
+                "jobs.extras.doctor.command:list_samples",
+                "List the samples of a data set with their classes.",
+                "runs/photos/parts/held-out",
+            ),
             "leaks": (
                 "jobs.extras.leaks.command:leaks",
                 "Find training images that are also in a test set.",
@@ -185,12 +190,12 @@ COMMANDS = CommandTable(
         },
         "Weights and evaluation": {
             "import": (
-                "jobs.commands.conversion:import_foreign",
+                "jobs.extras.conversion:import_foreign",
                 "Convert official, timm or transformers weights to ours.",
                 "vit_b16.npz weights/b16",
             ),
             "export": (
-                "jobs.commands.conversion:export",
+                "jobs.extras.conversion:export",
                 "Convert our weights for timm, transformers or big_vision.",
                 "runs/photos/pretrain exported --format timm",
             ),
@@ -261,7 +266,7 @@ COMMANDS = CommandTable(
     watchers=WATCHERS,
     groups={
         "checkpoints": "List, verify, inspect, compare, export or prune checkpoints.",
-        "data": "Check, describe or repair a packed data set.",
+        "data": "Check, describe, repair or list a packed data set.",
     },
 )
 

@@ -3,9 +3,9 @@
     cluster: {workers: {least: 4, most: 16}, gpus_per_worker: 1, environment: {NCCL_SOCKET_IFNAME: eth1}}
     python -m jobs submit RECIPE --env NCCL_DEBUG=INFO
 
-Ray shows a job's environment to everybody who can list jobs, and recipes are stored in many places: secrets belong in
-the environment of the nodes. Only Patchline sets the variables for a worker's rank, and those that glibc's malloc reads
-when a process starts.
+Secrets belong in the environment of the nodes: Ray shows a job's environment to everybody who can list jobs, and
+recipes are stored in many places. Patchline itself sets the variables for a worker's rank and
+for glibc's malloc.
 """
 
 import os
@@ -18,13 +18,13 @@ from data.checks import SECRET_NAME, SECRET_VALUE, at_least, more_than_0
 from data.errors import ConfigError
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-# Each worker gets its own values (worker.RankInfo): one value for all of them would break the group.
+# Each worker gets its own values (worker.RankInfo); a common value would break the group.
 OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
 class WorkerRange:
-    """A range for the number of workers: each attempt uses as many as its stage allows and the cluster has room for."""
+    """A range for the number of workers: each attempt uses as many as the stage allows and the cluster has room for."""
 
     least: int = 1  # minimum number of workers; with less room the stage waits
     most: int = "???"  # type: ignore[assignment]  # maximum number of workers
@@ -34,17 +34,17 @@ class WorkerRange:
 class ClusterConfig:
     # processes that train together, one per rank; a number, or a range from `least` to `most`
     workers: int | WorkerRange = 1
-    backend: Literal["ray", "processes"] = "ray"  # Ray (embedded or existing cluster), or processes of this machine
+    backend: Literal["ray", "processes"] = "ray"  # Ray (embedded or existing cluster), or processes on this machine
     cpus_per_worker: int = 1  # CPUs that Ray reserves, and threads that a worker uses
     gpus_per_worker: int = 0  # GPUs that Ray reserves; 0: workers use the CPU
-    gpu_memory_gb: float | None = None  # GPU memory per worker; larger configs are refused; None: unknown
+    gpu_memory_gb: float | None = None  # GPU memory per worker; configs that need more are refused; None: unknown
     max_restarts: int = 3  # maximum number of failed attempts in a row without a new checkpoint
-    backoff_s: float = 10.0  # wait before the first restart; doubles with each further one
+    backoff_s: float = 10.0  # wait before the first restart; doubles with each restart
     start_timeout_s: float = 300.0  # maximum time for the workers to start
     wait_s: float | None = None  # maximum time to wait for places in the cluster; None: no limit
-    patience_s: float = 60.0  # if `workers` is a range: time to wait for more places than are free
+    patience_s: float = 60.0  # if `workers` is a range: time to wait for more workers than there is room for
     environment: dict[str, str] = field(default_factory=dict)  # variables for every worker, by name; no secrets
-    scratch: str = ""  # local folder on each node for runs at s3://…; empty: in PATCHLINE_CACHE, or the user's cache
+    scratch: str = ""  # local folder on each node for runs at s3://…; empty: in PATCHLINE_CACHE or the user's cache
 
     RESUME: ClassVar[Mapping[str, str]] = dict.fromkeys(
         [
@@ -112,7 +112,7 @@ def check_environment(environment: Mapping[str, str], place: str = "") -> None:
             )
         elif SECRET_NAME.search(name) or SECRET_VALUE.search(value):
             reason = "its value" if SECRET_VALUE.search(value) else "its name"
-            # The value is not repeated, because this message is printed and stored.
+            # Do not show the value: this message is printed and stored.
             problem = (
                 f"{name} looks like a secret (by {reason}), and everybody who can list jobs would see it\n"
                 "  secrets belong on the nodes: in their environment, instance role or mounted files\n"
@@ -123,7 +123,7 @@ def check_environment(environment: Mapping[str, str], place: str = "") -> None:
 
 
 def cores() -> int:
-    """Return how many CPU cores this process may use."""
+    """Return the number of CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

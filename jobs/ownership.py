@@ -111,7 +111,7 @@ class Lease:
     """The lease of this command on a run: inside `with Lease(storage, log):`, the command owns the run.
 
     Entering the block raises RunOwned if another command owns the run, ConfigError if the run directory cannot be
-    created, and StorageError if the storage does not answer or does not support exclusive creation of files.
+    created, and StorageError if the storage does not respond or does not support exclusive creation of files.
     """
 
     def __init__(self, storage: Storage, log: Log) -> None:
@@ -157,7 +157,9 @@ class Lease:
         try:
             self.renew(is_released=True)
         except (PatchlineError, OSError) as error:
-            self.log(f"could not release the lease of {self.storage.address()}; the next command has to wait: {error}")
+            self.log(
+                f"could not release the lease of {self.storage.address()}; the next command will have to wait: {error}"
+            )
 
     def take(self) -> None:
         """Take over the run. Raises RunOwned if its owner is alive, StorageError."""
@@ -172,7 +174,7 @@ class Lease:
             if seen is not None:
                 last_number = seen.number
                 if state == "lost":
-                    self.log(f"taking over the run: no sign of life from {seen.holder}, which can no longer commit")
+                    self.log(f"taking over the run: no lease renewal by {seen.holder}, which can no longer commit")
                 self.previous_token = seen.record["token"] if seen.record is not None else ""
             # 3. If several commands try at once, one creates the number. The others try again and find its lease.
             if self.storage.create_once(LEASE.format(last_number + 1), self.content()):
@@ -212,7 +214,7 @@ class Lease:
         gap_s = now - self.awake_s
         self.awake_s = now
         if gap_s > PERIOD_S:
-            # If the storage does not answer, continue: the next commit reads it again.
+            # If the storage does not respond, continue: the next commit reads it again.
             with suppress(StorageError, OSError):
                 self.check()
 
@@ -321,7 +323,7 @@ def holder_state(storage: Storage, log: Log, periods: float = LOST_PERIODS) -> t
         if now is not None and now.content != seen.content:
             return "free" if now.is_released else "held", now
         if time.monotonic() > log_at:
-            log(f"waiting up to {wait_s:.0f} s for a sign of life from {seen.holder}")
+            log(f"waiting up to {wait_s:.0f} s for a lease renewal by {seen.holder}")
             log_at = math.inf
     return "lost", seen
 

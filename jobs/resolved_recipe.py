@@ -11,7 +11,6 @@
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -26,7 +25,7 @@ from models.checks import did_you_mean
 from pipeline import artifacts
 from pipeline.checkpoints.manifest import attempt_folder
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
-from pipeline.config import ConfigDataclass, structured
+from pipeline.config import ConfigDataclass
 
 MaybeText = TypeVar("MaybeText", str, str | None)
 
@@ -46,7 +45,7 @@ class Reads(Enum):
 
 @dataclass(frozen=True)
 class SharedClasses:
-    """Data sets, and optionally weights, in which a class id must mean the same class."""
+    """Data sets, and optionally weights, that must agree on the meaning of class ids."""
 
     sets: Mapping[str, str]  # field → path, or "@stage/set"
     with_head: bool = False  # include the weights at `init`, if the stage keeps their head
@@ -177,11 +176,6 @@ class StageKind:
     def reads_outcomes(self) -> bool:
         """Return whether a stage reads the results of its parents even if they have diverged."""
         return Reads.OUTCOME in self.inputs.values()
-
-    @cached_property
-    def all_defaults(self) -> Any:
-        """Return the defaults as OmegaConf, cached because a sweep can have a hundred stages."""
-        return structured(self.defaults or self.config)
 
     def inputs_of(self, cfg: ConfigDataclass) -> dict[str, tuple[str, Reads]]:
         """Return the input fields that are set: {"data.train": ("@shards/train", Reads.SET)}."""
@@ -402,7 +396,7 @@ class Available:
         return self.indexes[value]
 
     def classes(self, value: str) -> int | None:
-        """Return the number of classes of a data set, or their minimum before packing; None if it is unknown."""
+        """Return the number of classes of a data set, or a lower bound before it is packed; None if unknown."""
         index = self.index(value)
         if index is not None:
             return index.classes

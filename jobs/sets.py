@@ -7,6 +7,7 @@ All data sets of a stage share one class numbering, so that a class has the same
 3. A data set with its own `names` or `classes_of` uses those instead. Sources without class names keep their ids.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,9 +20,10 @@ from data.index.document import load_index
 from data.index.names import Names, ids_of
 from data.optional import load_optional
 from data.shards.subset import Rule, check_seed
-from data.sources.folders import class_folders, folder_classes, unlabelled_folder
+from data.sources.folders import class_folders, folder_classes, images_below, unlabelled_folder
 from data.sources.numbering import Numbering, check_unambiguous, number, read_class_list
 from data.sources.samples import DIGITS, Archive, Sample, digits, numbered
+from data.walk import class_folders_in, matching
 from pipeline.config import Tags, require, tags
 
 SUBSET_FIELDS = ("only", "but", "part", "shots", "seed")
@@ -68,7 +70,7 @@ class SetConfig:
     only: str | None = None  # subset: file of the samples to include
     but: str | None = None  # subset: file of the samples to exclude, or a leaks.json
     part: str | None = None  # subset: first:stop in samples or percent, such as ":98%"; with a seed, drawn per class
-    shots: int | None = None  # subset: number of samples per class, drawn with the seed, as by the few-shot probe
+    shots: int | None = None  # subset: number of samples per class, drawn with the seed, as in the few-shot probe
     seed: int | None = None  # subset: seed of shots or part
     names: str | None = None  # file of class names in the order of ids: one per line, or .json
     classes_of: str | None = None  # use the class numbering of this data set: an index, its folder, or "@stage/set"
@@ -139,7 +141,7 @@ class SetConfig:
             has_classes = any([self.names, self.classes_of, self.rename, self.classes, self.keep])
             require(
                 self.source in UNLABELLED and not has_classes,
-                f"unlabelled needs one of the sources {', '.join(UNLABELLED)}, and no class settings\n"
+                f"unlabelled works only with the sources {', '.join(UNLABELLED)}, and without class settings\n"
                 "  remove names, classes_of, rename, classes and keep",
             )
         # `task`, `split` and `partial` apply only to data sets whose published samples are known.
@@ -337,11 +339,8 @@ def missing_paths(cfg: SetConfig) -> dict[str, str]:
     messages = {}
     for field_name in ("path", "root", "wnids", "real", "names"):
         path = getattr(cfg, field_name)
-        if path is None or Path(path).exists():
-            continue
-        # The last part of a path may be a pattern, such as a/train-*.tar.
-        place = Path(path)
-        if "*" not in place.name or not any(place.parent.glob(place.name)):
+        # A path may be a pattern, such as a/train-*.tar.
+        if path is not None and not all(file.exists() for file in matching(path)):
             messages[field_name] = (
                 f"source {cfg.source}: no file or folder at {path}\n  relative paths are resolved against {Path.cwd()}"
             )
@@ -368,7 +367,8 @@ def expected_samples(cfg: SetConfig) -> int | None:
     """Estimate the number of samples of a source for the progress line; None if counting would be slow."""
     path = Path(cfg.path or "")
     if cfg.source == "folder":
-        return sum(file.is_file() for file in path.rglob("*.*"))
+        folders = [path] if cfg.unlabelled else [path / name for name in class_folders_in(path)]
+        return sum(len(images_below(folder, Counter())) for folder in folders)
     if cfg.source == "table" and path.suffix == ".csv" and path.exists():
         with open(path, "rb") as file:
             # Quoted fields may contain line breaks, but an estimate is enough for a progress line.

@@ -49,7 +49,7 @@ class LiveBar:
     """A progress bar at the bottom of a terminal, with a spinner that shows that the process is alive."""
 
     def __init__(self, file: TextIO | None = None) -> None:
-        """Draw on stdout, or on another stream."""
+        """Draw on stdout, or on the given stream."""
         # Imported here, because rich takes 0.1 s and most commands show no bar.
         from rich.console import Console
         from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn

@@ -39,7 +39,7 @@ MODULES = {  # family: module and class; a module is imported only when a model 
 
 Shape = tuple[int, ...]
 
-MOST_NAMED = 5  # tensors that an error about values names
+MOST_NAMED = 5  # maximum number of tensors that an error lists
 FLOPS_PER_MAC_TRAINED = 6  # a multiplication and an addition; one forward and two backward: the rule of table 6
 
 
@@ -64,7 +64,7 @@ def from_config(config: ModelConfig, generator: Generator | None = None) -> Mode
     if device.type != "meta":
         # No module has buffers (models/positions.py), so initialising the parameters completes the model.
         model.to_empty(device=device)
-        # In the module's order, so that one seed always gives one model.
+        # Initialise in the module's order, so that a seed always produces the same model.
         for name, parameter in model.named_parameters():
             initial.fill(name, parameter.data, config, generator)
     return model
@@ -113,7 +113,7 @@ def compile_blocks(model: nn.Module, **options: Any) -> None:
 
 
 def decayed_parameters(model: nn.Module) -> set[str]:
-    """Return the names of the parameters with weight decay: the original's `*/kernel`s and nothing else (SPEC 2.2).
+    """Return the names of the parameters with weight decay: only the original's `*/kernel`s (SPEC 2.2).
 
     Selects by module type, not by rank, because ZeRO-3 flattens the parameters that it partitions.
     """
@@ -124,7 +124,7 @@ def decayed_parameters(model: nn.Module) -> set[str]:
 
 @functools.lru_cache(maxsize=64)
 def parameters_of(config: ModelConfig) -> int:
-    """Return the number of trainable values."""
+    """Return the number of trainable parameters."""
     return sum(parameter.numel() for parameter in empty(config).parameters())
 
 
@@ -197,7 +197,7 @@ def check_shapes(shapes: dict[str, Shape], expected: dict[str, Shape], family: s
 
 
 def check_finite(weights: dict[str, Tensor]) -> None:
-    """Raise ValueError naming the tensors with values that are not finite, with their numbers of such values."""
+    """Raise ValueError listing the tensors with non-finite values, and the number of these values in each."""
     wrong = []
     for name, tensor in weights.items():
         if not tensor.isfinite().all():

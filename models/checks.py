@@ -1,4 +1,4 @@
-"""Checks shared by the configs of all families; errors say what was found, what was expected, and a valid value."""
+"""Checks shared by the configs of all families; errors state the value, the expectation, and a valid value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def pair(name: str, value: object) -> tuple[int, int]:
 
     Raises ValueError unless the value is one positive integer or two.
     """
-    # JSON and YAML give lists, a command line a single number; `json.dumps` later fails on NumPy integers.
+    # JSON and YAML contain lists, a command line a single number; `json.dumps` later fails on NumPy integers.
     values: tuple[Any, ...] = (value, value)
     if isinstance(value, list | tuple):
         values = tuple(value)
@@ -24,7 +24,7 @@ def pair(name: str, value: object) -> tuple[int, int]:
 
 def is_integer(value: Any, least: int = 1) -> TypeGuard[int]:
     """Return whether a value is an integer of at least `least`; NumPy integers count."""
-    # Python treats True and False as integers; as a size or a number of layers they are mistakes.
+    # Python treats True and False as integers, but as a size or a number of layers they are mistakes.
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
 
@@ -45,7 +45,7 @@ def at_least(config: object, least: int, names: tuple[str, ...]) -> None:
 
 
 def multiple(name: str, value: int, step: int, divisor: str, nearest: str = "nearest") -> None:
-    """Raise ValueError if `value` is not a multiple of `step`; the message calls `step` by `divisor`: "12 heads"."""
+    """Raise ValueError if `value` is not a multiple of `step`, which the message calls `divisor`: "12 heads"."""
     if value % step == 0:
         return
     below = value // step * step

@@ -59,6 +59,7 @@ CHOICES = {
     "last_norm": ("tokens", "pooled", "none"),
     "qkv_bias": ("all", "qv", "none"),
     "rope": ("none", *ROPES),
+    "stem_epsilons": ("original", "timm"),
 }
 UNITS = {  # bottleneck units of the four stages: He et al. 2016; big_vision models/bit.py, get_block_desc
     50: (3, 4, 6, 3),
@@ -80,7 +81,8 @@ CELLS = {"mean_color": 1, "downsized": 4}  # the target of a patch is a grid of 
 # Departures of later ViTs from the paper's; each is off by default.
 SWITCHES = (
     *("patch_bias", "patch_norm", "pre_norm", "last_norm", "norm", "layer_scale", "qk_norm", "attention_norm"),
-    *("mlp_norm", "qkv_bias", "block_bias", "rope", "rope_grid", "pool_prefix", "map_mlp"),
+    *("mlp_norm", "qkv_bias", "block_bias", "rope", "rope_grid", "pool_prefix", "map_heads", "map_mlp"),
+    "stem_epsilons",
 )
 # Fields that may differ between source and target; any other difference would silently change the computation.
 FREE = (
@@ -128,9 +130,8 @@ class ViTConfig:
     norm_eps: float = 1e-6  # added to the variance in LayerNorm
     stem: tuple[int, ...] | None = None  # units per stage of a ResNet before the patches; None: plain ViT
     stem_width: int = 64  # channels of the stem's root
-    # Pixels from 0 to 1 are normalised to (pixel - mean) / std for each of R, G and B; the defaults give -1 to 1.
-    pixel_mean: tuple[float, float, float] = HALF
-    pixel_std: tuple[float, float, float] = HALF
+    pixel_mean: tuple[float, float, float] = HALF  # of R, G and B from 0 to 1: pixels become (pixel - mean) / std
+    pixel_std: tuple[float, float, float] = HALF  # of R, G and B; with the default mean and std, pixels are -1 to 1
     # SWITCHES: departures of later ViTs. With the defaults, none of them adds a parameter or takes time.
     patch_bias: bool = True  # whether the patch embedding has a bias (CLIP: no)
     patch_norm: bool = False  # norm of the patch embeddings, before positions and prefix tokens (AIMv2)
@@ -146,7 +147,9 @@ class ViTConfig:
     rope: str = "none"  # rotary positions in every attention, a row of ROPES; may be combined with a table
     rope_grid: tuple[int, int] | None = None  # patch grid to which coordinates are scaled (EVA-02: that of pretraining)
     pool_prefix: bool = False  # whether pooling by mean or MAP reads the registers too (Perception Encoder)
+    map_heads: int | None = None  # attention heads of the MAP head; None: those of a block
     map_mlp: int | None = None  # hidden width of the MAP head's MLP; None: that of a block
+    stem_epsilons: str = "original"  # added to variances in the stem: the original's, or those of timm
 
     family = "vit"
     head_fields = ("classes", "pool", "representation")  # if one of these differs, the head is not transferred
@@ -187,17 +190,19 @@ class ViTConfig:
             is_valid = len(values) == 3 and all(isinstance(value, int | float) for value in values)
             if not is_valid or not all(map(math.isfinite, values)) or (name == "pixel_std" and min(values) <= 0):
                 raise ValueError(f"{name} must be three numbers for R, G and B, found {values!r}")
-        for name in ("representation", "map_mlp"):
+        for name in ("representation", "map_heads", "map_mlp"):
             if getattr(self, name) is not None:
                 checks.at_least(self, 1, (name,))
+        if self.pool != "map" and (self.map_heads, self.map_mlp) != (None, None):
+            raise ValueError(f"map_heads and map_mlp are fields of the MAP head, found pool={self.pool}")
+        if self.map_heads is not None:
+            checks.multiple("width", self.width, self.map_heads, f"{self.map_heads} heads of the MAP head")
         checks.multiple("width", self.width, self.heads, f"{self.heads} heads")
         # Two axes, and two channels of each pair.
         if self.rope != "none":
             checks.multiple("channels of a head", self.width // self.heads, 4, "4 parts of a rotation")
         if self.rope_grid is not None and (self.rope == "none" or ROPES[self.rope][0] != "index"):
             raise ValueError(f"rope_grid scales coordinates that are counted in patches, found rope={self.rope}")
-        if self.map_mlp is not None and self.pool != "map":
-            raise ValueError(f"map_mlp is a field of the MAP head, found pool={self.pool}")
         if self.pool_prefix and self.pool == "token":
             raise ValueError("pool_prefix extends a mean or MAP pooling, found pool=token")
         if self.activation == "swiglu" and self.pool == "map":
@@ -418,7 +423,7 @@ def to_dict(config: ModelConfig) -> ConfigFields:
     A switch that is off is left out: files and stage keys of the paper's ViT do not change if a switch is added.
     """
     values = asdict(config)
-    for name in SWITCHES:
+    for name in (*SWITCHES, "pixel_mean", "pixel_std"):
         if name in values and values[name] == getattr(ViTConfig, name):
             del values[name]
     return {"family": config.family, **values}
@@ -445,6 +450,10 @@ def check_architecture(source: ModelConfig, target: ModelConfig) -> None:
     for field in fields(source):
         old_value = getattr(source, field.name)
         new_value = getattr(target, field.name)
+        # With another kind of pooling, the head is new.
+        is_of_pooling = field.name in ("map_heads", "map_mlp", "pool_prefix")
+        if is_of_pooling and getattr(source, "pool", None) != getattr(target, "pool", None):
+            continue
         # The initial value of an existing LayerScale does not matter any more.
         if field.name == "layer_scale" and None not in (old_value, new_value):
             continue

@@ -33,7 +33,7 @@ RULES: tuple[tuple[str, str, float], ...] = (
     (r"\bfrequencies$", "frequencies", 0),
     (r"\bprobe$", "probe", 0),
     (r"\bpositions\.", "positions", 0),
-    (r"\b(registers|corruption\.token)$", "normal", 0.02),  # like positions; the papers give no value
+    (r"\b(registers|corruption\.token)$", "normal", 0.02),  # like positions; the papers specify no value
     (r"\b(\w*norm\d?|gn\w+)\.weight$", "constant", 1.0),
     (r"\b(embedding|pre_logits|prediction|conv\w+)\.weight$", "lecun normal", 0),
     (r"\.bias$", "constant", 0.0),
@@ -42,7 +42,7 @@ RULES: tuple[tuple[str, str, float], ...] = (
 
 @torch.no_grad()
 def fill(name: str, tensor: Tensor, config: ViTConfig | BiTConfig, generator: Generator | None = None) -> Tensor:
-    """Initialise the parameter `name` in place and return it; equal generator states give equal bits."""
+    """Initialise the parameter `name` in place and return it; equal generator states produce equal bits."""
     rule = ""
     number = 0.0
     for pattern, rule_of_pattern, number_of_pattern in RULES:

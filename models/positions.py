@@ -153,7 +153,7 @@ class Rotary(nn.Module):
         if self.frequencies is None:
             cos, sin = rotation(self.rope, grid, self.reference, self.head_width, self.prefix, tokens.device)
         else:
-            places = coordinates(self.rope, grid, None, tokens.device).float()  # (N, 2)
+            places = coordinates(self.rope, grid, None, tokens.device)  # (N, 2)
             # A product of elements, not of matrices, which bfloat16 would round.
             angles = (places[:, :, None, None] * self.frequencies.float()).sum(1).transpose(0, 1)  # (H, N, d/2)
             cos, sin = cos_and_sin(self.rope, angles, self.prefix)
@@ -174,9 +174,10 @@ def rotation(
     with torch.inference_mode(False):
         _, base, _, _, _ = ROPES[rope]
         frequencies = head_width // 4  # of each axis; each turns a pair
-        exponent = torch.arange(frequencies, dtype=torch.float64, device=device) / frequencies
+        # In float32 as in the code of these models: their last bits change logits by up to 1e-5.
+        exponent = torch.arange(frequencies, device=device) / frequencies
         places = coordinates(rope, grid, reference, device)  # (N, 2)
-        angles = (places[:, :, None] * base**-exponent).flatten(1)  # (N, d/2), first all pairs of the first axis
+        angles = (places[:, :, None] * (1 / base**exponent)).flatten(1)  # (N, d/2), first all pairs of the first axis
         return cos_and_sin(rope, angles[None], prefix)
 
 
@@ -185,8 +186,7 @@ def coordinates(rope: str, grid: Grid, reference: Grid | None, device: torch.dev
     kind, _, axes, offset, _ = ROPES[rope]
     sides = []
     for axis, length in enumerate(grid):
-        places = torch.arange(length, dtype=torch.float64, device=device)
-        places = places + offset
+        places = torch.arange(length, dtype=torch.float32, device=device) + offset
         if kind == "centred":
             # From -1 to 1, times 2 pi, because the base gives periods, not angles.
             places = (places / length * 2 - 1) * (2 * math.pi)
@@ -207,7 +207,7 @@ def cos_and_sin(rope: str, angles: Tensor, prefix: int) -> Rotation:
     else:
         cos = angles.cos().repeat_interleave(2, dim=-1)
         sin = angles.sin().repeat_interleave(2, dim=-1)
-    return cos.float(), sin.float()
+    return cos, sin
 
 
 def rotate(x: Tensor, rotation: Rotation, rope: str) -> Tensor:

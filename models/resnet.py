@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from models.configs import GROUPS, BiTConfig
 
-# B batch, C channels; images and maps are (B, C, rows, columns)
+# B: batch, C: channels; images and maps are (B, C, rows, columns)
 
 EXPANSION = 4  # a bottleneck outputs 4 times its inner channels: He et al. 2016
 # From vit_jax models_resnet.py for the stem, and from bit_pytorch for BiT.
@@ -41,13 +41,18 @@ class StdConv(nn.Conv2d):
 
 
 class StemConv(StdConv):
-    """The stem's convolution: adds epsilon to the deviation, and pads like TensorFlow."""
+    """The stem's convolution: adds epsilon to the deviation, or as in timm to the variance; pads like TensorFlow."""
+
+    variance_eps: float | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         padded = same_padding(x.to(self.weight.dtype), self.kernel_size[0], self.stride[0])
         # correction=0: JAX divides by the number of entries; torch by default divides by one less.
         deviation, mean = torch.std_mean(self.weight.float(), dim=(1, 2, 3), correction=0, keepdim=True)
-        filters = (self.weight - mean) / (deviation + 1e-5)  # in float32
+        divisor = deviation + 1e-5
+        if self.variance_eps is not None:
+            divisor = (deviation.square() + self.variance_eps).sqrt()
+        filters = (self.weight - mean) / divisor  # in float32
         return F.conv2d(padded, filters.to(padded.dtype), stride=self.stride)
 
 
@@ -147,7 +152,7 @@ def make_stages(units: tuple[int, ...], width: int, unit: type[nn.Module], name:
 class Stem(nn.Module):
     """Maps images to the feature map (B, C, rows, columns) that a hybrid cuts into patches."""
 
-    def __init__(self, units: tuple[int, ...], width: int) -> None:
+    def __init__(self, units: tuple[int, ...], width: int, epsilons: str = "original") -> None:
         super().__init__()
         self.conv_root = StemConv(3, width, 7, 2)
         self.gn_root = nn.GroupNorm(GROUPS, width, eps=STEM_NORM_EPS)
@@ -156,6 +161,12 @@ class Stem(nn.Module):
         self.channels = width
         if units:
             self.channels = width * EXPANSION * 2 ** (len(units) - 1)
+        if epsilons == "timm":
+            for part in self.modules():
+                if isinstance(part, StemConv):
+                    part.variance_eps = 1e-8  # timm models/vision_transformer_hybrid.py, _resnetv2
+                elif isinstance(part, nn.GroupNorm):
+                    part.eps = 1e-5  # GroupNormAct
 
     def forward(self, images: Tensor) -> Tensor:
         x = F.relu(self.gn_root(self.conv_root(images)))

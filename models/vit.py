@@ -285,7 +285,7 @@ class MapHead(nn.Module):
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
-        self.heads = config.heads
+        self.heads = config.map_heads or config.heads
         self.probe = nn.Parameter(torch.empty(1, 1, config.width))
         self.q = nn.Linear(config.width, config.width)
         self.kv = nn.Linear(config.width, 2 * config.width)
@@ -321,7 +321,7 @@ class ViT(nn.Module):
         if config.stem is not None:
             from models.resnet import Stem  # few ViTs have one
 
-            self.stem = Stem(config.stem, config.stem_width)
+            self.stem = Stem(config.stem, config.stem_width, config.stem_epsilons)
             channels = self.stem.channels
         self.embedding = PatchEmbedding(channels, config.width, config.patch, config.patch_bias)
         self.patch_norm = norm_of(config, config.width) if config.patch_norm else None

@@ -104,7 +104,7 @@ def check_model(cfg: TrainConfig, model: ModelConfig, classes: Mapping[str, int]
         f"data.augment.squash is {squash}, smaller than the crop of {height} pixels\n  expected {height} or more",
     )
     cfg.check_architecture(model, key.removesuffix("model"))
-    if cfg.objective == "masked":  # ignores labels
+    if cfg.objective == "masked":  # this objective ignores labels
         return
     for path, number in classes.items():
         if number > model.classes:
@@ -130,7 +130,7 @@ def check_shape(ops: str | None, model: ModelConfig, key: str) -> None:
     )
 
 
-# Resize ops that have an equivalent in other libraries, and its name in models/weights/preprocessing.py.
+# Resize ops with an equivalent in other libraries, and its name in models/weights/preprocessing.py.
 INTERPOLATIONS = {
     "resize": "bilinear",
     "resize_float": "bilinear",

@@ -59,7 +59,7 @@ STOP_POLL_S = 0.2  # between checks for a stop request while waiting for the fir
 DROPOUT = 1
 GREY = 128  # pixel value out of 255; nearly 0 after normalisation
 
-# b: samples of a micro-batch, B: samples of the global batch, S: side of an image in pixels
+# b: samples per micro-batch, B: samples per global batch, S: side of an image in pixels
 
 
 def planned_ids(worker: "Worker", step: int) -> Ids:

@@ -16,10 +16,9 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import cache
+from types import NoneType
 from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
-
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from data.checks import few
 from data.errors import ConfigError
@@ -84,31 +83,51 @@ def require(condition: bool, message: str) -> None:
 # ------------------------------------------------------------------------------------------------ typed sections
 
 
-def build(kind: type[Config], section: object, where: str, defaults: Config | DictConfig | None = None) -> Config:
+def build(kind: type[Config], section: object, where: str, defaults: Config | None = None) -> Config:
     """Build a frozen config of class `kind` from its defaults and a plain section; `where` is its path in messages.
 
-    `defaults` is an instance; if many configs are built from it, pass it through `structured` once. Raises ConfigError
-    naming the key, its value and what was expected.
+    `defaults` is an instance. Raises ConfigError naming the key, its value and what was expected.
     """
-    # Check keys and values before OmegaConf merges them: its errors mention Python types and suggest no similar keys.
-    read_values = _read_section(kind, section, where, (kind, where))
+    return _filled(kind, _read_section(kind, section, where, (kind, where)), where, where, defaults)
+
+
+def _filled(
+    kind: type[Config], values: Mapping[str, object], path: str, stage_path: str, defaults: object = None
+) -> Config:
+    """Return an instance of `kind` with these values, which `_read_section` has read, and defaults for the others.
+
+    Raises ConfigError for a missing value, for null in place of a section, and for values that the class rejects.
+    """
+    fields: dict[str, Any] = {}
+    for field in dataclasses.fields(kind):
+        key = f"{path}.{field.name}"
+        default = getattr(defaults, field.name) if isinstance(defaults, kind) else default_of(field)
+        value = values.get(field.name, default)
+        hint = type_hints(kind)[field.name]
+        inner = section_kind(hint)
+        if field.name not in values:
+            pass
+        elif isinstance(value, Mapping) and inner is not None and not is_named(hint):
+            value = _filled(inner, value, key, stage_path, default)
+        elif isinstance(value, Mapping) and inner is not None:
+            value = {name: _filled(inner, entry or {}, f"{key}.{name}", stage_path) for name, entry in value.items()}
+        elif value is None and NoneType not in get_args(hint) and hint is not Any:
+            raise ConfigError(f"{key} is null, expected a value\n  remove the key to use its default")
+        else:
+            value = as_declared(value, hint)
+            if isinstance(value, Mapping) and isinstance(default, Mapping):
+                value = {**default, **value}
+        if isinstance(value, str) and value == "???":
+            raise ConfigError(f"{key} is missing and has no default\n  type {key}=…")
+        fields[field.name] = value
     try:
-        merged = OmegaConf.merge(kind if defaults is None else defaults, read_values)
-        return OmegaConf.to_object(merged)  # type: ignore[return-value]
-    except OmegaConfBaseException as error:
-        key = where
-        if error.full_key:
-            key = f"{where}.{error.full_key}"
-        reason = str(error).splitlines()[0]
-        if "missing mandatory value" in reason:
-            raise ConfigError(f"{key} is missing and has no default\n  type {key}=…") from None
-        raise ConfigError(f"{key}: {reason}") from None
-    except (ConfigError, ValueError) as error:  # from a dataclass's __post_init__
-        raise ConfigError(f"{where}: {error}") from None
+        return kind(**fields)
+    except (ConfigError, ValueError) as error:  # from __post_init__
+        raise ConfigError(f"{stage_path}: {error}") from None
 
 
 def build_recorded(kind: type[Config], values: Mapping[str, Any], where: str) -> Config:
-    """Build a config from the plain values of a record, which an earlier version may have written.
+    """Build a config from the plain values of a record, possibly written by an earlier version of Patchline.
 
     Keys that no longer exist are dropped if their value is null. Raises ConfigError like `build`.
     """
@@ -133,9 +152,25 @@ def default_of(field: "dataclasses.Field[Any]") -> Any:
     return field.default
 
 
-def structured(defaults: ConfigDataclass | type[ConfigDataclass]) -> DictConfig:
-    """Convert a config class or instance to an OmegaConf object, for use as `defaults` of `build`."""
-    return OmegaConf.structured(defaults)
+@cache
+def type_hints(kind: type[ConfigDataclass]) -> Mapping[str, Any]:
+    """Return the type of each field of a config class."""
+    return get_type_hints(kind)
+
+
+def as_declared(value: object, hint: Any) -> Any:
+    """Convert a value that has been read for a field of this type: whole numbers to floats or text, also in lists."""
+    allowed = [part for part in get_args(hint) if part is not NoneType]
+    if NoneType in get_args(hint) and len(allowed) == 1:
+        (hint,) = allowed
+    if isinstance(value, list | tuple) and get_args(hint):
+        entries = [as_declared(entry, get_args(hint)[0]) for entry in value]
+        return tuple(entries) if get_origin(hint) is tuple else entries
+    if isinstance(value, Mapping) and len(get_args(hint)) == 2:
+        return {str(name): as_declared(entry, get_args(hint)[1]) for name, entry in value.items()}
+    if hint in (float, str) and isinstance(value, int | float) and not isinstance(value, bool):
+        return hint(value)
+    return value
 
 
 def _read_section(
@@ -150,7 +185,7 @@ def _read_section(
     if not isinstance(section, Mapping):
         listed = few(known, MOST_NAMES, ", …")
         example = ""
-        for name, hint in get_type_hints(kind).items():
+        for name, hint in type_hints(kind).items():
             # Suggest the first key that accepts the value, for example data.train=shards for data=shards.
             with suppress(ConfigError):
                 if name in known and section_kind(hint) is None and section not in (None, ""):
@@ -158,7 +193,7 @@ def _read_section(
                     example = f"\n  for example, type {where}.{name}={shown(section)}"
                     break
         raise ConfigError(f"{where} is {shown(section)}, expected a section with the keys {listed}{example}")
-    hints = get_type_hints(kind)
+    hints = type_hints(kind)
     read_values: dict[str, object] = {}
     for name, value in section.items():
         path = f"{where}.{name}"
@@ -169,7 +204,7 @@ def _read_section(
                 raise ConfigError(f"unknown key {path}; did you mean {stage_path}.{other}?")
             hint = did_you_mean(str(name), known)
             for key in known:
-                if "".join(word[0] for word in key.split("_")) == name:  # bs of batch_size
+                if "".join(word[0] for word in key.split("_")) == name:  # an abbreviation, such as bs for batch_size
                     hint = f"; did you mean {key!r}?"
             if "known:" in hint and len(known) > MOST_NAMES:
                 hint = "\n  all keys: docs/configuration.md, or python -m jobs plan RECIPE --resolved"
@@ -227,7 +262,7 @@ def find_key(word: str, kind: type[ConfigDataclass]) -> str | None:
 def keys_of(kind: type[ConfigDataclass]) -> Iterator[str]:
     """Iterate the dotted keys of a config class: its own keys first, then those of its sections."""
     inside = []
-    for name, hint in get_type_hints(kind).items():
+    for name, hint in type_hints(kind).items():
         inner = section_kind(hint)
         if name not in kind.__dataclass_fields__:
             continue

@@ -60,12 +60,12 @@ class Health:
     ) -> None:
         self.cfg = cfg
         self.hooks = hooks
-        self.directory = directory  # the stage's folder
+        self.directory = directory  # folder of the stage
         self.checkpoints = checkpoints
         self.telemetry = telemetry
         self.recent: deque[StepRecord] = deque(maxlen=RECENT)
         self.skipped_in_a_row = 0
-        self.bad_of_this_worker = 0  # bad samples
+        self.bad_of_this_worker = 0  # number of bad samples on this worker
         self.excluded = read_excluded(directory)
 
     def next_step(self, step: int) -> int:

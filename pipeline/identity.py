@@ -37,7 +37,7 @@ SHOULD_BE_EQUAL = ("python", "ray", "numpy")
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 DEVICE = ("device", "GPU driver")  # hardware properties that should be equal on all workers
 DIGEST_CHARACTERS = 12  # length of a digest in messages
-WORKERS_PER_GPU = "PATCHLINE_WORKERS_PER_GPU"  # environment variable
+WORKERS_PER_GPU = "PATCHLINE_WORKERS_PER_GPU"  # environment variable for trials that share a GPU
 NO_RANK = -1  # rank of a node without a worker
 
 

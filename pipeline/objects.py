@@ -1,7 +1,7 @@
 """Sends objects between workers as JSON: torch's collectives of objects would pickle them.
 
-Unpickling executes what the bytes say. Torch's store and gloo accept connections from everybody who reaches their
-ports, so a stranger could run code in the workers. `send_as_json` replaces the pickler of `torch.distributed` in this
+Unpickling can execute arbitrary code. Torch's store and gloo accept connections from anyone who reaches their ports, so
+an attacker could run code in the workers. `send_as_json` replaces the pickler of `torch.distributed` in this
 process, for `all_gather_object`, `broadcast_object_list` and their callers in DeepSpeed. A received object can only be:
 a JSON value, a tuple, a dict with other keys, an array of numbers, a tensor, or an instance of CLASSES.
 
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed.distributed_c10d as torch_objects
 
-# Dataclasses, and exceptions, which are sent with their arguments.
+# Accepted dataclasses and exceptions; exceptions are sent with their arguments.
 CLASSES = (
     "pipeline.checkpoints.manifest.Manifest",
     "pipeline.checkpoints.stage_checkpoints.WrittenFile",
@@ -32,7 +32,7 @@ CLASSES = (
     "data.errors.MismatchedNodes",
     "data.errors.RunOwned",
 )
-NUMBERS = "biuf"  # kinds of numpy's types: booleans, integers and floats; an array of objects would be pickled
+NUMBERS = "biuf"  # accepted kinds of NumPy arrays: booleans, integers, floats; arrays of objects would be pickled
 
 
 def send_as_json() -> None:
@@ -44,18 +44,18 @@ def send_as_json() -> None:
 
 
 class JsonWriter:
-    """Takes the place of `pickle.Pickler`."""
+    """Replacement for `pickle.Pickler`."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file = file
 
     def dump(self, value: object) -> None:
-        """Write an object. Raises TypeError if a part of it is none of the kinds that the receiver accepts."""
+        """Write an object. Raises TypeError if the receiver would not accept a part of it."""
         self.file.write(json.dumps(encoded(value)).encode())
 
 
 class JsonReader:
-    """Takes the place of `pickle.Unpickler`."""
+    """Replacement for `pickle.Unpickler`."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file = file
@@ -92,7 +92,7 @@ def encoded(value: Any) -> Any:
 
 
 def decoded(value: Any) -> Any:
-    """Return the object of JSON values. Raises ValueError for a class that is not in CLASSES."""
+    """Restore an object from JSON values. Raises ValueError for a class outside CLASSES."""
     if isinstance(value, list):
         return [decoded(item) for item in value]
     if not isinstance(value, dict):

@@ -152,7 +152,7 @@ def keep_freed_memory() -> str:
     """
     # Values from malloc.h, described in mallopt(3).
     settings = {
-        "M_TRIM_THRESHOLD": (-1, -1),  # never
+        "M_TRIM_THRESHOLD": (-1, -1),  # never trim the heap
         # Do not map large blocks separately. The alternative, raising M_MMAP_THRESHOLD above 32 MB, has no effect
         # before glibc 2.35 (`do_set_mmap_threshold` in malloc.c).
         "M_MMAP_MAX": (-4, 0),
@@ -286,7 +286,7 @@ def arithmetic_conditions() -> dict[str, str]:
 
 
 def memory_free() -> int:
-    """Return the free memory of the machine in bytes, or what is left of the container's limit if that is less."""
+    """Return the free memory of the machine in bytes, or the rest of the container's limit if smaller."""
     free = psutil.virtual_memory().available
     # cgroup v2; without a limit the file contains "max", which int() rejects.
     with suppress(OSError, ValueError):
@@ -443,7 +443,7 @@ def log_differences(arrivals: Sequence[Arrival], claimed: float, log: Callable[[
             f"the clock of {worker_name(furthest.identity)} is {abs(skew_s):.1f} s {side} the clock of "
             f"{worker_name(first.identity)}: times from different nodes cannot be compared; synchronise them with NTP"
         )
-    # The start takes an unknown time, so a clock that is ahead of the driver's cannot be detected.
+    # The start takes an unknown time, so a clock ahead of the driver's cannot be detected.
     behind_s = claimed - first.clock_s
     if behind_s > SKEW_S:
         log(

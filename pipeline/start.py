@@ -56,6 +56,7 @@ from pipeline.process_group import (
 from pipeline.training_config import Phase, TrainConfig, has_one_shape, smaller_sizes
 from pipeline.training_data import batch_arithmetic, cache_line, steps_of, training_order
 from pipeline.values import counted
+from pipeline.variables import note_values, recorded
 from pipeline.worker import Group, Job, Progress, Setup, StageData, StopRequest, TrainingLog
 
 MOST_COMPILED = 64  # maximum number of compiled versions of a block; each number of tokens needs one
@@ -83,6 +84,7 @@ def read_task(task: Mapping[str, Any]) -> WorkerTask:
 
     Raises ConfigError.
     """
+    note_values(task.get("variables", {}))
     plain_config = json.loads(json.dumps(task["config"]))  # tuples become lists, as in a recipe
     hooks = task.get("hooks", {})
     return WorkerTask(build_config(plain_config, hooks), Job(**task["job"]), hooks)
@@ -105,7 +107,7 @@ def set_up(task: WorkerTask) -> tuple[Worker, Progress]:
     with group.phases.rank_0_phase("restore", 0, group.rank == 0):
         chosen = restore.choose_together(checkpoints, job.attempt, log)
     if chosen is not None:
-        # A checkpoint that was copied here from another stage would load without an error if its shapes match.
+        # A checkpoint copied here from another stage would load without an error if its shapes match.
         check_stage(cfg, job, chosen.manifest, checkpoints.address)
 
     # 2. Build everything. When resuming, do not read the weights of `init`: they may have been deleted.
@@ -304,7 +306,9 @@ def check_stage(cfg: TrainConfig, job: Job, manifest: Manifest, folder: str) -> 
     if manifest.key == job.key:
         return
     # The key also covers the stage's inputs, so it can differ although all config fields are equal.
-    changed = "; ".join(config.differences(manifest.config, config.tagged(cfg, "forbid"))) or "its inputs"
+    changed = (
+        "; ".join(config.differences(recorded(manifest.config), recorded(config.tagged(cfg, "forbid")))) or "its inputs"
+    )
     raise CheckpointError(
         f"the newest checkpoint in {folder} has stage key {manifest.key[:8]}, expected {job.key[:8]}; "
         f"changed: {changed}\n  move the checkpoint back to its own stage"

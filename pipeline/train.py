@@ -41,6 +41,7 @@ from pipeline.monitoring.telemetry import Window, account, log_line, memory_gb, 
 from pipeline.optimization import learning_rate
 from pipeline.start import Worker, read_task, set_up
 from pipeline.training_config import flops_of
+from pipeline.variables import recorded
 from pipeline.worker import Progress, handle_sigterm
 
 BAD_GRACE = 10_000  # until this many samples were seen, max_bad_fraction is relative to this number
@@ -172,7 +173,7 @@ class StepOutcome(NamedTuple):
     """The outcome of a step, on this worker and on all workers."""
 
     mean_loss: float
-    bad_samples: int  # on all workers
+    bad_samples: int  # number of bad samples on all workers
     stopping: bool  # whether any worker was requested to stop
     all_written: bool  # whether every worker has written its file of the save in flight
     planned: Ids  # samples of the global batch, as counted in the ledger
@@ -220,13 +221,13 @@ def take_step(worker: Worker, step: int, batches: Iterator[Batch]) -> StepOutcom
 def count_step(worker: Worker, progress: Progress, outcome: StepOutcome) -> None:
     """Collective: add a completed step to the progress and the records; raise if the run cannot continue.
 
-    Raises RolledBack or Diverged after too many steps in a row with a non-finite gradient, DataError after too many
-    bad samples, CheckpointError after too many failed saves in a row.
+    Raises RolledBack or Diverged after too many consecutive steps with a non-finite gradient, DataError after too many
+    bad samples, CheckpointError after too many consecutive failed saves.
     """
     health = worker.health
     saver = worker.saver
     norm = worker.engine.gradient_norm
-    # The ledger covers the planned samples, whatever replaced the bad ones.
+    # The ledger covers the planned samples, not the replacements of bad ones.
     progress.ledger = progress.ledger.update(progress.step, *outcome.planned)
     progress.step += 1
     progress.bad_samples += outcome.bad_samples
@@ -353,7 +354,7 @@ def begin_save(worker: Worker, progress: Progress) -> None:
         world=worker.group.world,
         zero=worker.cfg.zero,
         # Only fields that must not change on resume; if the resume is refused, the error lists the differing keys.
-        config=config.tagged(worker.cfg, "forbid"),
+        config=recorded(config.tagged(worker.cfg, "forbid")),
         key=worker.job.key,
         code=worker.job.code,
         bad_samples=progress.bad_samples,

@@ -111,9 +111,9 @@ class ProbeConfig:
     def __post_init__(self) -> None:
         require((self.train is None) == (self.test is None), "probe: set both train and test, or neither")
         fewest = min(self.shots, default=0)
-        require(fewest > 0, f"probe.shots is {self.shots}, expected numbers of 1 or more")
+        require(fewest > 0, f"probe.shots is {self.shots}, expected one or more numbers ≥ 1")
         require(len(self.seeds) > 0, "probe.seeds is empty, expected at least one seed")
-        require(min(self.seeds) >= 0, f"probe.seeds is {self.seeds}, expected seeds of 0 or more")
+        require(min(self.seeds) >= 0, f"probe.seeds is {self.seeds}, expected seeds ≥ 0")
         require(len(set(self.seeds)) == len(self.seeds), f"probe.seeds is {self.seeds}, expected no duplicates")
         at_least(self, 0, "l2", "probe.")
 
@@ -143,7 +143,7 @@ class EngineConfig:
     precision: Literal["bf16", "fp32"] = "bf16"  # of weights and activations; gradient sums and optimizer are fp32
     zero: int = 2  # DeepSpeed ZeRO stage: workers shard optimizer state (1), also gradients (2), also weights (3)
     checkpoint_blocks: int = 0  # number of blocks that recompute their activations in the backward pass
-    compile: bool = False  # torch.compile, block by block
+    compile: bool = False  # compile each block with torch.compile
     # path of your own ds_config.json; it may only tune data movement (overlap_comm, bucket sizes:
     # docs/design/step.md)
     deepspeed: str | None = None
@@ -256,9 +256,8 @@ class TrainConfig(SavingConfig, EngineConfig):
             unit = self.exact_parts * self.micro_batch
             require(
                 self.batch_size % unit == 0 and not self.uneven,
-                f"exact_parts {self.exact_parts} needs equal parts of whole micro-batches, but batch_size "
-                f"{self.batch_size} is not a multiple of {self.exact_parts} × micro_batch {self.micro_batch} = {unit}, "
-                "or uneven is true",
+                f"exact_parts {self.exact_parts} needs uneven=false, and a batch_size that is a multiple of "
+                f"{self.exact_parts} × micro_batch {self.micro_batch} = {unit}; batch_size is {self.batch_size}",
             )
         if self.data.mixture:
             # Every set must get at least one sample in a batch.

@@ -1,4 +1,4 @@
-"""The length of a stage, its sample order, the distribution of a batch over workers, and the loader of one worker.
+"""Derives a stage's length, its sample order, the distribution of a batch over workers, and each worker's loader.
 
 In:  a TrainConfig and the indexes of its sets
 Out: a number of steps; a joined index with its sample order; an Arithmetic; a TrainLoader for some slots of each batch
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 BYTES_FP32 = 4
 BYTES_BF16 = 2
-MOST_SAMPLES = 2**63 - 1  # samples that a stage can count
+MOST_SAMPLES = 2**63 - 1  # limit of the sample counter of a stage
 
 
 # ------------------------------------------------------------------------ steps and batches
@@ -84,7 +84,8 @@ def batch_arithmetic(cfg: TrainConfig, world: int) -> Arithmetic:
         not cfg.exact_parts or cfg.exact_parts % world == 0,
         f"exact_parts {cfg.exact_parts} cannot be divided among {world} workers; use 1, 2, … up to {cfg.exact_parts}",
     )
-    # All workers take the same number of micro-batches, because their collectives must match: the largest share counts.
+    # All workers process the same number of micro-batches, because their collectives must match. The largest share
+    # determines it.
     largest_share = math.ceil(cfg.batch_size / world)
     accumulation = math.ceil(largest_share / cfg.micro_batch)
     smallest_share = cfg.batch_size // world
@@ -101,7 +102,7 @@ def batch_arithmetic(cfg: TrainConfig, world: int) -> Arithmetic:
 def steps_of(cfg: TrainConfig, samples: int) -> int:
     """Return the number of optimizer steps of a stage: passes · samples / batch, rounded as in big_vision utils.steps.
 
-    `samples` includes dropped shards, so that a stage keeps its number of steps when it drops a shard.
+    `samples` includes dropped shards, so that dropping a shard does not change the number of steps.
     """
     if cfg.steps is not None:
         return cfg.steps
@@ -158,14 +159,14 @@ def check_end_of_decay(cfg: TrainConfig, key: str) -> None:
 
 
 def training_order(cfg: TrainConfig, sets: Sequence[Index]) -> tuple[Index, Order | Mixture]:
-    """Return the index of the training data and the order of its samples.
+    """Build the index of the training data and the order of its samples.
 
     The index joins the sets of `cfg.data.sets()`; shards in `cfg.data.drop` are empty in it.
     """
-    # First of all: a dropped shard counts as empty, and the other shards keep their numbers.
+    # Do this first: a dropped shard counts as empty, and the other shards keep their numbers.
     sets = exclude(sets, cfg.data.drop)
     options: dict[str, Any] = {"seed": cfg.seed, "batch_size": cfg.batch_size, "tail": cfg.data.tail}
-    # Options that the recipe leaves open use the defaults of data.Order, which depend on the batch size.
+    # Unset options use the defaults of data.Order, which depend on the batch size.
     if cfg.data.lanes is not None:
         options["lanes"] = cfg.data.lanes
     if cfg.data.shuffle_block is not None:
@@ -190,8 +191,8 @@ def training_loader(
     accumulation: int | None = None,
     processes: int = 0,
 ) -> "TrainLoader":
-    """Return the loader for these slots of every global batch from a step on, counted from 0, as configured."""
-    from data.loader import TrainLoader  # imported here, because recipes are checked without torch
+    """Build the loader for these slots of every global batch, beginning at `start_step` (counted from 0)."""
+    from data.loader import TrainLoader  # imported here, so that recipes can be checked without torch
 
     return TrainLoader(
         index,
@@ -212,7 +213,7 @@ def training_loader(
 
 
 def cache_line(index: Index, order: Order | Mixture, slots: range, step: int, cfg: DataConfig) -> str:
-    """Return a text that says whether the shards to read ahead fit into a node's cache and, if not, what to type."""
+    """Describe whether the upcoming shards fit into a node's cache and, if not, which setting to change."""
     count, size = remote_shards_ahead(index, order, slots, step, cfg.cache)
     last_step = step + cfg.cache.ahead
     limit = cfg.cache.limit_bytes

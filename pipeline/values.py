@@ -1,4 +1,4 @@
-"""Reads values as people write them in recipes, and formats numbers for messages and log lines.
+"""Parses the values that people write in recipes, and formats numbers for messages and log lines.
 
     read_value("30min", float, "pretrain.timeout_s")      1800.0
     read_value("80GB", int, "data.cache.limit_bytes")     80_000_000_000
@@ -33,12 +33,12 @@ NUMBER = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-z]+)"
 WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 EXPECTED: dict[object, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
 PLURALS: dict[object, str] = {int: "whole numbers", float: "numbers", str: "strings", int | str: "numbers or strings"}
-# Number formats used in many countries, such as 10,000, 0,001 and 50%, and what to replace to get a recipe's format.
+# Common number formats that recipes do not accept, such as 10,000, 0,001 and 50%, and their replacements.
 OTHER_NUMBERS = {
     int: ((",", ""), ("%", "e-2"), ("_", ""), (" ", "")),
     float: ((",", "."), ("%", "e-2"), ("_", ""), (" ", "")),
 }
-LONGEST = 80  # characters; longer values are cut in messages
+LONGEST = 80  # characters; longer values are truncated in messages
 
 
 class Unit(NamedTuple):
@@ -57,7 +57,7 @@ UNITS = {  # ending of a key's name → unit
 
 
 def unit_of(key: str) -> Unit | None:
-    """Return the unit that the ending of a key's name stands for; None for other endings."""
+    """Return the unit implied by the ending of a key's name; None for other endings."""
     for end, unit in UNITS.items():
         if key.endswith(end):
             return unit
@@ -65,7 +65,7 @@ def unit_of(key: str) -> Unit | None:
 
 
 def read_value(value: object, hint: Any, key: str) -> object:
-    """Convert a recipe's value to the type of its field, `hint`; values of other types than the known are unchanged.
+    """Convert a recipe's value to the type of its field, `hint`; values of unknown types are returned unchanged.
 
     Raises ConfigError naming the key, the value and what was expected.
     """
@@ -164,7 +164,7 @@ def read_number(value: int | float | str, key: str, *, whole: bool) -> int | flo
 
 
 def shown(value: object) -> str:
-    """Format a value on one line as in a recipe; a long value is cut."""
+    """Format a value on one line as in a recipe; long values are truncated."""
     text = flow_yaml(value)
     if len(text) > LONGEST:
         return f"{text[:LONGEST]}…"
@@ -190,7 +190,7 @@ def flow_yaml(value: object) -> str:
     return str(value)
 
 
-# ------------------------------------------------------------------------ numbers for people
+# ------------------------------------------------------------------------ formatting numbers
 
 
 def amount(value: float) -> str:

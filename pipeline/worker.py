@@ -120,7 +120,7 @@ class StageData:
 
 @dataclass
 class TrainingLog:
-    """The steps that have not been reported yet, and the learning rate of the last step."""
+    """The unreported steps, and the learning rate of the last step."""
 
     window: Window = field(default_factory=Window)  # steps since the last record
     since_line: Window = field(default_factory=Window)  # recorded steps since the last log line
@@ -151,7 +151,7 @@ class Setup:
 class Progress:
     """All state that changes with each step, as plain data; a checkpoint's manifest stores it."""
 
-    step: int  # completed steps
+    step: int  # number of completed steps
     bad_samples: int  # number of bad samples on all workers since step 0
     ledger: Ledger
     last_metrics: dict[str, float] = field(default_factory=dict)  # metrics of this attempt's last evaluation

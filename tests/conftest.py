@@ -1,6 +1,7 @@
 """Tiny shards and a tiny campaign that several test files share; at the end, how long each area took."""
 
 import os
+import socketserver
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,10 @@ os.environ["PATCHLINE_REPORT"] = "off"
 from data.shards.packing import pack
 from data.sources.samples import digits
 from tests.support.recipes import TINY
+
+# A server that is shut down waits for the end of its poll, by default half a second. Tests stop hundreds of servers,
+# ours and those of libraries that imitate stores.
+socketserver.BaseServer.serve_forever.__defaults__ = (0.02,)
 
 
 @pytest.fixture(scope="session")

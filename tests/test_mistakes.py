@@ -70,7 +70,7 @@ COMMANDS = """
 64 replay runs/none step=120                  => no run at runs/none|expected a run directory
 64 audit runs/none                            => no run at runs/none
 64 status .                                   => no run at
-64 new photos --minutes 2weeks                => '2weeks' is not a time|2min
+64 new photos --minutes 2weeks                => '2weeks' is not a duration|2min
 78 plan tiny.yaml pretrain.bs=64              => unknown key pretrain.bs; did you mean 'batch_size'?
 65 new photso                                 => did you mean 'photos'?
 64 new two words                              => 'two words' is one folder|quote its name
@@ -84,14 +84,14 @@ COMMANDS = """
 78 export weights out --format hf --preprocess resize(8 => lacks a bracket
 64 export                                     => Missing argument 'WEIGHTS'|jobs export runs/photos/pretrain exported
 64 export weights                             => Missing argument 'TARGET'|exported --format timm
-64 export weights out                         => Missing option '--format'|safetensors, npz, timm, hf|--format timm
+64 export weights out                         => Missing option '--format'|safetensors, npz, pth, timm, hf|--format timm
 64 export weights out --format onnx           => 'onnx' is not one of
 65 export runs/none out --format hf           => no file or folder at runs/none
 65 export photos out --format hf              => cannot load photos|contains neither model.json
-64 new photos --minutes 0                     => --minutes 0: expected a training time greater than 0|type --minutes 10
+64 new photos --minutes 0                     => --minutes is 0, expected a training time|type --minutes 10
 78 new photos --model S16                     => S16 is not a model name; did you mean S/16?
 65 new photos --init photos                   => contains no weights|expected RUN/STAGE
-64 new loose --init weights                   => --init fine-tunes on labels|omit --init
+64 new loose --init weights                   => --init needs labels for fine-tuning|omit --init
 64 new photos --output empty                  => --output empty is a folder|for example empty/photos.yaml
 64 new photos --output nowhere/x.yaml         => the folder nowhere does not exist
 64 new photos/cat photos/dog loose            => no folder or pattern matches exactly these paths|a quoted pattern
@@ -108,7 +108,7 @@ COMMANDS = """
 65 evaluate nowhere shards/test               => no file or folder at nowhere|expected an official .npz
 64 evaluate weights shards/test --protocol top1 => did you mean 'top-1'?
 65 import nowhere.npz out                     => no file or folder at nowhere.npz
-65 import tiny.yaml out                       => cannot load tiny.yaml|convert them to safetensors first
+65 import tiny.yaml out                       => cannot load tiny.yaml|it is not a weights file
 64 pack photos out                            => for example: python -m jobs pack folder photos/train shards/train
 64 pack photo photos out                      => source is photo|expected one of folder, table, tars
 65 pack folder nowhere out                    => no file or folder at nowhere
@@ -124,7 +124,7 @@ COMMANDS = """
 65 index nowhere                              => this folder does not exist
 65 index labelless                            => no sample has a usable label|expected samples with an image
 65 data check photos                          => python -m jobs pack folder photos photos-shards
-65 data repair shards/train shards/train      => contains the set to repair|choose another folder
+65 data repair shards/train shards/train      => contains the data set to repair|type another folder
 78 subset shards/train --output out           => the subset has no rule|expected one or more of keep
 78 subset shards/train --shots 5 --output out => shots needs a seed, but none is set|set one
 78 plan tiny.yaml --gpu v100                  => did you mean 'h100'?
@@ -134,7 +134,7 @@ COMMANDS = """
 
 # The same for `plan tiny.yaml`, with the arguments after it.
 KEYS = """
-78 lr=1e-3                          => lr is 0.001, expected a stage's section|type for example pretrain.optim.lr=0.001
+78 lr=1e-3                          => lr is 0.001, expected a stage's section|for example pretrain.optim.lr=0.001
 78 optim.lr=1e-3                    => optim is a key of a stage (pretrain.optim), not a stage
 78 Pretrain.steps=3                 => unknown stage or key Pretrain; did you mean 'pretrain'?
 78 pretrain.lr=1e-3                 => unknown key pretrain.lr; did you mean pretrain.optim.lr?
@@ -227,7 +227,7 @@ RECIPES: dict[str, tuple[str | bytes, int, str]] = {
     "a list": ("- pretrain\n", 78, "is not a mapping|expected `key: value` lines"),
     "a text": ("pretrain\n", 78, "is not a mapping|expected `key: value` lines"),
     "tabs": (TINY.replace("  steps", "\tsteps"), 78, "line 8: found a tab|expected spaces"),
-    "a key twice": (TINY + "  steps: 30\n", 78, "line 12: found duplicate key steps|remove one of the two"),
+    "a key twice": (TINY + "  steps: 30\n", 78, "line 12: found duplicate key steps|remove one of the duplicates"),
     "one space more": (TINY.replace("  steps", "   steps"), 78, "line 8|the keys of a section in the same column"),
     "no indentation": (TINY.replace("\n  ", "\n"), 78, "pretrain is null|or make it a section"),
     "no space behind a colon": (TINY.replace("steps: 24", "steps:24"), 78, "line 8|steps:24|with a space after"),
@@ -253,7 +253,7 @@ RECIPES: dict[str, tuple[str | bytes, int, str]] = {
     "a stage without content": (TINY + "finetune:\n", 78, "finetune is null, expected a stage's section"),
     "a stage of no kind": (TINY + "mine: {steps: 3}\n", 78, "unknown stage or key mine|mine.kind=… with one of pack"),
     "a kind that is none": (TINY + "mine: {kind: training}\n", 78, "mine.kind is training|expected one of pack"),
-    "a name with a space": (TINY + "my stage: {kind: pretrain}\n", 78, "a stage is called 'my stage'|rename it"),
+    "a name with a space": (TINY + "my stage: {kind: pretrain}\n", 78, "a stage is named 'my stage'|rename it"),
     "a circle": (TINY + '  init: "@finetune"\nfinetune: {init: "@pretrain"}\n', 78, "in a cycle: pretrain ← finetune"),
     "a misspelt reference": (
         TINY + 'resize: {init: "@pretain"}\n',

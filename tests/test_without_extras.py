@@ -37,8 +37,9 @@ for name in sys.argv[1:]:
         print(f"{name}: {type(error).__name__}: {error}")
 """
 
-# Takes each extra out of the tree in turn, and forks a process that imports our modules anew; libraries are imported
-# once. A fork exits with the code of a command that resolves a recipe before it looks for the stage.
+# Takes each extra out of the tree in turn, and forks a process that imports the extras anew. Libraries and the core are
+# imported once: the core imports no extra (tests/test_layout.py). A fork exits with the code of a command that resolves
+# a recipe before it looks for the stage.
 WITHOUT_EACH = """
 import importlib, os, sys, traceback
 from pathlib import Path
@@ -60,7 +61,7 @@ for extra in map(Path, sys.argv[1:]):
         with open(".".join(extra.parts), "w") as file:
             os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
         for name in list(sys.modules):
-            if name.split(".")[0] in ("models", "data", "pipeline", "jobs"):
+            if "extras" in name.split("."):
                 del sys.modules[name]
         importlib.invalidate_caches()
         try:

@@ -1,6 +1,6 @@
-"""The command line: runs all parts, or those named; with `--part` one part in this process, as the runner starts it.
+"""The command line: runs all parts or selected ones. With `--part`, it runs one part, as a child process of the runner.
 
-Nothing heavy is imported here: on a bare machine most of it is importable only after the bundle is unpacked.
+No large packages are imported at the top: on a bare machine most of them are missing until the bundle is unpacked.
 """
 
 import argparse
@@ -20,22 +20,24 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.gpu import __doc__ as DESCRIPTION
 
 ROOT = Path(__file__).parents[2]
-BUDGET_S = 560.0  # a machine that is lent for ten minutes also needs some to start
-CORES_OF_A_PART = 3  # of those that run side by side
+BUDGET_S = 560.0  # fits into ten minutes, including the start of the machine
+CORES_OF_A_PART = 3  # cores for each of the parallel parts
 NO_GPU = 69  # exit code: unavailable
-LOGS = ("log.txt", "metrics.jsonl", "*.log")  # packed after a run
+LOGS = ("log.txt", "metrics.jsonl", "*.log")  # files to pack after a run
 PR_SET_PDEATHSIG = 1  # from prctl.h
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the parts and return the exit code: 1 if one of them failed or was stopped."""
+    """Run the parts; return the exit code, which is 1 if a part failed or was stopped."""
     parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], help="cuda if torch sees a GPU, cpu otherwise")
-    parser.add_argument("--out", type=Path, help="folder of results.jsonl, log.txt and the page")
-    parser.add_argument("--work", type=Path, help="folder of temporary files, which are kept; 10 GB on a GPU machine")
-    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="run the parts whose names have a WORD")
-    parser.add_argument("--budget", type=float, default=BUDGET_S, metavar="S", help="seconds for all parts together")
-    parser.add_argument("--bundle", action="store_true", help="unpack .gpu/ first and run with what it holds")
+    parser.add_argument("--out", type=Path, help="folder for results.jsonl, log.txt and the page")
+    parser.add_argument("--work", type=Path, help="folder for temporary files, which are kept (10 GB on a GPU machine)")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="WORD", help="run only parts whose names contain a WORD"
+    )
+    parser.add_argument("--budget", type=float, default=BUDGET_S, metavar="S", help="total seconds for all parts")
+    parser.add_argument("--bundle", action="store_true", help="unpack .gpu/ first and run with its packages")
     parser.add_argument("--site", type=Path, default=Path("/tmp/patchline-site"), help="where --bundle unpacks it")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
@@ -62,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run_part(options: argparse.Namespace) -> int:
-    """Run one part in this process, which dies with the runner."""
+    """Run one part in this process; the process ends if the runner ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     from benchmarks.gpu.parts import Context, parts_of
 
@@ -70,11 +72,11 @@ def run_part(options: argparse.Namespace) -> int:
         if part.name == options.part:
             part.run(Context(options.device, options.work, options.rows))
             return 0
-    raise SystemExit(f"no part is called {options.part!r}")
+    raise SystemExit(f"unknown part {options.part!r}")
 
 
 def run_all(device: str, options: argparse.Namespace) -> int:
-    """Run the parts of a device in processes of their own."""
+    """Run the parts for a device in separate processes."""
     from benchmarks.gpu import page
     from benchmarks.gpu.parts import Part, parts_of
     from benchmarks.gpu.run import Run
@@ -116,7 +118,7 @@ def run_all(device: str, options: argparse.Namespace) -> int:
         environment=environment,
     )
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    print(f"the page grows at {target}", flush=True)
+    print(f"writing results to {target}", flush=True)
     try:
         outcomes = run.run()
     finally:
@@ -127,7 +129,7 @@ def run_all(device: str, options: argparse.Namespace) -> int:
 
 
 def pack_logs(work: Path, target: Path) -> None:
-    """Pack the logs and metrics of everything that ran, which explain a row that surprises."""
+    """Pack the logs and metrics of all parts, which help to explain surprising rows."""
     with tarfile.open(target, "w:gz") as archive:
         for pattern in LOGS:
             for path in sorted(work.rglob(pattern)):

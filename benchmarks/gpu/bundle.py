@@ -1,4 +1,4 @@
-"""What a bare GPU machine lacks, in one folder that travels with the checkout: `make gpu-bundle` writes `.gpu/`.
+"""Bundles the packages that a bare GPU machine lacks, to copy with the checkout: `make gpu-bundle` writes `.gpu/`.
 
     make gpu-bundle                                  here; a few minutes, 41 MB
     python3 -m benchmarks.gpu --bundle --out OUT     there, in the checkout
@@ -7,9 +7,9 @@ The machine has Python 3.12 on x86-64 with torch, torchvision, timm, transformer
 network and perhaps no git. It lacks Ray, DeepSpeed, webdataset, omegaconf and their requirements. Versions are those of
 constraints.txt.
 
-1. Wheels are downloaded for that Python, whichever Python runs this. DeepSpeed has none: it is built from its source
-   without its operators, for which nothing is compiled.
-2. Parts of Ray that no campaign uses are removed, and symbols are stripped: 150 MB of 210.
+1. Wheels are downloaded for the machine's Python, independent of the Python that runs this. DeepSpeed has no wheel: it
+   is built from source without its operators, which needs no compiler.
+2. Unused parts of Ray are removed, and symbols are stripped, which saves 150 of 210 MB.
 3. `.gpu/site.tar.gz` holds the packages, `.gpu/commit` the commit, because the machine has no git.
 """
 
@@ -26,7 +26,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-LIMIT_BYTES = 64 << 20  # of checkout and bundle together
+LIMIT_BYTES = 64 << 20  # maximum size of checkout and bundle together
 PYTHON = "3.12"
 PLATFORMS = ["manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64"]
 WHEELS = [
@@ -65,18 +65,18 @@ REMOVED = [
     "ray/core/libjemalloc.so",
     "deepspeed/ops/csrc",
 ]
-DASHBOARD_PAGE = "ray/dashboard/client/build/index.html"  # `ray start` fails if its folder is missing
+DASHBOARD_PAGE = "ray/dashboard/client/build/index.html"  # `ray start` fails without this folder
 PROGRAMS = ["ray/core/src/ray/gcs/gcs_server", "ray/core/src/ray/raylet/raylet"]
-# `ray start` is found on PATH, and must run with the Python that has torch.
+# `ray` must be on PATH, and must run with the Python that has torch.
 RAY_COMMAND = "#!/usr/bin/env python3\nimport sys\nfrom ray.scripts.scripts import main\nsys.exit(main())\n"
 PTH_NAME = "patchline-bundle.pth"
 
 
-# ------------------------------------------------------------------------ here
+# ------------------------------------------------------------------------ on this machine
 
 
 def main() -> int:
-    """Write `.gpu/`, print its size, and return 1 if it is too large to travel."""
+    """Write `.gpu/`, print its size, and return 1 if it exceeds the limit."""
     folder = ROOT / ".gpu"
     folder.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
@@ -96,7 +96,7 @@ def main() -> int:
 
 
 def report_size(checkout: int, bundle: int, limit: int = LIMIT_BYTES) -> int:
-    """Print what travels; return 1 if it is more than the limit."""
+    """Print the sizes of checkout and bundle; return 1 if they exceed the limit."""
     total = checkout + bundle
     text = f"checkout {checkout / 2**20:.1f} MiB + .gpu {bundle / 2**20:.1f} MiB = {total / 2**20:.1f} MiB"
     print(f"{text} (limit {limit / 2**20:.0f} MiB)", flush=True)
@@ -107,7 +107,7 @@ def report_size(checkout: int, bundle: int, limit: int = LIMIT_BYTES) -> int:
 
 
 def pinned(name: str, constraints: str) -> str:
-    """Return "name==version" as constraints.txt pins it; a package is found whichever of - and _ its name has."""
+    """Return "name==version" as pinned in constraints.txt; - and _ in the name are equivalent."""
     pattern = re.sub(r"[-_]", "[-_]", name)
     match = re.search(rf"^{pattern}===?(\S+)$", constraints, re.MULTILINE | re.IGNORECASE)
     if match is None:
@@ -120,7 +120,7 @@ def pip(*words: str | Path) -> None:
 
 
 def download(wheels: Path) -> None:
-    """Download the wheels of the machine's Python."""
+    """Download wheels for the machine's Python."""
     constraints = (ROOT / "constraints.txt").read_text()
     options = ["--no-deps", "--only-binary=:all:", "--implementation", "cp", "--python-version", PYTHON]
     for platform in PLATFORMS:
@@ -129,7 +129,7 @@ def download(wheels: Path) -> None:
 
 
 def build_deepspeed(wheels: Path, source: Path) -> None:
-    """Build DeepSpeed's wheel without its operators; its setup needs torch, so it is built in this environment."""
+    """Build DeepSpeed's wheel without its operators; its setup needs torch, so use this environment."""
     requirement = pinned("deepspeed", (ROOT / "constraints.txt").read_text())
     os.environ.update({"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"})
     options = ["--no-deps", "--no-build-isolation"]
@@ -139,7 +139,7 @@ def build_deepspeed(wheels: Path, source: Path) -> None:
 
 
 def trim(packages: Path) -> None:
-    """Remove what no campaign uses, and symbols and caches; add the command `ray`."""
+    """Remove unused files, symbols and caches; add the command `ray`."""
     for name in REMOVED:
         path = packages / name
         if path.is_dir():
@@ -164,7 +164,7 @@ def trim(packages: Path) -> None:
 
 
 def write_archive(packages: Path, target: Path) -> None:
-    """Pack the folder, the same bytes for the same files."""
+    """Pack the folder reproducibly: the same files result in the same bytes."""
 
     def anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
         member.uid = member.gid = 0
@@ -182,21 +182,21 @@ def write_archive(packages: Path, target: Path) -> None:
 
 
 def bytes_of_checkout(root: Path) -> int:
-    """Return the size of the files that git tracks or would add."""
+    """Return the total size of files that git tracks or would add."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout.split("\0")
     paths = [root / name for name in names if name]
     return sum(path.lstat().st_size for path in paths if path.is_file() and not path.is_symlink())
 
 
-# ------------------------------------------------------------------------ there
+# ------------------------------------------------------------------------ on the GPU machine
 
 
 def unpack(bundle: Path, target: Path) -> dict[str, str]:
     """Unpack the packages once, and return an environment in which this Python and its children find them.
 
-    PYTHONPATH is not enough: workers and the memory tracer get a PYTHONPATH of their own. A .pth file in the Python's
-    site-packages names the folder too. If that folder is read-only, PYTHONPATH has to do.
+    PYTHONPATH is not enough: workers and the memory tracer get a different PYTHONPATH. A .pth file in Python's
+    site-packages adds the folder too. If site-packages is read-only, only PYTHONPATH is used.
     """
     archive = bundle / "site.tar.gz"
     if not archive.exists():

@@ -1,7 +1,7 @@
-"""A campaign from tars whose worker is killed and resumes, compared bit for bit with a twin that nothing disturbs.
+"""Runs a campaign from tars, kills its worker, and compares the resumed run bit for bit with an undisturbed twin.
 
-The recipe is that of `make demo`: digits packed to tars, a ViT trained in bf16, its checkpoints, and, if the campaign
-is whole, all stages to the few-shot probe. One GPU is enough: the only worker is the victim.
+The recipe is that of `make demo`: digits packed to tars, a ViT trained in bf16, its checkpoints and, in a complete
+campaign, all stages up to the few-shot probe. One GPU is enough: the only worker is the victim.
 """
 
 import sys
@@ -26,7 +26,7 @@ def kill_and_compare(
         "cluster.workers=1",
         f"cluster.gpus_per_worker={context.gpus}",
         "cluster.backoff_s=0",
-        "cluster.wait_s=60",  # a Ray cluster that sees no GPU would let the stage wait for ever
+        "cluster.wait_s=60",  # on a Ray cluster without GPUs the stage would wait for ever
         "pretrain.precision=bf16",
         f"pretrain.zero={zero}",
         f"pretrain.compile={str(is_compiled).lower()}",
@@ -60,7 +60,7 @@ def kill_and_compare(
     if killer.killed_at is None:
         row["note"] = "no worker was killed: the run ended too soon"
     context.report(**row)
-    # GPUs promise the same bits in exact mode alone.
+    # On GPUs only exact mode guarantees equal bits.
     is_promised = bool(exact_parts) or context.device == "cpu"
     if killer.killed_at is None or (is_promised and not row["is_equal"]):
         sys.exit(f"killed after step {killer.killed_at}; equal to the undisturbed twin: {row['is_equal']}")
@@ -71,13 +71,13 @@ def pretraining_of(loaded: Campaign) -> Path:
 
 
 def promise_of(directory: Path) -> str:
-    """Return what the line that opened the last attempt says about the bits of a resume."""
+    """Return the statement about bitwise exactness in the first log line of the last attempt."""
     lines = [line for line in (directory / "log.txt").read_text().splitlines() if line.startswith("attempt ")]
     return lines[-1].rpartition("; ")[2]
 
 
 def comparison(directory: Path, twin: Path) -> dict[str, Any]:
-    """Compare every loss, of repeated steps both, and the sha256 of the last checkpoint's files."""
+    """Compare every loss, including repeated steps, and the sha256 of the last checkpoint's files."""
     losses = demo.step_losses(directory)
     twin_losses = demo.step_losses(twin)
     differing = set(losses.keys() ^ twin_losses.keys())

@@ -1,7 +1,7 @@
 """One step of our engine and of stock DeepSpeed at ZeRO 1 to 3, on all GPUs: speed, memory, host CPU, idle share.
 
-Engines come one after the other, from the same weights. Ours and stock DeepSpeed run in different worker groups: at
-ZeRO 3 stock DeepSpeed replaces torch.nn.functional.linear in its whole process, and what runs after it pays for that.
+Engines run one after the other, from the same weights. Ours and stock DeepSpeed use different worker groups: at ZeRO 3
+stock DeepSpeed replaces torch.nn.functional.linear in its whole process, which would slow down later engines.
 """
 
 import copy
@@ -32,21 +32,21 @@ from pipeline.monitoring.telemetry import memory_gb
 from pipeline.optimization import OptimConfig, build_optimizer
 from pipeline.process_group import join_group
 
-WARM_UP = 3  # steps: caches, allocators, the trace of ZeRO 3
-PROFILED = 3  # steps
-PRICED_ZERO = 2  # the stage at which the price of deterministic kernels is measured
-# ZeRO stage, and whether the blocks are compiled. Stage 3 comes last: DeepSpeed keeps some of its memory for good.
+WARM_UP = 3  # warm-up steps, for caches, allocators and the trace of ZeRO 3
+PROFILED = 3  # profiled steps
+PRICED_ZERO = 2  # ZeRO stage at which the cost of deterministic kernels is measured
+# (ZeRO stage, whether blocks are compiled). Stage 3 comes last, because DeepSpeed never frees some of its memory.
 OURS = [(2, True), (2, False), (1, False), (3, False), (3, True)]
 STOCK = [(2, False), (1, False), (3, False)]
 
 
 @dataclass(frozen=True)
 class TimedEngine:
-    """An engine as it is timed here, ours or DeepSpeed's."""
+    """An engine to be timed, ours or DeepSpeed's."""
 
-    step: Callable[[torch.Tensor, torch.Tensor], None]  # of images and labels
-    state_bytes: int  # that a save copies; 0: not known
-    close: Callable[[], None]  # without it DeepSpeed's hooks keep model and state alive
+    step: Callable[[torch.Tensor, torch.Tensor], None]  # trains on (images, labels)
+    state_bytes: int  # bytes that a save copies; 0: unknown
+    close: Callable[[], None]  # frees model and state, which DeepSpeed's hooks keep alive
 
 
 def time_ours(context: Context, model: str) -> None:
@@ -68,7 +68,7 @@ def time_engine(context: Context, model: str, code: str, settings: list[tuple[in
         gpus_per_worker=context.gpus,
         cpus_per_worker=8,
         start_timeout_s=100,
-        environment={CUBLAS_VARIABLE: CUBLAS_VALUES[0]},  # which deterministic kernels need when CUDA starts
+        environment={CUBLAS_VARIABLE: CUBLAS_VALUES[0]},  # must be set before CUDA starts, for deterministic kernels
     )
     task = {
         "model": model,
@@ -100,11 +100,11 @@ def time_settings(task: dict[str, Any]) -> None:
             "code": task["code"],
             "zero": zero,
             "compiled": is_compiled,
-            "left_over_gib": (allocated_bytes(device) - before) / 2**30,  # by the settings before
+            "left_over_gib": (allocated_bytes(device) - before) / 2**30,  # memory not released by earlier settings
         }
         try:
             time_setting(row, task, copy.deepcopy(source).to(device), images, labels)
-        except Exception as error:  # out of memory, for example: the others are still worth measuring
+        except Exception as error:  # for example out of memory: measure the other settings anyway
             row["note"] = f"{type(error).__name__}: {error}"[:300]
         if torch.distributed.get_rank() == 0:
             append_row(Path(task["rows"]), row)
@@ -155,7 +155,7 @@ def time_steps(row: Row, engine: TimedEngine, steps: int, images: torch.Tensor, 
     row["of_peak"] = share_of_peak(flops, row["step_s"], device.type)
 
     if engine.state_bytes:
-        # As a save allocates it; torch keeps it, so the process pays for the pages once.
+        # Allocate it like a save; torch keeps the memory, so the process allocates the pages only once.
         began = time.perf_counter()
         snapshot = host_memory(engine.state_bytes)
         row["snapshot_s"] = time.perf_counter() - began
@@ -218,7 +218,7 @@ def stock_engine(model: torch.nn.Module, images: int, zero: int) -> TimedEngine:
 
 
 def idle_share(step: Callable[[], None]) -> Row:
-    """Return the share of some steps in which no kernel ran, kernels a step, and those that took longest."""
+    """Profile some steps: the share of time without a running kernel, kernels per step, and the slowest kernels."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:

@@ -1,4 +1,4 @@
-"""The price of deterministic kernels: the seconds of a step with them and without (docs/exact.md)."""
+"""Measures the cost of deterministic kernels: the seconds of a step with and without them (docs/exact.md)."""
 
 import statistics
 import time
@@ -12,9 +12,9 @@ from pipeline.engine.determinism import use_deterministic_kernels
 
 @contextmanager
 def deterministic_kernels() -> Iterator[None]:
-    """Use deterministic kernels in the block, then what was used before.
+    """Context manager that uses deterministic kernels in the block and restores the previous setting.
 
-    If CUDA starts before the first such block, cuBLAS does not know its variable: good for times, not for bits.
+    If CUDA starts before the first block, cuBLAS misses its environment variable: times are valid, bits are not.
     """
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     was_warning = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -36,7 +36,7 @@ def deterministic_kernels() -> Iterator[None]:
 def price_of_determinism(step: Callable[[], object], rounds: int = 5) -> tuple[float, float]:
     """Return the median seconds of a step with torch's own choice of kernels, and with deterministic ones.
 
-    Both are measured in turn, because a GPU's clock drifts. The first step of either warms up and does not count.
+    Both are measured alternately, because a GPU's clock drifts. The first step of each is a warm-up.
     """
     default_seconds = []
     deterministic_seconds = []

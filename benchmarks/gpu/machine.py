@@ -1,4 +1,4 @@
-"""What the machine can do, which all other numbers are compared with, and what an embedded Ray cluster sees of it."""
+"""Measures the limits of the machine, and reports the GPUs that an embedded Ray cluster sees."""
 
 import os
 import platform
@@ -20,15 +20,15 @@ from jobs.cluster_config import ClusterConfig
 from pipeline.process_group import processor
 
 ROOT = Path(__file__).parents[2]
-MATRIX = 8192  # rows and columns
+MATRIX = 8192  # number of rows and columns
 COPY_BYTES = 1 << 30
 DISK_BLOCK_BYTES = 1 << 26
-# An H/14 has 632 million parameters; its checkpoint holds 12 bytes of each, for which torch pins the next power of two.
+# H/14 has 632 million parameters; a checkpoint has 12 bytes for each. Torch pins the next power of two.
 PINNED_BYTES = 1 << 33
 
 
 def measure(context: Context) -> None:
-    """Report versions, the time to import DeepSpeed, the disk, and on a GPU products, copies and pinned memory."""
+    """Report versions, the import time of DeepSpeed, disk speed and, on a GPU, products, copies and pinned memory."""
     report_versions(context)
 
     began = time.perf_counter()
@@ -53,7 +53,7 @@ def measure(context: Context) -> None:
 
 
 def report_versions(context: Context) -> None:
-    """Report hardware and versions; the head of the page shows them."""
+    """Report hardware and versions, which the head of the page shows."""
     import deepspeed
     import ray
 
@@ -80,7 +80,7 @@ def report_versions(context: Context) -> None:
 
 
 def measure_gpu(context: Context) -> None:
-    """Report the speed of a large product, of copies, and of pinning memory."""
+    """Report the speed of a large matrix product, of copies, and of pinning memory."""
     matrix = torch.randn(MATRIX, MATRIX, device="cuda", dtype=torch.bfloat16)
     seconds = median_seconds(lambda: matrix @ matrix)
     context.report(what=f"product of {MATRIX} × {MATRIX}, bf16", value=2 * MATRIX**3 / seconds / 1e12, unit="TFLOP/s")
@@ -103,7 +103,7 @@ def measure_gpu(context: Context) -> None:
 
 
 def median_seconds(work: Callable[[], object], repeats: int = 7) -> float:
-    """Return the median time of some work on the GPU; the first two repetitions warm up."""
+    """Return the median time of `work` on the GPU, after two repetitions as a warm-up."""
     times = []
     for _ in range(repeats):
         torch.cuda.synchronize()
@@ -118,7 +118,7 @@ def median_seconds(work: Callable[[], object], repeats: int = 7) -> float:
 
 
 def inspect_ray(context: Context) -> None:
-    """Report the GPUs that an embedded Ray cluster counts, and those that torch sees in a worker placed by it."""
+    """Report the number of GPUs in an embedded Ray cluster, and of those that torch sees in one of its workers."""
     cluster = ClusterConfig(workers=1, backend="ray", gpus_per_worker=context.gpus, wait_s=30, start_timeout_s=60)
     with tempfile.TemporaryDirectory(dir=context.work) as folder:
         from jobs.cluster.nodes import nodes_of
@@ -147,7 +147,7 @@ def inspect_ray(context: Context) -> None:
 
 
 def see_devices(task: dict[str, Any]) -> dict[str, Any]:
-    """Run in the worker: what torch sees there."""
+    """Return the devices that torch sees; runs in the worker."""
     is_cuda = torch.cuda.is_available()
     return {
         "gpus": torch.cuda.device_count() if is_cuda else 0,

@@ -1,8 +1,8 @@
-"""Renders what the parts have reported as one Markdown page: goals, parts, and a table for each section.
+"""Renders the reported rows of all parts as one Markdown page: goals, parts, and a table for each section.
 
-A table is a row in `TABLES`: its title, and its columns with the names of the values and their formats. A value that a
-row lacks leaves its cell empty; a row's "note" says why. Nothing here measures, and the page of an unfinished run is as
-valid as that of a finished one.
+A table is a row in `TABLES`: its title, and its columns with the names of the values and their formats. The cell of a
+missing value is empty; the row's "note" gives the reason. This module measures nothing, and the page of an unfinished
+run is valid too.
 """
 
 import os
@@ -16,7 +16,7 @@ from benchmarks.gpu.parts import Row
 from benchmarks.gpu.run import Outcome
 
 ROOT = Path(__file__).parents[2]
-HEAD = ("GPU", "driver", "processor", "Python", "torch", "cuDNN", "DeepSpeed", "Ray")  # rows of the machine part
+HEAD = ("GPU", "driver", "processor", "Python", "torch", "cuDNN", "DeepSpeed", "Ray")  # entries of the machine part
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Table:
     """One section of the page."""
 
     title: str
-    columns: dict[str, tuple[str, str]]  # heading: name of the value, and its format
+    columns: dict[str, tuple[str, str]]  # heading → name of the value, and its format
     note: str = ""
 
 
@@ -170,7 +170,7 @@ def page(outcomes: Sequence[Outcome], *, device: str, date: str, command: str, c
 
 
 def rendered(table: Table, rows: Sequence[Row]) -> list[str]:
-    """Return the lines of a table."""
+    """Return the Markdown lines of a table."""
     headings = [*table.columns, "note"]
     alignments = ["--:" if kind else "---" for _, kind in table.columns.values()]
     lines = [f"## {table.title}", ""]
@@ -184,7 +184,7 @@ def rendered(table: Table, rows: Sequence[Row]) -> list[str]:
 
 
 def cell(value: Any, kind: str) -> str:
-    """Return the text of a value; "" for None."""
+    """Format a value for a cell; "" for None."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -195,7 +195,7 @@ def cell(value: Any, kind: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """Return a text that breaks no table."""
+    """Escape a text for use in a table."""
     return " ".join(text.replace("|", "\\|").split())
 
 
@@ -203,7 +203,7 @@ def escaped(text: str) -> str:
 
 
 def complete(rows: dict[str, list[Row]]) -> None:
-    """Add the values that follow from several columns or several parts: rates, ratios to ours and to the plan."""
+    """Add values derived from several columns or parts: rates, ratios to our speed and to the plan."""
     for row in [*rows.get("steps", []), *rows.get("engines", [])]:
         if "step_s" in row:
             row["images_per_s"] = row["images"] / row["step_s"]
@@ -213,11 +213,11 @@ def complete(rows: dict[str, list[Row]]) -> None:
             row["to_ours"] = ours[row["model"]] / row["of_product"]
     plans = {(row["model"], row["zero"]): row for row in rows.get("plan", [])}
     for row in rows.get("engines", []):
-        # The plan is that of our engine on one worker, and it traces no compiled step.
+        # The plan applies to our engine on one worker without compilation.
         key = (row["model"], row["zero"])
         if is_measured(row, "ours", "memory_gib") and row["workers"] == 1 and not row["compiled"] and key in plans:
             row["planned_gib"] = plans[key]["planned_gib"]
-            # On a CPU the process is measured, with Python and torch, and the plan has tensors alone.
+            # On a CPU the measurement includes Python and torch, but the plan only tensors.
             if plans[key]["is_gpu"]:
                 row["to_planned"] = row["memory_gib"] / row["planned_gib"]
 
@@ -239,7 +239,7 @@ def best_share(rows: dict[str, list[Row]]) -> str:
 
 
 def times_timm(rows: dict[str, list[Row]]) -> str:
-    """Return how many times as fast as timm ours is with H/14, both compiled."""
+    """Return our speed relative to timm's with H/14, both compiled."""
     shares = {row["code"]: row.get("of_product") for row in rows.get("steps", []) if row["model"] == "H/14"}
     ours = shares.get("ours, compiled")
     timm = shares.get("timm, compiled")
@@ -249,19 +249,19 @@ def times_timm(rows: dict[str, list[Row]]) -> str:
 
 
 def waiting(rows: dict[str, list[Row]]) -> str:
-    """Return the share of its time that training H/14 from tars waited for data."""
+    """Return the share of time that training H/14 from tars waits for data."""
     shares = [row["wait"] for row in rows.get("tars", []) if row["model"] == "H/14" and "wait" in row]
     return f"{max(shares):.1%}" if shares else ""
 
 
 def off_plan(rows: dict[str, list[Row]]) -> str:
-    """Return the range of measured over planned memory."""
+    """Return the range of the ratio of measured to planned memory."""
     ratios = [row["to_planned"] for row in rows.get("engines", []) if "to_planned" in row]
     return f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else ""
 
 
 def exact_resume(rows: dict[str, list[Row]]) -> str:
-    """Return whether the killed run in exact mode has the bits of its twin."""
+    """Return whether the killed run in exact mode equals its twin bit for bit."""
     results = [row["is_equal"] for row in rows.get("campaigns", []) if row["exact"]]
     if not results:
         return ""
@@ -277,18 +277,18 @@ GOALS: dict[str, Callable[[dict[str, list[Row]]], str]] = {
 }
 
 
-# ------------------------------------------------------------------------ which code
+# ------------------------------------------------------------------------ commit
 
 
 def commit_of(root: Path = ROOT) -> str:
-    """Return the commit of the checkout: git's answer, or what `make gpu-bundle` recorded where there is no git."""
+    """Return the commit of the checkout, from git or, without git, as recorded by `make gpu-bundle`."""
     try:
         answer = subprocess.run(
             ["git", "describe", "--always", "--dirty"],
             cwd=root,
             capture_output=True,
             text=True,
-            # A repository around an unpacked checkout is not the checkout's own.
+            # Ignore a repository that contains the unpacked checkout.
             env={**os.environ, "GIT_CEILING_DIRECTORIES": str(root.parent)},
         )
     except OSError:

@@ -1,11 +1,11 @@
-"""The parts of a run on a GPU, in order of worth: what each runs, its time limit, and its section on the page.
+"""The parts of a run on a GPU, most valuable first: the function, time limit and page section of each.
 
-A part is a function of one of this package's modules. It gets a `Context`, by which it reports rows, and its arguments:
+A part is a function in a module of this package. It receives its arguments and a `Context`, which reports rows:
 
     Part("steps H/14", "steps", "steps.time_models", {"model": "H/14"}, limit_s=110)
     →  benchmarks.gpu.steps.time_models(context, model="H/14")
 
-Parts that measure speed have the device to themselves. The others run side by side, as the machine has cores for them.
+Parts that measure speed run one at a time. The others run in parallel, as far as the machine has enough cores.
 """
 
 import importlib
@@ -15,19 +15,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-Row = dict[str, Any]  # what a part measured, by the name of its column; JSON
+Row = dict[str, Any]  # column name → measured value (JSON)
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much work a device gets: what people train on GPUs; next to nothing in a rehearsal."""
+    """The amount of work for a device: realistic models on a GPU, tiny ones in a rehearsal on a CPU."""
 
-    models: dict[str, int]  # images a step by model, the largest model first
-    rounds: int  # timed steps of each contender
-    test_marker: str  # of pytest
-    campaign: tuple[str, ...]  # overrides of the recipe of digits
-    jpegs: int  # images in the tars
-    tars: dict[str, tuple[int, int]]  # batch and steps of training from tars, by model
+    models: dict[str, int]  # model → images per step, the largest model first
+    rounds: int  # number of timed steps of each contender
+    test_marker: str  # pytest marker expression
+    campaign: tuple[str, ...]  # overrides of the digits recipe
+    jpegs: int  # number of images in the tars
+    tars: dict[str, tuple[int, int]]  # model → batch size and steps of training from tars
     patience: float = 1.0  # factor of the parts' time limits
 
 
@@ -66,7 +66,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Context:
-    """What a part needs to know of its run."""
+    """The properties of a run that a part needs."""
 
     device: str  # cuda or cpu
     work: Path  # folder of the run's temporary files, shared by all parts
@@ -74,21 +74,21 @@ class Context:
 
     @property
     def size(self) -> Size:
-        """Return how much work this device gets."""
+        """Return the amount of work for this device."""
         return SIZES[self.device]
 
     @property
     def gpus(self) -> int:
-        """Return the GPUs of a worker."""
+        """Return the number of GPUs per worker."""
         return int(self.device == "cuda")
 
     def report(self, **row: Any) -> None:
-        """Append a row."""
+        """Append a row to this part's file."""
         append_row(self.rows, row)
 
 
 def append_row(path: Path, row: Mapping[str, Any]) -> None:
-    """Append a row to a part's file, and print it; workers of a part use this too."""
+    """Append a row to a part's file, and print it; also used by a part's workers."""
     line = json.dumps(row)
     with path.open("a") as file:
         file.write(line + "\n")
@@ -97,14 +97,14 @@ def append_row(path: Path, row: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Part:
-    """One process of a run."""
+    """A part of a run, which is executed in a separate process."""
 
     name: str
-    section: str  # of the page
-    function: str  # module and function of this package
+    section: str  # section of the page
+    function: str  # module and function in this package
     arguments: dict[str, Any] = field(default_factory=dict)
     limit_s: float = 120.0
-    is_alone: bool = True  # nothing else may run on the machine
+    is_alone: bool = True  # whether no other part may run at the same time
 
     def run(self, context: Context) -> None:
         """Run the part in this process."""
@@ -118,7 +118,7 @@ def parts_of(device: str) -> list[Part]:
     size = SIZES[device]
     largest, *smaller = size.models
 
-    # The ceilings that all other numbers are compared with.
+    # The limits of the hardware, with which all other numbers are compared.
     parts = [Part("machine", "machine", "machine.measure", limit_s=60)]
 
     # Is it correct?
@@ -133,7 +133,7 @@ def parts_of(device: str) -> list[Part]:
     for model in size.models:
         parts.append(Part(f"plan {model}", "plan", "tars.plan_memory", {"model": model}, 120, is_alone=False))
 
-    # How fast is it? The largest model comes first: what is left out when time runs out is worth least.
+    # How fast is it? The largest models come first, because they matter most if time runs out.
     parts += [
         Part(f"steps {largest}", "steps", "steps.time_models", {"model": largest}, limit_s=110),
         Part(f"engine {largest}", "engines", "engines.time_ours", {"model": largest}, limit_s=100),

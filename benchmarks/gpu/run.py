@@ -1,10 +1,10 @@
-"""Runs the parts, each in a process of its own, and writes page and results.jsonl whenever something has changed.
+"""Runs each part in a separate process, and writes the page and results.jsonl after every change.
 
-1. Parts start in their order: side by side while they allow it, alone otherwise.
-2. A part ends by itself, at its own limit, or with the budget of the run. Its processes are killed then.
-3. A part that would start with less than LEAST_S of the budget left is not started: "no time left".
-4. Every 0.2 s the rows that parts have appended are read. If there are new ones, or if a part has started or ended,
-   both files are replaced.
+1. Parts start in order, in parallel unless a part must run alone.
+2. A part ends by itself, at its own time limit, or with the budget of the run. Its processes are then killed.
+3. A part is not started if less than LEAST_S of the budget remain: "no time left".
+4. Every 0.2 s the runner reads the rows that parts have appended. If there are new rows, or if a part has started or
+   ended, it replaces both files.
 """
 
 import json
@@ -22,14 +22,14 @@ import psutil
 from benchmarks.gpu.parts import Part, Row
 
 POLL_S = 0.2
-LEAST_S = 10.0  # of the budget, for a part to be worth starting
-END_S = 5.0  # between SIGTERM and SIGKILL
-TAIL_LINES = 200  # of a part's output in log.txt
+LEAST_S = 10.0  # remaining budget that a part needs to start
+END_S = 5.0  # time between SIGTERM and SIGKILL
+TAIL_LINES = 200  # last lines of a part's output that log.txt contains
 
 
 @dataclass
 class Outcome:
-    """What became of a part: its rows so far, and why there are no more."""
+    """The state of a part: its rows so far, and why it ended."""
 
     part: str
     section: str
@@ -41,7 +41,7 @@ class Outcome:
 
 @dataclass
 class RunningPart:
-    """A part whose process has been started."""
+    """A part whose process is running."""
 
     part: Part
     outcome: Outcome
@@ -53,7 +53,7 @@ class RunningPart:
 
 
 class Run:
-    """One run of all parts, its files, and what has become of each part so far."""
+    """One run of all parts: its files, and the outcome of each part so far."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Run:
         slots: int,
         environment: dict[str, str] | None = None,
     ) -> None:
-        """`command_of(part, rows)` is what a part's process runs; `slots` parts run side by side."""
+        """`command_of(part, rows)` returns the command of a part's process; `slots` parts run in parallel."""
         self.parts = list(parts)
         self.command_of = command_of
         self.render = render
@@ -84,7 +84,7 @@ class Run:
             path.mkdir(parents=True, exist_ok=True)
 
     def run(self) -> list[Outcome]:
-        """Run all parts; whatever ends this, no process of a part is left, and the page has what they measured."""
+        """Run all parts; at its end, for whatever reason, kill all their processes and write the page."""
         waiting = list(zip(self.parts, self.outcomes, strict=True))
         self.write()
         try:
@@ -106,7 +106,7 @@ class Run:
         return self.outcomes
 
     def write(self) -> None:
-        """Replace the page and results.jsonl, so that a reader finds the former or the new text and never a part."""
+        """Replace the page and results.jsonl atomically."""
         lines = [json.dumps(asdict(outcome)) + "\n" for outcome in self.outcomes if outcome.state != "waiting"]
         replace(self.folder / "results.jsonl", "".join(lines))
         replace(self.page, self.render(self.outcomes))
@@ -142,7 +142,7 @@ class Run:
         self.running.append(RunningPart(part, outcome, process, now, deadline, rows, log))
 
     def _end_parts(self) -> bool:
-        """Finish the parts that have ended or whose time is up; tell whether there were any."""
+        """Finish the parts that have ended or reached their time limit; return whether there were any."""
         ended = []
         for running in self.running:
             code = running.process.poll()
@@ -172,7 +172,7 @@ class Run:
             log.writelines(f"{line}\n" for line in tail)
 
     def _read_rows(self, running: RunningPart) -> bool:
-        """Read the rows of a part; tell whether there are new ones. A line without its end is not complete yet."""
+        """Read the rows of a part; return whether there are new ones. A line without a line break is incomplete."""
         if not running.rows.exists():
             return False
         lines = running.rows.read_text().split("\n")[:-1]
@@ -183,20 +183,20 @@ class Run:
 
 
 def replace(path: Path, text: str) -> None:
-    """Give a file another text, all of it at once."""
+    """Replace the text of a file atomically."""
     temporary = path.with_name(f".{path.name}.new")
     temporary.write_text(text)
     os.replace(temporary, path)
 
 
 def last_line(log: Path) -> str:
-    """Return the last line of a part's output that is not blank."""
+    """Return the last non-blank line of a part's output."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return lines[-1][:300] if lines else "no output"
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """End a part with all processes that it has started: SIGTERM first, so that it can clear up."""
+    """Kill a part and all its child processes: SIGTERM first, so that it can clean up, then SIGKILL."""
     members = []
     with suppress(psutil.Error):
         members = psutil.Process(process.pid).children(recursive=True)

@@ -1,4 +1,4 @@
-"""Training from tars of JPEGs: what the loop waits for data, and how long saves stall it; the memory that is planned.
+"""Training from tars of JPEGs: time waiting for data, stalls of saves, and planned memory.
 
 The images are as large as ImageNet's: 500 × 375 pixels, about 110 kB.
 """
@@ -26,7 +26,7 @@ from pipeline.training_config import TrainConfig
 CLASSES = 1000
 SHARD_SAMPLES = 1000
 ZERO = 2
-WARM_UP_REPORTS = 1  # of training: compilation, first batches
+WARM_UP_REPORTS = 1  # reports to ignore: compilation and the first batches
 
 RECIPE = """
 run: {run}
@@ -48,7 +48,7 @@ pretrain:
 
 
 def pack_images(context: Context) -> None:
-    """Draw JPEGs and pack them to tars, which the parts of training read."""
+    """Draw JPEGs and pack them into tars for the training parts."""
     count = context.size.jpegs
     began = time.monotonic()
     with ProcessPoolExecutor(os.cpu_count()) as pool:
@@ -60,7 +60,7 @@ def pack_images(context: Context) -> None:
 
 
 def draw_jpeg(number: int) -> bytes:
-    """Return a JPEG of soft colours with noise, which compresses about as a photograph does."""
+    """Return a JPEG of soft colours with noise, which compresses about as well as a photograph."""
     cv2.setNumThreads(1)
     generator = np.random.default_rng(number)
     colours = generator.integers(0, 256, (24, 32, 3), dtype=np.uint8)
@@ -70,7 +70,7 @@ def draw_jpeg(number: int) -> bytes:
 
 
 def train(context: Context, model: str) -> None:
-    """Pretrain from the tars, and report speed, waiting for data and stalls of saves."""
+    """Pretrain from the tars, and report speed, waits for data and stalls of saves."""
     batch, steps = context.size.tars[model]
     cores = os.cpu_count() or 1
     run = context.work / f"tars-{model.replace('/', '')}"
@@ -97,7 +97,7 @@ def train(context: Context, model: str) -> None:
 
 
 def summary_of(stage: Path) -> dict[str, object]:
-    """Return the means over a stage's reports after the first, weighted by time, and the stalls of its saves."""
+    """Return means over a stage's reports except the first, weighted by time, and the stalls of its saves."""
     reports = read_metrics(stage)[WARM_UP_REPORTS:]
     saves = read_metrics(stage, "checkpoint")
     seconds = sum(report["seconds"] for report in reports)
@@ -106,7 +106,7 @@ def summary_of(stage: Path) -> dict[str, object]:
         if all(report[name] is not None for report in reports):
             summary[name] = sum(report[name] * report["seconds"] for report in reports) / seconds
     summary["memory_gib"] = max(report["memory_gb"] for report in reports)
-    summary["first_stall_s"] = saves[0]["stalled_s"]  # it allocates the host memory of all later ones
+    summary["first_stall_s"] = saves[0]["stalled_s"]  # the first save allocates host memory, which later saves reuse
     summary["later_stall_s"] = saves[-1]["stalled_s"]
     summary["save_s"] = saves[-1]["took_s"]
     summary["save_gb"] = saves[-1]["bytes"] / 1e9
@@ -114,7 +114,7 @@ def summary_of(stage: Path) -> dict[str, object]:
 
 
 def plan_memory(context: Context, model: str) -> None:
-    """Report what `plan` says that a worker needs at every ZeRO stage, to compare with what engines.py measures."""
+    """Report a worker's planned memory at every ZeRO stage, for comparison with the measurements of engines.py."""
     images = context.size.models[model]
     for zero in (2, 3, 1):
         cfg = TrainConfig(

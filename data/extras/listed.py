@@ -44,7 +44,7 @@ def listed_rows(path: str, index: Index) -> np.ndarray:
             for entry in content:
                 shard, key = ("", entry) if isinstance(entry, str) else entry
                 if not isinstance(shard, str) or not isinstance(key, str):
-                    raise ValueError(f"{str(entry)[:80]} is neither a key nor a shard and a key")
+                    raise ValueError(f"{str(entry)[:80]} is neither a key nor a pair of shard and key")
                 samples.append((shard, key))
         else:
             for line in text.splitlines():
@@ -59,7 +59,7 @@ def listed_rows(path: str, index: Index) -> np.ndarray:
         raise DataError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"{path}: not a list of samples: {error}\n  expected on each line a key, or a shard, a tab and a key"
+            f"{path}: not a list of samples: {error}\n  expected lines of a key, or of a shard, a tab and a key"
         ) from None
     return rows_listed(index, samples, path)
 
@@ -77,7 +77,7 @@ def leaked_rows(path: str, index: Index) -> np.ndarray:
         digests = [compared.digest[:12] for compared in (*leaks.train, *leaks.test)]
         raise DataError(
             f"{path}: covers the sets with digests {', '.join(digests)}, but this set has {index.digest[:12]}\n"
-            f"  expected a leaks.json for {index.tables}, or for the set that it is a subset of"
+            f"  expected a leaks.json for {index.tables}, or for its parent set"
         )
     for side in sides:
         leaked |= in_pairs(leaks, index, side)
@@ -153,7 +153,7 @@ def shard_numbers(index: Index, names: Iterable[str], path: str) -> dict[str, in
         if len(matching) != 1:
             raise DataError(
                 f"{path}: {len(matching)} shards of {index.tables} match {printable(name)}, expected exactly one\n"
-                f"  shard paths look like {index.location(0)}; give enough of the end of the path to identify one shard"
+                f"  shard paths look like {index.location(0)}; use enough of the end of the path to identify one shard"
             )
         numbers[name] = matching[0]
     return numbers

@@ -75,7 +75,7 @@ class Encoded:
 
     row: int
     bytes: int
-    sides: tuple[int, int]  # height, width
+    sides: tuple[int, int]  # (height, width) in pixels
     box: Box
     flip: bool
 
@@ -116,7 +116,7 @@ def draw(header: Header, draws: Draws, cfg: AugmentConfig) -> tuple[Box, bool]:
 
     If `flip` is False, no number is drawn for it.
     """
-    # Always draw the box first, then the flip: another order would give different pixels for the same key.
+    # Always draw the box first, then the flip: another order would change the pixels for a key.
     box = Box(0, 0, header.height, header.width)
     if cfg.crop == "inception":
         box = inception_box(header.height, header.width, draws, cfg)

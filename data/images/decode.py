@@ -20,7 +20,7 @@ import os
 import struct
 import subprocess
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import cache
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, files
@@ -43,15 +43,21 @@ MAX_SCANS = 32
 # Bytes that follow 0xFF in a JPEG (ITU-T T.81, table B.1).
 START_OF_SCAN = 0xDA
 SEQUENTIAL = {0xC0, 0xC1, 0xC9}  # frames whose scans contain whole blocks: baseline, extended, arithmetic
+# Frames that few programs write, for medical images, and that the original's decoder does not read.
+UNSUPPORTED = {0xC3: "lossless JPEG", 0xCB: "lossless JPEG"}
+UNSUPPORTED |= dict.fromkeys((0xC5, 0xC6, 0xC7, 0xCD, 0xCE, 0xCF), "hierarchical JPEG")
 FRAMES = set(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # markers of frame headers, which contain the image size
 JPEG_START = b"\xff\xd8"
 END_OF_IMAGE = b"\xff\xd9"
+WITH_LENGTH = frozenset(range(0xC0, 0xF0)) - {*range(0xD0, 0xDA)} | {0xFE}
 WITHOUT_LENGTH = {0x00, 0x01, *range(0xD0, 0xD8)}  # not a marker after 0xFF; TEM; restart markers
 APP14 = 0xEE
 ADOBE_BYTES = 2 + 12  # length field of the Adobe marker; libjpeg ignores shorter ones
 
 PNG_START = b"\x89PNG\r\n\x1a\n"
 ANIMATION = b"acTL"  # the chunk that makes a PNG an animation (APNG)
+LARGEST_TEXT = 8_000_000  # bytes of a chunk that OpenCV reads
+PIXELS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")  # the chunks of a PNG that determine its pixels
 
 SOURCE = Path(__file__).with_name("jpeg.cpp")
 COMPILE_TIMEOUT_S = 120  # compiling takes 0.3 to 1.5 s
@@ -87,6 +93,7 @@ class Header:
     width: int
     channels: int = 3
     has_adobe_marker: bool = False  # determines how a JPEG with four channels is converted to RGB
+    unsupported: str = field(default="", compare=False)  # why its pixels cannot be decoded; "" if they may be
 
 
 # ----------------------------------------------------------------------------- headers
@@ -131,43 +138,40 @@ def read_jpeg(data: bytes) -> Header:
     between segments are skipped unless they are a marker, any number of 0xFF may precede a marker, and restart markers
     have no length.
     """
-    header = None
-    frame = 0
+    height = width = channels = frame = bits = 0
     has_adobe_marker = False
     at = 2  # after the marker that starts every JPEG
     while True:
-        at = data.find(b"\xff", at)
-        if at < 0:
-            raise BadImage("truncated")
+        if data[at] != 0xFF:  # bytes between segments
+            at = data.find(b"\xff", at)
+            if at < 0:
+                raise BadImage("truncated")
         marker = data[at + 1]
-        if marker == 0xFF:  # fill byte, allowed before a marker
-            at += 1
-            continue
         if marker == START_OF_SCAN:
             break
-        if marker in WITHOUT_LENGTH:
-            at += 2
+        if marker not in WITH_LENGTH:
+            # libjpeg refuses a second start, an end without a scan, and reserved markers.
+            if marker != 0xFF and marker not in WITHOUT_LENGTH:
+                raise BadImage("broken JPEG header")
+            at += 1 if marker == 0xFF else 2  # a fill byte, allowed before a marker
             continue
-        # libjpeg refuses a second start, an end without a scan, and reserved markers.
-        if marker < 0xC0 or marker in (0xD8, 0xD9) or 0xF0 <= marker <= 0xFD:
-            raise BadImage("broken JPEG header")
-        (length,) = struct.unpack_from(">H", data, at + 2)
+        length = data[at + 2] << 8 | data[at + 3]
         if marker in FRAMES:
-            height, width, channels = struct.unpack_from(">HHB", data, at + 5)
-            header = Header("jpeg", height, width, channels)
+            bits, height, width, channels = struct.unpack_from(">BHHB", data, at + 4)
             frame = marker
         elif marker == APP14 and length >= ADOBE_BYTES and data[at + 4 : at + 9] == b"Adobe":
             has_adobe_marker = True
-        at += 2 + max(length, 2)
-    if header is None or header.channels not in (1, 3, 4):
+        at += 2 + length if length > 2 else 4
+    if channels not in (1, 3, 4):
         raise BadImage("broken JPEG header")
-    header = replace(header, has_adobe_marker=has_adobe_marker)
+    unsupported = UNSUPPORTED.get(frame, "") if bits == 8 else f"JPEG of {bits} bits"
+    header = Header("jpeg", height, width, channels, has_adobe_marker, unsupported)
     # libjpeg decodes a truncated file with only a warning, and fills the missing part with grey.
     if data.rfind(END_OF_IMAGE) < at:
         raise BadImage("truncated")
     # A sequential image whose first scan contains all components has no further scans: libjpeg reads none.
     channels_in_scan = data[at + 4]
-    if frame in SEQUENTIAL and channels_in_scan == header.channels:
+    if frame in SEQUENTIAL and channels_in_scan == channels:
         return header
     # Inside a scan, 0xFF is followed by 0x00 or a restart marker, so these two bytes indicate a scan, except in the
     # rare table that contains them. The count is therefore never too low. NumPy takes 13 µs for 50 kB, `bytes.count`
@@ -209,6 +213,8 @@ def decode(data: bytes) -> np.ndarray:
 
 def decode_whole(data: bytes, header: Header) -> np.ndarray:
     """Decode a whole image whose header is already checked; as `decode` otherwise."""
+    if header.unsupported:
+        raise BadImage(header.unsupported)
     if header.channels == 4:
         return decode_cmyk(data, header)
     return opencv_decode(data, cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION)
@@ -224,7 +230,7 @@ def decode_cmyk(data: bytes, header: Header) -> np.ndarray:
 
     try:
         with Image.open(io.BytesIO(data), formats=["JPEG"]) as image:
-            # Pillow always inverts: these are 255 minus the stored values.
+            # Pillow always inverts the values: these are 255 minus the stored ones.
             inverted = np.asarray(image, np.uint16)
     except (OSError, SyntaxError, ValueError, struct.error, Image.DecompressionBombError):
         raise BadImage("not decodable") from None
@@ -234,17 +240,18 @@ def decode_cmyk(data: bytes, header: Header) -> np.ndarray:
     return (values[..., :3] * values[..., 3:] // 255).astype(np.uint8)
 
 
-def without_animation(png: bytes) -> bytes:
-    """Return a PNG without the chunks of its animation (APNG), so that its still image is decoded.
+def without_metadata(png: bytes) -> bytes:
+    """Return a PNG without the chunks of an animation (APNG), so that its still image is decoded, and without texts.
 
-    OpenCV would decode the first frame of the animation, and return uninitialized memory if that frame is damaged.
+    OpenCV would decode the first frame of the animation, and return uninitialized memory if that frame is damaged. It
+    refuses a file with a text of more than 8 MB, which libpng steps over.
     """
     kept = [png[:8]]
     at = 8
     while at + 8 <= len(png):
         (length,) = struct.unpack_from(">I", png, at)
         end = at + 12 + length  # length, type, content and CRC
-        if png[at + 4 : at + 8] not in (ANIMATION, b"fcTL", b"fdAT"):
+        if png[at + 4 : at + 8] in PIXELS:
             kept.append(png[at:end])
         at = end
     return b"".join(kept)
@@ -252,8 +259,9 @@ def without_animation(png: bytes) -> bytes:
 
 def opencv_decode(data: bytes, flags: int) -> np.ndarray:
     """Decode an image by OpenCV with these flags; raises BadImage."""
-    if ANIMATION in data and data.startswith(PNG_START):
-        data = without_animation(data)
+    is_png = data.startswith(PNG_START)
+    if is_png and (ANIMATION in data or len(data) > LARGEST_TEXT):
+        data = without_metadata(data)
     # libjpeg skips stray bytes after the first marker; OpenCV would not recognize the file.
     elif data.startswith(JPEG_START) and data[2:3] != b"\xff":
         data = JPEG_START + data[data.find(b"\xff", 2) :]
@@ -274,7 +282,7 @@ def decode_crop(data: bytes, header: Header, box: Box, covering: int) -> np.ndar
     """
     y, x, h, w = box
     # The binding supports JPEGs of one or three channels; other images are decoded completely and cropped.
-    if header.kind != "jpeg" or header.channels == 4:
+    if header.kind != "jpeg" or header.channels == 4 or header.unsupported:
         image = decode_whole(data, header)
         # The box was drawn for the size in the header; it does not apply to an image of another size.
         if image.shape[:2] != (header.height, header.width):
@@ -344,7 +352,7 @@ def compile_binding() -> Path:
             libjpeg = Path(str(file.locate())).resolve()
             break
     if libjpeg is None:
-        raise FileNotFoundError("this Pillow contains no libjpeg; install its wheel")
+        raise FileNotFoundError("this build of Pillow contains no libjpeg; install Pillow's wheel")
     digest = sha256(SOURCE.read_bytes() + str(libjpeg).encode() + os.uname().machine.encode()).hexdigest()
     path = state_folder() / f"jpeg-{digest[:16]}.so"
     # Never load a library that another user has put into a shared cache folder. The sha256 at the end of the file does

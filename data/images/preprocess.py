@@ -41,7 +41,7 @@ PILLOW_FILTERS = ("bilinear", "bicubic", "lanczos")
 Op = Callable[..., np.ndarray]  # maps an image (H, W, 3) and numbers to an image (h, w, 3)
 Taps = tuple[np.ndarray, np.ndarray]  # source rows (K, new) and their weights (K, new): see `weighted_sum`
 
-# H, W image sides · every image is (H, W, 3) · h, w new sides
+# H, W: height and width; every image is (H, W, 3); h, w: new height and width
 
 
 def preprocess(image: np.ndarray, ops: str) -> np.ndarray:
@@ -126,7 +126,7 @@ def shape_of(ops: str) -> tuple[int, ...]:
         except BadImage as error:
             raise ValueError(f"{text} of a {EXAMPLE_SIDE}×{EXAMPLE_SIDE} image: {error}") from None
     # Evaluation maps 0 … 255 to −1 … 1 itself: already scaled pixels would nearly all become −1.
-    first_row = image[0].astype(np.float32)  # all rows are alike
+    first_row = image[0].astype(np.float32)  # all rows are equal
     stays_white = bool(np.all(abs(first_row - WHITE) <= MOST_ROUNDING))
     if not stays_white:
         raise ValueError(f"{ops!r} scales the pixels, which evaluation does itself; remove that op")
@@ -352,7 +352,7 @@ def triangle_taps(size: int, new: int) -> Taps:
     centre = (np.arange(new, dtype=np.float32) + half) * old_per_new
     first = np.clip(np.ceil(centre - radius - half), 0, size - 1)
     last = np.clip(np.floor(centre + radius - half), 0, size - 1)
-    count = int((last - first).max()) + 1  # K
+    count = int((last - first).max()) + 1  # K, the largest number of source rows per new row
     rows = first + np.arange(count, dtype=np.float32)[:, None]
 
     distance = np.abs((rows + half - centre) * (np.float32(1) / radius))

@@ -35,6 +35,7 @@ from data.files import error_text, locked, state_folder, write_atomically
 from data.index.index import Index, Origin, Refusals, digest_of
 from data.index.names import Names
 from data.index.shard import MappedShards, Shard, is_image, open_columns, write_columns
+from data.walk import class_folders_in, files_below
 
 SCHEMA = 1
 SUFFIX = ".index.json"
@@ -127,9 +128,9 @@ def json_in(folder: Path) -> Path:
 def image_folders(folder: Path) -> int:
     """Count the sub-folders that contain images, judging by the first files of each."""
     folders = 0
-    for child in folder.glob("[!.]*/"):
+    for name in class_folders_in(folder) if folder.is_dir() else ():
         # Listing a folder of a million images would take too long for an error message.
-        files = itertools.islice(child.rglob("[!.]*.*"), 100)
+        files = itertools.islice(files_below(folder / name, Counter(), in_order=False), 100)
         folders += any(map(is_image, files))
     return folders
 
@@ -163,7 +164,7 @@ def read_json(path: Path, text: bytes) -> tuple[dict[str, Any], Sequence[Shard]]
     if seal != seal_of(content) or digest != digest_of(shards, class_counts, names, origin):
         maker = "index" if origin is None else "subset"
         raise DataError(f"{path}: its digest does not match its contents; run `python -m jobs {maker}` again")
-    # Digests become file names in the cache, and names become paths; a seal does not tell who wrote it.
+    # Digests become file names in the cache, and names become paths; a seal does not authenticate the writer.
     for shard in shards:
         check_sha256(shard.sha256, str(path))
         place = shard.name.partition("://")[2] if isinstance(shard.name, str) and "://" in shard.name else shard.name

@@ -19,7 +19,7 @@ from data.errors import DataError
 
 Names = tuple[str, ...]
 NO_NAMES: Mapping[str, int] = {}
-MOST_SHOWN = 5  # names that a message lists before it abbreviates
+MOST_SHOWN = 5  # maximum number of names in a message
 MOST_DIGITS = 4300  # maximum length of a number that int() accepts
 FEW_NAMES = 1000  # up to this many classes may have a single image each; more texts that rarely repeat are captions
 NO_LABEL = "no label"
@@ -27,6 +27,7 @@ NO_NAME = "label is a text that no class list has"  # reason for skipping a samp
 NO_TEXT = "label is not text"
 ONE_HOT = "label is a one-hot vector, not class ids"
 LABEL_REASONS = (NO_LABEL, NO_NAME, NO_TEXT, ONE_HOT)  # reasons why a sample has no class
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 INTEGRAL = re.compile(r"[0-9]+\.0+")  # a float with an integral value: 3.0
 MAX_CLASSES = 1_000_000  # larger ids count as mistakes (JFT-300M has 18,291 classes)
 
@@ -120,7 +121,7 @@ def preview(names: Sequence[str]) -> str:
 class NoLabel(ValueError):
     """A label without class ids. `texts` are its possible class names; `reason` groups such labels in reports.
 
-    `are_names` tells that the label consists only of such texts: with a class list of these names it would be valid.
+    `are_names` means that the label consists only of these texts: with a class list of these names it would be valid.
     """
 
     def __init__(self, message: str, texts: Sequence[str] = (), are_names: bool = False, reason: str = NO_LABEL):
@@ -140,11 +141,14 @@ def parse_labels(raw: bytes, ids: Mapping[str, int] = NO_NAMES) -> tuple[int, ..
     integer ≥ 0 nor a known name, or if the values are a vector of zeros and ones instead of ids.
     """
     try:
-        text = raw.decode("utf-8-sig").strip()
+        text = raw.removeprefix(BYTE_ORDER_MARK).decode().strip()
     except UnicodeDecodeError as error:
         raise NoLabel(f"not UTF-8 text at byte {error.start}", reason=NO_TEXT) from None
+    # Most labels are a single id.
+    if text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS:
+        return (int(text),)
     if "\0" in text:
-        raise NoLabel("binary, not text", reason=NO_TEXT)
+        raise NoLabel("label is binary, not text", reason=NO_TEXT)
     is_json = text[:1] in ("[", "{") or (text[:1] == '"' and text[-1:] == '"' and len(text) > 1)
     if is_json:
         try:
@@ -153,7 +157,7 @@ def parse_labels(raw: bytes, ids: Mapping[str, int] = NO_NAMES) -> tuple[int, ..
             raise NoLabel(str(error)) from None
         # A few thousand nested brackets raise RecursionError, which is not a ValueError.
         except RecursionError:
-            raise NoLabel("nested too deeply") from None
+            raise NoLabel("label JSON is nested too deeply") from None
         if isinstance(values, dict):
             values = values.get("labels", values.get("label", values.get("cls", [])))
         if not isinstance(values, list):

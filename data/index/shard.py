@@ -32,7 +32,7 @@ from data.errors import DataError
 from data.files import write_atomically
 from data.seal import DIGEST_BYTES
 
-# n shards
+# n: number of shards
 
 # Extensions of supported images.
 IMAGES = ("jpg", "jpeg", "png", "webp")
@@ -63,7 +63,7 @@ class Shard:
     samples: int
     bytes: int
     sha256: str
-    table: str = ""  # sha256 of its table
+    table: str = ""  # sha256 of the shard's table
 
 
 def is_image(path: Path) -> bool:
@@ -182,7 +182,7 @@ def reopened(path: Path, digest: bytes, excluded: frozenset[int]) -> MappedShard
     if shards is None or shards.digest != digest:
         raise DataError(
             f"{path}: missing, or changed since the worker read it\n"
-            "  expected the unchanged columns of an index\n  run again, which creates them again"
+            "  expected the unchanged column file of an index\n  run the same command again, which writes it again"
         )
     return MappedShards(path, shards.memory, shards.columns, excluded)
 

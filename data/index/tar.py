@@ -36,17 +36,20 @@ from data.index.index import Refusals
 from data.index.names import preview
 from data.index.shard import COMPRESSED, FIELDS, IMAGES, SampleRow, label_digest, sample_digest
 
-Part = TypeVar("Part")  # what is recorded of a member
+Part = TypeVar("Part")  # the information recorded about a member
 LABELS = ("cls", "json")  # extensions of labels, in order of preference
 IGNORED = ("txt", "id", "idx", "index", "url", "width", "height")
+KNOWN = frozenset(IMAGES + LABELS + IGNORED)
+KNOWN_AS_BYTES = {extension.encode(): extension for extension in KNOWN}
 BLOCK = 512  # bytes; headers and contents begin at multiples of it (POSIX ustar)
+ZEROS = bytes(BLOCK)
 MAX_EXTENSION = 1 << 16  # bytes of a PAX or long-name header; real ones are below 1 kB, malicious ones may be larger
 MAX_KEY = 512  # bytes; a table stores all keys at the width of the longest
 MAX_LABEL = 1 << 20  # bytes; JFT images have a few labels, not a million
 MAX_IMAGE = 1 << 32  # bytes; a table stores sizes in 32 bits
 USUAL_PADDING = (2 + 20) * BLOCK  # bytes of zeros after the last member: two blocks, and up to a record of 20 (POSIX)
 LARGEST_RECORD = 2048  # blocks; larger --blocking-factor values of GNU tar are only for tapes
-# Types of members (POSIX ustar, GNU tar): 7 was for contiguous files, which are regular files on every system today.
+# Types of members (POSIX ustar, GNU tar). Type 7, for contiguous files, is an ordinary file on all current systems.
 REGULAR = (b"0", b"\0", b"7")
 EXTENSIONS = (b"L", b"K", b"x", b"X", b"g")  # GNU's long name and long link; PAX, Solaris' PAX, PAX for all members
 GNU_SPARSE = b"S"
@@ -59,12 +62,12 @@ COMPRESSORS = {
     b"BZh": "bzip2",
     b"\x04\x22\x4d\x18": "lz4",
 }
-# The reason for which members are skipped whose key would end at a dot within their names (IMG.1.jpg).
+# Reason for skipping a member whose key would end at a dot inside its name (IMG.1.jpg).
 DOTTED = "name with a dot before its extension"
-HIDDEN = "hidden file"  # whose name begins with a dot
+HIDDEN = "hidden file"  # a file whose name begins with a dot
 PARENT = "name with a folder .."
-REPEATED = "key of an earlier sample"  # such samples are kept
-ABSENT = (0, 0)  # offset and size of a member that a sample does not have
+REPEATED = "key of an earlier sample"  # samples counted for this reason are kept
+ABSENT = (0, 0)  # offset and size of a missing member
 
 
 @dataclass
@@ -73,7 +76,7 @@ class Walk:
 
     rows: list[SampleRow] = field(default_factory=list)
     refused: Refusals = field(default_factory=Refusals)  # skipped members, by reason
-    broken: str = ""  # why the walk stopped before the tar's end
+    broken: str = ""  # reason why the walk stopped before the tar's end
 
     def add(self, key: bytes, parts: dict[str, tuple[int, int]]) -> None:
         """Add the row of a sample, given {extension: (offset, size)} of its members."""
@@ -133,33 +136,36 @@ def walk(tar: memoryview | bytes, name: str, *, lenient: bool = False, rename: b
     result = Walk()
     key = b""
     parts: dict[str, tuple[int, int]] = {}  # {extension: (offset, size)} of the current sample
-    dotted: list[tuple[str, bytes]] = []  # (extension, name) of its members that are images, such as a.seg.png
+    dotted: list[tuple[str, bytes]] = []  # (extension, name) of members like a.seg.png
     try:
         for stored_name, offset, size in members(tar, name, result.refused):
             member = normal_name(stored_name)
             if member is None:
                 result.refused.add(PARENT, stored_name)
                 continue
-            # macOS writes a `._1.jpg` next to a 1.jpg; it is no image.
-            if member.rpartition(b"/")[2].startswith(b"."):
+            member_key, extension = split_name(member)
+            # macOS writes `._1.jpg` next to 1.jpg, which is not an image.
+            if not member_key or member_key.endswith(b"/"):
                 result.refused.add(HIDDEN, member)
                 continue
-            member_key, extension = split_name(member)
-            if rename and is_dotted(extension):
+            is_known = extension in KNOWN
+            if not is_known and rename and is_dotted(extension):
                 member_key, extension = split_at_last_dot(member)
+                is_known = True
             if len(member_key) > MAX_KEY:
                 result.refused.add("name too long", member)
                 continue
             # A new key begins a new sample and completes the previous one.
             if member_key != key:
                 result.add(key, parts)
-                refuse_dotted(dotted, parts, result.refused)
+                if dotted:
+                    refuse_dotted(dotted, parts, result.refused)
+                    dotted = []
                 key = member_key
                 parts = {}
-                dotted = []
-            if is_dotted(extension):
+            if not is_known and is_dotted(extension):
                 dotted.append((extension, member))
-            elif extension not in IMAGES + LABELS + IGNORED:
+            elif not is_known:
                 result.refused.add_type(extension, member)
             elif extension in parts:
                 result.refused.add("repeated member", member)
@@ -197,7 +203,7 @@ def walk(tar: memoryview | bytes, name: str, *, lenient: bool = False, rename: b
 
 
 def count_repeated(result: Walk) -> None:
-    """Count the samples that have the key of an earlier one, as after `tar -r` of a changed file."""
+    """Count samples with the key of an earlier one, which `tar -r` of a changed file creates."""
     keys = {row.key for row in result.rows}
     if len(keys) < len(result.rows):
         for key, count in Counter(row.key for row in result.rows).items():
@@ -216,7 +222,7 @@ def first_part(extensions: Iterable[str], parts: Mapping[str, Part], absent: Par
 def normal_name(name: bytes) -> bytes | None:
     """Return a member's name in the form that becomes a key: `./a//b.jpg` and `/a/b.jpg` → `a/b.jpg`.
 
-    The same file gets the same key however its tar was written. A name with `..` has no such form: None.
+    A file thus gets the same key, regardless of the program that wrote the tar. Returns None for a name with `..`.
     """
     if b"./" not in name and b"//" not in name and not name.startswith(b"/"):
         return name
@@ -228,13 +234,15 @@ def split_name(member: bytes) -> tuple[bytes, str]:
     """Split a member name like webdataset: `a/b.seg.PNG` → (`a/b`, `seg.png`)."""
     folder, slash, base = member.rpartition(b"/")
     stem, _, extension = base.partition(b".")
-    return folder + slash + stem, extension.decode("ascii", "replace").lower()
+    # Decoding takes time; most extensions are known.
+    return folder + slash + stem, KNOWN_AS_BYTES.get(extension) or extension.decode("ascii", "replace").lower()
 
 
 def refuse_dotted(dotted: Iterable[tuple[str, bytes | str]], parts: Mapping[str, object], refused: Refusals) -> None:
-    """Count members (extension, name) of a sample that has these parts and are called like an image or label.
+    """Count a sample's members (extension, name) with a dotted extension that ends like an image or label.
 
-    In a sample with an image, a.seg.png is an additional member; otherwise its key probably ends too early.
+    If the sample has an image (among its `parts`), a.seg.png is an additional member; otherwise the dot was probably
+    meant to be part of the key.
     """
     has_image = not parts.keys().isdisjoint(IMAGES)
     for extension, member in dotted:
@@ -262,23 +270,24 @@ def split_at_last_dot(member: bytes) -> tuple[bytes, str]:
 def members(tar: memoryview | bytes, name: str, refused: Refusals) -> Iterator[tuple[bytes, int, int]]:
     """Yield (name, offset, size) of every regular file; supports ustar, GNU long names, PAX paths and sizes.
 
-    Sparse files are not stored as they are: they are counted under their real names. Raises DataError if the tar is
-    truncated, a header is invalid, or data may follow its end. `name` is the tar's, for messages.
+    Sparse files are not usable in place: they are counted under their real names. Raises DataError if the tar is
+    truncated, a header is invalid, or data may follow its end. `name` is the name of the tar in messages.
     """
     position = 0
-    records = PaxRecords()  # records of extension headers, which apply to the next member
+    records = NO_RECORDS  # records of extension headers, which apply to the next member
     while True:
         header = bytes(tar[position : position + BLOCK])
         if len(header) < BLOCK:
             check_uncompressed(tar, name)
             raise DataError(f"{name}: truncated at byte {position}; copy or pack it again")
         # A block of zeros ends a tar.
-        if header == bytes(BLOCK):
+        if header == ZEROS:
             check_end(tar, name, position)
             return
         try:
             size = read_number(header[124:136]) if records.size is None else records.size
-            is_valid = has_checksum(header)
+            # As `has_checksum`, without a call for every member.
+            is_valid = sum(header) - sum(header[148:156]) + 256 == read_number(header[148:156])
         except ValueError:
             is_valid = False
         if not is_valid:
@@ -286,10 +295,11 @@ def members(tar: memoryview | bytes, name: str, refused: Refusals) -> Iterator[t
             raise DataError(f"{name}: no valid tar header at byte {position}; a shard must be an uncompressed tar")
         start = position + BLOCK
         kind = header[156:157]
+        is_regular = kind in REGULAR
         # Some programs give a link the size of its target, or a folder a size, and store no content.
-        if kind in WITHOUT_CONTENT and size > 0 and is_header_or_end(tar, start):
+        if not is_regular and kind in WITHOUT_CONTENT and size > 0 and is_header_or_end(tar, start):
             size = 0
-        if kind == GNU_SPARSE:
+        elif kind == GNU_SPARSE:
             start = after_sparse_map(tar, header, start)
         # Slicing past the end would silently return a truncated image.
         if start + size > len(tar):
@@ -306,7 +316,7 @@ def members(tar: memoryview | bytes, name: str, refused: Refusals) -> Iterator[t
             member = prefix + b"/" + member
 
         # An extension header describes the next member: its full name, or a size above 8 GiB.
-        if kind in EXTENSIONS:
+        if not is_regular and kind in EXTENSIONS:
             if size > MAX_EXTENSION:
                 refused.add("oversize extension header", member)
             elif kind == b"L":
@@ -317,13 +327,13 @@ def members(tar: memoryview | bytes, name: str, refused: Refusals) -> Iterator[t
 
         if records.is_sparse or kind == GNU_SPARSE:
             refused.add("sparse member", records.name or member)
-        elif kind in REGULAR:
+        elif is_regular:
             yield records.name or member, start, size
         # Folders need no report.
         elif kind != b"5":
             refused.add("link or device", records.name or member)
         # An extension header applies to one member only.
-        records = PaxRecords()
+        records = NO_RECORDS
 
 
 def has_checksum(header: bytes) -> bool:
@@ -344,7 +354,7 @@ def is_header_or_end(tar: memoryview | bytes, position: int) -> bool:
 
 
 def check_uncompressed(tar: memoryview | bytes, name: str) -> None:
-    """Raise DataError if a file starts like a compressed one, or is an error page that was saved as a tar."""
+    """Raise DataError if a file is compressed, or is an error page saved as a tar."""
     for start, program in COMPRESSORS.items():
         if bytes(tar[: len(start)]) == start:
             raise DataError(
@@ -353,14 +363,14 @@ def check_uncompressed(tar: memoryview | bytes, name: str) -> None:
             )
     words = words_of(bytes(tar[: LONGEST + 1]))
     if words:
-        raise DataError(f"{name}: an error page that was saved as a tar: {words}\n  download the tar again")
+        raise DataError(f"{name}: an error page was saved as a tar: {words}\n  download the tar again")
 
 
 def after_sparse_map(tar: memoryview | bytes, header: bytes, start: int) -> int:
     """Return where the content of a GNU sparse member starts: after the blocks that continue its map of holes.
 
-    The header has room for four holes; a flag says whether a block with 21 more follows, and so on (GNU tar manual,
-    "Storing Sparse Files").
+    The header has room for four holes; a flag indicates whether a block with 21 more follows, and so on (GNU tar
+    manual, "Storing Sparse Files").
     """
     is_continued = header[482] != 0
     while is_continued and start + BLOCK <= len(tar):
@@ -375,14 +385,14 @@ def check_end(tar: memoryview | bytes, name: str, position: int) -> None:
     for start in range(position, len(tar), BLOCK):
         if bytes(tar[start : start + BLOCK]).strip(b"\0"):
             raise DataError(
-                f"{name}: the tar ends at byte {position}, and {len(tar) - start:,} bytes more follow at byte {start}\n"
-                "  expected a single tar: these may be several, one appended to the other; readers see only the first\n"
+                f"{name}: the tar ends at byte {position}, but {len(tar) - start:,} more bytes follow at byte {start}\n"
+                "  expected a single tar: this may be several concatenated tars, of which readers see only the first\n"
                 "  split the file there, or extract it with `tar --ignore-zeros -xf` and pack the files again"
             )
     padding = len(tar) - position
     if padding <= USUAL_PADDING:
         return
-    # A writer with larger records fills the last one, so the file size is a multiple of the record.
+    # Writers with larger records pad the last one, so the file size is a multiple of the record size.
     record = 32
     while record <= LARGEST_RECORD:
         if len(tar) % (record * BLOCK) == 0 and padding <= (2 + record) * BLOCK:
@@ -390,13 +400,13 @@ def check_end(tar: memoryview | bytes, name: str, position: int) -> None:
         record *= 2
     raise DataError(
         f"{name}: nothing but zeros from byte {position} to its end, {padding:,} of {len(tar):,} bytes\n"
-        f"  expected {USUAL_PADDING:,} at most after the last member: a copy that broke off may have left these\n"
+        f"  expected {USUAL_PADDING:,} at most after the last member: they may come from an interrupted copy\n"
         "  copy or pack it again; or, if no member is missing, extract it and pack the files again"
     )
 
 
 def read_number(digits: bytes) -> int:
-    """Return a number of a header, in octal digits or, if its first byte says so, in base 256; raises ValueError."""
+    """Parse a number in a header: octal digits or, if the first byte marks it, base 256; raises ValueError."""
     # Eleven octal digits are limited to 8 GiB; larger sizes use base 256.
     if digits[0] == 0x80:
         return int.from_bytes(digits[1:], "big")
@@ -409,14 +419,17 @@ def read_number(digits: bytes) -> int:
 
 @dataclass(frozen=True)
 class PaxRecords:
-    """What extension headers say about the member that follows them."""
+    """The contents of extension headers, which apply to the following member."""
 
     name: bytes | None = None
     size: int | None = None  # bytes stored, for sizes beyond 8 GiB
     is_sparse: bool = False  # the content is a map of holes and the parts between them (formats 0.0, 0.1 and 1.0)
 
 
-def read_pax(body: bytes, before: PaxRecords = PaxRecords()) -> PaxRecords:
+NO_RECORDS = PaxRecords()
+
+
+def read_pax(body: bytes, before: PaxRecords = NO_RECORDS) -> PaxRecords:
     """Add the records of a PAX header to those of an earlier extension header; unknown records are ignored.
 
     A record is `<length of the whole record> <name>=<value>\\n`. The `path` of a sparse member is a placeholder

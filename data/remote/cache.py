@@ -8,7 +8,7 @@ How a shard gets into the cache (`Cache.path`):
 5. A failed request is retried after a random part of a delay that doubles (`patiently`).
 6. If the sha256 is correct, the file gets its final name; otherwise it is downloaded once more from the start.
 
-`Prefetcher` does this in the background for upcoming steps. The order tells which shards the slots of a step need
+`Prefetcher` does this in the background for upcoming steps. The order determines which shards the slots of a step need
 (`shards_of`). A thread downloads the shards of one step after the other, `fetchers` at a time, up to
 `CacheConfig.ahead` steps ahead of training, whose progress it learns from `Prefetcher.reached`.
 
@@ -241,7 +241,7 @@ class Prefetcher:
         self.slots = slots
         self.cfg = cfg
         self.step = step  # step that training has reached
-        self.changed = threading.Condition()  # guards step and stopped
+        self.changed = threading.Condition()  # guards `step` and `stopped`
         self.stopped = False
         self.failure: StorageError | None = None  # the latest storage error
         # Let `stop` end downloads: otherwise the process would wait for them at exit.

@@ -12,7 +12,7 @@ from data.files import with_home
 from data.index.index import Index
 from data.order import Mixture, Order
 
-PIECE = 16 << 20  # bytes per request, which limits what a broken response costs
+PIECE = 16 << 20  # bytes per request; a broken response loses at most this much
 SMALLEST = PIECE  # bytes; smaller shards arrive in one piece, so reading them by range saves nothing
 
 
@@ -26,7 +26,7 @@ class CacheConfig:
     backoff_s: float = 0.5  # longest pause before the 2nd attempt; doubles up to 30 s; full jitter (Brooker 2015)
     timeout_s: float = 30.0  # a request fails after this long without data
     ahead: int = 64  # steps for which shards are downloaded in advance
-    fetchers: int = 4  # parallel downloads
+    fetchers: int = 4  # number of parallel downloads
 
     def __post_init__(self) -> None:
         # Each worker runs in a different folder, where a relative path would mean different caches.

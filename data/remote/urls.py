@@ -29,11 +29,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from importlib.metadata import version
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, urlsplit
 
 from data.checks import check_file_name, redacted
-from data.error_pages import LONGEST, words_of
+from data.error_pages import ERROR, LONGEST, words_of
 from data.errors import DataError, PatchlineError, StorageError
 from data.index.names import preview
 from data.index.shard import COMPRESSED
@@ -42,20 +42,20 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 Answer = TypeVar("Answer")
-CLIENTS = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}  # scheme: client package
-PROTOCOLS = {"s3": "s3", "gs": "gs", "az": "abfs"}  # scheme: fsspec's name for it
+CLIENTS = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}  # scheme → client package
+PROTOCOLS = {"s3": "s3", "gs": "gs", "az": "abfs"}  # scheme → fsspec's name for the protocol
 TESTED = {"s3fs": "2026.9.0", "gcsfs": "2026.10.1", "adlfs": "2026.8.0"}
 SCHEMES = (*CLIENTS, "https")
 LONGEST_PAUSE_S = 30.0  # longest pause between two attempts
 WARN_AT_ATTEMPT = 2  # counted from 0; two failed attempts may be a short interruption
-# How long a denied request is retried: time for credentials that are just being renewed. Each retry reads them again.
+# Retry a denied request for this long, in case the credentials are just being renewed; each retry reads them again.
 DENIED_S = 30.0
 RENEW = (
     "renew them (aws sso login, gcloud auth application-default login, az login, or new values in the file or "
     "variables that the client reads), then run the same command again"
 )
 CHECK_KEYS = "check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, and AWS_ENDPOINT_URL"
-# Stores' error codes and clients' exceptions that deny a request: what happened, and what to type.
+# Error codes of stores, and exceptions of clients, that deny a request → the cause and the remedy.
 DENIALS = {
     # S3: https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html
     "ExpiredToken": f"the credentials have expired: {RENEW}",
@@ -71,7 +71,7 @@ DENIALS = {
         "this machine's clock differs from the store's by more than 15 minutes, and the credentials are not the cause: "
         "type timedatectl set-ntp true, or set the clock"
     ),
-    # botocore, before any request
+    # Raised by botocore before any request.
     "NoCredentialsError": f"there are no credentials in the environment: {CHECK_KEYS}",
     "PartialCredentialsError": f"the credentials are incomplete: {CHECK_KEYS}",
     "CredentialRetrievalError": f"the credentials cannot be renewed: {RENEW}",
@@ -86,7 +86,7 @@ DENIALS = {
     "AuthorizationPermissionMismatch": "the credentials lack the role Storage Blob Data Contributor on the container",
     "InsufficientAccountPermissions": "the credentials are valid, but not for this request: allow read, write and list",
 }
-DENIED = "credentials come from the environment (docs/storage.md)"  # the remedy for a denial without a known code
+DENIED = "check the credentials in the environment (docs/storage.md)"  # the remedy for a denial without a known code
 
 
 class Refused(DataError):
@@ -94,11 +94,21 @@ class Refused(DataError):
 
 
 class Denied(PermissionError):
-    """A store rejects the credentials, or they do not allow the request; `code` is the store's name for it."""
+    """A store rejects the credentials or does not allow the request; `code` is the store's error code."""
 
     def __init__(self, code: str) -> None:
         super().__init__(code)
         self.code = code
+
+
+class ErrorPage(StorageError):
+    """A store sent an error page with the status of success; the argument is the words of the page."""
+
+    def __str__(self) -> str:
+        return (
+            f"instead of the expected answer, the store sent an error page: {self.args[0]}\n"
+            "  run again when the store responds; check the endpoint, the proxy and the credentials"
+        )
 
 
 def check_url(url: str) -> None:
@@ -149,14 +159,24 @@ def refuse_error_page(url: str, content: bytes) -> None:
     """Raise StorageError if the content is an error page, which some proxies send with the status of success."""
     words = words_of(content)
     if words:
-        raise StorageError(
-            f"{redacted(url)}: instead of the file, the store sent an error page: {words}\n"
-            "  run again when the store responds; check the endpoint, the proxy and the credentials"
-        )
+        raise StorageError(f"{redacted(url)}: {ErrorPage(words)}")
+
+
+def refuse_answer(response_dict: dict[str, Any], **_: object) -> None:
+    """Raise ErrorPage if S3's answer to any request except for content is an error page; a hook of botocore.
+
+    botocore would read a page of HTML as a list without objects. Before this hook is called, it turns XML and JSON into
+    errors, which are retried.
+    """
+    body = response_dict.get("body")
+    if isinstance(body, bytes) and response_dict.get("status_code") == http.client.OK and ERROR.match(body):
+        words = words_of(body)
+        if words:
+            raise ErrorPage(words)
 
 
 def size_of(url: str, timeout_s: float) -> int:
-    """Return the size of a URL's object in bytes; raises as `read_range`, and Refused if the server does not tell."""
+    """Return the size of a URL's object in bytes; raises as `read_range`, and Refused if it is not reported."""
     if not url.startswith("https:"):
         with denied_as_such():
             return client(urlsplit(url).scheme, timeout_s).info(url)["size"]
@@ -178,7 +198,7 @@ def list_tars(url: str, timeout_s: float) -> dict[str, int]:
     scheme = urlsplit(url).scheme
     if scheme == "https":
         raise Refused(f"{redacted(url)}: https cannot list files; name the shards, as in …/train-{{000..099}}.tar")
-    # Only `*` is a pattern; `?` and `[` are letters of a key.
+    # Only `*` is a wildcard; `?` and `[` are ordinary characters of a key.
     folder = url.rstrip("/").replace("[", "[[]").replace("?", "[?]")
     pattern = folder if "*" in url else f"{folder}/*.tar*"
     with denied_as_such():
@@ -239,13 +259,15 @@ class Retry:
                 return answer
             except FileNotFoundError:
                 raise FileNotFoundError(f"{address}: this object or its bucket does not exist") from None
+            except ErrorPage as page:
+                raise StorageError(f"{address}: {page}") from None
             except PatchlineError:
                 raise
             except Denied as error:
                 reason = error.code
                 # The credentials may have expired: the next attempt reads them from the environment again.
                 forget_credentials()
-                # If other requests have been denied for so long, this one needs no retries.
+                # If other requests have been denied for this long, do not retry this one.
                 if time.monotonic() >= _denied_since.setdefault(bucket, time.monotonic()) + DENIED_S:
                     raise denial(address, reason, attempt + 1) from None
             except Exception as error:
@@ -268,11 +290,11 @@ class Retry:
         )
 
 
-_denied_since: dict[str, float] = {}  # by bucket: when the store began to deny this process's requests
+_denied_since: dict[str, float] = {}  # bucket → time since when the store has denied this process's requests
 
 
 def denial(address: str, code: str, attempts: int) -> StorageError:
-    """Return the error for a request that the store has denied, with what to type."""
+    """Build the error for a request denied by the store, with its remedy."""
     return StorageError(f"{address}: denied after {attempts} attempts: {code}; {DENIALS.get(code, DENIED)}")
 
 
@@ -295,7 +317,7 @@ def denied_as_such() -> Iterator[None]:
 
 
 def denial_code(error: BaseException) -> str:
-    """Return why a store denies a request, most often a key of DENIALS; "" if it does not deny it."""
+    """Return the code with which a store denied a request, usually a key of DENIALS; "" for other errors."""
     link: BaseException | None = error
     while link is not None:
         response = getattr(link, "response", None)  # botocore's, a dict
@@ -310,7 +332,7 @@ def denial_code(error: BaseException) -> str:
     status = getattr(error, "status_code", getattr(error, "code", None))
     if status in (401, 403):
         return f"HTTP {status}"
-    # A PermissionError of the local disk has a number.
+    # A PermissionError of the local disk has an errno.
     is_denied = isinstance(error, PermissionError) and error.errno is None
     return "HTTP 403" if is_denied or str(error).startswith("Forbidden") else ""
 
@@ -352,6 +374,12 @@ def client(scheme: str, timeout_s: float) -> AbstractFileSystem:
 
     package = CLIENTS[scheme]
     try:
+        if scheme == "s3":
+            from aiobotocore.session import get_session
+
+            session = get_session()
+            session.register("before-parse.s3", refuse_answer)
+            options["session"] = session
         filesystem = fsspec.filesystem(PROTOCOLS[scheme], **options)
     except ImportError:
         raise DataError(f"{scheme}:// needs a client: pip install {package}") from None
@@ -360,7 +388,7 @@ def client(scheme: str, timeout_s: float) -> AbstractFileSystem:
     # new version keeps its retries elsewhere, the attribute is missing and the version is rejected.
     try:
         if scheme == "s3":
-            filesystem.retries = min(filesystem.retries, 1)  # s3fs's loop around botocore's
+            filesystem.retries = min(filesystem.retries, 1)  # s3fs's own retries, around those of botocore
         elif scheme == "gs":
             asked_once = type(filesystem)._request.__wrapped__  # without gcsfs's six attempts in 35 s
             filesystem._request = partial(asked_once, filesystem)
@@ -389,7 +417,7 @@ def request_https(url: str, timeout_s: float, byte_range: str) -> Iterator[http.
     opener.add_handler(urllib.request.HTTPErrorProcessor())
     opener.add_handler(urllib.request.HTTPDefaultErrorHandler())
     opener.add_handler(urllib.request.UnknownHandler())
-    # Spaces and letters outside ASCII must be encoded; an address that is encoded already stays as it is.
+    # Encode spaces and non-ASCII characters; an already encoded address stays unchanged.
     address = quote(url, safe="!#$%&'()*+,/:;=?@[]~")
     request = urllib.request.Request(address, headers={"Range": byte_range})
     try:

@@ -46,6 +46,7 @@ from data.remote.config import CacheConfig
 from data.remote.urls import check_url, list_tars, size_of
 from data.shards.journal import IndexJournal, Record
 from data.shards.parallel import Progress, in_parallel, set_on_error
+from data.walk import matching
 
 MOST_ERRORS = 20  # unusable shards that an error lists individually
 DECODED = 4  # samples decoded per shard
@@ -90,7 +91,7 @@ def build_index(
     urls = [path for path in sources if "://" in path]
     is_mixed = 0 < len(urls) < len(sources)
     if is_mixed or (urls and output is None):
-        raise DataError(f"{redacted(urls[0])}: pass only URLs, and a local folder for the index (--output)")
+        raise DataError(f"{redacted(urls[0])}: expected only URLs, and a local folder for the index (--output)")
     if at and "://" in at:
         check_kept(at)
 
@@ -281,7 +282,7 @@ def problem_of(index: Index, *, unlabelled: bool) -> str:
                 "names: python -m jobs pack tars FOLDER NEW-FOLDER"
             )
     elif failed == tried:
-        reason = "none of the decoded samples is an image"
+        reason = "none of the sampled files could be decoded as an image"
     elif not index.classes and not unlabelled:
         reason = "no sample has a usable label"
         expected += "\n  to index images without labels for objective: masked, add --unlabelled"
@@ -371,29 +372,14 @@ def local_tars(source: str | os.PathLike[str] | list[str]) -> TarList:
     return tars
 
 
-def matching(pattern: str) -> list[Path]:
-    """Return the files of a path with `{000..999}` or `*`, as the shell and remote URLs expand them.
-
-    A path of an existing file, and one that matches nothing, are returned as they are.
-    """
-    if Path(pattern).exists():
-        return [Path(pattern)]
-    paths: list[Path] = []
-    for name in braceexpand(pattern, escape=False):
-        path = Path(name)
-        matches = sorted(path.parent.glob(path.name)) if "*" in path.name else []
-        paths += matches or [path]
-    return paths
-
-
 def remote_tars(urls: Sequence[str], cache: Cache, workers: int, stopped: threading.Event) -> TarList:
     """List the tars behind URLs, with the sizes given by the storage; raises DataError if there are none.
 
     Each URL names one tar, several with `{000..999}` or `*`, or a folder. `stopped` is set on errors, to end retries.
     """
     timeout_s = cache.cfg.timeout_s
-    sizes: dict[str, int] = {}  # URL: bytes
-    named: list[str] = []  # individual tars
+    sizes: dict[str, int] = {}  # URL → size in bytes
+    named: list[str] = []  # individually named tars
     for pattern in urls:
         for url in braceexpand(pattern, escape=False):
             check_kept(url)

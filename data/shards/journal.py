@@ -2,8 +2,8 @@
 
 1. `with IndexJournal(path, …)` reads `<path>.partial` of an earlier command with the same setting (data/seal.py), and
    deletes temporary files of killed processes.
-2. `has` tells which shards are finished.
-3. `add` records a finished shard: its row in the index, its samples per class, and what was skipped (`Refusals`).
+2. `has` returns whether a shard is finished.
+3. `add` records a finished shard: its row in the index, its samples per class, and skipped members (`Refusals`).
 4. `finish` writes the index of the set's shards, and deletes the journal.
 """
 
@@ -28,7 +28,7 @@ class Record(NamedTuple):
     """Everything recorded about a finished shard."""
 
     shard: Shard
-    class_counts: Mapping[int, int]  # class: samples
+    class_counts: Mapping[int, int]  # class id → number of samples
     refused: Refusals  # skipped members of the tar, and unusable samples
     texts: Refusals  # text labels: class names, if the set has no ids
 

@@ -1,4 +1,4 @@
-"""Pack samples into tar shards and index them; equal samples always give equal bytes.
+"""Pack samples into tar shards and index them; equal samples always result in equal bytes.
 
 How samples become a set, in order:
 1. `group_samples` splits the stream of samples into groups, one per shard;
@@ -179,17 +179,15 @@ def restore(
         f"\n  use another folder or --name; or delete {finished.name}'s tars and index there if nothing needs them"
     )
     if finished.origin is not None or Path(finished.directory) != directory.resolve():
-        raise DataError(
-            f"{set_path}: this folder has a set with tars in {finished.directory}, digest {finished.digest}{remedy}"
-        )
+        raise DataError(f"{set_path} is a set with tars in {finished.directory} (digest {finished.digest}){remedy}")
     # The number of classes that packing these samples would count.
     given = classes or int(np.flatnonzero(finished.class_counts).max(initial=-1)) + 1
     counts = [*finished.class_counts, *[0] * given][:given]
     given_digest = digest_of(finished.shards, counts, names)
     if given_digest != finished.digest:
         raise DataError(
-            f"{set_path}: a finished set with the digest {finished.digest}\n"
-            f"  with the class names or the number of classes of this command, it would be {given_digest}{remedy}"
+            f"{set_path} is a finished set with digest {finished.digest}\n"
+            f"  the class names or the number of classes of this command would change it to {given_digest}{remedy}"
         )
 
     expected = {shard.name: shard for shard in finished.shards}
@@ -198,7 +196,10 @@ def restore(
         path = directory / f"{finished.name}-{number:06d}.tar"
         shard = expected.pop(path.name, None)
         if shard is None:
-            raise DataError(f"{set_path}: a finished set without {path.name}, digest {finished.digest}{remedy}")
+            raise DataError(
+                f"{set_path} is a finished set without {path.name} (digest {finished.digest}); the source has more "
+                f"samples{remedy}"
+            )
         if not is_done(shard, path, group, restarts):
             write_shard(path, group, classes, restarts, threading.Event(), shard)
         finished_samples += len(group)
@@ -206,8 +207,8 @@ def restore(
             report(number + 1, finished_samples)
     if expected:
         raise DataError(
-            f"{set_path}: a finished set of {finished.samples:,} samples, digest {finished.digest}\n"
-            f"  the source has {finished_samples:,}, none for {next(iter(expected))}{remedy}"
+            f"{set_path} is a finished set of {finished.samples:,} samples (digest {finished.digest})\n"
+            f"  the source has only {finished_samples:,}, so {next(iter(expected))} would be empty{remedy}"
         )
     return finished
 
@@ -252,8 +253,8 @@ def write_shard(
             )
         class_counts.update(set(sample.labels))  # count a repeated label once
 
-    # Constant mtime, user and group: equal samples must give equal bytes for any user at any time. PAX adds headers
-    # only for names over 100 bytes, so usual tars remain plain ustar.
+    # Constant mtime, user and group: equal samples must result in equal bytes for any user at any time. PAX adds
+    # headers only for names over 100 bytes, so usual tars remain plain ustar.
     fixed = {"encoder": False, "mtime": 0, "user": "patchline", "group": "patchline", "format": "PAX_FORMAT"}
     with atomic_file(path) as temporary:
         with open(temporary, "wb") as new_tar, TarWriter(new_tar, **fixed) as writer:
@@ -270,8 +271,8 @@ def write_shard(
         if expected is not None and digest != expected.sha256:
             move = shlex.join(["mv", str(path.parent), f"{path.parent}-old"])
             raise DataError(
-                f"{path}: a shard of a finished set, with the sha256 {expected.sha256}\n"
-                f"  these samples would make it {digest}: they are different, or split differently\n"
+                f"{path} is a shard of a finished set, with sha256 {expected.sha256}\n"
+                f"  these samples would change it to {digest}: they differ, or are split differently\n"
                 "  a finished set does not change, because runs may have read it\n"
                 f"  use another folder or --name; or move this one away: {move}"
             )

@@ -25,7 +25,7 @@ from operator import call
 from typing import TypeVar
 
 Result = TypeVar("Result")
-Progress = Callable[[int, int], None]  # finished jobs, all jobs
+Progress = Callable[[int, int], None]  # called with (finished jobs, all jobs)
 
 
 @contextmanager
@@ -43,12 +43,12 @@ def in_parallel(
         with ThreadPoolExecutor(workers) as threads:
             yield counted(threads.map(call, jobs), len(jobs), report)
     else:
-        # Nothing is ever sent: the processes wait for the end of this pipe, which also ends when we are killed.
+        # No data is ever sent: the processes wait for the end of this pipe, which also closes if we are killed.
         reader, writer = Pipe(duplex=False)
         with (
             reader,
             ProcessPoolExecutor(workers, initializer=end_with_pipe, initargs=(reader, writer)) as processes,
-            writer,  # closed first, before the executor waits for its processes
+            writer,  # must be closed before the executor waits for its processes
         ):
             # Submit individually: on an interrupt, `map` cancels pending jobs, which fails if the processes end.
             futures = deque(map(processes.submit, jobs))

@@ -70,7 +70,7 @@ def check_sizes(sets: Sequence[Index], dropped: Sequence[str] = (), option: str 
 
     `option` is the config key that excludes shards, or ""; `dropped` are the shards that it already excludes.
     """
-    problems: dict[str, str] = {}  # path: problem
+    problems: dict[str, str] = {}  # path → problem
     for index in sets:
         problems |= unusable_shards(index)
     if not problems:
@@ -333,7 +333,7 @@ class ShardReader:
                 # The end of the path identifies a shard for `data.drop`, except in rare cases.
                 short_name = "/".join(place.split("/")[-2:])
                 raise DataError(
-                    f"{place}: its sha256 differs from the index: corrupt or replaced; "
+                    f"{place}: its sha256 differs from the index: altered or replaced; "
                     f"restore it, index it again, or train without it: data.drop=[{short_name}]"
                 )
             # If the mark cannot be written, for example on a full disk, the next process verifies again.

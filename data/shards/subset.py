@@ -4,7 +4,7 @@ How subsets of a set are created, in one pass for all of them (`make_subsets`):
 1. Labels come from the tables, which contain a digest of each label: the digest of `17` identifies the text without
    reading the tar. Other texts, such as several labels, are read once per shard. If no rule needs labels, only those
    of chosen samples are determined.
-2. Each rule chooses samples. Its parts apply in order, each to the samples that the previous part left:
+2. Each rule chooses samples. Its parts apply in order, each to the remaining samples:
    `keep` classes, `only` the samples of a list or all `but` these, a `part`, a number of `shots` per class.
 3. Each shard with chosen samples gets a table of these rows; other shards are not in the subset.
 4. The JSON refers to the same tars, and records the parent index and the rule (`index.Origin`).
@@ -43,7 +43,7 @@ from data.shards.parallel import Progress, in_parallel
 from data.shards.reader import ShardReader, check_sizes
 from data.sources.numbering import kept_ids
 
-# N samples in the set
+# N: number of samples in the set
 
 LISTED_ROWS = "data.extras.listed:listed_rows"
 NO_LABEL = -1  # replaces a missing or unusable label
@@ -105,11 +105,11 @@ def check_seed(seed: int | None) -> None:
 class Labels(NamedTuple):
     """The labels of all samples, concatenated: those of sample n are `values[ends[n − 1] : ends[n]]`."""
 
-    values: np.ndarray  # int32
+    values: np.ndarray  # int32 class ids
     ends: np.ndarray  # (N,) int64
 
     def any_of_sample(self, marked: np.ndarray) -> np.ndarray:
-        """Return (N,) whether a sample has a marked label; `marked` has one boolean per entry of `values`."""
+        """Return a boolean array (N,): whether each sample has a marked label; `marked` has one boolean per value."""
         has_marked = np.zeros(len(self.ends), bool)
         # Process in pieces: an array with the sample of each of three billion labels would take 24 GB.
         for first in range(0, len(self.ends), AT_ONCE):
@@ -205,7 +205,7 @@ def read_all_labels(
 ) -> Labels:
     """Return the labels of all samples, or only of the `wanted` (N,) samples."""
     jobs = []
-    counts = np.zeros(index.samples, np.int32)  # labels of each sample
+    counts = np.zeros(index.samples, np.int32)  # number of labels of each sample
     rows_of_jobs = []
     for number in range(len(index.shards)):
         rows = index.rows(number)
@@ -352,7 +352,7 @@ def write_subsets(parent: Index, parts: Sequence[Part], labels: Labels) -> list[
             except DataError:  # damaged: any shard of the set may have a table
                 shards = parent.shards
         replaced.append(shards)
-        # Delete the JSON first: nobody can then read a subset with tables of two different rules.
+        # Delete the JSON first, so that no process reads a subset with tables of two different rules.
         part.path.unlink(missing_ok=True)
 
     for number, shard in enumerate(parent.shards):

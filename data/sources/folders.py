@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 from data.checks import printable
 from data.errors import DataError
-from data.index.names import Names
+from data.index.names import Names, preview
 from data.index.shard import IMAGES, is_image
 from data.sources.samples import Sample
-from data.sources.walk import class_folders_in, files_below
+from data.walk import class_folders_in, files_below, matching
 
 MOST_KINDS = 10  # kinds of skipped files that a warning lists
 
@@ -105,7 +105,7 @@ def folder_classes(root: str | os.PathLike[str], skipped: Counter[str] | None = 
         images = sum(map(is_image, files))
         tars = sum(path.suffix == ".tar" for path in files)
         contents = f"; found {images} images, {tars} tars" if images or tars else ""
-        remedy = f"sort the images into class folders, as {root}/cat/1.jpg; --unlabelled packs them without labels"
+        remedy = f"sort the images into class folders, as in {root}/cat/1.jpg, or add --unlabelled"
         if tars:
             remedy = f"tars need no packing: python -m jobs index {root}"
         raise DataError(f"{root}: expected one sub-folder per class, found none{contents}\n  {remedy}")
@@ -185,10 +185,11 @@ def files_of(source: str | os.PathLike[str], pattern: str) -> list[Path]:
     path = Path(source)
     if path.is_dir():
         paths = sorted(path.glob(f"[!.]{pattern}"))
-    elif "*" in path.name and not path.exists():
-        paths = sorted(path.parent.glob(path.name))
     else:
-        paths = [path]
+        paths = matching(path)
+        missing = [str(file) for file in paths if not file.exists()]
+        if missing:
+            raise DataError(f"{preview(missing)}: no such file")
     if not paths:
         raise DataError(f"{path}: no files match {pattern}")
     return paths

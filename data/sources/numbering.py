@@ -49,7 +49,7 @@ def read_class_list(path: str | os.PathLike[str]) -> Names:
                 content.append(json.loads(line) if path.suffix == ".jsonl" else line.strip())
 
         if not isinstance(content, list) or not content:
-            raise ValueError("it names no classes")
+            raise ValueError("it contains no class names")
         names = []
         for label, entry in enumerate(content):
             name = entry.get("name") if isinstance(entry, dict) else entry
@@ -57,7 +57,7 @@ def read_class_list(path: str | os.PathLike[str]) -> Names:
                 raise ValueError(f"class {label} has no name")
             names.append(name)
     except FileNotFoundError:
-        raise DataError(f"{path}: no such class list; expected a file with one class name per line") from None
+        raise DataError(f"{path}: class list not found; expected a file with one class name per line") from None
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
     except ValueError as error:
@@ -83,14 +83,14 @@ def check_unambiguous(names: Sequence[str], path: str) -> None:
     for label, name in enumerate(names):
         if name.isascii() and name.isdigit() and int(name) != label:
             raise DataError(
-                f"{path}: class {label} is called {name}, which as a label is the id of class {int(name)}\n"
+                f"{path}: class {label} has the name {name}, which as a label would mean class {int(name)}\n"
                 "  expected names, not numbers; if the labels are ids, remove the class list"
             )
 
 
 @dataclass(frozen=True)
 class Numbering:
-    """A mapping from a source's class ids to the written ones."""
+    """A mapping from a source's class ids to the ids written to the set."""
 
     names: Names = ()  # names of the written ids; () if unknown
     ids: Mapping[int, int] | None = None  # {source id: written id}, without excluded classes; None: no change
@@ -107,7 +107,7 @@ class Numbering:
             return tuple(labels)
         written: list[int] = []
         for label in labels:
-            # Two classes merged into one give a single label.
+            # Two merged classes result in a single label.
             if label in self.ids and self.ids[label] not in written:
                 written.append(self.ids[label])
         return tuple(written)
@@ -122,7 +122,7 @@ def number(
     name: str = "the set",
     giver: str = "the class list",
 ) -> Numbering:
-    """Return the numbering that maps a source's `own` names to the ids of `target`; without `target`, to their own.
+    """Return the numbering from a source's `own` names to the ids of `target`, or to new ids without `target`.
 
     If the source has no names, its ids are taken as those of `target`. `rename` and `keep` refer to the source's
     classes. `name` and `giver` are the names of both sets for messages. Raises DataError if `target` lacks names.

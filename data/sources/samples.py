@@ -129,7 +129,7 @@ class Published:
 class Archive(NamedTuple):
     """A data set as distributed by its owners."""
 
-    samples: Callable[[Path, str], Iterator[Sample]]  # arguments: the archive or its folder, and a split
+    samples: Callable[[Path, str], Iterator[Sample]]  # called with (archive or its folder, split)
     classes: Callable[[Path], Names]  # returns class names in the order of their ids
     published: dict[str, Published]  # split → its published properties; contains all splits
     counted: Callable[[Path], Names] | None = None  # the published classes, if they differ from `classes`

@@ -91,7 +91,7 @@ class WorkerState:
 
 @dataclass(frozen=True)
 class NodeReport:
-    """An agent's answer to a poll."""
+    """An agent's reply to a poll."""
 
     news: int  # number of events on this node so far; the next poll sends it back
     workers: list[WorkerState] = field(default_factory=list)
@@ -111,7 +111,7 @@ class NodeAgent:
     slots: int  # number of workers placed on the node
     call: Callable[..., "Future[Any]"]  # calls a method of Agent by name, with these arguments
     visible_gpus: str = ""  # CUDA_VISIBLE_DEVICES of its workers; "": as in the node's environment
-    is_up: bool = False  # it has answered before, so it is not starting: silence means that it is frozen
+    is_up: bool = False  # it has responded before, so it is not starting: silence means that it is frozen
 
 
 class Agent:
@@ -154,7 +154,7 @@ class Agent:
                 threading.Thread(target=self._hear, args=(self.server,), name="fork server", daemon=True).start()
 
     def ping(self) -> None:
-        """Answer at once, even during `listen` and `start`, which may take minutes: the driver's sign of life."""
+        """Respond at once, even during `listen` and `start`, which may take minutes: the heartbeat."""
 
     def listen(self) -> int:
         """Return the port of the store that rank 0 of the next attempt will serve on this node."""
@@ -164,7 +164,7 @@ class Agent:
             self.fault = ""
             assert self.server is not None
             self.server.connection.send(Listen(self.address))
-            # The fork server answers only after all its imports.
+            # The fork server responds only after all its imports.
             while not self.port and self.server is not None:
                 self.changed.wait(LOOK_S)
                 self._end_frozen_server(FROZEN_S)
@@ -292,7 +292,7 @@ class Agent:
         shutil.rmtree(self.base, ignore_errors=True)
 
     def _hear(self, server: ForkServer) -> None:
-        """Process the answers of a fork server until it ends; runs in a thread."""
+        """Process the replies of a fork server until it ends; runs in a thread."""
         with suppress(EOFError, OSError):
             while True:
                 answer = server.connection.recv()

@@ -1,7 +1,7 @@
 """Elastic training: decide how many workers the next attempt uses, and when to stop an attempt to scale up.
 
 1. A thread checks every few seconds how many workers the cluster has room for. It is a separate thread because an
-   unreachable head answers late.
+   unreachable head responds late.
 2. A scale-up is possible only after new nodes have stayed in the cluster for `patience_s`.
 3. At the first commit after that, the workers are requested to stop, which loses no step. The next attempt uses all
    places that are free by then.
@@ -100,7 +100,7 @@ class Growth:
 
     def start(self) -> None:
         """Start the thread if the stage allows more workers; setting `has_ended` stops it."""
-        # Use a daemon thread, because the driver may exit while it waits for an answer.
+        # Use a daemon thread, because the driver may exit while it waits for a response.
         if self.larger:
             threading.Thread(target=self.watch, name="growth", daemon=True).start()
 
@@ -120,7 +120,7 @@ class Growth:
             if world <= room:
                 since[world] = self.since.get(world, now)
         self.since = since
-        # Read the step here instead of in `is_due`, because an object store may answer late.
+        # Read the step here instead of in `is_due`, because an object store may respond late.
         if since:
             self.step = self.last_step()
 

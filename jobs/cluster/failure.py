@@ -165,7 +165,7 @@ class Evidence:
                 if others:
                     workers = "worker" if len(others) == 1 else "one of workers"
                     peer = f"{workers} {', '.join(map(str, others))} on {self.node_names[others[0]]}"
-            cause = f"a collective failed: {peer} was lost or did not answer, but no worker is known to have died"
+            cause = f"a collective failed: {peer} was lost or did not respond, but no worker is known to have died"
             # No kind: like a death, this may have happened by chance, so a second time does not end the stage.
             return WorkerGroupError(first["rank"], first["node"], cause, first["traceback"])
         cause = f"{first['kind']}: {first['error']}".rstrip(": ")

@@ -3,7 +3,7 @@
     python -m jobs.cluster.fork_server CONNECTION LIFELINE FOLDER [imports]      two inherited file descriptors
 
 1. Its agent (agent.py) starts it. It imports torch, DeepSpeed and other modules while the driver still prepares.
-2. It receives requests through the connection and answers each:
+2. It receives requests through the connection and replies to each:
 
        Listen("10.0.0.1")        →  Listening(34530)       the port of the next rank 0's store
        WorkerSpec(rank 3, …)    →  Forked(3, pid=4711)
@@ -84,7 +84,7 @@ class WorkerEnded:
 
 
 class ForkServer:
-    """The agent's handle of a fork server: its child process, and a connection for requests and answers."""
+    """The agent's handle of a fork server: its child process, and a connection for requests and replies."""
 
     def __init__(self, folder: Path, *, has_gpus: bool) -> None:
         """Start the process. It removes `folder` when it ends, and imports nothing if workers have GPUs."""
@@ -129,7 +129,7 @@ class ForkServer:
         return False
 
     def close(self) -> None:
-        """End the process and all its workers; wait until it has ended."""
+        """Kill the process and all its workers; wait until it has exited."""
         with suppress(OSError):
             os.close(self.lifeline)
         # A stopped process would never see the closed lifeline; its workers do.

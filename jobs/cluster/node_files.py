@@ -145,7 +145,7 @@ class NodeFiles:
         return changes
 
     def acknowledge(self, acknowledged: Mapping[str, Mark]) -> None:
-        """Record which changes the driver has written: file name → mark of the change."""
+        """Record the changes that the driver has written: file name → mark of the change."""
         has_grown = False
         for name, mark in acknowledged.items():
             if name in self.grown:

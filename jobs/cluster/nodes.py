@@ -81,7 +81,7 @@ class ThisMachine:
         return [""] * len(asked)
 
     def give_up(self, agent: NodeAgent) -> None:
-        """End an agent that does not answer, with its workers, and avoid its node; the next attempt starts another."""
+        """Kill an agent that does not respond and its workers, and avoid its node; the next attempt starts another."""
 
     def room(self) -> int:
         """Return how many workers the cluster can hold now, including the running ones. Thread-safe."""
@@ -142,7 +142,7 @@ def nodes_of(cluster: ClusterConfig) -> Nodes:
 
 
 def start_early(cluster: ClusterConfig) -> None:
-    """Start slow preparations of the workers early: the fork server, or an embedded Ray cluster."""
+    """Start the fork server or an embedded Ray cluster early, because it takes seconds."""
     if cluster.backend == "processes":
         nodes_of(cluster).warm_up()
     # An existing cluster is joined only when workers are needed.

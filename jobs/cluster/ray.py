@@ -212,7 +212,7 @@ def require_reachable(address: str) -> None:
         socket.create_connection((url.hostname, url.port), CONNECT_TIMEOUT_S).close()
     except (OSError, ValueError) as error:
         raise ClusterError(
-            f"no answer at RAY_ADDRESS={address} ({error})\n"
+            f"no response at RAY_ADDRESS={address} ({error})\n"
             f"  expected the HOST:PORT that `ray start --head` printed, or http://HOST:8265 of its dashboard\n"
             f"  to check, type ray status --address HOST:PORT; to use only this machine, type unset RAY_ADDRESS"
         ) from None
@@ -221,26 +221,26 @@ def require_reachable(address: str) -> None:
 def require_ray(address: str) -> None:
     """Raise ClusterError if the server at HOST:PORT is not a Ray head, because `ray.init` would wait forever.
 
-    A head speaks gRPC, so it answers the start of an HTTP/2 connection with a SETTINGS frame.
+    A head speaks gRPC, so it replies to the start of an HTTP/2 connection with a SETTINGS frame.
     """
     if os.environ.get("RAY_USE_TLS", "0") != "0":
         return
     host, _, port = address.rpartition(":")
     answer = b""
-    # A busy head that does not answer in time passes the check, because Ray waits for it.
+    # A busy head that does not respond in time passes the check, because Ray waits for it.
     with suppress(TimeoutError), socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S) as connection:
         connection.sendall(HTTP2_BEGIN)
         answer = connection.recv(9)  # a frame's header: length, type, flags, stream
         if len(answer) < 4 or answer[3] != HTTP2_SETTINGS:
             raise ClusterError(
-                f"RAY_ADDRESS={address} is not a Ray head: another server answers there, perhaps the dashboard\n"
+                f"RAY_ADDRESS={address} is not a Ray head: another server responds there, perhaps the dashboard\n"
                 "  expected the HOST:PORT that `ray start --head` printed, usually HOST:6379\n"
                 "  to check, type ray status --address HOST:PORT; to use only this machine, type unset RAY_ADDRESS"
             )
 
 
 def explain(error: Exception, address: str) -> ClusterError:
-    """Convert an exception of Ray to a ClusterError with the reason and what to type."""
+    """Convert an exception of Ray to a ClusterError with the reason and a remedy."""
     # Ray wraps exceptions: the relevant words may be in the error, its cause or its context.
     reasons = []
     for link in (error, error.__cause__, error.__context__):

@@ -33,13 +33,13 @@ IDENTITY_S = 60.0  # maximum wait for all nodes to return their identity: Ray st
 
 
 class RayNodes(RayPlaces):
-    """This process's places and agents in its Ray cluster; `ThisMachine` documents the methods."""
+    """The places and agents of this process in its Ray cluster; `ThisMachine` documents the methods."""
 
     def __init__(self, cluster: ClusterConfig, *, is_embedded: bool) -> None:
         super().__init__(cluster, is_embedded=is_embedded)
         self.own_node = str(ray.get_runtime_context().get_node_id())
         self.actors: dict[str, Any] = {}  # this process's running agents, by node id
-        self.warmed_up: dict[str, Any] = {}  # each agent's answer to its first call, by node id
+        self.warmed_up: dict[str, Any] = {}  # each agent's reply to its first call, by node id
         self.used: Set[str] = frozenset()  # ids of the nodes with workers of the last attempt
         self.actors_started = 0
         self.group_id = ""  # the placement group that `gpu_ids` belongs to
@@ -147,7 +147,7 @@ class RayNodes(RayPlaces):
         self.actors.pop(node_id, None)
 
     def give_up(self, agent: NodeAgent) -> None:
-        """End an agent that does not answer, with its workers, and avoid its node."""
+        """Kill an agent that does not respond and its workers, and avoid its node."""
         self.avoid([agent.node_id])
         # Ray kills a frozen process after 5 s; its fork server and workers end with it.
         self.end_agent(agent.node_id)
@@ -163,7 +163,7 @@ class RayNodes(RayPlaces):
             answers = list(threads.map(lambda node: node is None or takes_connections(node), nodes))
         losses = []
         for (agent, error), node, takes in zip(asked, nodes, answers, strict=True):
-            loss = "" if takes else "its node does not answer"
+            loss = "" if takes else "its node does not respond"
             if node is None:
                 loss = "its node left the cluster"
             if loss:
@@ -211,7 +211,7 @@ class RayNodes(RayPlaces):
         return room
 
     def identities(self) -> dict[str, Identity]:
-        """Return the code and package versions of every node that answers, by node id."""
+        """Return the code and package versions of every node that responds, by node id."""
         values, _ = run_on_nodes(identity, "", without=(), timeout_s=IDENTITY_S)
         return dict(values)
 
@@ -230,7 +230,7 @@ def run_on_nodes(
         if node["Alive"] and node["NodeID"] not in without:
             pinned = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             asked.append((node, remote_function.options(scheduling_strategy=pinned).remote(*arguments)))
-    # Wait for all nodes together, so that a node that does not answer does not delay the others.
+    # Wait for all nodes together, so that a node that does not respond does not delay the others.
     ray.wait([answer for _, answer in asked], num_returns=len(asked), timeout=timeout_s)
     values = []
     unanswered = {}
@@ -238,7 +238,7 @@ def run_on_nodes(
         try:
             values.append((node["NodeID"], ray.get(answer, timeout=0)))
         except RayError as error:  # includes timeouts
-            unanswered[node["NodeManagerHostname"]] = str(error).splitlines()[0] or f"no answer in {timeout_s:g} s"
+            unanswered[node["NodeManagerHostname"]] = str(error).splitlines()[0] or f"no response in {timeout_s:g} s"
     return values, unanswered
 
 

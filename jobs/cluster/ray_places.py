@@ -4,7 +4,7 @@
    Ray's scheduler queues the request with all others, and an autoscaler sees what is needed.
 2. As long as there is not enough room, a message reports how many workers fit and which campaigns hold the rest.
 3. Places are kept when an attempt fails, so that no other campaign takes them before the next attempt. New places are
-   requested if one of the nodes is about to leave or does not answer.
+   requested if one of the nodes is about to leave or does not respond.
 4. Ray releases all places when this process leaves the cluster.
 
 If `cluster.workers` is a range, its maximum is requested first, so that an autoscaler sees it. After `patience_s`, the
@@ -64,7 +64,7 @@ class Reservation:
 def takes_connections(node: Mapping[str, Any]) -> bool:
     """Return whether a node in `ray.nodes()` accepts connections; the kernel does so even if all processes are busy.
 
-    Ray's own health check takes 15 s for a node that refuses connections, and 65 s for one that does not answer.
+    Ray's own health check takes 15 s for a node that refuses connections, and 65 s for one that does not respond.
     """
     for _ in range(ASKED_TIMES):
         with suppress(OSError):
@@ -107,7 +107,7 @@ class RayPlaces:
     def __init__(self, cluster: ClusterConfig, *, is_embedded: bool) -> None:
         self.cluster = cluster
         self.is_embedded = is_embedded
-        self.avoided: dict[str, float] = {}  # id of a node that may leave or does not answer → time since then
+        self.avoided: dict[str, float] = {}  # id of a node that may leave or does not respond → time since then
         self.excluded: set[str] = set()  # ids of nodes that must not be used again
         self.reservation: Reservation | None = None
         self.last_sizes: Sequence[int] = ()  # bundle sizes of the last request

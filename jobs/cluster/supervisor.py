@@ -194,11 +194,7 @@ class Attempt:
             # A slow worker does not end the attempt; only log which worker it is.
             slow = self.watch.slow()
             if slow is not None:
-                rank, share = slow
-                context.log(
-                    f"worker {rank} on {group.node_names[rank]} is slow: "
-                    f"in {share:.0%} of the checks, all other workers were waiting for it"
-                )
+                context.log(f"worker {slow.rank} on {group.node_names[slow.rank]} is slow: {slow.cause}")
         if self.growth.target is None and self.growth.is_due():
             room = f"room for {self.growth.target} workers, currently {self.watch.world}"
             context.log(f"{room}: committing this step, then continuing with more workers")
@@ -357,7 +353,8 @@ def recover(
         is_os_error = isinstance(exception, type) and issubclass(exception, OSError)
         raise StageFailed(
             f"{context.stage.name}: {failure}\n"
-            f"  {history.failures} attempts in a row have made no new checkpoint; the next would start from {start}\n"
+            f"  {history.failures} attempts in a row ended without a new checkpoint; the next would "
+            f"start from {start}\n"
             f"  for the traceback, see {context.directory / 'incidents.txt'}",
             ExitCode.IO if is_os_error else ExitCode.INTERNAL,
         )

@@ -2,9 +2,9 @@
 
 1. The driver creates the attempt's folder and sends every agent the ranks of its node. All workers get the same
    function and the same task.
-2. The driver polls all agents with the same deadline, about once a second; an agent with news answers at once. The
-   driver updates the state of every worker and calls `on_tick`, which may raise to end the attempt. Each answer is a
-   heartbeat: after MISSED_BEATS without one, the driver probes the node. A node that does not answer either is lost.
+2. The driver polls all agents with the same deadline, about once a second; an agent with news responds at once. The
+   driver updates the state of every worker and calls `on_tick`, which may raise to end the attempt. Each reply is a
+   heartbeat: after MISSED_BEATS without one, the driver probes the node. A node that does not respond either is lost.
    If only the agent is silent, the driver replaces it after AGENT_SILENT_S.
 3. At the end, the agents always kill the remaining workers: no worker is running when `run` returns.
 4. If all workers have returned, rank 0's value is the result. Otherwise, failure.py finds the worker that failed first.
@@ -33,16 +33,16 @@ from jobs.cluster_config import ClusterConfig
 from pipeline.monitoring.watchdog import PhaseReport
 
 TICK_S = 0.5  # maximum interval between calls of `on_tick`
-POLL_S = 1.0  # heartbeat period: how often an agent answers if nothing happens
-TOGETHER_S = 0.05  # agents with the same deadline answer within this time
-# Heartbeats that an agent may miss before its node is probed, counted from the unanswered poll. That poll may be 1 s
+POLL_S = 1.0  # heartbeat period: how often an agent responds if nothing happens
+TOGETHER_S = 0.05  # agents with the same deadline respond within this time
+# Heartbeats that an agent may miss before its node is probed, counted from the pending poll. That poll may be 1 s
 # old when a network link fails, so the probe is 5 to 6.5 s after the failure (at the next tick): a link that recovers
 # within 5 s costs nothing. The probe takes 1 s (ANSWER_S, ASKED_TIMES in ray_places.py), so a loss is known after 6 to
 # 7.5 s.
 MISSED_BEATS = 6
 # The same limit after a worker has reported a lost peer: probe earlier, because the cause is determined after 1.5 s.
 MISSED_BEATS_PEER = 1
-# An agent that has not answered for this long, although its node does, is suspended (SIGSTOP) or stuck: it is ended,
+# An agent that has not responded for this long, although its node does, is suspended (SIGSTOP) or stuck: it is ended,
 # its node is avoided, and the attempt fails. A driver that was itself suspended counts at most MISSED_BEATS of that
 # time.
 AGENT_SILENT_S = 30.0
@@ -71,8 +71,8 @@ class AgentLink:
     answer: "Future[Any] | None" = None  # the pending poll
     called: float = 0.0  # time of that poll
     asked: float = 0.0  # time of that poll, or of the last probe of the node
-    silent_s: float = 0.0  # how long the agent has not answered although its node did, up to the last probe
-    is_up: bool = False  # the agent has answered before; until then it may be starting
+    silent_s: float = 0.0  # how long the agent has not responded although its node did, up to the last probe
+    is_up: bool = False  # the agent has responded before; until then it may be starting
     news: int = 0
     acknowledged: dict[str, Mark] = field(default_factory=dict)  # changes written since the last poll
     has_own_folder: bool = False  # the node shares no storage with the driver
@@ -137,7 +137,7 @@ class WorkerGroup:
         return rank in self.states and self.states[rank].is_stopped
 
     def has_silent_agent(self) -> bool:
-        """Return whether an agent has stopped answering: the last known phases of its workers are outdated."""
+        """Return whether an agent has stopped responding: the last known phases of its workers are outdated."""
         now = self.clock()
         return any(link.answer is not None and now >= link.called + SILENT_BEATS * POLL_S for link in self.links)
 
@@ -283,7 +283,7 @@ class WorkerGroup:
     def _answers(
         self, calls: Sequence[tuple[AgentLink, "Future[Any]"]], deadline: float, on_tick: Callable[[], None]
     ) -> list[Any]:
-        """Return the agents' answers. Raises WorkerGroupError if an agent is lost or does not answer in time."""
+        """Return the agents' replies. Raises WorkerGroupError if an agent is lost or does not respond in time."""
         answers = []
         for link, _ in calls:
             link.asked = self.clock()
@@ -321,7 +321,7 @@ class WorkerGroup:
         return answers
 
     def poll(self, wait_s: float) -> None:
-        """Poll all agents that have no pending poll, and process the answers that arrive within `wait_s` seconds."""
+        """Poll all agents that have no pending poll, and process the replies that arrive within `wait_s` seconds."""
         now = self.clock()
         for link in self.links:
             if link.answer is None and not link.loss:
@@ -382,7 +382,7 @@ class WorkerGroup:
             time.sleep(TOGETHER_S)
 
     def _end_workers(self) -> None:
-        """Kill all workers through their agents; wait up to END_S for the answers of all reachable agents."""
+        """Kill all workers through their agents; wait up to END_S for the replies of all reachable agents."""
         ending = []
         for link in self.links:
             if not link.loss:
@@ -422,13 +422,13 @@ class WorkerGroup:
                 link.silent_s += min(now - link.asked, MISSED_BEATS * POLL_S)
                 if link.silent_s >= AGENT_SILENT_S:
                     loss = (
-                        f"its node's agent has not answered for {link.silent_s:.0f} s, but the node accepts connections"
-                        " (agent frozen by a signal, or node overloaded)"
+                        f"its node's agent has not responded for {link.silent_s:.0f} s, but the node accepts "
+                        "connections (agent suspended by a signal, or node overloaded)"
                     )
                     self.nodes.give_up(link.agent)
             link.loss = loss
             link.error = None
-            # If the node has answered, count its missed heartbeats from now.
+            # If the node has responded, count its missed heartbeats from now.
             link.asked = self.clock()
 
     def _watch_nodes(self) -> None:

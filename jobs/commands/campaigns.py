@@ -69,7 +69,7 @@ def recipe_path(recipe: str) -> Path:
         return path
     if recipe == "-" or path.is_fifo():
         raise ConfigError(
-            f"cannot read the recipe from {recipe}: the run is resumed with the same command, which needs a file\n"
+            f"cannot read the recipe from {recipe}: resuming the run would need the recipe again\n"
             "  save the recipe to a file first: cat > NAME.yaml"
         )
     recipes = shipped()

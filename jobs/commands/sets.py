@@ -119,6 +119,7 @@ def pack(
     """Pack images into shards with an index. To resume an interrupted command, type it again."""
     from data.shards.packing import pack
     from data.sources.numbering import Numbering
+    from data.walk import matching
     from jobs.sets import SetConfig, check_apart, expected_samples, numbering_of, samples_of
     from pipeline import config
 
@@ -163,7 +164,7 @@ def pack(
         cfg = config.build(SetConfig, described, "pack")
     except ConfigError as error:  # remove the name of the recipe section from the message
         raise UsageError(str(error).removeprefix("pack.")) from None
-    if path != "-" and "://" not in path and not Path(path).exists() and "*" not in path:
+    if path != "-" and "://" not in path and not any(file.exists() for file in matching(path)):
         hint = "\n  type the images first, then the output folder" if folder.is_dir() else near_path(path)
         raise DataError(f"no file or folder at {path}{hint}\n  expected the images, or a table of images")
     check_apart(cfg, folder)

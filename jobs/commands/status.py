@@ -115,7 +115,7 @@ def describe(last: LastCommand, run: Path, storage: Storage) -> str:
 
 
 def stage_line(folder: Path, *, has_ended: bool) -> str:
-    """Return a stage's result or progress; `has_ended` tells that no command is running on the run."""
+    """Return a stage's result or progress; `has_ended` says that no command is running this campaign."""
     try:
         outcome = read_outcome(folder)
     except DataError as error:

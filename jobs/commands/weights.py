@@ -33,11 +33,11 @@ def check_weights_exist(path: str) -> None:
             "  expected an official .npz, or a folder or .safetensors file from Patchline, timm or transformers"
         )
     folder = Path(path)
-    if folder.is_file() and ".npz" not in folder.name and folder.suffix != ".safetensors":
+    if folder.is_file() and ".npz" not in folder.name and folder.suffix not in (".safetensors", ".pth"):
         raise DataError(
             f"cannot load {path}: it is not a weights file\n"
-            "  expected an official .npz, or a folder or .safetensors file from Patchline, timm or transformers\n"
-            "  pickled checkpoints (.pth, .bin) are not supported: convert them to safetensors first"
+            "  expected an official .npz, the .pth of DINOv2 or DINOv3, or a folder or .safetensors file from "
+            "Patchline, timm or transformers"
         )
     if folder.is_dir() and not (folder / CONFIG).exists() and not (folder / THEIR_WEIGHTS).exists():
         if (folder / CHECKPOINTS).is_dir():
@@ -51,5 +51,5 @@ def check_weights_exist(path: str) -> None:
             raise DataError(f"{path} is a data set, not weights\n  type the weights first, then the data sets")
         raise DataError(
             f"cannot load {path}: the folder contains neither {CONFIG} nor {THEIR_WEIGHTS}\n"
-            "  pickled checkpoints (.pth, .bin) are not supported: convert them to safetensors first"
+            "  a pickled pytorch_model.bin is not supported: convert it to safetensors first"
         )

@@ -1,1 +1,1 @@
-"""Optional commands, kinds of stages and watchers. The core of `jobs` works without them."""
+"""Optional commands, stage kinds and watchers. The core of `jobs` works without them."""

@@ -1,4 +1,4 @@
-"""`keep_best` and `patience` of stages that train; writes the best value of each evaluation metric to done.json."""
+"""The recipe keys `keep_best` and `patience` of training stages, and the best value of each metric in done.json."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +20,7 @@ class Best(TrainingExtra):
     hook = "pipeline.extras.best:KeepBest"
 
     def checks(self, stage: Stage, available: Available) -> Iterator[CheckResult]:
-        """Refuse a metric that the stage does not evaluate, and runs in an object store."""
+        """Raise ConfigError if the stage does not evaluate the metric, or if the run is in an object store."""
         keep_best = stage.config.keep_best
         if keep_best is None:
             return
@@ -28,18 +28,18 @@ class Best(TrainingExtra):
         metrics = list(stage.kind.metrics(stage.config))
         require(
             keep_best in metrics,
-            f"{name}.keep_best is {keep_best}, which the stage's evaluations do not report"
-            f"{did_you_mean(keep_best, metrics)}\n  expected one of {', '.join(metrics) or 'none'}\n"
-            "  data.evaluate adds accuracy; probe adds 1shot, 5shot and so on",
+            f"{name}.keep_best is {keep_best}, but the stage does not evaluate this metric"
+            f"{did_you_mean(keep_best, metrics)}\n  its metrics: {', '.join(metrics) or 'none'}\n"
+            "  set data.evaluate to get accuracy, or probe to get 1shot, 5shot and so on",
         )
         require(
             available.campaign.remote is None,
             f"{name}.keep_best needs the records of all attempts in a shared folder, "
             f"but the run is in the object store {available.campaign.remote}\n"
-            f"  turn it off: {name}.keep_best=null",
+            f"  to turn it off, type {name}.keep_best=null",
         )
         yield from ()
 
     def after(self, cfg: TrainConfig, context: Context, outcome: dict[str, Any]) -> None:
-        """Add the best evaluation of each metric to the outcome; includes evaluations by a spare worker."""
+        """Add the best evaluation of each metric, including evaluations by a spare worker, to the outcome."""
         outcome["best"] = best_of(evaluations_of(read_metrics(context.directory, None)))

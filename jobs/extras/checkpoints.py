@@ -1,7 +1,7 @@
 """`patchline checkpoints verify|inspect|diff|export RUN`: read the contents of checkpoints.
 
-RUN is written as in jobs/commands/checkpoints.py. Only safetensors and JSON files are opened. Every command prints its
-lines as it proceeds, because reading one checkpoint can take minutes.
+RUN has the same form as in jobs/commands/checkpoints.py. Only safetensors and JSON files are opened. Every command
+prints its lines as it proceeds, because reading one checkpoint can take minutes.
 """
 
 import json
@@ -25,8 +25,9 @@ from pipeline.checkpoints.manifest import read_manifest, step_of
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 from pipeline.config import differences
 from pipeline.identity import code_version
+from pipeline.variables import restored
 
-if TYPE_CHECKING:  # imports torch, which takes seconds; errors in the arguments are reported without it
+if TYPE_CHECKING:  # imports torch, which takes seconds and would delay errors in the arguments
     from torch import Tensor
 
     from pipeline.checkpoints.reader import Reader
@@ -49,7 +50,7 @@ class Saved(NamedTuple):
 
 
 def selected(run: OpenedRun, step: int | None) -> list[Saved]:
-    """Return the checkpoint that the user named, those of one step, or all, newest first within each stage.
+    """Return the named checkpoint, the checkpoints of one step, or all, newest first within each stage.
 
     Raises UsageError if no checkpoint matches.
     """
@@ -62,7 +63,7 @@ def selected(run: OpenedRun, step: int | None) -> list[Saved]:
         raise UsageError(f"{run.name} has no committed checkpoint yet")
     if step is None:
         return saved
-    # Several checkpoints can have the same step: those of different stages, or of attempts that repeated the step.
+    # Several checkpoints can have the same step, in different stages or because an attempt has repeated the step.
     of_step: list[Saved] = []
     known_steps: list[str] = []
     for checkpoint in saved:
@@ -76,7 +77,7 @@ def selected(run: OpenedRun, step: int | None) -> list[Saved]:
 
 
 def newest_verified(run: OpenedRun, step: int | None) -> Path:
-    """Verify every byte of the newest checkpoint, or of the one at `step`, and return its folder.
+    """Verify every byte of the newest checkpoint, or of the checkpoint at `step`, and return its folder.
 
     Raises UsageError if several stages have a matching checkpoint, CheckpointError if the checkpoint is damaged.
     """
@@ -85,7 +86,8 @@ def newest_verified(run: OpenedRun, step: int | None) -> Path:
     if len(stages) > 1:
         first = run.storage.address(stages[0])
         raise UsageError(
-            f"several stages of {run.name} have checkpoints: {', '.join(stages)}\n  name one stage, for example {first}"
+            f"several stages of {run.name} have checkpoints: {', '.join(stages)}\n"
+            f"  type one of them, for example {first}"
         )
     return saved[0].checkpoints.verify(saved[0].name)
 
@@ -99,7 +101,7 @@ def verify_all(path: SavedRun, step: Step = None, _debug: Debug = False) -> None
     bad = 0
     with opened(path) as run:
         for saved in selected(run, step):
-            # Two stages can have a checkpoint of the same step.
+            # Include the stage, because two stages can have a checkpoint of the same step.
             title = f"{saved.checkpoints.stage}/{saved.name}"
             activity.now(f"reading {title} …")
             began = time.monotonic()
@@ -119,11 +121,11 @@ def verify_all(path: SavedRun, step: Step = None, _debug: Debug = False) -> None
 def inspect(path: SavedRun, step: Step = None, _debug: Debug = False) -> None:
     """Print a checkpoint's manifest, and every parameter with its size and norms."""
     with opened(path) as run:
-        # Verify first: the norms of damaged tensors would mislead.
+        # Verify first, because the norms of damaged tensors would be misleading.
         folder = newest_verified(run, step)
         manifest = read_manifest(folder)
         for field, value in asdict(manifest).items():
-            # Omit the digests of single chunks: a hundred thousand digits would drown the other fields.
+            # Omit the digests of single chunks, which may have a hundred thousand digits.
             if field == "files":
                 value = {name: {"bytes": file["bytes"], "sha256": file["sha256"]} for name, file in value.items()}
             if isinstance(value, dict):
@@ -132,7 +134,7 @@ def inspect(path: SavedRun, step: Step = None, _debug: Debug = False) -> None:
 
         from pipeline.checkpoints.reader import Reader
 
-        # Each rank saved its pieces of the tensors in its own file; Reader joins them for any number of ranks.
+        # Each rank has saved its pieces of the tensors to a separate file; Reader joins them.
         reader = Reader(folder, manifest.files)
         kinds: dict[str, list[str]] = {}  # parameter → "master" and the names of its saved moments
         for name, kind in reader.pieces:
@@ -163,18 +165,18 @@ def compare(
     more: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
     _debug: Debug = False,
 ) -> None:
-    """Compare the manifests and the states of two checkpoints; show the changes from the other checkpoint to this."""
+    """Compare the manifests and tensors of two checkpoints; show the changes from the other checkpoint to this one."""
     if more:
         raise UsageError(
             f"diff takes one run, got {' '.join([path, *more])}\n"
-            f"  to see the changes from the first to the second, type: diff {more[0]} --with {path}"
+            f"  to see the changes from the first to the second, type diff {more[0]} --with {path}"
         )
-    # Without --with, another step of the same run.
+    # Without --with, compare with another step of the same run.
     other_path = other_path or path
     if other_path == path and other_step == step:
-        raise UsageError("diff needs a second checkpoint: --with RUN, or --with-step N of the same run")
+        raise UsageError("diff needs a second checkpoint\n  type --with RUN, or --with-step N for the same run")
     with opened(path) as run, opened(other_path) as other_run:
-        # Verify first: a damaged byte would look like a difference in training.
+        # Verify first, because a damaged byte would look like a difference in training.
         second = newest_verified(run, step)
         first = newest_verified(other_run, other_step)
         first_manifest = read_manifest(first)
@@ -192,7 +194,7 @@ def compare(
 
         from pipeline.checkpoints.reader import Reader
 
-        # Compare parameter by parameter; the two checkpoints can come from different numbers of workers.
+        # Compare whole parameters, because the checkpoints can come from different numbers of workers.
         first_reader = Reader(first, first_manifest.files)
         second_reader = Reader(second, second_manifest.files)
         states = sorted(first_reader.pieces.keys() | second_reader.pieces.keys())
@@ -212,24 +214,24 @@ def compare(
                 equal += 1
             else:
                 echo(f"  {name} {kind}: largest difference {(before - after).abs().max():.3g}")
-        echo(f"  {equal} of {len(states)} states are bit-equal")
+        echo(f"  {equal} of {len(states)} tensors are equal bit for bit")
 
 
 def export_weights(path: SavedRun, target: Target, step: Step = None, _debug: Debug = False) -> None:
-    """Write a checkpoint's weights in the files that a finished stage exports."""
+    """Export a checkpoint's weights to the same files as a finished stage."""
     # Check before reading the checkpoint, which takes minutes.
     if target.exists() and not target.is_dir():
-        raise UsageError(f"--to {target} is a file\n  expected a folder; it is created if it does not exist")
+        raise UsageError(f"--to {target} is a file\n  expected a folder (created if it does not exist)")
     with opened(path) as run:
-        # Do not copy the manifest: its digests do not apply to the exported file.
+        # Do not copy the manifest, because its digests do not apply to the exported file.
         folder = newest_verified(run, step)
         stage_folder = folder.parents[1]
         model = models.from_dict(artifacts.read_record(stage_folder / "stage.json")["model"])
-        # A stage also exports its class names and preprocessing with the weights.
+        # Like a finished stage, export class names and preprocessing with the weights.
         exported_with: dict[str, Any] = {}
         loss: dict[str, str] = {}
         if (stage_folder / artifacts.TASK).exists():
-            task = artifacts.read_record(stage_folder / artifacts.TASK)
+            task = restored(artifacts.read_record(stage_folder / artifacts.TASK), stage_folder / artifacts.TASK)
             exported_with["class_names"] = task["job"].get("class_names", [])
             preprocess = task["config"].get("data", {}).get("preprocess")
             exported_with["preprocessing"] = preprocessing_of(preprocess, model)
@@ -239,8 +241,8 @@ def export_weights(path: SavedRun, target: Target, step: Step = None, _debug: De
         target = target.resolve()
         target.mkdir(parents=True, exist_ok=True)
         models.save_weights(export(folder, model), target, model, writing=atomic_file, **exported_with)
-        # If the target is a stage's folder, keep its done.json: the digest there then detects the replaced weights.
+        # If the target is a stage's folder, keep its done.json, whose digest then detects the replaced weights.
         if not (target / artifacts.DONE).exists():
             exported = run.in_words(str(folder))
             artifacts.record_weights(target, {"exported": exported, "code": code_version(), **loss})
-        echo(f"wrote the weights of step {step_of(folder)}: weights.safetensors and model.json in {target}")
+        echo(f"exported the weights of step {step_of(folder)}: weights.safetensors and model.json in {target}")

@@ -1,4 +1,4 @@
-"""Read the images that a command's arguments name: image files, folders of images, and tar shards."""
+"""Read the images named by a command's arguments: image files, folders of images, and tar shards."""
 
 import itertools
 from collections import Counter
@@ -7,12 +7,12 @@ from pathlib import Path
 
 from data.errors import UsageError
 from data.index.shard import IMAGES
-from data.sources.walk import files_below
+from data.walk import files_below
 from jobs.named_stages import near_path
 
 
 def check_images(paths: Sequence[str]) -> None:
-    """Raise UsageError if a path does not exist, or if no path names an image. Fast: does not import torch."""
+    """Raise UsageError if a path does not exist, or if the paths contain no images. Does not import torch."""
     missing = [path for path in paths if not Path(path).exists()]
     if missing:
         raise UsageError(
@@ -31,10 +31,10 @@ def check_images(paths: Sequence[str]) -> None:
 
 
 def encoded_images(paths: Sequence[str], limit: int | None = None) -> Iterator[tuple[str, bytes]]:
-    """Yield name and bytes of each image file, also from folders, and of each sample of tar shards.
+    """Yield name and bytes of each image file, also in folders, and of each sample in tar shards.
 
-    If there are more than `limit` files, choose them evenly over the sorted names: the first ones may all be of one
-    class. `limit` also applies to the samples of each shard.
+    If there are more than `limit` files, select them evenly from the sorted names, because the first ones may all be of
+    one class. `limit` also applies to the samples of each shard.
     """
     files: list[Path] = []
     shards: list[Path] = []

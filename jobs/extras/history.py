@@ -1,16 +1,17 @@
-"""The history of a run for `report` and `diff`: every step of its stages, restarts, incidents and current state.
+"""Read the history of a run for `report` and `diff`: every step of its stages, restarts, incidents and current state.
 
     run = read_run(Path("runs/digits"))
     run.stages[1].steps.loss[-1]            the loss of the last step
 
-It builds on jobs/run/reading.py, which reads the current state of a run. Several attempts can train the same step:
-`StageHistory.steps` has the final version of each step, `StageHistory.lost` the versions that a later attempt repeated.
-This module does not import torch: the page of a run of a million steps takes one to two seconds.
+The current state of a run is read by jobs/run/reading.py. Several attempts can train the same step:
+`StageHistory.steps` has the final version of each step, and `StageHistory.lost` the versions that a later attempt
+repeated. This module does not import torch, so reading a run of a million steps takes only one to two seconds.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -32,13 +33,15 @@ from jobs.run.reading import outcome_of, read_command, read_incidents, stage_fol
 from pipeline import artifacts
 from pipeline.monitoring.telemetry import Account, Record, account, read_metrics
 from pipeline.values import counted, duration
+from pipeline.variables import restored
 
-LEASE_PERIODS = 1.2  # time to observe the lease of another machine: 6 s, because `report` must not wait longer
-DRAW = "-seed-"  # part of a metric's name if the value is of a single draw of the few-shot samples
+BAD_SAMPLE = re.compile(r"bad sample \d+ replaced: (?P<sample>.*): (?P<reason>[^:]*)$")
+LEASE_PERIODS = 1.2  # watch another machine's lease for 6 s only, because `report` must not wait longer
+DRAW = "-seed-"  # part of a metric's name if the metric is for a single draw of few-shot samples
 CLOCK = "%Y-%m-%d %H:%M"
 DATE = len("2026-11-23 ")
-LOG_TAIL = 1 << 20  # bytes at the end of log.txt that are searched
-# Columns of one row per step and one row per report, named as in metrics.jsonl.
+LOG_TAIL = 1 << 20  # number of bytes at the end of log.txt to search
+# Columns of the table of steps and of the table of reports, named as in metrics.jsonl.
 STEP = np.dtype([("step", int), ("samples_seen", float), ("loss", float), ("grad_norm", float), ("attempt", int)])
 REPORT = np.dtype([("step", int), ("samples_seen", float), ("lr", float), ("images_per_s", float)])
 REPORT_VALUES = itemgetter("step", "samples_seen", "lr", "images_per_s")
@@ -59,20 +62,20 @@ class StageHistory:
 
     folder: Path
     name: str
-    address: str  # name of the stage in commands: its folder, or the URL if the folder is a copy
+    address: str  # how to type the stage in commands: its folder, or the URL if the folder is a copy
     record: dict[str, Any] = field(default_factory=dict)  # stage.json
     done: dict[str, Any] | None = None
     task: dict[str, Any] = field(default_factory=dict)  # task.json of a trained stage
     provenance: dict[str, Any] = field(default_factory=dict)
     records: list[Record] = field(default_factory=list)  # metrics.jsonl
-    # Selected from `records`: the start of each attempt, all step reports, and the reports that no attempt repeated.
+    # Subsets of `records`: the start of each attempt, all step reports, and the reports that no attempt has repeated.
     starts: list[Record] = field(default_factory=list)
     reports: list[Record] = field(default_factory=list)
     kept_reports: list[Record] = field(default_factory=list)
     steps: np.recarray[Any, Any] = field(default_factory=lambda: np.recarray(0, STEP))  # final steps, in order
-    lost: np.recarray[Any, Any] = field(default_factory=lambda: np.recarray(0, STEP))  # steps that were repeated
-    account: Account = field(default_factory=Account)  # where the wall time went
-    setup: dict[str, str] = field(default_factory=dict)  # table for people: model, schedule, devices, …
+    lost: np.recarray[Any, Any] = field(default_factory=lambda: np.recarray(0, STEP))  # repeated steps
+    account: Account = field(default_factory=Account)  # breakdown of the wall time
+    setup: dict[str, str] = field(default_factory=dict)  # table for the report: model, schedule, devices, …
     incidents: list[Incident] = field(default_factory=list)
     problem: str = ""  # why the folder could not be read completely
     result: str = ""  # the outcome in one line, or the progress so far
@@ -85,10 +88,10 @@ class StageHistory:
         """Fill `steps`, `lost` and `kept_reports`; if several attempts trained a step, the last one is final."""
         kept = [np.recarray(0, STEP)]
         lost = [np.recarray(0, STEP)]
-        repeated_from = math.inf  # first step that an attempt after this report trained again
+        repeated_from = math.inf  # first step repeated by an attempt after this report
         for report in reversed(self.reports):
             steps = np.recarray(len(report["losses"]), STEP)
-            steps_to_end = np.arange(len(steps))[::-1]  # from each step to the last step of the report
+            steps_to_end = np.arange(len(steps))[::-1]  # number of steps from each step to the last one of the report
             step = report["step"] - steps_to_end
             steps.step = step
             steps.samples_seen = report["samples_seen"] - steps_to_end * self.record["config"]["batch_size"]
@@ -115,7 +118,7 @@ class StageHistory:
 
     @property
     def excluded_steps(self) -> list[tuple[int, int]]:
-        """Return ranges (first, last) of steps, counted as in the log, excluded because they were not finite."""
+        """Return ranges (first, last) of steps excluded because they were not finite, numbered as in the log."""
         path = self.folder / artifacts.EXCLUDED_STEPS
         if not path.exists():
             return []
@@ -126,7 +129,7 @@ class StageHistory:
 
     @cached_property
     def sets(self) -> dict[str, Index | str]:
-        """Return the data sets of a trained stage by their role; an error text instead of an unreadable set."""
+        """Return the data sets of a trained stage by role; for an unreadable one, the error text."""
         job = self.task.get("job", {})
         paths = {}
         for number, path in enumerate(job.get("train", []), 1):
@@ -139,7 +142,7 @@ class StageHistory:
         sets: dict[str, Index | str] = {}
         for name, path in paths.items():
             try:
-                sets[name] = load_index(path)
+                sets[name] = load_index(restored(path, self.folder / artifacts.TASK))
             except (DataError, OSError) as error:
                 sets[name] = f"{path} cannot be read now: {str(error).splitlines()[0]}"
         return sets
@@ -147,9 +150,9 @@ class StageHistory:
     def add_incidents(self) -> None:
         """Read incidents.txt and find the attempt that followed each incident."""
         for entry in read_incidents(self.folder):
-            # The clock has whole seconds: treat an attempt that began in the same second as the next one.
+            # The time has whole seconds, so an attempt that began in the same second counts as the next one.
             happened = time.mktime(time.strptime(entry.clock, "%Y-%m-%d %H:%M:%S"))
-            consequence = "no attempt has trained since"
+            consequence = "no attempt has trained since then"
             for start in self.starts[1:]:
                 if start["time"] >= happened:
                     after = duration(start["time"] - happened)
@@ -160,13 +163,23 @@ class StageHistory:
 
     @cached_property
     def log_lines(self) -> list[str]:
-        """Return the lines of the last megabyte of the stage's log."""
+        """Return the lines in the last megabyte of the stage's log."""
         path = self.folder / "log.txt"
         if not path.exists():
             return []
         with open(path, "rb") as file:
             file.seek(max(0, path.stat().st_size - LOG_TAIL))
             return file.read().decode(errors="replace").splitlines()
+
+    @property
+    def named_bad_samples(self) -> dict[str, list[str]]:
+        """Return the logged bad samples by reason, for the page; each worker logs its first, then every 1,000th one."""
+        samples: dict[str, list[str]] = {}
+        for line in self.log_lines:
+            match = BAD_SAMPLE.search(line)
+            if match is not None:
+                samples.setdefault(match["reason"], []).append(match["sample"])
+        return samples
 
 
 @dataclass(frozen=True)
@@ -175,20 +188,23 @@ class RunHistory:
 
     path: Path
     name: str
-    address: str  # name of the run in commands
+    address: str  # how to type the run in commands
     stages: list[StageHistory]
     state: str  # "running", "done" or "stopped"
-    end: str  # how the last command ended, in words
+    end: str  # text that tells how the last command ended
     command: str  # command that resumes the run
 
     @property
     def trained(self) -> list[StageHistory]:
-        """Return the stages that have trained or are about to train."""
+        """Return the stages that train a model and have started."""
         return [stage for stage in self.stages if stage.task]
 
 
 def read_run(path: Path, store: Storage | None = None) -> RunHistory:
-    """Read a run directory or one stage's folder; `store` if `path` is a local copy. Raises UsageError for neither."""
+    """Read a run directory or one stage's folder. Raises UsageError if `path` is neither.
+
+    `store` is the run's object store, if `path` is a local copy of it.
+    """
     run, folders = stage_folders(path)
     name = path.name
     if path != run:
@@ -197,17 +213,17 @@ def read_run(path: Path, store: Storage | None = None) -> RunHistory:
         neighbours = sorted({record.parents[1].name for record in path.parent.glob("*/*/stage.json")})
         raise UsageError(
             f"no run at {path}\n  expected a run directory, or a stage's folder in it\n"
-            f"  runs next to it: {', '.join(neighbours) or 'none'}"
+            f"  runs in {path.parent}: {', '.join(neighbours) or 'none'}"
         )
     storage = store or Folder(run)
-    # Observe the lease of another machine only briefly.
+    # Watch the lease of another machine only briefly.
     last = read_command(run, storage, lambda text: None, LEASE_PERIODS)
     state = "stopped"
     end = "no command has ended yet"
     if last.exit_code is not None:
         state = "done" if last.exit_code == 0 else "stopped"
         end = f"{last.message} (exit {last.exit_code}, {last.time})"
-    # A local copy of a run has no lease; its absence does not mean that the run was killed.
+    # A local copy of a run has no lease, so a missing lease does not mean that the run was killed.
     elif last.state == "running" or (last.state == "killed" and not last.has_lease):
         state = "running"
         end = f"since {last.time}"
@@ -219,7 +235,7 @@ def read_run(path: Path, store: Storage | None = None) -> RunHistory:
 
 
 def read_stage(folder: Path, address: str) -> StageHistory:
-    """Read a stage's folder; errors go to `problem`, so that the rest of the page can still be shown."""
+    """Read a stage's folder. Errors are stored in `problem`, so that the rest of the report can be shown."""
     stage = StageHistory(folder, folder.name, address)
     try:
         stage.record = artifacts.read_record(folder / "stage.json")
@@ -241,7 +257,7 @@ def read_stage(folder: Path, address: str) -> StageHistory:
         stage.problem = one_line(str(error)) or type(error).__name__
         stage.task = {}
         stage.records = []
-        # Keep the reports if all of them were read: they show the progress of the stage.
+        # If all reports were read, keep them, because they show the progress of the stage.
         if not len(stage.steps):
             stage.reports = []
 
@@ -254,7 +270,7 @@ def read_stage(folder: Path, address: str) -> StageHistory:
 
 
 def result_of(done: Mapping[str, Any]) -> str:
-    """Return the result of a finished stage: why it diverged, a sweep's choice, its new data sets, or its metrics."""
+    """Return the result of a finished stage as text: its divergence, a sweep's choice, new data sets, or metrics."""
     outcome = outcome_of(done)
     if outcome.diverged or "summary" in done:
         return outcome.diverged or outcome.summary
@@ -269,7 +285,7 @@ def setup_of(stage: StageHistory) -> dict[str, str]:
     model = stage.record["model"]
     optim = config["optim"]
     augment = config["data"]["augment"]
-    # 1. The model. Count its parameters in the weights file, which needs no torch.
+    # 1. The model. Parameters are counted in the weights file, which does not need torch.
     architecture = [str(config["model"].get("name", model["family"]))]
     for name in ("patch", "width", "depth", "heads", "units"):
         if name in model:

@@ -1,4 +1,4 @@
-"""Resolved recipes as YAML text, for golden tests, records and people; conversions between nested and dotted fields.
+"""Write resolved recipes as YAML, for golden tests, records and people; convert between nested and dotted fields.
 
 {"optim": {"lr": 0.1}}, "optim.lr" → 0.1
 """
@@ -18,7 +18,7 @@ Section: TypeAlias = Mapping[str, object]  # nested plain values, not yet valida
 
 
 def resolved(campaign: Campaign) -> str:
-    """Return the campaign as YAML with every default written out.
+    """Return the campaign as YAML with all defaults written out.
 
     If a section expands to several stages, the first is written in full; the others list only their differences.
     """
@@ -44,7 +44,7 @@ def resolved(campaign: Campaign) -> str:
 
 
 def config_as_known(campaign: Campaign, stage: Stage) -> dict[str, object]:
-    """Return a stage's config as nested plain values; values that are not known yet are replaced by a description."""
+    """Return a stage's config as nested plain values; values that are not known yet are replaced with a description."""
     values = config.plain(stage.config)
     for field in stage.pending:
         values = with_fields(values, {field: describe_value(campaign, stage, field)}, stage.name)
@@ -52,7 +52,7 @@ def config_as_known(campaign: Campaign, stage: Stage) -> dict[str, object]:
 
 
 def describe_value(campaign: Campaign, stage: Stage, field: str) -> str:
-    """Describe a value that another stage determines: the value itself if known, and its source."""
+    """Describe a value that another stage determines: the value, if it is known, and its source."""
     source, part = source_of(campaign, stage.references[field])
     text = source.kind.value_in_words(source.config, part)
     if field in stage.pending:
@@ -73,7 +73,7 @@ def flat(fields: Section, where: str, prefix: str = "") -> dict[str, object]:
         if isinstance(value, Mapping) and value:
             entries = flat(value, where, f"{key}.")
         for entry in entries:
-            require(entry not in values, f"{where} has {entry} twice: as {entry} and in a section")
+            require(entry not in values, f"{where} has {entry} twice: as a dotted key and in a section")
         values |= entries
     return values
 
@@ -84,7 +84,7 @@ def with_fields(section: Section, fields: Section, where: str) -> dict[str, obje
     for key, value in fields.items():
         *path, last = key.split(".")
         place = changed
-        # Walk to the section that contains the field and create missing sections on the way.
+        # Descend to the section that contains the field, creating missing sections.
         for part in path:
             deeper = place.setdefault(part, {})
             if deeper is None:

@@ -1,4 +1,4 @@
-"""`patchline subset`: select samples of a set and write an index of them over the same tars.
+"""Implements `patchline subset`: select samples of a data set, and write an index of them over the same tars.
 
 patchline subset shards/photos/train --shots 10 --seed 0 --output shards/photos/train-10shot
 """
@@ -15,23 +15,25 @@ from jobs.named_stages import find_set
 from jobs.terminal import ProgressMeter, echo
 
 SubsetFolder = Annotated[
-    list[str], typer.Option(help="Folder for the subset's index and tables; with several parts, one for each.")
+    list[str], typer.Option(help="Folder for the subset's index and tables; repeat it for each --part.")
 ]
-Keep = Annotated[list[str] | None, typer.Option(metavar="CLASS", help="Keep this class (id or name); repeatable.")]
+Keep = Annotated[list[str] | None, typer.Option(metavar="CLASS", help="Class to keep, by id or name; repeatable.")]
 Only = Annotated[
     str | None,
-    typer.Option(metavar="FILE", help="Samples to keep: one key, or shard, tab and key, per line; or a .json file."),
+    typer.Option(
+        metavar="FILE", help="Samples to keep: a text file with KEY or SHARD<tab>KEY per line, or a .json file."
+    ),
 ]
 But = Annotated[
     str | None,
-    typer.Option(metavar="FILE", help="Samples to exclude, in the same format as --only; or a leaks.json."),
+    typer.Option(metavar="FILE", help="Samples to exclude, in the same format as --only, or a leaks.json."),
 ]
 Part = Annotated[
     list[str] | None,
     typer.Option(
         metavar="FIRST:STOP",
-        help="Range of samples: ':98%', '98%:', ':50000' …; with --seed, of a permutation. Repeatable, with one "
-        "--output per --part; all parts are written in one pass.",
+        help="Range of samples, for example ':98%', '98%:' or ':50000'; with --seed, in random order. Repeatable, with "
+        "one --output per --part; all parts are written in one pass.",
     ),
 ]
 Shots = Annotated[int | None, typer.Option(min=1, help="Samples per class, drawn like those of the few-shot probe.")]
@@ -52,7 +54,7 @@ def subset(
     workers: Workers = 1,
     _debug: Debug = False,
 ) -> None:
-    """Select samples of a set and write an index of them over the same tars; no image is copied."""
+    """Select samples of a data set, and write an index of them over the same tars; images are not copied."""
     from data.index.document import load_index
     from data.shards import subset
 

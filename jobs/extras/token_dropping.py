@@ -1,4 +1,4 @@
-"""Token dropping and smaller images (recipe section `thinning`) in stages that train; the workers do all the work."""
+"""Adds the recipe section `thinning` to training stages: token dropping and smaller images, in the workers."""
 
 from jobs.stages.training import TrainingExtra
 from pipeline.extras.token_dropping import TokenDroppingTrainConfig

@@ -248,7 +248,7 @@ def read_section(name: str, section: object, kinds: Kinds) -> tuple[StageKind, C
         f"{name} is a {kind_name} stage, which needs {kind.missing_module}, but this is not in the checkout\n"
         "  restore the file from the repository, or remove the stage from the recipe",
     )
-    return kind, config.build(kind.config, values, name, kind.all_defaults)
+    return kind, config.build(kind.config, values, name, kind.defaults)
 
 
 def in_order(stages: Mapping[str, Stage]) -> tuple[Stage, ...]:

@@ -212,7 +212,7 @@ def log_table(rows: Sequence[Mapping[str, Any]], log: Callable[[str], None]) -> 
             time_text += "*"
         log(f"{row['stage']:{width}} {images_seen:>12} {'  '.join(result_parts(row)):44} {time_text:>8}")
     if any(row["skipped"] for row in rows):
-        log("* skipped: finished in an earlier command")
+        log("* skipped: finished by an earlier command")
 
 
 def result_parts(row: Mapping[str, Any]) -> list[str]:

@@ -196,7 +196,7 @@ class Evaluate(StageKind):
         # The preprocessing; the last match wins: 1. the default. 2. recorded with the weights. 3. from the recipe.
         preprocess = f"resize({context.model.image_size})"
         reason = "the default, because none is recorded with the weights"
-        recorded = any_weights.recorded_preprocessing(init)
+        recorded = any_weights.recorded_preprocessing(init, context.model.image_size)
         if recorded is not None:
             preprocess = recorded.ops
             reason = "recorded with the weights"

@@ -21,6 +21,7 @@ from data.shards.reader import MOST_LINES, unusable_shards
 from data.shards.subset import Part, make_subsets, summary
 from data.sources.folders import files_of, folder_classes, images_below
 from data.sources.numbering import Numbering
+from data.walk import class_folders_in
 from jobs.resolved_recipe import Available, CheckResult, Context, Reads, Stage, StageKind
 from jobs.sets import (
     SetConfig,
@@ -290,7 +291,9 @@ def report_set(name: str, index: Index, context: Context) -> None:
 def images_if_newer(root: Path, moment: float, unlabelled: bool) -> int | None:
     """Return the number of images in a folder; None if the folder has not changed since `moment` (Unix time, s)."""
     # Compare modification times of folders first, because listing a million images would be slow.
-    folders = [root, *(path for path in root.glob("[!.]*") if path.is_dir())]
+    folders = [root]
+    if root.is_dir():
+        folders += [root / name for name in class_folders_in(root)]
     if not any(path.exists() and path.stat().st_mtime > moment for path in folders):
         return None
     images = 0

@@ -39,7 +39,7 @@ def attention_weights(model: nn.Module, images: Tensor) -> list[Tensor]:
     """
     vit = vit_of(model)
     if vit.block is not Block:
-        raise ValueError(f"expected tokens that all attend to each other, found family {vit.config.family}")
+        raise ValueError(f"expected a model with attention between all tokens, found family {vit.config.family}")
     weights: list[Tensor] = []
 
     def record(

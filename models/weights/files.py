@@ -1,15 +1,11 @@
-"""Read and write weights: our own directories (folder.py), and by `load` and `save` other libraries' formats.
+"""Read and write weights in our own format; `load` and `save` pass other formats on to models/extras/weights.
 
-How `load` recognises a path, first match wins:
-1. a name that contains .npz is an official file;
-2. a directory with model.json, or a file in such a directory, is in our format;
-3. a .safetensors file, or a directory with model.safetensors, is timm's or Hugging Face's; the keys tell which.
+A directory with model.json, or a file in such a directory, is in our format, unless its name contains .npz.
 
     load("ViT-B_16.npz").config      ViTConfig(image_size=(224, 224), patch=(16, 16), classes=21843, width=768, ...)
     save(model, "out", "timm")       writes out/model.safetensors and out/config.json, which timm opens
 
-Nothing here unpickles: only safetensors and plain arrays are read. Training uses only our own format, so the modules
-of other formats are imported when needed.
+Nothing here runs code of a file. Training uses only our own format.
 """
 
 from __future__ import annotations
@@ -21,6 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,10 +29,8 @@ from models.weights.folder import (
     CLASSES,
     CONFIG,
     PREPROCESSING,
-    THEIR_CONFIG,
-    THEIR_PREPROCESSOR,
-    THEIR_WEIGHTS,
     WEIGHTS,
+    foreign,
 )
 from models.weights.preprocessing import Preprocessing
 
@@ -142,38 +137,11 @@ def load(path: str | Path, **config: object) -> Model:
     file = Path(path)
     directory = file if file.is_dir() else file.parent
     # "in" instead of the suffix: big_vision's `file.npz:img` names a part of a file.
-    if ".npz" in file.name:
-        from models.weights import npz
-
-        return module(*npz.load(path, config))
-    if (directory / CONFIG).is_file():
-        # The caller's fields override saved ones; `module` rejects fields that the tensors do not fit.
-        state, saved = load_weights(directory)
-        return module(state, from_dict({**to_dict(saved), **config}))
-    if file.is_dir():
-        file = file / THEIR_WEIGHTS
-    if file.suffix != ".safetensors" or not file.is_file():
-        raise ValueError(
-            f"{path} is not a folder with {CONFIG} or {THEIR_WEIGHTS}, nor a .safetensors or .npz file\n"
-            "  pickled checkpoints (.pth, .bin) are not supported: convert them to safetensors first"
-        )
-    # The file is timm's or Hugging Face's.
-    from safetensors.torch import load_file
-
-    from models.weights import hf, timm
-
-    stored = {key: tensor.float() for key, tensor in load_file(file).items()}
-    # Before the conversion, so that the error has the file's names.
-    check_finite(stored)
-    config_file = file.parent / THEIR_CONFIG
-    # A file without config.json is supported too: shapes and the library's defaults replace it.
-    described = {}
-    if config_file.is_file():
-        described = json.loads(config_file.read_text())
-    # Every ViT of transformers has this key, with and without a classifier; no model of timm has it.
-    if any("embeddings.patch_embeddings.projection." in key for key in stored):
-        return module(*hf.load(stored, described, config))
-    return module(*timm.load(stored, described, config))
+    if ".npz" in file.name or not (directory / CONFIG).is_file():
+        return module(*foreign().load(path, config))
+    # The caller's fields override saved ones; `module` rejects fields that the tensors do not fit.
+    state, saved = load_weights(directory)
+    return module(state, from_dict({**to_dict(saved), **config}))
 
 
 def save(
@@ -184,37 +152,17 @@ def save(
     class_names: Sequence[str] = (),
     preprocessing: Preprocessing | None = None,
     loss: str | None = None,
+    form: dict[str, Any] | None = None,
 ) -> None:
     """Write the model so that readers of the format compute the same logits; ValueError if that is impossible.
 
-    format: safetensors (our directory), npz (an official file, without class names and preprocessing), timm or hf
-    (directories for these libraries). Without `preprocessing`, timm and hf get evaluation's default: squash the image
-    to the model's size. `loss`, sigmoid or softmax, trained the head: hf stores it as `problem_type`.
+    format: safetensors (our directory), npz or pth (files of vit_jax, and of DINOv2 or DINOv3, without class names and
+    preprocessing), timm or hf (directories for these libraries). Without `preprocessing`, timm and hf get evaluation's
+    default: squash the image to the model's size. `loss`, sigmoid or softmax, trained the head: hf stores it as
+    `problem_type`. `form` (`form_of`) is that in which the weights were imported, which timm and hf prefer.
     """
     path = Path(path)
     if format == "safetensors":
         save_weights(model, path, writing=writing, class_names=class_names, preprocessing=preprocessing)
         return
-    if format not in ("npz", "timm", "hf"):
-        raise ValueError(f"format is {format!r}, expected one of safetensors, npz, timm, hf")
-    from models.weights import hf, npz, timm
-
-    if format == "npz":
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with writing(path) as target:
-            npz.save(model.state_dict(), model.config, target)
-        return
-    if preprocessing is None:
-        size = model.config.image_size
-        preprocessing = Preprocessing(ops=f"resize({size})", size=size, resize=size)
-    if format == "timm":
-        tensors, described = timm.save(model.state_dict(), model.config, class_names, preprocessing)
-        texts = {THEIR_CONFIG: described}
-    else:
-        tensors, described = hf.save(model.state_dict(), model.config, class_names, loss)
-        texts = {THEIR_PREPROCESSOR: json.dumps(preprocessing.for_hf(), indent=2) + "\n", THEIR_CONFIG: described}
-    path.mkdir(parents=True, exist_ok=True)
-    write_tensors(path / THEIR_WEIGHTS, tensors, writing)
-    for name, text in texts.items():
-        with writing(path / name) as target:
-            target.write_text(text)
+    foreign().save(model, path, format, writing, class_names, preprocessing, loss, form)

@@ -10,9 +10,12 @@ This module does not import torch, so a recipe can be checked quickly against th
 from __future__ import annotations
 
 import json
+import warnings
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from models import checks
 from models.weights.preprocessing import Preprocessing
 
 WEIGHTS = "weights.safetensors"
@@ -22,6 +25,20 @@ PREPROCESSING = "preprocessing.json"  # how evaluation made the pixels; only if 
 THEIR_WEIGHTS = "model.safetensors"
 THEIR_CONFIG = "config.json"
 THEIR_PREPROCESSOR = "preprocessor_config.json"  # of transformers; timm stores this in config.json
+
+
+def foreign() -> Any:
+    """Import the module that reads and writes the formats of other projects, and torch.
+
+    Raises ValueError if it is not installed.
+    """
+    name = "models.extras.weights.formats"
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        if not name.startswith(error.name or name + "."):
+            raise
+        raise ValueError("weights of other projects need models/extras/weights, which is not installed") from None
 
 
 def load_class_names(path: str | Path) -> tuple[str, ...]:
@@ -39,10 +56,7 @@ def load_class_names(path: str | Path) -> tuple[str, ...]:
         if (directory / CLASSES).is_file():
             names = json.loads((directory / CLASSES).read_text())
     elif (directory / THEIR_CONFIG).is_file():
-        from models.weights import hf, timm
-
-        described = json.loads((directory / THEIR_CONFIG).read_text())
-        names = hf.class_names(described) or timm.class_names(described)
+        names = foreign().class_names(json.loads((directory / THEIR_CONFIG).read_text()))
     else:
         names = []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -51,13 +65,20 @@ def load_class_names(path: str | Path) -> tuple[str, ...]:
 
 
 def load_preprocessing(path: str | Path) -> Preprocessing | None:
-    """Return the preprocessing with which weights in our format were evaluated; None if it was not recorded.
+    """Return the preprocessing with which weights are evaluated; None if it was not recorded.
 
-    Raises ValueError if the file has other fields than `save_weights` writes.
+    It is that of our preprocessing.json, of timm's config.json, or of transformers' preprocessor_config.json, for
+    images of the size that this file names. Warns if we have no ops for another library's preprocessing. Raises
+    ValueError if our file has other fields than `save_weights` writes.
     """
     path = Path(path)
-    file = (path if path.is_dir() else path.parent) / PREPROCESSING
-    if ".npz" in path.name or not file.is_file():
+    folder = path if path.is_dir() else path.parent
+    if ".npz" in path.name:
+        return None
+    file = folder / PREPROCESSING
+    if not (folder / CONFIG).is_file() and not file.is_file():
+        return load_foreign_preprocessing(folder)
+    if not file.is_file():
         return None
     fields: dict[str, Any] = {}
     try:
@@ -67,3 +88,21 @@ def load_preprocessing(path: str | Path) -> Preprocessing | None:
         return Preprocessing(**fields)
     except (AttributeError, TypeError) as error:
         raise ValueError(f"{file} is not a valid record of a preprocessing: {error}") from None
+
+
+def load_foreign_preprocessing(folder: Path) -> Preprocessing | None:
+    """Return the preprocessing that a folder of timm or transformers names; warn and return None if we lack its ops."""
+    try:
+        if (folder / THEIR_PREPROCESSOR).is_file():
+            return Preprocessing.from_hf(json.loads((folder / THEIR_PREPROCESSOR).read_text()))
+        if not (folder / THEIR_CONFIG).is_file():
+            return None
+        described = json.loads((folder / THEIR_CONFIG).read_text())
+        evaluated = described.get("pretrained_cfg")
+        if not evaluated:
+            return None
+        size = described.get("model_args", {}).get("img_size") or evaluated["input_size"][1:]
+        return Preprocessing.from_timm(evaluated, checks.pair("img_size", size))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        warnings.warn(f"the preprocessing of {folder} is not used: {error}", stacklevel=3)
+        return None

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from models.configs import HALF
@@ -134,6 +134,26 @@ class Preprocessing:
             mean=tuple(described.get("image_mean") or mean),
             std=tuple(described.get("image_std") or std),
         )
+
+    def at_size(self, size: tuple[int, int]) -> Preprocessing:
+        """Return the same preprocessing for images of another size, with the same fraction of the image.
+
+        Raises ValueError if the ops are not those of an import.
+        """
+        if size == self.size:
+            return self
+        if self.resize is None or not self.ops.startswith("resize_pillow"):
+            raise ValueError(f"{self.ops!r} makes images of {self.size[0]}×{self.size[1]}, not {size[0]}×{size[1]}")
+        resize: int | tuple[int, int]
+        if isinstance(self.resize, tuple):
+            resize = (
+                round(self.resize[0] * size[0] / self.size[0]),
+                round(self.resize[1] * size[1] / self.size[1]),
+            )
+        else:
+            resize = max(round(self.resize * max(size) / max(self.size)), *size)
+        crop = "center_crop" if "center_crop" in self.ops else "central_crop"
+        return replace(self, ops=pillow_ops(resize, self.filter, size, crop), size=size, resize=resize)
 
     def for_timm(self) -> dict[str, Any]:
         """Return the fields of `pretrained_cfg` with which timm.data.create_transform makes the same pixels."""

@@ -29,7 +29,7 @@ ATTEMPTS = "attempts"  # folder of the run with one file per claimed attempt
 # These errors mean that the file itself is bad. Any other error is a failure of the storage, not of a checkpoint.
 UNREADABLE = {errno.EIO, errno.ENOENT, errno.EISDIR, errno.ENOTDIR}
 # A reader of a small range reads up to two chunks too many; each digest takes 16 characters of the manifest.
-LEAST_CHUNK = 1 << 18  # bytes
+LEAST_CHUNK = 1 << 18  # minimum size of a chunk in bytes
 MOST_CHUNKS = 1 << 12  # maximum number of chunks in a file
 DIGEST_LENGTH = 16  # hexadecimal digits of a chunk's digest
 
@@ -68,7 +68,7 @@ class Manifest:
     # Ranges of masked samples: (first step that masks them, …), see pipeline/extras/replays/masking.py.
     masked: Sequence[Sequence[int]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)  # empty: a step is evaluated after its commit
-    files: dict[str, ChunkedRecord] = field(default_factory=dict)  # by file name
+    files: dict[str, ChunkedRecord] = field(default_factory=dict)  # file name → record
     schema: int = SCHEMA
 
     @property
@@ -133,7 +133,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     """Read and check the manifest of a checkpoint.
 
     Raises CheckpointError if the manifest is missing, truncated or altered, of another step, or newer than this code.
-    Raises OSError if the storage fails, which says nothing about the checkpoint.
+    Raises OSError if the storage fails; the checkpoint may then be intact.
     """
     return manifest_in(Folder(checkpoint.parent), checkpoint.name)
 
@@ -196,7 +196,7 @@ def inspect_checkpoint(storage: Storage, checkpoint: str) -> Manifest:
         raise DamagedCheckpoint(f"{address}: missing {missing or 'nothing'}, unexpected {extra or 'nothing'}")
     for name, record in manifest.files.items():
         if present[name] != record["bytes"]:
-            raise DamagedCheckpoint(f"{address}/{name}: {present[name]} bytes, the manifest lists {record['bytes']}")
+            raise DamagedCheckpoint(f"{address}/{name}: {present[name]} bytes, expected {record['bytes']}")
     return manifest
 
 
@@ -245,7 +245,7 @@ def check_size(path: Path, expected: FileRecord) -> None:
         raise DamagedCheckpoint(f"{path} is not a regular file")
     size = path.stat().st_size
     if size != expected["bytes"]:
-        raise DamagedCheckpoint(f"{path}: {size} bytes, the manifest lists {expected['bytes']}")
+        raise DamagedCheckpoint(f"{path}: {size} bytes, expected {expected['bytes']}")
 
 
 def chunks_of(path: Path, chunk_bytes: int) -> Iterator[memoryview]:

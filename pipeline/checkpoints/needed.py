@@ -4,7 +4,8 @@
        <stage>/evaluations/step-0000001200.requested
 2. The step of the best evaluation so far (`keep_best`), from the stage's metrics.jsonl.
 
-Commands use this module without torch. During training the extras of these keys tell the saver (`Saver.needed`).
+Commands use this module without torch. During training the extras with these keys pass the steps to the saver
+(`Saver.needed`).
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -13,7 +14,7 @@ from typing import TypedDict
 
 from pipeline.monitoring.telemetry import Record, read_metrics, scores_of
 
-EVALUATIONS = "evaluations"  # folder of a stage
+EVALUATIONS = "evaluations"  # name of a folder in a stage
 REQUESTED = ".requested"
 
 

@@ -30,8 +30,8 @@ Fill: TypeAlias = Callable[[Callable[[str, str, int, int], Tensor], int], None]
 def choose_together(checkpoints: StageCheckpoints, attempt: int, log: Log) -> Chosen | None:
     """Collective: return the newest checkpoint whose files all have the recorded sizes; None if there is none.
 
-    Files that had to be copied to the nodes are fully verified. Raises CheckpointError on all workers alike, for the
-    reasons of `StageCheckpoints.choose`, if the storage fails, or if a single node cannot read the checkpoint.
+    Files that had to be copied to the nodes are fully verified. Raises CheckpointError on all workers: for the reasons
+    of `StageCheckpoints.choose`, if the storage fails, or if a single node cannot read the checkpoint.
     """
     while True:
         # 1. Rank 0 deletes leftovers and picks the newest checkpoint with a valid manifest and files of the right
@@ -84,7 +84,7 @@ def choose_together(checkpoints: StageCheckpoints, attempt: int, log: Log) -> Ch
 def load_together(fill: Fill, checkpoints: StageCheckpoints, chosen: Chosen, attempt: int, log: Log) -> Chosen:
     """Collective: load a checkpoint, or the newest intact one before it, into the engine; return which was loaded.
 
-    Raises CheckpointError on all workers alike: for the reasons of `choose_together`, if a worker cannot read the files
+    Raises CheckpointError on all workers: for the reasons of `choose_together`, if a worker cannot read the files
     or reads other bytes than rank 0, and if the checkpoint belongs to another model.
     """
     while True:

@@ -6,7 +6,7 @@ A save consists of these steps:
 2. Rank 0's thread fsyncs the metrics and checks the free disk space, so that a save that cannot fit fails before rank 0
    writes anything. Each thread writes its worker's file under `.tmp-<step>-<attempt>/` and fsyncs it, while a second
    thread computes the digests from the same memory.
-3. The training loop's per-step status tells every worker when all threads have ended (`Saver.written`).
+3. From the training loop's per-step status every worker learns when all threads have ended (`Saver.written`).
 4. `Saver.finish`: the workers exchange sizes and digests, and rank 0 commits: it checks that its attempt still owns the
    run and that it sees every worker's file, writes the manifest, fsyncs, renames the folder and fsyncs its parent.
 5. Rank 0 reports the checkpoint and deletes old ones in a thread during training. If the disk has no room for another
@@ -83,7 +83,7 @@ class Saver:
         self.needed: list[Callable[[], Collection[int]]] = []
         self.expected_bytes = expected_bytes  # size of a checkpoint; after the first commit, the real size
 
-        self.last_committed: int | None = None  # step
+        self.last_committed: int | None = None  # last committed step
         self.failures_in_a_row = 0
         self.failure = ""  # error of the last failed save
         self.stalled_s = 0.0  # time that saves blocked the loop since its last report
@@ -106,7 +106,7 @@ class Saver:
         return self.thread is not None and not self.thread.is_alive()
 
     def is_due(self, step: int, *, is_evaluated: bool, is_finite: bool) -> bool:
-        """Return whether to save this step; `is_finite` says whether its gradient was finite."""
+        """Return whether to save this step; `is_finite`: whether its gradient was finite."""
         is_planned = step % self.saving.save_every == 0 or (is_evaluated and self.saves_evaluated)
         # Do not commit while steps are non-finite: the run would count that commit as progress and never roll back
         # past it.
@@ -184,9 +184,9 @@ class Saver:
     def finish(self, step: int) -> Manifest | None:
         """Collective: commit the save in flight, if any: wait for all files, commit, report and delete old checkpoints.
 
-        `step` is the loop's current step. Returns the manifest, or None on every worker if the save failed. Raises, on
-        all workers alike, RunOwned if a newer attempt owns the run, CheckpointError after `max_failed_saves` failures
-        in a row.
+        `step` is the loop's current step. Returns the manifest, or None on every worker if the save failed. Raises
+        RunOwned if a newer attempt owns the run, and CheckpointError after `max_failed_saves` consecutive failures;
+        both on all workers.
         """
         if self.thread is None:
             return None
@@ -228,7 +228,7 @@ class Saver:
             self.deleting = threading.Thread(target=self.delete_old, args=before, name="old checkpoints", daemon=True)
             self.deleting.start()
             # The other workers begin the next save as soon as they learn of this commit, without checking for room. So
-            # if there is no room next to the old checkpoints, or it is unknown, tell them only after the deletion.
+            # if there is no room next to the old checkpoints, or it is unknown, inform them only after the deletion.
             try:
                 check_room(self.checkpoints, saved, saved.total_bytes)
             except (CheckpointError, OSError):
@@ -243,7 +243,7 @@ class Saver:
             raise RunOwned(self.failure)
 
         # 5. Count a failed save. It does not stop the run: the weights are in memory and the storage may recover. Too
-        #    many failures in a row do.
+        #    many consecutive failures do.
         if committed is None:
             self.failures_in_a_row += 1
             failed_step = self.manifest.step
@@ -302,7 +302,7 @@ class Saver:
             self.checkpoints.prune(self.saving.keep, self.saving.keep_every, steps)
         except (OSError, StorageError) as error:
             self.telemetry.log(f"could not delete old checkpoints: {error}")
-        except Exception as error:  # nobody would see an exception of this thread
+        except Exception as error:  # an exception in this thread would go unnoticed
             self.telemetry.log(f"could not delete old checkpoints: {type(error).__name__}: {error}")
 
     def checkpoint_of(self, step: int) -> Chosen:
@@ -383,7 +383,7 @@ def check_disk_space(cfg: TrainConfig, model: ModelConfig, checkpoints: StageChe
 
 
 def bytes_to_come(cfg: TrainConfig, model: ModelConfig, checkpoints: StageCheckpoints) -> tuple[int, str]:
-    """Return the bytes that a stage still needs for checkpoints and weights, and a text that lists the parts.
+    """Return the bytes that a stage still needs for checkpoints and weights, and a list of the parts for messages.
 
     At its fullest the disk holds one checkpoint more than are kept, because the oldest is deleted only after the newest
     is complete. Leftovers that the next start deletes before its first save count as free.

@@ -93,9 +93,9 @@ class StageCheckpoints:
         self.storage = storage
         self.stage = stage
         self.sends_metrics = sends_metrics
-        self.folder = f"{stage}/{folder}"  # in the storage
+        self.folder = f"{stage}/{folder}"  # path in the storage
         self.address = storage.address(self.folder)  # used in messages
-        self.local = storage.local / stage / folder  # on this node
+        self.local = storage.local / stage / folder  # path on this node
         self.refused = 0  # checkpoints quarantined during this start
 
     # ------------------------------------------------------------------------ listing and reading
@@ -141,8 +141,8 @@ class StageCheckpoints:
         newer_owner = ""
         try:
             # 1. Every worker has written its file. A single full disk fails the whole save, because a checkpoint with a
-            #    missing file could not be loaded. This check comes first because a store that has already refused a
-            #    file would block the next requests with retries, and with them a run that was requested to stop.
+            #    missing file could not be loaded. This check comes first: if a store has already refused a file,
+            #    retries of the next requests would delay a requested stop.
             errors: list[str] = []
             files: dict[str, ChunkedRecord] = {}
             for result in results:
@@ -230,7 +230,7 @@ class StageCheckpoints:
         Returns None if nothing was ever committed. Leftovers of uncommitted saves are deleted first, so that they can
         no longer be committed. Raises RunOwned if a newer attempt owns the run; CheckpointError if a checkpoint has a
         newer schema, or if all are damaged, because only a person should decide to start again from step 0; OSError or
-        StorageError if the storage fails, which says nothing about a checkpoint.
+        StorageError if the storage fails; checkpoints may then be intact.
         """
         newest = newest_attempt(self.storage)
         if newest > attempt:

@@ -54,9 +54,9 @@ class Conditions:
     """The conditions that affect the bits of a step, in addition to recipe keys, the data and package versions."""
 
     is_gpu: bool
-    world: int  # workers
+    world: int  # number of workers
     zero: int  # ZeRO stage
-    exact_parts: int = 0  # 0: plain mode
+    exact_parts: int = 0  # number of parts in exact mode; 0: plain mode
     is_compiled: bool = False
     decodes_on_gpu: bool = False
     pools: bool = False  # the model has a ResNet's max pooling

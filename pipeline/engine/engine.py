@@ -8,7 +8,7 @@ A step:
 4. The sums are copied to the host at once. Only here does the host wait for the device, and it must, because the norm
    decides whether the optimizer steps. DeepSpeed waits four times for the norm alone, launches two kernels for every
    parameter, and needs two more reductions.
-5. The optimizer steps, or the gradient is dropped, on all workers alike (pipeline/engine/deepspeed.py).
+5. All workers either step the optimizer or drop the gradient (pipeline/engine/deepspeed.py).
 
 In:  two workers with the gradients (3, 0) and (0, 4), and each with the numbers (loss 0.5, stop 1)
 Out: norm 5.0 and the sums (1.0, 2.0), on both
@@ -212,7 +212,7 @@ class Engine:
         """Collective: use the averaged weights inside the `with` block; the master weights are unchanged afterwards."""
         self._swap_average()
         yield
-        # Not in a `finally`: a worker that raises alone would wait here for the others, and its error would not be
+        # Not in a `finally`: if only one worker raises, it would wait here for the others, and its error would not be
         # logged. After an exception the engine must not be used any more.
         self._swap_average()
 
@@ -252,7 +252,7 @@ class Engine:
 
     @torch.no_grad()
     def restore(self, read: ReadState, kinds: tuple[str, ...] = ()) -> None:
-        """Collective: fill the state in place with what `read` returns, and update the computing weights from it."""
+        """Collective: fill the state in place with what `read` returns, and update the model weights from it."""
         world = dist.get_world_size()
         for name, start, tensors in self.fragments(kinds, held=True):
             for kind, view in tensors.items():
@@ -314,7 +314,7 @@ def clipping(norm: float, limit: float) -> float:
     """Return the factor that clips a gradient of this norm; 1.0 if there is no limit or the norm is below it."""
     if not limit:
         return 1.0
-    return min(1.0, limit / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
+    return min(1.0, limit / (norm + 1e-6))  # same formula as torch.nn.utils.clip_grad_norm_
 
 
 def on_device(values: Sequence[float], device: torch.device) -> Tensor:

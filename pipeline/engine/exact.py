@@ -61,7 +61,7 @@ def tree_sum(flat: Tensor) -> None:
     levels = dist.get_world_size().bit_length() - 1
     halves: list[tuple[Tensor, Tensor]] = []  # per level: (half summed by this worker, half summed by its peer)
 
-    # Halving: at level n the peer is 2ⁿ ranks away. Each of the two sums one half of the remaining span.
+    # Recursive halving: at level n the peer is 2ⁿ ranks away. Each of the two sums one half of the remaining span.
     span = flat
     for level in range(levels):
         # Both peers cut at the same place; if the length is odd, the first half is longer.
@@ -75,7 +75,7 @@ def tree_sum(flat: Tensor) -> None:
         halves.append((own, sent))
         span = own.add_(received)
 
-    # Doubling: back up the tree, every worker receives the halves that the others have summed.
+    # Recursive doubling: going back through the levels, every worker receives the halves that others have summed.
     for level in reversed(range(levels)):
         own, sent = halves[level]
         exchange(own, sent, rank ^ 1 << level)
@@ -196,7 +196,7 @@ class ExactEngine(Engine):
     @torch.no_grad()
     def _step(self, rate: float, numbers: Tensor | None) -> list[float]:
         """Sum over the workers, clip and update; a non-finite gradient changes nothing on any worker."""
-        # With a power of two of parts exactly one sum is left.
+        # The number of parts is a power of two, so exactly one sum remains.
         (total,) = self._sums
         self._sums = []
         tree_sum(total)

@@ -1,6 +1,6 @@
 """Merges the parameters of each block into two flat ones for DeepSpeed, without changing the model's names or code.
 
-The host's work in a ZeRO step (hooks, buckets, norms, gathering) grows with the number of parameters, whatever their
+The host's work in a ZeRO step (hooks, buckets, norms, gathering) grows with the number of parameters, not with their
 sizes. The 392 parameters of H/14 become 72, and a step costs the host hardly more than in plain torch
 (benchmarks/README.md).
 
@@ -30,8 +30,8 @@ import models
 # Names of a block's two parameters, in the order of the optimizer's groups and of every gradient.
 DECAYED = "flat_decayed"
 REST = "flat_rest"
-# Placeholder for a layer's weights while its block does not compute. None would mean a layer without a bias, which
-# computes something else; an empty tensor makes every layer raise, and the layer can still be printed.
+# Placeholder for a layer's weights while its block does not compute. With an empty tensor every layer raises an error
+# but can still be printed; with None a layer would silently compute without its bias.
 NOTHING = torch.empty(0)
 
 
@@ -40,7 +40,7 @@ class FlatMember:
     """The location of an original parameter: a range of elements in a parameter that the engine holds."""
 
     holder: str  # name of the engine's parameter; the original name if the parameter was not merged
-    start: int  # first element in it
+    start: int  # first element in that parameter
     size: int  # number of elements
 
 
@@ -63,13 +63,13 @@ class Flat:
     """The layout of a block's flat parameter: the n-th of `sizes` elements belong to the n-th of `spots`."""
 
     name: str  # name of the flat parameter in its block
-    sizes: list[int] = field(default_factory=list)  # elements
+    sizes: list[int] = field(default_factory=list)  # numbers of elements
     spots: list[Spot] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Views:
-    """Gives the layers of a block views of its flat parameters as weights and biases, while the block computes."""
+    """Sets views of a block's flat parameters as the weights and biases of its layers, while the block computes."""
 
     flats: list[Flat]
 
@@ -103,7 +103,7 @@ class FlatBlocks:
         self.decayed = set(decayed)
         self._views: list[tuple[nn.Module, Views]] = []  # (block, its views)
         for block_name, block in models.blocks(model).items():
-            names_of: dict[str, list[str]] = {DECAYED: [], REST: []}  # in the block
+            names_of: dict[str, list[str]] = {DECAYED: [], REST: []}  # flat parameter → original names in the block
             for name, _ in block.named_parameters():
                 is_decayed = f"{block_name}.{name}" in self.decayed
                 names_of[DECAYED if is_decayed else REST].append(name)
@@ -141,8 +141,8 @@ class FlatBlocks:
     def during_deepspeed_setup(self) -> Iterator[None]:
         """Hide the layers of all blocks from DeepSpeed during the `with` block; afterwards add the hooks for the views.
 
-        At ZeRO 3 DeepSpeed adds four hooks to every layer that it sees, but the layers inside a block have nothing left
-        to gather. Its own option to skip layers, "leaf modules", adds a backward hook of torch, which costs as much and
+        At ZeRO 3 DeepSpeed adds four hooks to every visible layer, but the layers inside a block have no parameters to
+        gather. Its own option to skip layers, "leaf modules", adds a backward hook of torch, which costs as much and
         is incompatible with `torch.autograd.grad` (pipeline/engine/exact.py).
         """
         layers_of: list[tuple[nn.Module, dict[str, nn.Module | None]]] = []

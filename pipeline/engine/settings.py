@@ -77,7 +77,7 @@ def bucket_size(parameters: int) -> int:
 
 
 def reduction_line(zero_optimization: Settings, parameters: int, world: int, exact_parts: int = 0) -> str:
-    """Return a text about the reduction of gradients over workers: the pieces, and whether it overlaps with backward.
+    """Describe the reduction of gradients over workers: the buckets, and whether it overlaps with the backward pass.
 
     `zero_optimization` is that section of `deepspeed_config`. Returns "" for a single worker.
     """

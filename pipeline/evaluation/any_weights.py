@@ -1,9 +1,8 @@
 """Loads weights of any supported kind for evaluation: their digest, their model and their class names.
 
 1. A folder written by this project is verified against its record; its digest is the sha256 of weights.safetensors.
-2. Foreign weights are accepted only if they expect pixels from −1 to 1, as ours do.
-3. An official .npz, or a timm or Hugging Face folder or file, has no record: its digest is the sha256 of the file,
-   combined with that of the config.json next to it if that describes the model.
+2. An official .npz, a .pth, or a timm or Hugging Face folder or file, has no record: its digest is the sha256 of the
+   file, combined with those of config.json and preprocessor_config.json next to it if they describe the model.
 """
 
 import hashlib
@@ -12,13 +11,15 @@ import zipfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import safetensors
 
 import models
 from data.errors import DataError
-from models.weights.folder import CONFIG, THEIR_CONFIG, THEIR_PREPROCESSOR, THEIR_WEIGHTS
+from models.weights.folder import CONFIG, THEIR_CONFIG, THEIR_PREPROCESSOR, THEIR_WEIGHTS, foreign
 from pipeline import artifacts
+from pipeline.variables import restored
 
 # Errors raised for unreadable files; torch, numpy, safetensors and our own checks raise different types.
 UNREADABLE = (ValueError, OSError, EOFError, KeyError, TypeError, zipfile.BadZipFile, safetensors.SafetensorError)
@@ -31,16 +32,18 @@ def is_foreign(path: str) -> bool:
 
 
 def files_of(path: str) -> list[Path]:
-    """Return the file of foreign weights and the config next to it; `file.npz:img` names a part of a file."""
+    """Return the file of foreign weights and the files that describe it; `file.npz:img` names a part of a file."""
     if ".npz" in Path(path).name:
         file = Path(path)
         if not file.exists():
             file = Path(path.rpartition(":")[0] or path)
         return [file]
     file = Path(path)
+    if file.suffix == ".pth":
+        return [file]
     if file.is_dir():
         file = file / THEIR_WEIGHTS
-    return [file, file.parent / THEIR_CONFIG]
+    return [file, file.parent / THEIR_CONFIG, file.parent / THEIR_PREPROCESSOR]
 
 
 def digest_of(path: str, log: Callable[[str], None]) -> str:
@@ -49,7 +52,7 @@ def digest_of(path: str, log: Callable[[str], None]) -> str:
         return artifacts.check_weights(Path(path), log).sha256
     file, *configs = files_of(path)
     digest = artifacts.digest_of(file)["sha256"]
-    # The config next to the file determines the model; the part after a colon selects the tensors.
+    # The files next to the weights determine the model and its pixels; the part after a colon selects the tensors.
     described = []
     for config in configs:
         if config.is_file():
@@ -64,7 +67,6 @@ def digest_of(path: str, log: Callable[[str], None]) -> str:
 
 def load(path: str, overrides: Mapping[str, object]) -> "models.Model":
     """Load the model at a path; `overrides` are options that its file cannot provide. Raises DataError naming it."""
-    refuse_other_pixels(path)
     try:
         return models.load(path, **overrides)
     except UNREADABLE as error:
@@ -84,7 +86,8 @@ def training_sets(path: str) -> tuple[list[dict[str, str | None]], str]:
         folder = Path(path)
         inputs = None
         if (folder / artifacts.PROVENANCE).is_file():
-            inputs = artifacts.read_record(folder / artifacts.PROVENANCE).get("inputs")
+            path_of_record = folder / artifacts.PROVENANCE
+            inputs = restored(artifacts.read_record(path_of_record).get("inputs"), path_of_record)
         # If other weights have replaced them, this record lists the sets of the other weights.
         is_other = sha256 is not None and sha256 != artifacts.recorded_sha256(folder)
         if inputs is None or is_other:
@@ -98,65 +101,67 @@ def training_sets(path: str) -> tuple[list[dict[str, str | None]], str]:
         sha256 = inputs["init"]["digest"]
 
 
-def recorded_preprocessing(path: str) -> models.Preprocessing | None:
-    """Return how pixels were prepared when weights were evaluated; None if unknown. Raises DataError."""
+def recorded_preprocessing(path: str, size: tuple[int, int] | None = None) -> models.Preprocessing | None:
+    """Return how pixels were prepared when weights were evaluated; None if unknown. Raises DataError.
+
+    `size` is that of the model: other libraries' files may name another size, whose preprocessing is then scaled.
+    """
     try:
-        return models.load_preprocessing(path)
+        preprocessing = models.load_preprocessing(path)
+        if preprocessing is not None and size is not None:
+            preprocessing = preprocessing.at_size(size)
+        return preprocessing
     except UNREADABLE as error:
         raise DataError(f"cannot read the preprocessing of {path}: {error}") from None
 
 
 def recorded_loss(path: str) -> str | None:
-    """Return the loss that trained the head of weights, sigmoid or softmax; None if no record says it.
+    """Return the loss that trained the head of weights, sigmoid or softmax; None if it is not recorded.
 
     The records are those of the stage that trained them, also after a resize, an import or an export, and the
     `problem_type` of a transformers folder. Raises DataError for an altered record.
     """
+
+    def loss_of(weights: str) -> str | None:
+        loss: str | None = None
+        with suppress(OSError, ValueError, AttributeError):  # missing, or not a JSON object
+            folder = Path(weights) if Path(weights).is_dir() else Path(weights).parent
+            loss = foreign().loss_of(json.loads((folder / THEIR_CONFIG).read_text()))
+        return loss
+
+    return recorded(path, "loss", loss_of)
+
+
+def recorded_form(path: str) -> dict[str, Any] | None:
+    """Return the form in which weights were imported (models/extras/weights/formats.py); None for other weights.
+
+    It is that of the import at the beginning of the weights' stages. Raises DataError for an altered record.
+    """
+
+    def foreign_form(weights: str) -> dict[str, Any] | None:
+        try:
+            return foreign().form_of(weights) or None
+        except UNREADABLE:
+            return None
+
+    return recorded(path, "form", foreign_form)
+
+
+def recorded(path: str, name: str, read: Callable[[str], Any]) -> Any:
+    """Return a value in the records of weights, or what `read` finds next to foreign weights; None if it is unknown."""
     sha256: str | None = None  # digest of the weights that the previous stage started from
     while True:
         folder = Path(path)
         if not folder.is_dir():
             folder = folder.parent
         if ".npz" in Path(path).name or not (folder / CONFIG).is_file():
-            from models.weights import hf  # imports torch
-
-            with suppress(OSError, ValueError, AttributeError):  # missing, or not a JSON object
-                return hf.loss_of(json.loads((folder / THEIR_CONFIG).read_text()))
-            return None
+            return read(path)
         is_other = sha256 is not None and sha256 != artifacts.recorded_sha256(folder)
         if is_other or not (folder / artifacts.PROVENANCE).is_file():
             return None
         record = artifacts.read_record(folder / artifacts.PROVENANCE)
-        loss = record.get("loss", record.get("config", {}).get("loss"))
-        if loss is not None or "init" not in record.get("inputs", {}):
-            return loss
-        path = record["inputs"]["init"]["path"]
+        value = record.get(name, record.get("config", {}).get(name))
+        if value is not None or "init" not in record.get("inputs", {}):
+            return value
+        path = restored(record["inputs"]["init"]["path"], folder / artifacts.PROVENANCE)
         sha256 = record["inputs"]["init"]["digest"]
-
-
-def refuse_other_pixels(path: str) -> None:
-    """Raise DataError if the config of foreign weights requires pixels that are not scaled to −1 … 1.
-
-    Evaluating these weights would give wrong values without an error.
-    """
-    if not is_foreign(path) or ".npz" in Path(path).name:
-        return
-    folder = Path(path)
-    if not folder.is_dir():
-        folder = folder.parent
-    for name, section in ((THEIR_CONFIG, "pretrained_cfg"), (THEIR_PREPROCESSOR, "")):
-        try:
-            described = json.loads((folder / name).read_text())
-            values = described
-            if section:
-                values = described.get(section, {})
-            means = values.get("mean", values.get("image_mean")) or [0.5]
-            deviations = values.get("std", values.get("image_std")) or [0.5]
-        except (OSError, ValueError, AttributeError):  # missing, or not a JSON object
-            continue
-        if set(means) | set(deviations) != {0.5}:
-            raise DataError(
-                f"{folder / name}: pixels are normalised with mean {means} and standard deviation {deviations}\n"
-                "  expected 0.5 and 0.5 (pixels from −1 to 1), which evaluation always uses; results would be wrong\n"
-                "  use weights with this normalisation"
-            )

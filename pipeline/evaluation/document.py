@@ -42,10 +42,10 @@ if TYPE_CHECKING:  # these modules import torch
 
 SCHEMA = 2  # schema 1 had other intervals
 NAME = "evaluation.json"
-NOT_CHECKED = "not checked"  # value of "leaks"
+NOT_CHECKED = "not checked"  # value of "leaks" without a leak check
 OUTCOMES = ("evaluate", "evaluate_failed", "evaluate_skipped")  # kinds of records in metrics.jsonl
 
-Entry = dict[str, Any]  # JSON
+Entry = dict[str, Any]  # JSON values
 
 
 # ------------------------------------------------------------------------------------------------ one result

@@ -108,7 +108,7 @@ class EvaluationGroup:
     def run_on_rank_0(self, work: Callable[[Beat], Result], phase: str) -> Result | None:
         """Run `work(beat)` on rank 0 and return its value; `work` must call `beat` regularly. None on other ranks.
 
-        Raises EvaluationFailed and EvaluationStopped, on all workers alike.
+        Raises EvaluationFailed and EvaluationStopped on all workers.
         """
         if not dist.is_initialized():
             return work(lambda: self.phases.enter(phase, self.step))
@@ -167,7 +167,7 @@ class Evaluator:
     model: nn.Module
     dtype: torch.dtype
     folder: Path  # folder for rank 0's unnamed feature files, which vanish with the process
-    preprocess: str  # evaluation ops
+    preprocess: str  # preprocessing ops of evaluation
     micro_batch: int  # images per forward pass; the batches are the same at any number of workers
     max_labels: int = 1  # maximum number of labels per sample
     cache: CacheConfig | None = None
@@ -179,7 +179,7 @@ class Evaluator:
     def evaluate(self, requests: Sequence[Request]) -> list[document.Entry]:
         """Collective: return each request's result (document.result_of) at rank 0, and an empty list elsewhere.
 
-        Raises EvaluationFailed, which names the set or the protocol, and EvaluationStopped, on all workers alike; a
+        Raises EvaluationFailed, which names the set or the protocol, and EvaluationStopped, both on all workers; a
         process without a group raises the original error.
         """
         results: list[document.Entry] = []
@@ -234,7 +234,7 @@ class Evaluator:
             store = FeatureStore(index, self.folder)
             collect(
                 self.model,
-                # A full disk at rank 0 is raised when the next batch is requested, so that all workers learn of it.
+                # If rank 0's disk is full, the error is raised at the next batch, so that all workers learn of it.
                 self.in_lockstep(store.watching(self.batches(index)), index, path),
                 store,
                 self.dtype,
@@ -251,8 +251,8 @@ class Evaluator:
     def in_lockstep(self, batches: Iterator[EvaluationBatch], index: Index, path: str) -> Iterator[EvaluationBatch]:
         """Iterate batches in step with all other workers, and log the progress from time to time.
 
-        Raises EvaluationFailed or EvaluationStopped, on all workers alike, if a worker cannot continue or was requested
-        to stop.
+        On all workers, raises EvaluationFailed if a worker cannot continue, or EvaluationStopped if a worker was
+        requested to stop.
         """
         began = time.monotonic()
         last_report = began
@@ -307,7 +307,7 @@ class Evaluator:
                         shards += f" … {index.shards[last].name}"
                 phases.enter("evaluate", step, shards)
                 batch = next(batches)
-                # Enter the phase again: a waiting worker then has one phase more than a worker that is still reading.
+                # Enter the phase again: a waiting worker then has one phase more than one still reading.
                 phases.enter("evaluate", step, shards)
                 yield batch
                 being_read = samples.rows[(number + 2) * size : (number + 3) * size]

@@ -28,10 +28,10 @@ from data.evaluation import EvaluationBatch
 from data.index.index import Index
 from models.catalog import normalise
 
-# N samples of the set, b rows of a batch, D features, L most labels of a sample, K best classes
+# N: samples in the set, b: rows of a batch, D: features, L: maximum number of labels per sample, K: best classes
 
 BLOCK = 4096  # rows read at a time: 12 MiB of 768 features
-FEATURE_BYTES = 4  # float32
+FEATURE_BYTES = 4  # bytes per feature, a float32
 
 Beat = Callable[[], None]  # called between two blocks of a long computation, which ends if it raises
 
@@ -48,7 +48,7 @@ class FeatureStore:
         self.all_predictions: np.ndarray | None = None  # (N, K), the best class first
         self.all_confidences = np.zeros(index.samples, np.float32)  # (N,), softmax of the best class
         self.file: IO[bytes] | None = None
-        self.width = 0  # D
+        self.width = 0  # D, the number of features
         self.row_bytes = 0  # bytes of a sample's features
         self.not_finite = 0  # samples whose logits or features contain NaN or infinity
         self.failure: OSError | None = None  # error after which nothing more is stored
@@ -194,7 +194,7 @@ def collect(
         with torch.no_grad():
             # Every worker gets the same number of batches, because ZeRO 3 gathers weights in lockstep.
             for batch in samples:
-                rows = model.features(normalise(batch.images, model.config, dtype, device))  # type: ignore[operator, arg-type]
+                rows = model.features(normalise(batch.images, model.config, dtype, device))  # type: ignore[operator,arg-type]
                 # Numbers of the samples in the set; −1 for padding and unreadable samples.
                 shards, places = batch.ids.unbind(1)
                 numbers = torch.where(batch.mask, starts[shards.clamp(min=0)] + places, -1)

@@ -27,6 +27,7 @@ from pipeline.evaluation.protocols import Protocol, probe_protocol
 from pipeline.hooks import StageEvaluator
 from pipeline.monitoring.telemetry import read_metrics
 from pipeline.training_config import TrainConfig
+from pipeline.variables import recorded
 from pipeline.worker import Job, Progress, Setup
 
 EXAMPLES = 32  # samples of an evaluation to store with their predictions
@@ -88,7 +89,7 @@ def evaluate_weights(
         with suppress(OSError):
             examples = {"step": group.step, "set": request.test, "samples": result["examples"]}
             examples["classes"] = result["class_counts"]
-            artifacts.write_record(Path(job.directory) / artifacts.EXAMPLES, examples)
+            artifacts.write_record(Path(job.directory) / artifacts.EXAMPLES, recorded(examples))
         readable = result["set"]["judged"]
         values |= {"accuracy": result["values"]["top-1"]["value"], "judged": readable}
         unreadable = result["set"]["samples"] - readable
@@ -216,7 +217,7 @@ class LoopEvaluator(StageEvaluator):
             ) from None
         except EvaluationFailed as error:
             report_failure(worker, progress, error, "the stage ends; its last step is committed")
-            # If a protocol failed rather than a set, its message already says what to do.
+            # If a protocol failed, rather than a set, its message already contains a remedy.
             remedy = "correct the cause"
             if error.path is not None:
                 remedy = "repair the set"
@@ -231,7 +232,7 @@ class LoopEvaluator(StageEvaluator):
     def evaluate(self, worker: Setup, progress: Progress, remark: str = "") -> None:
         """Collective: evaluate the engine's weights on the recipe's sets, and report the values.
 
-        Raises EvaluationFailed and EvaluationStopped, on all workers alike.
+        Raises EvaluationFailed and EvaluationStopped on all workers.
         """
         group = worker.group
         began = time.monotonic()

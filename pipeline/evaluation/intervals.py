@@ -20,7 +20,7 @@ from statistics import NormalDist
 import numpy as np
 
 CONFIDENCE = 0.95
-Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)  # 1.96
+Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)  # normal quantile, 1.96
 HALVINGS = 35  # steps of a bisection
 
 

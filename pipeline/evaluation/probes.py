@@ -26,7 +26,7 @@ from pipeline.config import require
 from pipeline.evaluation.features import Beat, FeatureStore
 from pipeline.evaluation.protocols import L2, PROTOCOLS, FewShotConfig, LinearConfig, LogisticConfig, NeighboursConfig
 
-# N readable rows of the test set, D features, C classes, L most labels of a sample
+# N: readable rows of the test set, D: features, C: classes, L: maximum number of labels per sample
 
 BIAS = 100.0  # value of the constant feature: large, so that its weight is almost unregularised
 TEST_BLOCK = 1024  # test rows of kNN; with a block of 4,096 training rows: 16 MiB of similarities
@@ -96,7 +96,7 @@ class Regression(NamedTuple):
 
 
 def predict(fitted: LinearMap | Regression, store: FeatureStore, rows: np.ndarray, beat: Beat) -> np.ndarray:
-    """Return the class with the largest score for each of the rows of a store."""
+    """Return the highest-scoring class for each row of a store."""
     predicted = []
     for _, features in store.blocks(rows):
         predicted.append(fitted.scores(features).argmax(1).cpu().numpy())

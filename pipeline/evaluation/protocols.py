@@ -36,8 +36,8 @@ class FewShotConfig:
     l2: float = L2  # weight of the ridge regression's penalty (big_vision configs/common_fewshot.py)
 
     def __post_init__(self) -> None:
-        require(min(self.shots, default=0) > 0, f"fewshot.shots is {self.shots}, expected numbers of 1 or more")
-        require(min(self.seeds, default=-1) >= 0, f"fewshot.seeds is {self.seeds}, expected seeds of 0 or more")
+        require(min(self.shots, default=0) > 0, f"fewshot.shots is {self.shots}, expected one or more numbers ≥ 1")
+        require(min(self.seeds, default=-1) >= 0, f"fewshot.seeds is {self.seeds}, expected one or more seeds ≥ 0")
         require(len(set(self.seeds)) == len(self.seeds), f"fewshot.seeds is {self.seeds}, expected no duplicates")
         at_least(self, 0, "l2", "fewshot.")
 
@@ -61,7 +61,7 @@ class NeighboursConfig:
     temperature: float = 0.07  # temperature of the vote weights (DINO eval_knn.py)
 
     def __post_init__(self) -> None:
-        require(min(self.k, default=0) > 0, f"knn.k is {self.k}, expected numbers of neighbours of 1 or more")
+        require(min(self.k, default=0) > 0, f"knn.k is {self.k}, expected one or more numbers ≥ 1")
         more_than_0(self, "temperature", "knn.")
 
 
@@ -75,7 +75,7 @@ class LogisticConfig:
     iterations: int = 1000  # maximum number of L-BFGS iterations (CLIP A.3)
 
     def __post_init__(self) -> None:
-        require(min(self.l2, default=-1.0) >= 0, f"logistic.l2 is {self.l2}, expected penalties of 0 or more")
+        require(min(self.l2, default=-1.0) >= 0, f"logistic.l2 is {self.l2}, expected one or more penalties ≥ 0")
         require(0 < self.held_out < 1, f"logistic.held_out is {self.held_out}, expected a share between 0 and 1")
         at_least(self, 0, "seed", "logistic.")
         at_least(self, 1, "iterations", "logistic.")

@@ -39,7 +39,7 @@ COLLECTIVE_TIMEOUT_S = 1800.0  # same as TrainConfig.timeout_s; `stall_s` ends a
 class WorkerConfig:
     """The settings of the workers of an evaluation stage; the configs of both kinds of stage have these fields."""
 
-    preprocess: str  # evaluation ops
+    preprocess: str  # preprocessing ops of evaluation
     max_labels: int  # maximum number of labels per sample
     micro_batch: int  # images per worker and forward pass
     precision: Literal["bf16", "fp32"]  # precision of the forward pass
@@ -51,7 +51,7 @@ class WorkerConfig:
 def worker(task: Mapping[str, Any]) -> dict[str, list[Entry]]:
     """Evaluate the task's requests on this worker; rank 0 returns the results.
 
-    Raises EvaluationFailed if a worker cannot continue, and Preempted after a SIGTERM, on all workers alike.
+    On all workers, raises EvaluationFailed if a worker cannot continue, and Preempted after a SIGTERM.
     """
     # Imported here, because the driver imports this module without deepspeed.
     from pipeline.process_group import check_start, fetch_init, join_group
@@ -106,7 +106,7 @@ def worker(task: Mapping[str, Any]) -> dict[str, list[Entry]]:
     try:
         results = evaluator.evaluate(requests)
     except EvaluationFailed as error:
-        # If a protocol failed, rather than a data set, its error message already says how to fix it.
+        # If a protocol failed, rather than a data set, its error message already contains a remedy.
         remedy = ""
         if error.path is not None:
             remedy = "\n  repair the set, then run the same command again"

@@ -83,7 +83,7 @@ def skip(stage: Path, step: int, reason: str) -> None:
 
 
 def records(stage: Path) -> list[Path]:
-    """Return the files of records that are not in metrics.jsonl yet, oldest step first."""
+    """Return the files of records to be added to metrics.jsonl, oldest step first."""
     return sorted((stage / EVALUATIONS).glob("step-*.json"))
 
 

@@ -74,7 +74,7 @@ class AsyncEvaluator(LoopEvaluator):
         return is_requested[0]
 
     def resume(self, worker: "Setup", progress: "Progress") -> bool:
-        """Request or run, at the start of an attempt, the evaluations that have no record yet. Collective.
+        """Request or run, at the start of an attempt, the evaluations without a record. Collective.
 
         With asynchronous evaluation, request the commits without a record. Otherwise withdraw all requests, report
         them as skipped, and evaluate the step of the checkpoint if its evaluation is due.
@@ -107,7 +107,7 @@ class AsyncEvaluator(LoopEvaluator):
 
 
 class AsyncEvaluation(Hook):
-    """Hook that has commits evaluated asynchronously, and reports the results."""
+    """Hook that requests asynchronous evaluations of commits, and reports the results."""
 
     Config = AsyncConfig
     evaluator = AsyncEvaluator

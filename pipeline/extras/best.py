@@ -1,6 +1,6 @@
 """Keep the best checkpoint and stop early (`keep_best`, `patience`), based on the records in metrics.jsonl.
 
-There is no other state: a stage that was killed and resumed reads the same records, and therefore has the same best
+There is no other state: a resumed stage reads the same records, and therefore has the same best
 step and the same last step as an uninterrupted stage.
 
 In:  records of evaluations: accuracy 0.91 at step 20, 0.93 at step 40, 0.92 at step 60
@@ -45,7 +45,7 @@ class BestConfig(TrainConfig):
     # metric, such as accuracy or 5shot: export the weights with its highest value instead of the last weights; every
     # evaluated step is then saved as a checkpoint, and the best one is kept regardless of keep; null: export the last
     keep_best: str | None = None
-    patience: int = 0  # end the stage after this many evaluations in a row without a better keep_best; 0: never
+    patience: int = 0  # end the stage after this many evaluations without a better keep_best; 0: never
 
     RESUME: ClassVar[Tags] = tags(forbid="keep_best patience")
     LATER: ClassVar[tuple[str, ...]] = ("keep_best", "patience")

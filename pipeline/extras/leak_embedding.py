@@ -26,7 +26,7 @@ from data.shards.parallel import Progress
 from data.shards.reader import ShardReader
 from models.catalog import normalise
 
-# T test images, D features
+# T: number of test images, D: number of features
 
 JOURNAL = "embedding.partial"
 BATCH = 64  # images per forward pass
@@ -115,5 +115,5 @@ def features_of(
         if images:
             batch = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2)
             with torch.no_grad():
-                features = model.features(normalise(batch, model.config, torch.float32, device))  # type: ignore[operator, arg-type]
+                features = model.features(normalise(batch, model.config, torch.float32, device))  # type: ignore[operator,arg-type]
             yield rows, torch.nn.functional.normalize(features.float().cpu(), dim=1)

@@ -30,7 +30,7 @@ from pipeline.training_config import Phase, TrainConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
-# b samples of a micro-batch, N patches of an image, K of them kept
+# b: samples per micro-batch, N: patches per image, K: kept patches per image
 
 PATCH_DROPOUT = 2  # makes these draws independent of others for the same seed, step and sample (batches.DROPOUT is 1)
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2⁶⁴ / φ, the step of SplitMix64's counter

@@ -42,7 +42,7 @@ TUNING: dict[str, tuple[int, ...]] = {
     "stage3_allgather_sequential": (3,),
 }
 
-# Keys that have an equivalent in the recipe, or are deliberately not supported. Each text follows "… is not allowed".
+# Keys with an equivalent in the recipe, or deliberately not supported. Each text follows "… is not allowed".
 ONLY_PATCHLINE = "Patchline writes and reads its own checkpoints (docs/design/checkpoints.md); remove it"
 OTHER_SUMS = "it changes how gradients are summed; remove it"
 NOT_SUPPORTED = "Patchline does not support it; remove it"

@@ -55,10 +55,11 @@ TENSORBOARD_GROUPS = {"train": "1 train", "evaluate": "2 evaluate"}
 TAIL_BYTES = 1 << 20
 SEAL = re.compile(rb', "crc": "([0-9a-f]{8})"}')  # the end of each record: CRC-32 of the line's bytes before it
 SEAL_BYTES = 20
+KIND = b'{"kind": '  # the beginning of each record
 ZEROS = bytes(8)  # storage that lost a block returns zeros; a record contains no zero byte
 CUT_OFF = "the line before this one is incomplete: its writer was killed"
 OF_ONE_SEED = re.compile(r"-seed-\d+$")  # matches a few-shot result of a single seed: "5shot-seed-0"
-NOT_SCORES = ("time", "seconds")  # numbers in an evaluation's record that are not metrics
+NOT_SCORES = ("time", "seconds")  # numbers in an evaluation's record other than metrics
 
 
 def log_line(report: Record) -> str:
@@ -138,7 +139,7 @@ class Window:
         self.since = time.monotonic()
         self.losses: list[float] = []
         self.norms: list[float] = []
-        self.waits: list[Wait] = []  # one for each micro-batch
+        self.waits: list[Wait] = []  # one wait for each micro-batch
         self.traces: list[Sequence[list[float]]] = []  # one for each step, only in exact mode
         self.stalled_s = 0.0  # time blocked by checkpoints
         self.evaluated_s = 0.0
@@ -352,58 +353,77 @@ def read_metrics(directory: Path, kind: str | None = "train", damage: list[str] 
     path = directory / "metrics.jsonl"
     if not path.exists():
         return []
-    content = path.read_bytes()
-    records: list[Record] = []
-    problems = damaged_lines(content)
+    # Line by line, because the file of a long run has hundreds of megabytes.
+    with open(path, "rb") as file:
+        problems = damaged_lines(lines_of(file))
     if problems:
         message = damage_message(path, problems)
         if damage is None:
             raise DataError(message)
         damage.append(message)
-    for record in records_in(content.splitlines(), path):
-        if kind is None or record["kind"] == kind:
-            records.append(record)
+    records: list[Record] = []
+    with open(path, "rb") as file:
+        lines = lines_of(file)
+        # The kind is the first field, so records of other kinds need not be parsed.
+        if kind is not None:
+            beginning = KIND + json.dumps(kind).encode()
+            lines = (line for line in lines_of(file) if line.startswith(beginning) or not line.startswith(KIND))
+        for record in records_in(lines, path):
+            if kind is None or record["kind"] == kind:
+                records.append(record)
     return records
 
 
-def damaged_lines(content: bytes) -> dict[int, str]:
-    """Return the damaged lines of metrics.jsonl, counted from 1, and what is wrong with each.
+def lines_of(file: Iterable[bytes]) -> Iterator[bytes]:
+    """Iterate the lines of an open file with their line breaks, and split them like `bytes.splitlines`."""
+    for line in file:
+        yield from line.splitlines(keepends=True)
+
+
+def damaged_lines(lines: Iterable[bytes]) -> dict[int, str]:
+    """Return {line number from 1: problem} of the damaged lines of metrics.jsonl.
 
     Incomplete lines do not count: the last one, if its line break is missing, and one before a note in parentheses,
     which the next writer adds. Lines before the first digest may be from a version that wrote none.
     """
-    lines = content.splitlines()
     is_sealed = False  # a line above had a digest
     problems: dict[int, str] = {}
-    for number, line in enumerate(lines):
+    without_digest = 0  # number of the line before, if it has no digest; it is incomplete if a note follows
+    for number, line_with_break in enumerate(lines, 1):
+        line = line_with_break.rstrip(b"\r\n")
+        if without_digest and not is_note(line):
+            problems[without_digest] = "its digest is missing"
+        without_digest = 0
         if ZEROS in line:
-            problems[number + 1] = f"it contains {line.count(0)} zero bytes"
+            problems[number] = f"it contains {line.count(0)} zero bytes"
             continue
         seal = SEAL.fullmatch(line[-SEAL_BYTES:])
         if seal is not None:
             is_sealed = True
             digest = f"{zlib.crc32(line[:-SEAL_BYTES]):08x}"
             if digest != seal[1].decode():
-                problems[number + 1] = f"its digest is {digest}, expected {seal[1].decode()}"
+                problems[number] = f"its digest is {digest}, expected {seal[1].decode()}"
             continue
         if SEAL.search(line):
-            problems[number + 1] = "a record continues after its digest"
+            problems[number] = "a record continues after its digest"
             continue
         if has_altered_seal(line):
-            problems[number + 1] = "its digest is altered"
+            problems[number] = "its digest is altered"
             continue
         if not is_sealed or not line or is_note(line):
             continue
         # A complete record ends with a brace; an incomplete line is the beginning of a record or of a note.
-        is_before_note = number + 1 < len(lines) and is_note(lines[number + 1])
-        is_cut_off = number + 1 == len(lines) and not content.endswith(b"\n")
-        if is_json_object(line) or not (is_before_note or is_cut_off):
-            problems[number + 1] = "its digest is missing"
+        if is_json_object(line):
+            problems[number] = "its digest is missing"
+        elif line != line_with_break:
+            without_digest = number
+    if without_digest:
+        problems[without_digest] = "its digest is missing"
     return problems
 
 
 def damage_message(path: Path, problems: Mapping[int, str]) -> str:
-    """Return the message about damaged lines of metrics.jsonl: which lines, what is wrong, and what to type."""
+    """Format the message about damaged lines of metrics.jsonl: their numbers, the problems, and the remedy."""
     numbers = list(problems)
     shown = [f"line {number}: {problems[number]}" for number in numbers[:3]]
     if len(numbers) > 3:
@@ -458,7 +478,7 @@ def last_metrics(directory: Path) -> Record | None:
 
 
 def without_single_seeds(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics without few-shot results of single seeds: "5shot", the mean, stays; "5shot-seed-0" goes."""
+    """Return metrics without few-shot results of single seeds: keep the mean "5shot", remove "5shot-seed-0"."""
     return {name: value for name, value in metrics.items() if not OF_ONE_SEED.search(name)}
 
 
@@ -473,7 +493,8 @@ def scores_of(record: Record) -> dict[str, float]:
 
 def records_in(lines: Iterable[bytes], path: Path) -> Iterator[MetricsRecord]:
     """Iterate the records in lines of metrics.jsonl without their digests; skip incomplete and damaged lines."""
-    for line in lines:
+    for line_with_break in lines:
+        line = line_with_break.rstrip(b"\r\n")
         seal = SEAL.fullmatch(line[-SEAL_BYTES:])
         if seal is not None and zlib.crc32(line[:-SEAL_BYTES]) != int(seal[1], 16):
             continue
@@ -499,9 +520,9 @@ class Account:
     """
 
     start: float = 0.0  # from the claim of the first attempt to its first step
-    data: float = 0.0  # waiting for batches
+    data: float = 0.0  # time spent waiting for batches
     compute: float = 0.0  # training steps, without the lost ones
-    checkpoint: float = 0.0  # blocked by saves
+    checkpoint: float = 0.0  # time blocked by saves
     lost: float = 0.0  # steps that a later attempt repeated
     recovery: float = 0.0  # from an attempt's last record, or the start of the resuming command, to the next first step
     other: float = 0.0  # evaluation and the end of the stage
@@ -546,7 +567,7 @@ OVERHEADS = {
 def account(records: Sequence[Record]) -> Account:
     """Compute how the time of all attempts was spent; `records` are of all kinds, in the order written.
 
-    A record's `time` is the end of what it describes; `claimed` in an attempt's "start" record is when the driver
+    A record's `time` is the end of the described event; `claimed` in an attempt's "start" record is when the driver
     claimed the attempt. Raises DataError if a record lacks a value or has one of the wrong type.
     """
     starts: list[Record] = []
@@ -569,7 +590,7 @@ def account(records: Sequence[Record]) -> Account:
     for number, start in enumerate(starts):
         attempt = by_attempt[start["attempt"]]
         reports = [record for record in attempt if record["kind"] == "train"]
-        # A killed attempt leaves no record of its end; its last record of any kind stands for the end.
+        # A killed attempt leaves no record of its end; its last record of any kind counts as the end.
         end = attempt[-1]["time"]
         # A report is written after its steps. An attempt without reports is entirely start or recovery.
         first_step_at = end

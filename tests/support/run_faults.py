@@ -185,7 +185,7 @@ def at(attempt: int, steps: int | None = None, rank: int | None = None) -> Calla
 def hanging(places: str) -> None:
     """The first attempt hangs at the first of the places, the second at the second …"""
     attempts = {place: number for number, place in enumerate(places.split(","), 1)}
-    before(train, "finish_step", at(attempts["reduce"], 11, 1), lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    before(train, "finish_step", at(attempts.get("reduce", 0), 11, 1), lambda: os.kill(os.getpid(), signal.SIGSTOP))
     before(start, "build_model", lambda *args: args[-1].attempt == attempts.get("build") and on_rank_1(), sleep)
     before(StageCheckpoints, "choose", lambda checkpoints, attempt, *args: attempt == attempts.get("restore"), sleep)
     before(train, "finish_step", at(attempts.get("collective", 0), 31), sleep)
@@ -194,7 +194,7 @@ def hanging(places: str) -> None:
 
     def micro_batches(worker: start.Worker, start_step: int) -> Any:
         for batch in batches(worker, start_step):
-            if batch.step == 22 and at(attempts["data"], rank=1)(worker):
+            if batch.step == 22 and at(attempts.get("data", 0), rank=1)(worker):
                 sleep()
             yield batch
 

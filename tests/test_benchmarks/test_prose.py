@@ -32,7 +32,8 @@ def test_docstrings_and_comments_are_read_without_examples_and_code() -> None:
     texts = [text.words for text in docstrings(Path("x.py"), tree)]
     assert texts[0].strip() == "Raise an error where the file is missing."
     assert texts[1] == "Read what lies beside … it goes on."
-    assert [text.words for text in comments(Path("x.py"), SOURCE)] == ["Of a run the files that are left. if it is set"]
+    words = [text.words for text in comments(Path("x.py"), SOURCE)]
+    assert words == ["Of a run the files that are left.", "if it is set"]
 
 
 def test_messages_are_the_literal_text_of_errors_and_logs() -> None:

@@ -30,7 +30,9 @@ sys.exit(failed)
 """
 
 
+@pytest.mark.slow
 def test_every_script_can_be_imported() -> None:
+    """tests/test_layout.py checks without imports that the names of ours are there; this one also finds libraries'."""
     names = []
     for path in sorted((ROOT / "benchmarks").rglob("*.py")):
         names.append(".".join(path.relative_to(ROOT).with_suffix("").parts))

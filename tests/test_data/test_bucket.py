@@ -30,8 +30,11 @@ def test_what_is_put_is_what_another_client_reads(run, bucket, tmp_path) -> None
     folder.put("a.json", b"[]")
     folder.put_file("b/file", tmp_path / "file")
     assert objects(bucket, run) == {"a.json": b"[]", "b/file": content}
-    assert folder.list() == {"a.json": 2, "b/file": 100_000} and folder.list("b") == {"b/file": 100_000}
-    assert folder.read("a.json") == b"[]" and folder.read("nothing") is None and folder.list("nothing") == {}
+    assert folder.list() == {"a.json": 2, "b/file": 100_000}
+    assert folder.list("b") == {"b/file": 100_000}
+    assert folder.read("a.json") == b"[]"
+    assert folder.read("nothing") is None
+    assert folder.list("nothing") == {}
     folder.fetch("b/file", tmp_path / "fetched", 100_000)
     assert (tmp_path / "fetched").read_bytes() == content
     folder.delete(["b/file", "nothing"])
@@ -67,7 +70,8 @@ def test_a_refusal_that_does_not_name_its_condition_is_one(run, proxy) -> None:
         return 412
 
     proxy.fault_of_any = refuse
-    assert not Bucket(run, SCRATCH).create_once("name", b"another's") and len(asked) == 1
+    assert not Bucket(run, SCRATCH).create_once("name", b"another's")
+    assert len(asked) == 1
     assert Bucket(run, SCRATCH).create_once("name", b"mine")
 
 
@@ -96,7 +100,7 @@ def test_a_store_that_fails_often_costs_time_and_nothing_else(run, proxy, bucket
     ("code", "message"),
     [
         (503, r"no response after 3 attempts, last error \w+; run again"),
-        (403, "denied after 3 attempts: HTTP 403; credentials come from the environment"),
+        (403, "denied after 3 attempts: HTTP 403; check the credentials in the environment"),
     ],
 )
 def test_a_store_that_never_answers_is_named_without_secrets(code, message, run, proxy) -> None:
@@ -104,6 +108,32 @@ def test_a_store_that_never_answers_is_named_without_secrets(code, message, run,
     with pytest.raises(StorageError, match=f"{run}/a.json: {message}") as error:
         Bucket(run, SCRATCH, 3).put("a.json", b"{}")
     assert "very-secret" not in str(error.value)
+
+
+def test_each_request_of_a_listing_is_retried_alone(run, proxy, bucket, monkeypatch) -> None:
+    """Every other request fails: a listing of many requests that are retried together would never succeed."""
+    prefix = run.removeprefix(f"s3://{BUCKET}/")
+    monkeypatch.setattr(bucket_module, "PAGE_OBJECTS", 10)
+    for number in range(25):
+        bucket.put_object(Key=f"{prefix}/many/{number:04d}", Body=b"x")
+    bucket.put_object(Key=f"{prefix}/many2", Body=b"x")
+    bucket.put_object(Key=f"{prefix}/console/", Body=b"")
+    asked: list[str] = []
+
+    def fail_every_other(method: str, path: str) -> int | None:
+        asked.append(path)
+        return 503 if len(asked) % 2 else None
+
+    proxy.fault_of_any = fail_every_other
+    assert Bucket(run, SCRATCH, 2).list("many") == {f"many/{number:04d}": 1 for number in range(25)}
+    assert len(asked) == 6, "three pages, each asked twice"
+    asked.clear()
+    assert Bucket(run, SCRATCH, 2).list("empty") == {}
+    assert len(asked) == 2
+    asked.clear()
+    assert Bucket(run, SCRATCH, 2).list("console") == {}
+    proxy.fault_of_any = lambda method, path: None
+    assert Bucket("s3://no-such-bucket/run", SCRATCH, 2).list() == {}
 
 
 @pytest.mark.parametrize(
@@ -128,7 +158,8 @@ def test_a_denial_is_named_by_its_cause_within_the_limit(status, code, remedy, r
     folder = Bucket(run, SCRATCH, 100_000)
     with pytest.raises(StorageError, match=rf"{run}/a.json: denied after \d+ attempts: {code}; {remedy}") as error:
         folder.put("a.json", b"{}")
-    assert error.value.exit_code == 69 and "very-secret" not in str(error.value)
+    assert error.value.exit_code == 69
+    assert "very-secret" not in str(error.value)
     # The next request of this process knows that the limit has passed.
     asked = len(requests)
     with pytest.raises(StorageError, match=f"denied after 1 attempts: {code}"):
@@ -206,15 +237,18 @@ def test_the_other_stores_clients_do_what_a_run_asks_of_them(scheme, proxy, tmp_
         (tmp_path / "file").write_bytes(b"content")
         folder.put_file("a/file", tmp_path / "file")
         folder.fetch("a/file", tmp_path / "fetched", 7)
-        assert (tmp_path / "fetched").read_bytes() == b"content" and folder.list("a") == {"a/file": 7}
+        assert (tmp_path / "fetched").read_bytes() == b"content"
+        assert folder.list("a") == {"a/file": 7}
         folder.delete(["a/file", "nothing"])
-        assert folder.list("a") == {} and folder.read("a/file") is None
+        assert folder.list("a") == {}
+        assert folder.read("a/file") is None
         if scheme == "gs":
             with pytest.raises(StorageError, match="replaced an existing object although the request forbade it"):
                 folder.check_exclusive_create("attempts/000000.json")
         else:
             folder.check_exclusive_create("attempts/000000.json")
-            assert folder.create_once("name", b"mine") and not folder.create_once("name", b"another's")
+            assert folder.create_once("name", b"mine")
+            assert not folder.create_once("name", b"another's")
             assert folder.read("name") == b"mine"
     urls.forget_credentials()
 

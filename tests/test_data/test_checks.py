@@ -28,7 +28,7 @@ def test_a_name_of_letters_digits_dots_and_dashes_passes(name):
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a b", "größe", "x" * 65, None, 3, "a\n"])
 def test_a_name_that_could_be_a_path_is_refused(name):
-    with pytest.raises(ConfigError, match=r"a stage is called .*\n  expected 1 to 64 .*\n  type another"):
+    with pytest.raises(ConfigError, match=r"a stage is named .*\n  expected 1 to 64 .*\n  type another"):
         check_name(name, "a stage", "type another")
 
 

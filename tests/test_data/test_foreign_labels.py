@@ -206,7 +206,7 @@ def test_unreadable_labels_are_an_error_for_new_and_not_a_set_without_labels(tmp
     folder_of(tmp_path / "photos")
     rows = [f"photos/{name}/{image}.jpg,0.5" for name in ("cat", "dog") for image in range(3)]
     (tmp_path / "t.csv").write_text("\n".join(["path,label", *rows]))
-    with pytest.raises(DataError, match=r"no label can be used, the first because: .0\.5."):
+    with pytest.raises(DataError, match=r"no label is usable; the first one failed with: .0\.5."):
         survey(str(tmp_path / "t.csv"), report=lambda images: None)
 
 

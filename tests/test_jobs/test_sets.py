@@ -1,6 +1,7 @@
 """Class names of the sources of a pack stage."""
 
 import json
+from pathlib import Path
 
 import cv2
 import numpy as np
@@ -12,7 +13,7 @@ from data.index.document import load_index
 from data.shards.packing import pack
 from data.sources.samples import Sample
 from jobs.__main__ import main
-from jobs.sets import SetConfig, source_names
+from jobs.sets import SetConfig, expected_samples, numbering_of, samples_of, source_names
 from pipeline import config
 from tests.support.tars import write_tar
 
@@ -81,7 +82,8 @@ def test_sources_return_their_class_names(tmp_path, source, names):
     assert source_names(cfg) == names
     if source == "parquet-texts":
         assert main(["pack", "parquet", str(path), str(tmp_path / "set")]) == 0
-        assert load_index(tmp_path / "set").names == names and load_index(tmp_path / "set").class_counts == (1, 1)
+        assert load_index(tmp_path / "set").names == names
+        assert load_index(tmp_path / "set").class_counts == (1, 1)
 
 
 def test_the_key_of_a_recipe_without_class_names_is_unchanged():
@@ -89,3 +91,20 @@ def test_the_key_of_a_recipe_without_class_names_is_unchanged():
     assert set(forbidden) == {"source", "path", "root", "wnids", "real", "split", "keep", "image_size", "classes"}
     more = config.tagged(SetConfig(source="digits", rename={"0": "zero"}), "forbid")
     assert set(more) - set(forbidden) == {"rename"}
+
+
+def test_the_expected_number_of_samples_is_that_of_packing(tmp_path: Path) -> None:
+    for name in (
+        "cat/0.jpg",
+        "cat/@eaDir/0.jpg",
+        "cat/notes.txt",
+        "dog/1.png",
+        "dog/.2.jpg",
+        "#recycle/3.jpg",
+        "4.jpg",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(picture(9))
+    cfg = SetConfig(path=str(tmp_path))
+    assert expected_samples(cfg) == 2 == len(list(samples_of(cfg, numbering_of(cfg, "train"))))
+    assert expected_samples(SetConfig(path=str(tmp_path), unlabelled=True)) == 3

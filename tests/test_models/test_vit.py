@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,18 @@ import pytest
 import torch
 
 import models
+from models.configs import SWITCHES
 from models.vit import DropPath
 
 SMALL = {"image_size": (16, 24), "classes": 5, "depth": 3}
+# Switches as in DINOv3, EVA-02 and CLIP, Perception Encoder, AIMv2, and RoPE-ViT; together, they cover all.
+DINOV3 = {"positions": "none", "rope": "dinov3", "registers": 2, "layer_scale": 0.1, "qkv_bias": "qv"}
+EVA02 = {"rope": "eva02", "rope_grid": (4, 4), "activation": "swiglu", "mlp_norm": True, "attention_norm": True}
+PE = {"rope": "pe", "pool": "map", "map_heads": 4, "map_mlp": 40, "registers": 1, "pool_prefix": True}
+PE |= {"pre_norm": True, "patch_bias": False, "activation": "quick_gelu"}
+AIMV2 = {"norm": "rms", "pool": "gap", "patch_norm": True, "block_bias": False, "qkv_bias": "none"}
+MIXED = {"rope": "mixed", "qk_norm": True, "pool": "gap", "last_norm": "pooled", "registers": 1}
+SWITCHED = (DINOV3, EVA02, PE, AIMV2, MIXED, {"last_norm": "none"})
 IMAGES = torch.linspace(-1, 1, 2 * 3 * 16 * 24).view(2, 3, 16, 24)
 
 
@@ -109,7 +119,7 @@ def test_logits_are_the_head_of_the_features():
     torch.testing.assert_close(model.head(features), model(IMAGES))
 
 
-@pytest.mark.parametrize("options", [{}, {"positions": "relative", "registers": 1}])
+@pytest.mark.parametrize("options", [{}, {"positions": "relative", "registers": 1}, DINOV3, EVA02])
 def test_tokens_that_are_not_read_need_no_computing(options):
     model = with_live_head(models.build("mu/8", **SMALL, **options)).train()
     results = []
@@ -139,7 +149,8 @@ def test_weight_decay_is_for_kernels_alone():
     assert decayed < {name for name, _ in model.named_parameters()}
     for name, parameter in model.named_parameters():
         assert (name in decayed) == (parameter.ndim in (2, 4)), name
-    assert "blocks.0.attention.qkv.weight" in decayed and "map_head.probe" not in decayed
+    assert "blocks.0.attention.qkv.weight" in decayed
+    assert "map_head.probe" not in decayed
 
 
 @pytest.mark.parametrize("name", ["mu/8", "Axial-mu/8", "R+mu/16", "BiT-R50x1"])
@@ -154,6 +165,46 @@ def test_checkpointed_blocks_give_the_same_gradients(name):
         return [p.grad for p in model.parameters()]
 
     assert all(torch.equal(a, b) for a, b in zip(gradients(0), gradients(2), strict=True))
+
+
+@pytest.mark.parametrize("options", SWITCHED)
+def test_every_switched_model_trains_every_parameter_also_when_recomputed(options):
+    gradients = []
+    for recomputed_blocks in (0, 2):
+        torch.manual_seed(0)
+        model = with_live_head(models.build("mu/8", **SMALL, **options)).train()
+        model.recomputed_blocks = recomputed_blocks
+        model(IMAGES).square().sum().backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        assert gradient.abs().sum() > 0, name
+        assert torch.equal(gradient, gradients[1][name]), name
+
+
+@pytest.mark.parametrize("options", SWITCHED)
+def test_dropped_patches_take_their_rotations_with_them(options):
+    model = with_live_head(models.build("mu/8", **SMALL, **options)).eval()
+    order = torch.tensor([[3, 0, 5, 1, 4, 2], [5, 4, 3, 2, 1, 0]])
+    # The order of tokens does not matter to attention; their positions do.
+    torch.testing.assert_close(model(IMAGES, order), model(IMAGES), atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(model(IMAGES, order[:, :4]), model(IMAGES), atol=1e-3)
+
+
+def test_switches_that_are_off_are_not_in_files_or_keys():
+    values = models.to_dict(models.config_of("B/16"))
+    assert not set(values) & set(SWITCHES)
+    assert models.to_dict(models.config_of("B/16", rope="dinov3"))["rope"] == "dinov3"
+
+
+@pytest.mark.parametrize("options", SWITCHED)
+def test_a_switched_model_moves_to_another_size_with_only_its_table_resized(options):
+    model = models.build("mu/8", **SMALL, **options)
+    target = replace(model.config, image_size=(32, 24))
+    _, report = models.transfer(model.state_dict(), model.config, target)
+    resized = [name for name, _, _ in report.resized]
+    assert resized == ([] if options.get("positions") == "none" else ["positions.0.table"])
+    assert not report.new
+    assert not report.dropped
 
 
 def test_dropout_and_stochastic_depth_act_in_training_only():
@@ -188,13 +239,15 @@ def test_bfloat16_stays_near_float32():
     assert model.bfloat16()(IMAGES).float().sub(expected).abs().max() < 0.02 * expected.abs().max()
 
 
-def test_evaluation_under_inference_mode_does_not_spoil_training():
-    model = with_live_head(models.build("mu/8", **SMALL, positions="sincos2d", width=64, heads=4))
+@pytest.mark.parametrize("options", [{"positions": "sincos2d"}, {"rope": "axial"}])
+def test_evaluation_under_inference_mode_does_not_spoil_training(options):
+    model = with_live_head(models.build("mu/8", **SMALL, width=64, heads=4, **options))
     with torch.inference_mode():
         expected = model.eval()(IMAGES)
     logits = model.train()(IMAGES)
     logits.sum().backward()
-    assert torch.equal(logits, expected) and model.embedding.weight.grad.abs().sum() > 0
+    assert torch.equal(logits, expected)
+    assert model.embedding.weight.grad.abs().sum() > 0
 
 
 @pytest.mark.slow
@@ -248,6 +301,14 @@ def test_autocast_runs_every_family(name):
         ("R51+B/16", {}, r"no such stem; known: R50\+B/16"),
         ("BiT-R51x1", {}, "known: BiT-R50"),
         ("Axial-B/32", {"pool": "token"}, "no prefix tokens"),
+        ("Axial-B/32", {"rope": "dinov3"}, "rotary positions need a sequence"),
+        ("Masked-B/16", {"last_norm": "pooled"}, "a masked model pools nothing: set last_norm=tokens"),
+        ("B/16", {"rope": "dinov3", "rope_grid": (16, 16)}, "rope_grid scales coordinates that are counted in patches"),
+        ("B/16", {"rope": "eva02", "heads": 128}, "channels of a head 6 is not a multiple of 4"),
+        ("B/16", {"map_heads": 8}, "map_heads and map_mlp are fields of the MAP head, found pool=token"),
+        ("B/16", {"pool_prefix": True}, "pool_prefix extends a mean or MAP pooling"),
+        ("B/16", {"activation": "swiglu", "pool": "map"}, "the MAP head has no SwiGLU"),
+        ("B/16", {"pre_norm": 1}, "pre_norm must be true or false, found 1"),
     ],
 )
 def test_a_bad_value_is_refused_with_the_way_out(name, options, message):
@@ -285,8 +346,8 @@ deepspeed.init_distributed("gloo", verbose=False)
 losses = []
 for stage, recomputed_blocks in ((0, 0), (3, 0), (3, 2)):
     torch.manual_seed(0)
-    model = models.build("mu/8", 16, 5, depth=3, registers=1, positions="relative",
-                         positions_at="shared", head_bias=-1.0)
+    model = models.build("mu/8", 16, 5, depth=3, registers=1, positions="relative", positions_at="shared",
+                         head_bias=-1.0, rope="mixed", layer_scale=0.5, qkv_bias="qv", qk_norm=True)
     model.recomputed_blocks = recomputed_blocks
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     engine, *_ = deepspeed.initialize(

@@ -103,7 +103,7 @@ def test_divergence_before_the_first_commit_does_not_promise_weights(watch, tmp_
     health.skipped_in_a_row = 5
     with pytest.raises(Diverged, match="\n  no checkpoint was committed before these steps") as error:
         health.roll_back_or_fail(12)
-    assert "good weights" not in str(error.value)
+    assert "good checkpoint" not in str(error.value)
 
 
 def test_commit_after_a_roll_back_allows_another_roll_back(watch, tmp_path: Path) -> None:

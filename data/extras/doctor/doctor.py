@@ -6,7 +6,7 @@ The check runs in this order:
 2. each sample is checked: does its digest match the index, are image and label present, do both parse, does the image
    decode?
 3. good samples are measured (sides, shape, bytes, class) and hashed; a few become thumbnails of the HTML page;
-4. `Report` combines the shards, and the hashes of all shards give the number of duplicate images.
+4. `Report` combines the shards, and counts duplicate images by the hashes of all shards.
 
     check(index).lines()   →   6 shards  1,197 good samples  1.9 MB of images
                                shard s2.tar: No such file or directory
@@ -45,7 +45,7 @@ from data.shards.parallel import Progress, in_parallel
 from data.shards.reader import read_labels
 from data.sources.samples import RawSample, Sample, kind_of
 
-GRID = 24  # thumbnails on the page
+GRID = 24  # number of thumbnails on the page
 HASH_PARTS = 256  # files that the hashes are split into, so that each file fits in memory
 
 
@@ -116,7 +116,7 @@ def check_shard(index: Index, grid: int, decode: bool, cache: CacheConfig) -> Sh
     try:
         with open_shard(index, 0, cache) as file, mapped(file) as tar:
             if len(tar) != shard.bytes:
-                report.problem = f"{len(tar)} bytes, but the index records {shard.bytes}"
+                report.problem = f"{len(tar)} bytes, but the index lists {shard.bytes}"
             elif sha256(tar).hexdigest() != shard.sha256:
                 report.problem = "sha256 differs from the index"
             # Check the samples even if the shard has changed: `repair` may still save some of them.

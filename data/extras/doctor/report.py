@@ -16,7 +16,7 @@ from data.index.names import preview
 
 FEW_SHARDS = 16  # up to this number, small shards are not a problem
 SMALL_SHARD = 32 << 20  # bytes; below this size, latency dominates network reads
-LARGE_SHARD = 4 << 30  # bytes
+LARGE_SHARD = 4 << 30  # bytes; larger shards are reported
 
 
 class Spread(Counter[float]):
@@ -119,7 +119,7 @@ class Report:
 
     def lines(self, world: int = 1) -> list[str]:
         """Return the report as lines for a terminal, in a fixed order, with advice for training on `world` workers."""
-        size = 0  # bytes of the images
+        size = 0  # total bytes of the images
         damaged = 0
         most_labels = 1
         for shard in self.shards:

@@ -116,7 +116,7 @@ def samples_of_archive(
     log = logging.getLogger(__name__)
 
     names = (archive.counted or archive.classes)(path)
-    samples = archive.samples(path, split)  # may raise a more specific error than the comparison of counts
+    samples = archive.samples(path, split)  # this may raise a more specific error than the comparison of counts
     if names and len(names) != published.classes:
         difference = f"{name}: found {len(names):,} classes, {expected}"
         if not partial:

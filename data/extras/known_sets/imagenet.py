@@ -34,7 +34,7 @@ from data.index.shard import IMAGES, is_image
 from data.index.tar import mapped, members
 from data.sources.folders import folder_classes
 from data.sources.samples import Published, Sample
-from data.sources.walk import files_below
+from data.walk import files_below
 
 PAGE = "https://image-net.org/download.php"
 SOURCE = "Russakovsky et al. 2015, table 2"

@@ -5,7 +5,7 @@
    ImageNet names → class ids.
 2. Only these 113 objects are packed, and each image has all class ids of its object: a prediction is correct if it
    matches any of them.
-3. Each image has a red border of two pixels, which marks it so that nobody trains on it by accident. It is cropped off.
+3. Each image has a red border of two pixels, which marks images that must not be used for training. It is cropped off.
 
     objectnet-1.0/images/alarm_clock/0123.png     →     Sample("alarm_clock/0123", PNG without its border, (409, 530))
 

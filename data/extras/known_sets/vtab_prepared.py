@@ -65,7 +65,7 @@ def prepared_set(path: Path, task: VtabTask) -> PreparedSet:
     if len(files) > 1:
         raise DataError(
             f"{path}: contains {len(files)} prepared sets: {', '.join(map(str, files))}\n"
-            "  give the folder of one of them"
+            "  pass the folder of one of them"
         )
     try:
         content: dict[str, Any] = json.loads(files[0].read_bytes())

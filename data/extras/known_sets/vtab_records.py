@@ -23,7 +23,7 @@ from data.extras.known_sets.vtab_tasks import Values
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
-LENGTH = struct.Struct("<QI")  # length of a record, and the checksum of the length
+LENGTH = struct.Struct("<QI")  # header of a record: its length and the checksum of the length
 CHECKSUM_BYTES = 4
 MOST_BYTES = 1 << 30  # limit for one record, because a damaged length could request any amount of memory
 

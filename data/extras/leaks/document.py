@@ -7,7 +7,7 @@
      "settings": {…}, "looked_at": {…}, "sha256": "e5f0…"}
 
 A pair is one training sample and one test sample, each named by shard and key; `train_set` and `test_set` are indices
-into the lists of sets. The file ends with the sha256 of its text (data/seal.py), and is rejected if it is missing.
+into the lists of sets. The file ends with the sha256 of its text (data/seal.py), and is rejected without it.
 
     in_pairs(read_leaks("leaks.json"), load_index("shards/test"), "test")   →   array([False, True, …])
 """

@@ -17,7 +17,7 @@ import numpy as np
 
 from data.extras.leaks.signature import BOXES, COEFFICIENTS, MIRRORED, PICTURE, Signature, boxes_of
 
-# B training images of a batch, T test images, K crops of each, D coefficients of a crop
+# B: training images per batch, T: test images, K: crops per image, D: coefficients per crop
 
 ALIKE = 0.78  # a pair is a candidate if the inner product is larger
 BLOCK = 512  # test images compared at once: 15 MB of products with 64 training images
@@ -31,7 +31,7 @@ COARSE = 4.0  # pixels; larger structures add nothing to the filter of `candidat
 class Candidate(NamedTuple):
     """A pair that passed the filter: one image in full, and a crop of the other."""
 
-    train: int  # number in the batch
+    train: int  # number of the training image in the batch
     test: int
     is_whole_train: bool  # True: the training image in full and a crop of the test image; False: vice versa
     crop: int

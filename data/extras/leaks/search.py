@@ -43,7 +43,7 @@ from data.seal import Journal, read_entry, write_entry
 from data.shards.parallel import Progress, in_parallel
 from data.shards.reader import ShardReader, check_sizes
 
-# T test images of all sets, K crops of each, D coefficients of a crop
+# T: test images of all sets, K: crops per image, D: coefficients per crop
 
 VERSION = 2  # version of the signatures and their comparison; an interrupted search of another version restarts
 FITS = 0.88  # minimum likeness of a perceptual pair; at 1, only bytes and pixels are compared
@@ -70,7 +70,7 @@ class ShardMatches(NamedTuple):
 
     matches: list[Match]
     samples: int
-    bad: int  # undecodable samples
+    bad: int  # number of undecodable samples
     flat: int  # samples without structure, compared only by bytes and pixels
 
 
@@ -159,7 +159,7 @@ def find_leaks(
             for match in (*embeddings.records[key].matches, *pixels.matches):
                 matches[match.row, match.test] = match  # a match by pixels replaces one by features
             records[key] = pixels._replace(matches=sorted(matches.values()))
-    bad = int(np.load(signatures / "bad.npy").sum())  # undecodable test images
+    bad = int(np.load(signatures / "bad.npy").sum())  # number of undecodable test images
     leaks = document(train, test, records, bad, settings)
     write_leaks(output / DOCUMENT, leaks)
     (output / JOURNAL).unlink()
@@ -180,7 +180,7 @@ def write_signatures(
     folder.mkdir(exist_ok=True)
     paths = []  # signature files, one per shard
     missing = []
-    total = 0  # samples of all sets
+    total = 0  # number of samples in all sets
     for index in sets:
         total += index.samples
         for number, shard in enumerate(index.shards):

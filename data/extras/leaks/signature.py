@@ -200,5 +200,5 @@ for _scale in SCALES:
         for _x, _width in intervals(_scale):
             GRID.append(Crop(_y, _x, _height, _width))
     GRID_BASES.append(np.concatenate([basis(start, length) for start, length in intervals(_scale)]))
-BOXES = len(GRID) + 2  # K
-COEFFICIENTS = int(USED.sum())  # D
+BOXES = len(GRID) + 2  # K, the number of crops
+COEFFICIENTS = int(USED.sum())  # D, the number of coefficients

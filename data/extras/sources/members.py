@@ -38,7 +38,7 @@ from data.errors import DataError
 from data.images.decode import MAX_BYTES
 from data.index.tar import MAX_EXTENSION, check_uncompressed
 from data.sources.folders import in_words
-from data.sources.walk import files_below
+from data.walk import files_below
 
 GZIP_START = b"\x1f\x8b"
 # First bytes of compressed files → function that opens them as a stream.

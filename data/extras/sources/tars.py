@@ -60,7 +60,7 @@ def tars(
     excluded = Refusals()
     renamed = Refusals()
     is_usable = False
-    used: Counter[str] = Counter()  # names of tars
+    used: Counter[str] = Counter()  # how often each tar name occurs
     for path in paths_of(source):
         # `train-000.tar.gz` → `train-000`
         stem = path.name
@@ -116,7 +116,7 @@ def tars(
 def paths_of(source: str | os.PathLike[str] | Sequence[str]) -> list[Path]:
     """Return the tars of a folder, a pattern, or a list; compressed ones of a folder only if it has no others.
 
-    Raises DataError if there are none, or if some of a folder would be left out.
+    Raises DataError if there are none, or if some tars of a folder would be ignored.
     """
     if not isinstance(source, str | os.PathLike):
         return list(map(Path, source))
@@ -165,7 +165,7 @@ def tars_classes(source: str | os.PathLike[str] | Sequence[str], *, with_labels:
 # The names are requested twice, to number the classes and to read the samples.
 @lru_cache(maxsize=8)
 def names_in_labels(states: tuple[tuple[Path, int, int], ...]) -> Names:
-    """Return the sorted labels of tars, given as (path, bytes, time of change), if all of them are texts."""
+    """Return the sorted label names in tars, each given as (path, size in bytes, mtime); () if a label is not text."""
     texts: Refusals = Refusals()
     samples = 0
     for path, _, _ in states:

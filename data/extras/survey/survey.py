@@ -39,16 +39,18 @@ from data.extras.sources.tables import (
     first_of,
     label_text,
     naming_parquet,
+    parquet_classes,
     table_columns,
     table_entries,
 )
 from data.images.decode import BadImage, read_header
 from data.index.document import SUFFIX, load_index
-from data.index.names import PAIRS, NoLabel, are_pairs, gap_in_ids, parse_labels, preview
+from data.index.names import NO_NAMES, PAIRS, NoLabel, are_pairs, gap_in_ids, ids_of, parse_labels, preview
 from data.index.shard import COMPRESSED, IMAGES, is_image
 from data.index.tar import DOTTED, first_part, mapped, walk
 from data.sources.folders import files_of, images_below, keys_of, refuse_loop
-from data.sources.walk import HIDDEN, SYSTEM_FOLDERS, class_folders_in
+from data.sources.numbering import check_unicode_forms
+from data.walk import HIDDEN, SYSTEM_FOLDERS, class_folders_in, matching
 
 TRAIN = ("train", "training")
 # Names of the part to evaluate on, in order of preference: a test set is used only if there is no validation set.
@@ -213,7 +215,7 @@ def survey(place: str, *, unlabelled: bool = False, report: Report) -> Sets:
     without_label = train.images - train.labelled
     if train.classes == 0 and train.first_unreadable and not unlabelled:
         raise DataError(
-            f"{train_place}: no label can be used, the first because: {train.first_unreadable}\n"
+            f"{train_place}: no label is usable; the first one failed with: {train.first_unreadable}\n"
             "  expected class ids (7, or 3 17) or class names; to train without labels, add --unlabelled"
         )
     if train.classes and without_label:
@@ -233,6 +235,7 @@ def survey(place: str, *, unlabelled: bool = False, report: Report) -> Sets:
         train.notes.append(f"{test_place} is not used for evaluation: its images have no labels of these classes")
         return Sets(train)
     if lacking and not train.are_ids:
+        check_unicode_forms(lacking, list(train.class_counts), test_place, train_place)
         raise DataError(
             f"{test_place}: the classes {preview(lacking)} do not occur in {train_place}\n"
             "  expected only the training classes; remove the others"
@@ -287,13 +290,14 @@ def parts_of(place: str) -> tuple[str, str | None]:
         for suffix in (".tar", ".parquet", ".csv"):
             kinds.append(parts_of_files(sorted(path.glob(f"[!.]*{suffix}"))))
     elif not path.exists():
-        kinds = [parts_of_files(sorted(path.parent.glob(path.name)))]
+        kinds = [parts_of_files(matching(place))]
     else:
         kinds = []
     for parts in kinds:
         train, test = train_and_test(parts)
         # A single folder named train could be a class (of trains) if it has no sub-folders.
-        if train is not None and (test is not None or has_folders(Path(train))):
+        is_part = train is not None and (test is not None or has_folders(Path(train)) or tables_in(Path(train)))
+        if train is not None and is_part:
             return train, test
     # 2. The path itself is the train part of a pair: train.tar next to test.tar, or photos/train next to photos/val. A
     #    pattern selects only the files that it matches.
@@ -391,7 +395,7 @@ def inspect(place: str, unlabelled: bool, report: Report) -> FoundSet:
         for suffix in (".tar", ".parquet"):
             if any(path.glob(f"[!.]*{suffix}")):
                 return INSPECTORS[suffix](place, unlabelled, report)
-        tables = list(filter(is_table, sorted([*path.glob("[!.]*.csv"), *path.glob("[!.]*.jsonl")])))
+        tables = tables_in(path)
         if len(tables) == 1:
             return inspect_table(str(tables[0]), unlabelled, report)
         for suffix in COMPRESSED:
@@ -459,6 +463,11 @@ def inspect_folder(root: Path, unlabelled: bool, report: Report) -> FoundSet:
     return image_set
 
 
+def tables_in(folder: Path) -> list[Path]:
+    """Return the tables of paths in a folder, such as the metadata.csv or metadata.jsonl of Hugging Face's folders."""
+    return list(filter(is_table, sorted([*folder.glob("[!.]*.csv"), *folder.glob("[!.]*.jsonl")])))
+
+
 def is_table(path: Path) -> bool:
     """Return whether the header of a CSV, or the first line of a .jsonl, names a column of paths."""
     with suppress(OSError, ValueError), open(path, newline="", encoding="utf-8-sig") as file:
@@ -510,21 +519,32 @@ def inspect_parquet(place: str, unlabelled: bool, report: Report) -> FoundSet:
         return inspect_table(str(files[0]), unlabelled, report)
     image_set = FoundSet("parquet", place)
     names: Sequence[str] = ()
+    ids: Mapping[str, int] | None = None
+    invalid = ""  # the first label that packing would refuse
     for path in files:
         file = ImageParquet(path, unlabelled=True)
         names = names or file.names
+        if ids is None and file.label_column and not unlabelled:
+            ids = NO_NAMES if file.names else ids_of(parquet_classes(place))
         if not file.label_column or unlabelled:
             with naming_parquet(path):
                 image_set.images += parquet.read_metadata(path).num_rows
         else:
-            for row in file.rows([file.label_column]):
-                image_set.count(label_text(row[file.label_column]))
+            for number, row in enumerate(file.rows([file.label_column])):
+                text = label_text(row[file.label_column])
+                image_set.count(text)
+                try:
+                    parse_labels(text, ids or NO_NAMES)
+                except NoLabel as error:
+                    invalid = invalid or f"{path}: row {number}: {error}"
                 report(image_set.images)
         for _, row in zip(range(OPENED // len(files) + 1), file.rows([file.image_column]), strict=False):
             image = row[file.image_column]
             if isinstance(image, dict):
                 image = image.get("bytes")
             image_set.open(image or b"")
+    if invalid and image_set.labelled:
+        raise DataError(invalid)
     if image_set.are_ids and names:
         count_of_id = image_set.class_counts
         image_set.class_counts = Counter()

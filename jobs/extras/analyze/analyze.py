@@ -1,7 +1,7 @@
-"""Implements `patchline analyze`: draws attention maps and learned features as in the ViT paper's figures 6, 7 and 11.
+"""Implements `patchline analyze`: draw attention maps and learned features as in the ViT paper's figures 6, 7 and 11.
 
 patchline analyze runs/digits/finetune-1a2b3c4d photo.jpg --output analysis
-patchline analyze weights/l16 imagenet-000000.tar --limit 128 --output analysis      as many as in figure 7
+patchline analyze weights/l16 imagenet-000000.tar --limit 128 --output analysis      128 images, as in figure 7
 
 1. Read images from files, folders or shards and resize them to the model's input size, ignoring their aspect ratio.
 2. Pass each image through the model; reduce its attention weights to one map per image and one distance per head.
@@ -26,7 +26,7 @@ from data.errors import DataError, UsageError
 from data.files import write_atomically
 from data.images.decode import BadImage, decode
 from data.images.preprocess import preprocess
-from jobs.commands.conversion import load, verify
+from jobs.extras.conversion import load, verify
 from jobs.extras.given_images import encoded_images
 from jobs.terminal import ProgressMeter, activity, echo
 from models.catalog import normalise
@@ -41,7 +41,7 @@ POSITION_LABELS = 14  # maximum number of labels on an axis of the position maps
 
 @dataclass(frozen=True)
 class AttentionMaps:
-    """Attention of the model over the images."""
+    """Attention maps and attention distances of a model on some images."""
 
     maps: Tensor  # (images, rows, columns), scaled to a maximum of 1 per image
     distance: Tensor  # (layers, heads), pixels, mean over the images
@@ -50,7 +50,7 @@ class AttentionMaps:
 
 @dataclass(frozen=True)
 class Features:
-    """Quantities computed from the weights alone; None if the model has no such part."""
+    """Features computed only from the weights; None if the model does not have the corresponding layer."""
 
     position_similarity: Tensor | None  # (rows, columns, rows, columns), cosine
     components: Tensor | None  # (COMPONENTS, 3, height, width) of a patch filter
@@ -58,7 +58,7 @@ class Features:
 
 
 def analyze(weights: str, paths: list[str], output: str, limit: int) -> None:
-    """Analyse weights on images; write the figures, the numbers and a summary.
+    """Analyze weights on images; write figures and numbers, and print a summary.
 
     Raises UsageError if the model is not a ViT, DataError if no image can be read.
     """
@@ -72,16 +72,16 @@ def analyze(weights: str, paths: list[str], output: str, limit: int) -> None:
         if not images:
             name, reason = next(iter(bad.items()))
             raise DataError(
-                f"none of the {len(bad)} images can be read: {reason}, first {name}\n"
+                f"none of the {len(bad)} images can be read; the first is {name}: {reason}\n"
                 "  expected intact images; restore them from their source"
             )
         attention = attention_of(model, config, images)
         activity.now("analyze: drawing …")
         features = features_of(model)
     except ValueError as error:
-        raise UsageError(f"cannot analyse {weights}: {error}") from None
+        raise UsageError(f"cannot analyze {weights}: {error}") from None
 
-    # Create the folder only now, so that an error above leaves no folder behind.
+    # Create the folder only now, so that an error does not leave an empty folder.
     folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)
     draw_attention(images, attention.maps, folder / "attention.png")
@@ -102,8 +102,8 @@ def analyze(weights: str, paths: list[str], output: str, limit: int) -> None:
         echo(line)
     if bad:
         name, reason = next(iter(bad.items()))
-        echo(f"skipped {len(bad)} unreadable images: {reason}, first {name}")
-    echo(f"{len(images)} images of {config.image_size[0]}×{config.image_size[1]} px through {config.depth} layers")
+        echo(f"skipped {len(bad)} unreadable images; the first is {name}: {reason}")
+    echo(f"analyzed {len(images)} images of {config.image_size[0]}×{config.image_size[1]} px in {config.depth} layers")
     echo(f"mean attention distance {reach[0]:.1f} px in the first layer, {reach[-1]:.1f} px in the last")
     echo(f"written  {folder}/attention.png  inside.png  analysis.json")
 
@@ -127,11 +127,11 @@ def read_images(
 
 
 def attention_of(model: nn.Module, config: ViTConfig, images: dict[str, np.ndarray]) -> AttentionMaps:
-    """Compute attention maps and distances, one image at a time: L/16 at 384 px needs half a gigabyte per image."""
+    """Compute attention maps and distances one image at a time: L/16 at 384 px takes half a gigabyte per image."""
     maps = []
     distances = []
     renormalised = []
-    progress = ProgressMeter("images analysed", len(images))
+    progress = ProgressMeter("images analyzed", len(images))
     for number, pixels in enumerate(images.values()):
         progress(number)
         batch = torch.from_numpy(pixels).permute(2, 0, 1)[None]  # (height, width, 3) → (1, 3, height, width)
@@ -143,7 +143,7 @@ def attention_of(model: nn.Module, config: ViTConfig, images: dict[str, np.ndarr
 
 
 def features_of(model: nn.Module) -> Features:
-    """Compute position similarity if the model adds position embeddings, and filters unless a ResNet is its stem."""
+    """Compute the similarity of added position embeddings, and the patch filters unless the stem is a ResNet."""
     vit = analysis.vit_of(model)
     similarity = None
     if vit.config.positions in ADDED:
@@ -167,13 +167,13 @@ def rounded(tensor: Tensor | None) -> object:
 
 
 def draw_attention(images: dict[str, np.ndarray], maps: Tensor, path: Path) -> None:
-    """Draw figure 6: each image next to the same image, darkened outside the attended regions."""
+    """Draw figure 6: each image next to a copy that is darkened outside the attended regions."""
     shown = list(images.values())[:SHOWN]
     height, width = shown[0].shape[:2]
     # All images have the model's input size.
     row_height = 2 * height / width  # inches; the two columns are four inches wide in total
     figure = Figure(figsize=(4, row_height * len(shown) + 0.3), layout="constrained")
-    # squeeze=False: keep two dimensions for a single image.
+    # squeeze=False keeps two dimensions if there is only one image.
     rows = figure.subplots(len(shown), 2, squeeze=False)
     rows[0][0].set_title("Input")
     rows[0][1].set_title("Attention")
@@ -187,7 +187,7 @@ def draw_attention(images: dict[str, np.ndarray], maps: Tensor, path: Path) -> N
 
 
 def enlarged(attention_map: Tensor, size: tuple[int, ...]) -> np.ndarray:
-    """Upscale a map bicubically to the size of its image and normalise it to the range 0 to 1."""
+    """Upscale an attention map bicubically to the size of its image, and normalize it to the range 0 to 1."""
     large = F.interpolate(attention_map[None, None].float(), size=size, mode="bicubic", align_corners=False)[0, 0]
     # Bicubic interpolation overshoots below zero.
     large = large.clamp(min=0)
@@ -196,14 +196,14 @@ def enlarged(attention_map: Tensor, size: tuple[int, ...]) -> np.ndarray:
 
 
 def draw_features(features: Features, distance: Tensor, path: Path) -> None:
-    """Draw figures 7 and 11: patch filters, position similarity, and the attention distance of every head."""
+    """Draw figures 7 and 11: patch filters, position similarities, and the attention distance of every head."""
     figure = Figure(figsize=(16, 5), layout="constrained")
     left, centre, right = figure.subplots(1, 3)
 
     left.set_title(f"RGB embedding filters\n(first {COMPONENTS} principal components)")
     left.set_axis_off()
     if features.components is None:
-        left.text(0.5, 0.5, "the patches come from a ResNet", ha="center")
+        left.text(0.5, 0.5, "no patch filters: the stem is a ResNet", ha="center")
     else:
         left.imshow(tiled(features.components))
 
@@ -221,16 +221,16 @@ def draw_positions(figure: Figure, axes: Axes, similarity: Tensor | None) -> Non
     """Draw the similarity of every position to all others as a grid of maps with gaps."""
     axes.set_title("Position embedding similarity")
     if similarity is None:
-        axes.text(0.5, 0.5, "the model adds no position embeddings", ha="center")
+        axes.text(0.5, 0.5, "the model has no added position embeddings", ha="center")
         axes.set_axis_off()
         return
-    # Separate neighbouring maps by a line of NaN, which imshow leaves white.
+    # Separate neighboring maps by a line of NaN, which imshow leaves white.
     rows, columns = similarity.shape[:2]
     framed = F.pad(similarity.double(), (0, 1, 0, 1), value=float("nan"))  # (rows, columns, rows + 1, columns + 1)
     # (rows, columns, rows + 1, columns + 1) → one image, without the NaN after the last row and column.
     picture = framed.permute(0, 2, 1, 3).flatten(2).flatten(0, 1)[:-1, :-1]
     drawn = axes.imshow(picture.numpy(), vmin=-1, vmax=1, interpolation="nearest")
-    # Put a tick in the middle of every n-th map, labelled with the map's number starting from 1.
+    # Put a tick in the middle of every n-th map, labeled with the map's number starting from 1.
     for count, set_ticks in ((columns, axes.set_xticks), (rows, axes.set_yticks)):
         # Round up. A map is `count` wide and is followed by one line of NaN.
         every = -(-count // POSITION_LABELS)
@@ -242,8 +242,8 @@ def draw_positions(figure: Figure, axes: Axes, similarity: Tensor | None) -> Non
 
 
 def tiled(components: Tensor, columns: int = 7) -> np.ndarray:
-    """Arrange filters (count, 3, h, w) in one image with white gaps, each scaled to the full range of colours."""
-    # Filters have no natural scale: show each from its smallest value (black) to its largest.
+    """Arrange filters (count, 3, h, w) in one image with white gaps, each scaled to the full color range."""
+    # Filters have no natural scale, so show each from its smallest value (black) to its largest.
     low = components.amin((1, 2, 3), keepdim=True)
     high = components.amax((1, 2, 3), keepdim=True)
     scaled = (components - low) / (high - low).clamp(min=1e-12)

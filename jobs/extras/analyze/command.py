@@ -22,7 +22,7 @@ def analyze(weights: AnyWeights, images: Images, output: Output, limit: Limit = 
     """Draw the attention and learned features of a ViT: figures 6, 7 and 11 of the paper."""
     weights = find_weights(weights)
     if Path(output).is_file():
-        raise UsageError(f"--output {output} is a file\n  expected a folder; it is created if it does not exist")
+        raise UsageError(f"--output {output} is a file\n  expected a folder (created if it does not exist)")
     # Check before importing torch, so that a path without images is reported at once.
     check_images(images)
     from jobs.extras.analyze import analyze

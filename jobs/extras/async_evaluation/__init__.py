@@ -1,1 +1,1 @@
-"""Evaluate checkpoints and search spikes on spare workers during training."""
+"""Evaluate checkpoints and find the causes of loss spikes on spare workers during training."""

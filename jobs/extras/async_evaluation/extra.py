@@ -1,5 +1,5 @@
-"""Work on spare resources during training: asynchronous evaluation (`evaluate_on: spare`) and the search for the
-samples that caused a spike (`health.on_spike: bisect`).
+"""Use spare resources during training: evaluate checkpoints asynchronously (`evaluate_on: spare`), and search for the
+samples that caused a loss spike (`health.on_spike: bisect`).
 """
 
 from data.errors import CheckpointError, StorageError
@@ -17,7 +17,7 @@ MASKING = "pipeline.extras.replays.spikes:Masking"
 
 
 class SpareConfig(AsyncConfig, SpikeConfig):
-    """Config with the keys for both uses of a spare worker."""
+    """Training config with the keys of asynchronous evaluation and of spike searches."""
 
 
 class AsyncEvaluationExtra(TrainingExtra):
@@ -26,7 +26,7 @@ class AsyncEvaluationExtra(TrainingExtra):
     config = compose(AsyncConfig, SpikeConfig)
 
     def hooks(self, cfg: SpareConfig, context: Context) -> HookOptions:  # type: ignore[override]
-        """Return the hooks for the keys in use, and for evaluations and masks of earlier attempts."""
+        """Return the hooks for the keys in use, and for requested evaluations and masks from earlier attempts."""
         hooks: dict[str, dict[str, object]] = {}
         has_requests = (context.directory / EVALUATIONS).exists()
         if getattr(cfg, "evaluate_on", "training") == "spare" or has_requests:
@@ -45,7 +45,7 @@ class AsyncEvaluationExtra(TrainingExtra):
             return None
         if not context.campaign.storage.is_shared:
             context.log(
-                f"{context.stage.name}: evaluate_on=spare and health.on_spike=bisect have no effect: they need "
+                f"{context.stage.name}: evaluate_on=spare and health.on_spike=bisect have no effect, because they need "
                 "checkpoints in a shared folder, but this run is in an object store"
             )
             return None
@@ -55,17 +55,17 @@ class AsyncEvaluationExtra(TrainingExtra):
 
 
 def searches_spikes(cfg: TrainConfig) -> bool:
-    """Return whether spikes are to be searched; the configs of replays may lack the key."""
+    """Return whether the config requests spike searches; configs of replays may not have the key."""
     health = getattr(cfg, "health", None)
     return health is not None and health.on_spike == "bisect"
 
 
 def is_masking(context: Context) -> bool:
-    """Return whether the newest checkpoint masks samples; a resumed run must continue to mask them."""
+    """Return whether the newest checkpoint masks samples, which a resumed run must continue to mask."""
     names = context.checkpoints.committed()
     if not names:
         return False
     try:
         return bool(context.checkpoints.manifest(names[0]).masked)
     except (CheckpointError, StorageError, OSError):
-        return True  # the workers may resume from an older checkpoint; the hook does nothing if that masks no samples
+        return True  # the workers may resume from an older checkpoint; if it masks no samples, the hook does nothing

@@ -1,4 +1,4 @@
-"""Free resources of a Ray cluster next to a worker group, borrowed for an evaluation during training."""
+"""Borrow free resources of a Ray cluster for an evaluation during training."""
 
 import secrets
 import time
@@ -14,20 +14,20 @@ BORROW_LOOK_S = 1.0  # interval between checks whether other jobs need the borro
 
 
 class SpareBundle(RayNodes):
-    """Resources for one worker next to the worker group, borrowed as long as no other job waits for them.
+    """Resources for one spare worker, borrowed as long as no other job waits for them.
 
-    After training, the resources of its workers are kept for the next stage; until then a spare worker can use them.
+    After training, its workers' resources are kept for the next stage; until then, a spare worker can use them.
     """
 
     def __init__(self, training: RayNodes) -> None:
         super().__init__(training.cluster, is_embedded=training.is_embedded)
         self.training = training
         self.run = f"{training.run} evaluation"
-        self.has_training_ended = False  # set from outside: from then on the worker group's resources are free
+        self.has_training_ended = False  # set by the spare worker: from then on, the training's resources are free
         self.next_look = 0.0
 
     def is_free(self) -> bool:
-        """Return whether a node that is not leaving has room, and no job waits for resources."""
+        """Return whether a node that is not draining has room, and no other job waits for resources."""
         if self.has_training_ended and self.training.reservation is not None:
             return True
         free = self.training.state().staying
@@ -36,18 +36,18 @@ class SpareBundle(RayNodes):
         return room_for(self.share, free) >= 1 and not self.training.has_pending_requests()
 
     def is_wanted(self) -> bool:
-        """Return whether a job waits for the borrowed resources; asks Ray at most once a second."""
+        """Return whether another job waits for the borrowed resources; queries Ray at most once a second."""
         if not self.training.borrowed or time.monotonic() < self.next_look:
             return False
         self.next_look = time.monotonic() + BORROW_LOOK_S
         return self.training.has_pending_requests()
 
     def take(self) -> bool:
-        """Use resources of the finished training, or borrow others; return whether Ray placed them in time."""
+        """Use the resources of finished training, or borrow others; return False if Ray does not place them in time."""
         if self.has_training_ended and self.training.reservation is not None:
             self.reservation = self.training.reservation
             return True
-        # The name must differ from those of reservations that other runs wait for.
+        # Use a unique name: Ray refuses a second group of the same name.
         group = placement_group(
             [self.share],
             name=f"evaluation {self.run} {secrets.token_hex(4)}",
@@ -67,6 +67,6 @@ class SpareBundle(RayNodes):
             remove_placement_group(self.training.borrowed.pop().group)
 
     def close(self) -> None:
-        """End the agents that ran evaluations."""
+        """Stop the agents that ran evaluations."""
         for node_id in list(self.actors):
             self.end_agent(node_id)

@@ -1,4 +1,4 @@
-"""Chooses the resources of a spare worker: a free core of this machine, or a bundle of a Ray cluster."""
+"""Select the resources of a spare worker: a free core of this machine, or a bundle in a Ray cluster."""
 
 import dataclasses
 import os
@@ -16,7 +16,10 @@ SparePlace: TypeAlias = "SpareCore | SpareBundle"
 
 
 def spare_place_of(cluster: ClusterConfig, busy_cores: int) -> SparePlace:
-    """Return the resources next to a worker group of `cluster.world` that keeps `busy_cores` of this machine busy."""
+    """Return the resources for a spare worker while training uses `cluster.world` workers.
+
+    On this machine, training keeps `busy_cores` cores busy.
+    """
     if cluster.backend == "processes":
         return SpareCore(cluster, cluster.world, busy_cores)
     training = nodes_of(cluster)
@@ -27,17 +30,17 @@ def spare_place_of(cluster: ClusterConfig, busy_cores: int) -> SparePlace:
 
 
 class SpareCore(ThisMachine):
-    """Room for one worker next to the worker group: a free core, and a free GPU if workers have GPUs.
+    """A free core for one spare worker, and a free GPU if workers use GPUs.
 
-    Training never loses resources to it. `SpareBundle` has the same methods for a Ray cluster.
+    Training never gives up resources for it. `SpareBundle` has the same methods for a Ray cluster.
     """
 
     def __init__(self, cluster: ClusterConfig, world: int, busy_cores: int) -> None:
-        """Describe the training on this machine: `world` workers, which keep `busy_cores` busy."""
+        """Set the resources used by training on this machine: `world` workers, which keep `busy_cores` cores busy."""
         super().__init__(cluster)
         self.busy_cores = busy_cores
         self.gpus_in_use = world * cluster.gpus_per_worker
-        self.has_training_ended = False  # set from outside: from then on the worker group's cores and GPUs are free
+        self.has_training_ended = False  # set by the spare worker: from then on, the training's resources are free
 
     def is_free(self) -> bool:
         """Return whether a core, and a GPU if needed, is free."""
@@ -49,11 +52,11 @@ class SpareCore(ThisMachine):
         return not gpus or self.gpus_present()[0] >= self.gpus_in_use + gpus
 
     def is_wanted(self) -> bool:
-        """Return whether others wait for the resources; always False, because commands do not know of each other."""
+        """Return False: no other command waits for the resources, because commands do not know of each other."""
         return False
 
     def take(self) -> bool:
-        """Reserve the resources; always succeeds, because no other command reserves them."""
+        """Reserve the resources; this always succeeds, because no other command reserves them."""
         return True
 
     def give_back(self) -> None:
@@ -64,7 +67,7 @@ class SpareCore(ThisMachine):
         self.agent.close()
 
     def agents(self, world: int) -> list[NodeAgent]:
-        """Return the agent of this machine, with only the GPUs visible that training leaves free."""
+        """Return the agent of this machine; its worker sees only GPUs that training does not use."""
         (agent,) = super().agents(world)
         if not self.cluster.gpus_per_worker:
             return [agent]
@@ -75,6 +78,6 @@ class SpareCore(ThisMachine):
         # Workers that share GPUs are assigned to them in turn (gpu_of_worker in pipeline/process_group.py).
         places = visible * workers_per_gpu()
         first = 0 if self.has_training_ended else self.gpus_in_use
-        # CUDA does not accept a GPU twice in this list.
+        # Remove repeated GPUs, which CUDA does not accept in this list.
         free = dict.fromkeys(places[first:])
         return [dataclasses.replace(agent, visible_gpus=",".join(free))]

@@ -1,19 +1,20 @@
-"""Works next to the training of one stage: evaluates its commits (`evaluate_on: spare`) and searches the cause of its
-spikes (`health.on_spike: bisect`), one task at a time.
+"""A spare worker during a stage's training: evaluates commits (`evaluate_on: spare`) and searches for the causes of
+loss spikes (`health.on_spike: bisect`), one task at a time.
 
-1. While an attempt runs, a thread checks once a second whether resources are free (spare_places.py) and creates a file
-   if so. Rank 0 then requests an evaluation instead of pausing the workers for it
+1. While an attempt runs, a thread checks once a second whether resources are free (spare_places.py). If so, it creates
+   a file, and rank 0 then requests an evaluation instead of pausing the workers for it
    (pipeline/extras/async_evaluation.py).
-2. A separate worker evaluates the oldest committed step with a request (pipeline/extras/async_evaluator.py). Its agent
-   stays warm. One more request may wait; if there are several, all but the newest are skipped and logged.
-3. If the worker dies or hangs, training is not affected: log it and retry the step. A step is also retried, any number
-   of times, if another job needs the resources.
+2. A separate worker evaluates the oldest requested step (pipeline/extras/async_evaluator.py). Its agent stays warm. One
+   more request may wait; if there are several, all but the newest are skipped and logged.
+3. If the worker dies or hangs, training is not affected: the failure is logged and the step is retried. If another job
+   needs the resources, the step is retried any number of times.
 4. The results stay in the stage's folder until rank 0 reports them.
-5. If no evaluation waits, search the cause of a spike (pipeline/extras/replays/search.py) in a separate folder, from
-   the preceding commit, which is linked as soon as the request is seen. The result goes to the stage's folder; at its
-   next save, rank 0 masks the listed samples (pipeline/health.py). A failed search is not repeated.
-6. If the attempt fails, stop the evaluation at once; its request stays for the next attempt or command. If training
-   finishes, the stage waits for all requested evaluations, now on the training workers' resources; searches are
+5. If no evaluation waits, the worker searches for the cause of a spike (pipeline/extras/replays/search.py) in a
+   separate folder. The search starts from the commit before the spike, which is linked as soon as the request is seen.
+   Its result is written to the stage's folder; at its next save, rank 0 masks the listed samples (pipeline/health.py).
+   A failed search is not repeated.
+6. If the attempt fails, the evaluation stops at once; its request stays for the next attempt or command. When training
+   has finished, the stage waits for all requested evaluations, now on the training workers' resources. Searches are
    cancelled, because they would come too late.
 """
 
@@ -53,11 +54,11 @@ from pipeline.training_config import TrainConfig
 from pipeline.values import counted, duration
 
 SEARCH = "pipeline.extras.replays.spikes:SpikeSearch"
-POLL_S = 1.0  # interval of the thread
-WAIT_POLL_S = 0.2  # interval while waiting for the last evaluations
+POLL_S = 1.0  # polling interval of the thread
+WAIT_POLL_S = 0.2  # polling interval while waiting for the last evaluations
 NEXT_LINE_S = 60.0  # interval of log lines about this wait
-END_S = 10.0  # time for the worker to end after its attempt
-NICE = 19  # lowest CPU priority: training comes first
+END_S = 10.0  # maximum wait for the worker to end after its attempt
+NICE = 19  # lowest CPU priority: training has precedence
 
 
 class Ended(Exception):
@@ -65,21 +66,21 @@ class Ended(Exception):
 
 
 class NoPlace(Exception):
-    """Raised if the resources are not available, or not any more."""
+    """Raised if the resources are not available, or not available any more."""
 
 
 class SpareWorker:
-    """Evaluates commits and searches spikes of a stage, across its attempts."""
+    """Evaluates a stage's commits and searches for the causes of its spikes, across all attempts."""
 
     def __init__(self, cfg: TrainConfig, context: Context) -> None:
         self.cfg = cfg
         self.context = context
         self.stage = context.directory
-        self.place: SparePlace | None = None  # one for all attempts, because its agent has imported torch
-        self.deaths: Counter[int] = Counter()  # step → number of workers that died evaluating it
+        self.place: SparePlace | None = None  # kept for all attempts, because its agent has imported torch
+        self.deaths: Counter[int] = Counter()  # step → number of workers that died while evaluating it
         self.is_given_up = False  # whether workers have died too often
         self.number = 0  # number of evaluations and searches that this command has started
-        self.running: int | None = None  # step that is being evaluated, None during a search or while idle
+        self.running: int | None = None  # step being evaluated; None during a search or while idle
         self.has_ended = threading.Event()  # set at the end of the attempt or of the wait for the last evaluations
         self.training_has_ended = False
         self.thread = threading.Thread()
@@ -88,7 +89,7 @@ class SpareWorker:
 
     @contextmanager
     def during_attempt(self, task: Task, attempt_folder: Path, cluster: ClusterConfig) -> Iterator[None]:
-        """Evaluate commits and search spikes while an attempt runs."""
+        """Evaluate commits and search for the causes of spikes while an attempt runs."""
         self.task = task
         self.attempt_folder = attempt_folder
         self.cluster = dataclasses.replace(cluster, workers=1)
@@ -99,30 +100,30 @@ class SpareWorker:
         try:
             yield
         except BaseException:
-            # After success the evaluation continues: `finish` waits for it.
+            # After success, the evaluation continues, and `finish` waits for it.
             self.end()
             raise
 
     def start_thread(self) -> None:
-        """Start a thread unless one is alive: the previous attempt's may still wait for an answer of Ray's head."""
+        """Start the thread unless the previous attempt's thread is still waiting for Ray's head."""
         if self.thread.is_alive():
             return
-        # Each thread has its own event: a thread that was told to end must not continue.
+        # Each thread has its own event, so that a stopped thread never continues.
         self.has_ended = threading.Event()
-        # A daemon thread, because the driver may end while the thread waits for Ray's head.
+        # A daemon thread, because the driver may exit while the thread waits for Ray's head.
         self.thread = threading.Thread(target=self.watch, args=(self.has_ended,), name="evaluation", daemon=True)
         self.thread.start()
 
     def end(self) -> None:
-        """Stop the running evaluation, and return after its resources are released."""
+        """Stop the running evaluation, and wait until its resources are released."""
         self.has_ended.set()
         if self.thread.is_alive():
             self.thread.join(END_S)
 
     def finish(self) -> None:
-        """Wait until every requested step is evaluated, and report the results.
+        """Wait until every requested step has been evaluated, and report the results.
 
-        Raises Preempted if this process is asked to stop.
+        Raises Preempted if a stop is requested.
         """
         has_requests = bool(requested_steps(self.stage))
         self.training_has_ended = True
@@ -136,12 +137,14 @@ class SpareWorker:
                 remaining = ", ".join(map(str, requested_steps(self.stage)))
                 if self.context.stop_requested():
                     raise Preempted(
-                        f"stopped: training is finished, but not the evaluation of steps {remaining}; "
+                        f"stopped: training has finished, but the evaluation of steps {remaining} has not; "
                         "run the same command again to finish it"
                     )
                 if has_requests and time.monotonic() > next_line:
                     waited = duration(time.monotonic() - began)
-                    self.context.log(f"training is finished; waited {waited} for the evaluation of steps {remaining}")
+                    self.context.log(
+                        f"training has finished; waiting for the evaluation of steps {remaining} ({waited})"
+                    )
                     next_line = time.monotonic() + NEXT_LINE_S
                 time.sleep(WAIT_POLL_S)
         finally:
@@ -152,7 +155,7 @@ class SpareWorker:
             self.put_outcome(step, {"error": "training has ended"}, "search cancelled because training has ended")
         if getattr(self.cfg, "evaluate_on", "training") == "training":
             return
-        # Delete the checkpoints that were kept beyond `keep` for pending evaluations.
+        # Delete checkpoints that were kept only for pending evaluations.
         try:
             self.context.checkpoints.prune(self.cfg.keep, self.cfg.keep_every, requested_steps(self.stage))
         except OSError as error:
@@ -168,13 +171,13 @@ class SpareWorker:
         unreported = [path.name for path in async_evaluation.records(self.stage)]
         if unreported:
             folder = self.stage / EVALUATIONS
-            self.context.log(f"could not write evaluation results; they stay in {folder}: {', '.join(unreported)}")
+            self.context.log(f"could not report evaluation results, which stay in {folder}: {', '.join(unreported)}")
         self.context.poll(attempt, 0)
 
     # -------------------------------------------------------------------- the thread
 
     def watch(self, has_ended: threading.Event) -> None:
-        """Poll every second until the attempt has ended or, after training, no request is left."""
+        """Poll every second until the attempt has ended or, after training, until no request is left."""
         while not has_ended.is_set():
             trouble = ""
             try:
@@ -182,7 +185,7 @@ class SpareWorker:
                 if self.training_has_ended and not requested_steps(self.stage):
                     return
             except Exception as error:
-                # Ray's head may be down, or the disk full: the next poll tries again.
+                # Ray's head may be down, or the disk full; the next poll retries.
                 trouble = f"evaluation during training is paused: {type(error).__name__}: {error}"
             if trouble not in ("", self.trouble) and not has_ended.is_set():
                 self.context.log(trouble)
@@ -193,7 +196,7 @@ class SpareWorker:
         """Offer free resources to rank 0, and run the next evaluation or spike search on them."""
         assert self.place is not None
         is_free = self.place.is_free()
-        # `is_free` may have taken long: if the attempt has ended, do not offer resources to the next one.
+        # `is_free` may have taken long; if the attempt has ended, do not offer its resources to the next one.
         if self.has_ended.is_set():
             return
         offer = self.attempt_folder / async_evaluation.SPARE_FILE
@@ -203,14 +206,14 @@ class SpareWorker:
             offer.unlink(missing_ok=True)
         waiting = self.waiting(at_most=2)
         spikes = self.spikes()
-        # After giving up, requests are only tried again once training has ended.
+        # After giving up, requests are retried only when training has ended.
         if waiting and is_free and (self.training_has_ended or not self.is_given_up):
             self.evaluate(waiting[0])
         elif spikes and is_free and not self.training_has_ended:
             self.search(spikes[0])
 
     def waiting(self, at_most: int) -> list[int]:
-        """Return committed steps with evaluation requests, oldest first; skip all but the newest `at_most`."""
+        """Return the committed steps with evaluation requests, oldest first; skip all but the newest `at_most`."""
         steps = {step_of(folder) for folder in committed(self.stage / "checkpoints")}
         newest = max(steps, default=-1)
         waiting = []
@@ -225,7 +228,7 @@ class SpareWorker:
         return waiting[-at_most:]
 
     def evaluate(self, step: int) -> None:
-        """Evaluate one step and store the result; if the worker fails, the request stays for the next poll."""
+        """Evaluate one step and store the result; if the worker fails, keep the request for the next poll."""
         assert self.place is not None
         # 1. Prepare the task and its folder.
         (checkpoint, *_) = [folder for folder in committed(self.stage / "checkpoints") if step_of(folder) == step]
@@ -251,12 +254,12 @@ class SpareWorker:
             shutil.rmtree(folder, ignore_errors=True)
             return
 
-        # 3. Handle a failure. A worker that requested an exit code failed deliberately: a retry would end the same way.
+        # 3. Handle a failure. If the worker requested an exit code, a retry would fail in the same way.
         self.deaths[step] += 1
         if failure.exit_code is None and self.deaths[step] < TRIES:
             self.context.log(
-                f"evaluate step {step}: the spare worker failed ({failure.cause}), attempt {self.deaths[step]} of "
-                f"{TRIES}; training is not affected, the evaluation is retried"
+                f"evaluate step {step}: the spare worker failed ({failure.cause}), try {self.deaths[step]} of "
+                f"{TRIES}; training is not affected, and the evaluation is retried"
             )
             return
         values: dict[str, float | int | str] = {"step": step, "error": failure.cause, "where": "spare"}
@@ -265,22 +268,22 @@ class SpareWorker:
             values["exit_code"] = int(failure.exit_code)
         else:
             self.is_given_up = True
-            line += "; the training workers evaluate the next ones"
+            line += "; the training workers evaluate the next steps"
         async_evaluation.put_record(self.stage, step, {"kind": "evaluate_failed", "values": values, "line": line})
 
     def spikes(self) -> list[int]:
-        """Return the steps with a requested spike search, oldest first; preserve the commit before each."""
+        """Return the steps with a requested spike search, oldest first; preserve the commit before each step."""
         steps = []
         for request in sorted((self.stage / SEARCHES).glob("step-*.requested")):
             step = int(request.stem.removeprefix("step-"))
             steps.append(step)
-            # Link the commit immediately: a later save may delete it.
+            # Link the commit immediately, because a later save may delete it.
             stage = TrainedStage(self.stage)
             stage.link_start(stage.commit_before(step), request.with_suffix("") / self.stage.name)
         return steps
 
     def search(self, step: int) -> None:
-        """Search the cause of a spike and store the result; if the resources are needed elsewhere, keep the request."""
+        """Search for the cause of a spike and store the result; if others need the resources, keep the request."""
         # 1. Prepare the stage as for a replay: a separate run with the commit before the step.
         request = artifacts.read_record(self.stage / SEARCHES / f"step-{step:010d}.requested")
         run = self.stage / SEARCHES / f"step-{step:010d}"
@@ -292,7 +295,7 @@ class SpareWorker:
         folder = attempt_folder(directory, self.number)
         shutil.rmtree(folder, ignore_errors=True)  # left by a command that was killed during the search
         folder.mkdir(parents=True)
-        # Mask the samples that earlier searches found: a sample with several spikes is searched only once.
+        # Mask samples found by earlier searches, so that a sample that caused several spikes is found only once.
         masked = [[0, *sample["range"]] for sample in culprit_samples(self.stage)]
         overrides = {"run": str(run), "directory": str(directory), "attempt": self.number, "until": step}
         hooks = {**self.task["hooks"], SEARCH: {"masked": masked}}
@@ -300,10 +303,10 @@ class SpareWorker:
         task = {**self.task, "job": job, "hooks": hooks, "search": request}
 
         # 2. Run the search.
-        self.context.log(f"step {step}: searching the cause of its spike on a spare worker")
+        self.context.log(f"step {step}: searching for the cause of its spike on a spare worker")
         outcome, failure = self.run_there(f"step {step}: search", search_nicely, task, folder)
         if failure is not None:
-            line = f"the search on a spare worker FAILED ({one_line(failure.cause)}); nothing is masked"
+            line = f"the spike search on a spare worker FAILED ({one_line(failure.cause)}); no samples are masked"
             self.put_outcome(step, {**request, "error": failure.cause}, line)
         if outcome is None:
             return
@@ -312,13 +315,13 @@ class SpareWorker:
         if outcome["is_found"]:
             line = (
                 f"its spike is caused by {counted(len(outcome['samples']), 'sample')}, without which "
-                f"{request['metric']} is {outcome['value_without']:.3g}: {names_of(outcome['samples'])}; masked from "
-                "the next checkpoint on"
+                f"{request['metric']} is {outcome['value_without']:.3g}: {names_of(outcome['samples'])}; masked after "
+                "the next checkpoint"
             )
         elif outcome["is_spike"]:
-            line = f"no single sample causes its spike, at least {len(outcome['rows'])} do: nothing is masked"
+            line = f"its spike is caused by at least {len(outcome['rows'])} samples together, so no samples are masked"
         else:
-            line = "repeated without the samples masked so far, it has no spike"
+            line = "no spike occurs without the samples already masked"
         self.put_outcome(step, {**request, **outcome}, line)
 
     def put_outcome(self, step: int, outcome: Mapping[str, Any], line: str) -> None:
@@ -335,20 +338,20 @@ class SpareWorker:
     ) -> tuple[dict[str, Any] | None, WorkerGroupError | None]:
         """Run a worker on the spare resources until it finishes, another job needs them, or the attempt ends.
 
-        Returns the outcome, or the failure, or neither if it was interrupted.
+        Returns (outcome, None), (None, failure), or (None, None) if the worker was interrupted.
         """
         assert self.place is not None
         watch = Watch(1, self.cfg.stall_s, self.cluster.start_timeout_s)
         group = WorkerGroup(self.place, self.cluster, folder)
         try:
             if not self.place.take():
-                raise NoPlace("the free resources were taken by another job")
+                raise NoPlace("another job took the free resources")
             outcome = group.run(function, task, lambda: self.poll_worker(group, watch))
             return cast(dict[str, Any], outcome), None
         except Ended:
             return None, None
         except NoPlace as reason:
-            self.context.log(f"{what}: postponed, because {reason}; it is retried when resources are free")
+            self.context.log(f"{what}: postponed, because {reason}; retrying when resources are free")
             return None, None
         except WorkerGroupError as error:
             return None, error
@@ -356,7 +359,7 @@ class SpareWorker:
             self.place.give_back()
 
     def poll_worker(self, group: WorkerGroup, watch: Watch) -> None:
-        """Check the worker, and skip the oldest of too many evaluation requests.
+        """Check the worker, and skip the oldest evaluation requests if there are too many.
 
         Raises Ended, NoPlace if another job needs the resources, and WorkerGroupError if the worker is stuck.
         """
@@ -374,13 +377,13 @@ class SpareWorker:
 
 
 def evaluate_nicely(task: Task) -> object:
-    """Evaluate one checkpoint at the lowest CPU priority; the function of an evaluation worker."""
-    # Low priority: on a shared machine, the evaluation could otherwise slow down training.
+    """Worker function: evaluate one checkpoint at the lowest CPU priority."""
+    # On a shared machine, the evaluation could otherwise slow down training.
     os.nice(NICE)
     return evaluate_commit(task)
 
 
 def search_nicely(task: Task) -> object:
-    """Search the cause of one spike at the lowest CPU priority; the function of a search worker."""
+    """Worker function: search for the cause of one spike at the lowest CPU priority."""
     os.nice(NICE)
     return search(task)

@@ -1,10 +1,10 @@
-"""Implements `patchline diff MINE OTHER`: lists differences in meaning between two recipes or runs.
+"""Implements `patchline diff MINE OTHER`: list differences in meaning between two recipes or runs.
 
-1. Each side is a recipe or a run. Stages that train or evaluate are paired by name, otherwise by kind.
-2. The unequal facts of a pair (jobs/extras/diff/meaning.py) are grouped by the subjects of
-   jobs/extras/diff/subjects.yaml and printed in their order; nearly equal numbers come last.
-3. Each difference lists both values, the overrides that remove it, the values of the paper and its code, and the
-   measured cost if a source has one. Facts that one side does not specify are listed at the end.
+1. Each side is a recipe or a run. Stages that train or evaluate are paired by name, else by kind.
+2. The unequal facts of a pair (jobs/extras/diff/meaning.py) are grouped by the subjects in
+   jobs/extras/diff/subjects.yaml and printed in the order of that file; nearly equal numbers come last.
+3. Each difference lists both values, the overrides that remove it, the values in the paper and its code, and the
+   measured cost if there is a source for it. Facts that one side does not specify are listed at the end.
 
     2 differences in meaning: mine.yaml (pretrain) and table3/vit_i1k (pretrain)
      1. images seen: 115,306,496, 90 passes; other: 384,352,256, 300 passes
@@ -49,7 +49,9 @@ def diff(mine: str, other: str, overrides: list[str], kinds: Kinds) -> None:
     others = stages_of(other, overrides, kinds)
     for path, side in ((mine, stages), (other, others)):
         if not side:
-            raise UsageError(f"{path} neither trains nor evaluates\n  expected a recipe or a run with such a stage")
+            raise UsageError(
+                f"{path} has no stage that trains or evaluates\n  expected a recipe or a run with such a stage"
+            )
     pairs = []
     unpaired = list(stages)
     unpaired_others = list(others)
@@ -61,7 +63,7 @@ def diff(mine: str, other: str, overrides: list[str], kinds: Kinds) -> None:
                     and candidate in unpaired_others
                     and getattr(stage, alike) == getattr(candidate, alike)
                 )
-                # Pair evaluations of different names only if each side has exactly one of the kind.
+                # Pair evaluations with different names only if each side has exactly one of this kind.
                 if is_pair and alike == "kind" and not stage.kind.trains:
                     is_pair = sum(single.kind is stage.kind for single in (*unpaired, *unpaired_others)) == 2
                 if is_pair:
@@ -70,18 +72,18 @@ def diff(mine: str, other: str, overrides: list[str], kinds: Kinds) -> None:
                     unpaired_others.remove(candidate)
     if not pairs:
         raise UsageError(
-            f"{mine} has a stage of kind {stages[0].kind.name}, {other} one of kind {others[0].kind.name}\n"
+            f"{mine} has a stage of kind {stages[0].kind.name}, but {other} has one of kind {others[0].kind.name}\n"
             "  expected two stages of the same kind, for example both pretrain or both finetune"
         )
     for stage, candidate in pairs:
         show_pair(stage, candidate, f"{mine} ({stage.row}) and {other} ({candidate.row})")
     for path, without_pair in ((mine, unpaired), (other, unpaired_others)):
         if without_pair:
-            echo(f"not compared, because only {path} has them: {', '.join(stage.row for stage in without_pair)}")
+            echo(f"stages only in {path}, not compared: {', '.join(stage.row for stage in without_pair)}")
 
 
 def stages_of(path: str, overrides: list[str], kinds: Kinds) -> list[ComparedStage]:
-    """Return the stages of a run, or a single one; or the stages of a recipe with overrides applied."""
+    """Return the stages of a run, a single stage of a run, or the stages of a recipe with overrides applied."""
     folder = Path(path)
     is_run = any(folder.glob("*/stage.json"))
     # The key at the end of a stage folder's name can be omitted: runs/mine/finetune.
@@ -137,19 +139,19 @@ def show_pair(mine: ComparedStage, other: ComparedStage, title: str) -> None:
             other_decay = other.config.optim.weight_decay
             for rate in (other.config.optim.lr, mine.config.optim.lr):
                 if math.isclose(decay, other_decay * rate, rel_tol=SLIGHT):
-                    note = f"{decay:g} is {other_decay:g} times the learning rate {rate:g}: big_vision's convention"
+                    note = f"{decay:g} = {other_decay:g} × learning rate {rate:g}, as in big_vision's convention"
         elif subject["facts"] == "batch_size":
             rate = other.config.optim.lr
             ratio = mine.config.batch_size / other.config.batch_size
             note = (
-                f"the peak learning rate is {mine.config.optim.lr:g}, other: {rate:g}, which linear scaling changes to "
-                f"{rate * ratio:.3g} and square-root scaling to {rate * math.sqrt(ratio):.3g}"
+                f"the peak learning rate is {mine.config.optim.lr:g}; other: {rate:g}, which would become "
+                f"{rate * ratio:.3g} by linear scaling and {rate * math.sqrt(ratio):.3g} by square-root scaling"
             )
         for line, text in {"type": shlex.join(typed), "note": note, **subject}.items():
             if line in ("type", "note", "paper", "cost") and text:
                 echo(fill(text, WIDTH, initial_indent=f"    {line:6} ", **LINES))
     if unknown:
-        echo(f"not compared, because one side does not specify it: {', '.join(unknown)}")
+        echo(f"not compared, because one side does not specify a value: {', '.join(unknown)}")
 
 
 def is_slightly_different(value: Any, other: Any) -> bool:
@@ -164,7 +166,7 @@ def is_slightly_different(value: Any, other: Any) -> bool:
 
 
 def keys_to_type(name: str, mine: ComparedStage, other: ComparedStage, fact: Fact) -> Iterator[str]:
-    """Yield the overrides that set a fact of `mine` to that of `other`; nothing if the fact is a data set."""
+    """Yield the overrides that make a fact of `mine` equal to that of `other`; none if the fact is a data set."""
     written = flat(config.plain(mine.config))
     values = fact.keys
     if name == "images":

@@ -1,9 +1,9 @@
-"""Facts about a stage, and the comparison of two stages fact by fact.
+"""Represent facts about stages, and compare two stages fact by fact.
 
     differences({"seed": Fact(1, "1")}, {"seed": Fact(2, "2")})  →  [FactDifference("seed", Fact(1, …), Fact(2, …))]
 
 - jobs/extras/diff/meaning.py derives facts from recipes or runs, for `patchline diff`;
-- jobs/extras/diff/recorded.py derives facts from the records of a run, for the page that compares runs.
+- jobs/extras/diff/recorded.py derives facts from the records of a run, for the report that compares runs.
 """
 
 from collections.abc import Mapping
@@ -27,14 +27,14 @@ class Fact:
     """A property or a setting of a stage."""
 
     value: Any  # None: unknown; a tuple: the best of these values
-    words: str  # text for people
+    words: str  # text that describes the value
     slack: float = 0.0  # tolerance within which two values count as equal
-    keys: Mapping[str, Any] | None = None  # recipe keys that set this fact, with values; None: the key of its name
+    keys: Mapping[str, Any] | None = None  # recipe keys and values that set this fact; None: the key of the same name
     kind: str = "config"  # "config", "data", "seed", "code", "world size", "hardware" or "packages"
     effect: Effect = Effect.UPDATE
 
     def equals(self, other: "Fact") -> bool:
-        """Return whether two facts are equal; a tuple equals each of its values."""
+        """Return whether two facts are equal; a tuple is equal to each of its values."""
         slack = max(self.slack, other.slack)
         if slack:
             return bool(abs(self.value - other.value) <= slack)
@@ -57,7 +57,7 @@ class FactDifference(NamedTuple):
 
     @property
     def known(self) -> Fact:
-        """Return the fact of a stage that has it, preferably the first."""
+        """Return the first stage's fact, or the second stage's if the first has none."""
         fact = self.first or self.second
         assert fact is not None
         return fact
@@ -71,7 +71,7 @@ class FactDifference(NamedTuple):
 
     @property
     def is_unknown(self) -> bool:
-        """Return whether a stage has the fact with an unknown value."""
+        """Return whether the value of either stage's fact is unknown."""
         return any(fact is not None and fact.value is None for fact in (self.first, self.second))
 
 

@@ -2,9 +2,8 @@
 
 1. `find_first_difference` finds the first step with different losses, compared bit for bit. It also compares the
    ledgers, which tell whether both stages saw the same samples in the same order.
-2. The most likely cause is the first difference that can have had this effect: a different data order changes the
-   ledgers; a different initial model changes the loss of step 1; a different learning rate acts only after the first
-   update.
+2. The most likely cause is the first difference that can have this effect: a different data order changes the ledgers,
+   a different initial model changes the loss of step 1, and a different learning rate acts only after the first update.
 """
 
 from __future__ import annotations
@@ -18,22 +17,22 @@ import numpy as np
 from jobs.extras.diff.facts import Effect, FactDifference
 from jobs.extras.history import StageHistory
 
-# Order of suspicion for differences with the same effect.
+# Kinds of differences with the same effect, most likely cause first.
 KINDS = ("seed", "data", "config", "world size", "code", "hardware", "packages")
 FLAT = 1e-6  # relative change below which a loss counts as constant
-TINY = 1e-4  # relative difference of two losses that a different order of summation can cause in one step
+TINY = 1e-4  # largest relative difference of two losses that another order of summation can cause in one step
 
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """The first step at which two stages differ; `step` is None if all common steps have equal losses."""
+    """The first step at which two stages differ; `step` is None if the losses of all common steps are equal."""
 
-    common_steps: int  # number of steps that both stages have trained
+    common_steps: int  # number of steps trained by both stages
     step: int | None = None
     losses: tuple[float, float] = (math.nan, math.nan)
     ledger_before: int = 0  # last step with equal ledgers
     ledger_after: int | None = None  # first step with different ledgers
-    causes: Sequence[FactDifference] = ()  # possible causes, the most likely first
+    causes: Sequence[FactDifference] = ()  # possible causes, most likely first
     reason: str = ""
 
 
@@ -60,7 +59,8 @@ def find_first_difference(
     if not len(unequal):
         return FirstDifference(len(common), ledger_before=ledger_before, ledger_after=ledger_after)
 
-    # 3. Determine possible effects: before the first update only the model and its input, later mainly the updates.
+    # 3. Determine possible effects. Before the first update, only the model and its input can differ; later, mainly the
+    # updates.
     place = unequal[0]
     step = int(common[place])
     at = (float(losses[place]), float(others[place]))
@@ -68,21 +68,21 @@ def find_first_difference(
         effects = [Effect.FIRST, Effect.ROUNDING]
         reason = "the losses differ before the first update"
     elif np.ptp(losses[:place]) <= FLAT * abs(losses[0]):
-        # If the head's weights are zero, every model and every input gives the same loss.
+        # If the weights of the head are zero, the loss is the same for every model and input.
         effects = [Effect.FIRST, Effect.UPDATE, Effect.ROUNDING]
-        reason = "the loss was constant until this step, so an earlier difference would not have shown"
+        reason = "the loss was constant up to this step, which would hide an earlier difference"
     else:
         effects = [Effect.UPDATE, Effect.FIRST, Effect.ROUNDING]
-        reason = "the losses were equal while they changed, so the model and its input were the same"
-    # The samples can differ at this step if it comes after the last step with equal ledgers.
+        reason = "the losses were equal and not constant up to this step, so the model and its input were the same"
+    # The samples of this step can differ only if it comes after the last step with equal ledgers.
     if ledger_after is not None and ledger_before < step:
         effects.insert(0, Effect.ORDER)
-        reason = f"the ledgers differ too, after step {ledger_before}: other samples, or another order of samples"
+        reason = f"the ledgers differ too, after step {ledger_before}: other samples, or samples in another order"
     elif ledger_after is None:
         reason += "; the ledgers are equal: both trained on the same samples in the same order"
     if abs(at[0] - at[1]) < TINY * abs(at[0]):
-        reason += "; a different order of summation can explain a difference this small"
+        reason += "; another order of summation can explain such a small difference"
     causes = [difference for difference in differing if difference.known.effect in effects]
-    # A new seed or set also changes keys and digests: list seed and config before the digests that follow from them.
+    # A new seed or data set also changes keys and digests, so list seed and config first.
     causes.sort(key=lambda difference: (effects.index(difference.known.effect), KINDS.index(difference.known.kind)))
     return FirstDifference(len(common), step, at, ledger_before, ledger_after, causes, reason)

@@ -1,13 +1,13 @@
-"""Derives what a stage does, independent of how its keys express it: stages with equal facts train and evaluate alike.
+"""Derive facts about what a stage does from its config. Stages with equal facts train and evaluate in the same way.
 
     passes: 300, of 1,281,167 images, in batches of 4096     {"images": 384,348,160, …}
-    steps: 93835 in batches of 4096                          the same
-    micro_batch: 64, cluster.workers: 8                      not a fact: how a batch is split changes nothing
+    steps: 93835 in batches of 4096                          the same fact
+    micro_batch: 64, cluster.workers: 8                      no fact, because splitting a batch changes no result
 
-1. `of_campaign` and `of_run` yield the stages that train or evaluate; of runs that differ only by seed, the first.
-2. `facts_of` starts with the fields that must not change on resume, removes those that another field switches off,
-   and replaces groups of fields by their combined meaning.
-3. A fact that cannot be determined has the value None, for example the size of a set that is not on this machine.
+1. `of_campaign` and `of_run` yield the stages that train or evaluate, but only the first of runs that differ by seed.
+2. `facts_of` starts with the fields that must not change on resume, removes those disabled by other fields, and
+   replaces groups of fields with their combined meaning.
+3. An unknown fact has the value None, for example the size of a data set that is not on this machine.
 """
 
 import math
@@ -39,7 +39,7 @@ SETS = ("shots", "seeds", "k", "l2", "drop", "protocols")
 COMPARED_STEPS = 2000
 SPAN = 0.002
 RATE = 0.05
-# Evaluation protocols with their own settings, which matter only if the protocol is used.
+# Evaluation protocols with a settings section, which matters only if the protocol is used.
 WITH_SETTINGS = ("fewshot", "linear", "knn", "logistic")
 
 
@@ -62,24 +62,24 @@ class RateCurve:
 
 @dataclass(frozen=True)
 class ComparedStage:
-    """A stage of a recipe or a run, with what is known of its data and initial weights."""
+    """A stage of a recipe or a run, with its model and data sets if they are on this machine."""
 
-    name: str  # of its section in a recipe
-    row: str  # of the sweep's table if there is one, otherwise the name
+    name: str  # name of its section in a recipe
+    row: str  # its row in a sweep's table; its name if there is no sweep
     kind: StageKind
-    config: Any  # of the kind
+    config: Any  # an instance of the kind's config
     model: ModelConfig | None  # None if the initial weights are not on this machine
     image_size: tuple[int, int] | None
     size_key: str  # recipe key that sets the image size
     workers: int
-    sets: Mapping[str, Index | None]  # by field; None for a set that is not on this machine
-    choices: Mapping[str, list[Any]] = field(default_factory=dict)  # of a sweep: field → candidate values
+    sets: Mapping[str, Index | None]  # field → data set; None if it is not on this machine
+    choices: Mapping[str, list[Any]] = field(default_factory=dict)  # for sweeps: field → candidate values
     seeds: int = 1  # number of runs that differ only by seed
     has_held_out: bool | None = None  # of a sweep: whether it chooses values on other samples than those of its results
 
     @property
     def samples(self) -> int | None:
-        """Return the number of training samples; None if neither the recipe nor an index gives it."""
+        """Return the number of training samples; None if neither the recipe nor an index has it."""
         samples = 0
         for name, index in self.sets.items():
             if name.startswith("data.train"):
@@ -97,9 +97,9 @@ class ComparedStage:
 
 
 def of_campaign(campaign: Campaign) -> Iterator[ComparedStage]:
-    """Yield the stages of a recipe that train or evaluate; for a sweep's table, the first run of each row."""
+    """Yield the stages of a recipe that train or evaluate; for a sweep, only the first run of each row."""
     available = Available(campaign)
-    table_of: dict[str, Stage] = {}  # by name of a run
+    table_of: dict[str, Stage] = {}  # name of a run → its sweep's table
     referenced: set[str] = set()  # tables whose chosen values other stages use
     for stage in campaign.stages:
         for value in stage.references.values():
@@ -112,7 +112,7 @@ def of_campaign(campaign: Campaign) -> Iterator[ComparedStage]:
         is_candidate = table is not None and table.name in referenced
         if is_candidate or not (stage.kind.trains or stage.kind.name in EVALUATING):
             continue
-        # 1. The row of the table, its number of runs, and the candidate values of a sweep.
+        # 1. The row in a sweep's table, its number of runs, and the candidate values.
         row = stage.name
         seeds = 1
         chooser = None
@@ -120,7 +120,7 @@ def of_campaign(campaign: Campaign) -> Iterator[ComparedStage]:
             runs = table.config.runs
             row = runs[stage.name].row
             seeds = sum(run.row == row for run in runs.values())
-            # The table chooses a value that no other stage uses: treat all rows of the grid as one.
+            # The table chooses a value, but no other stage uses it: treat all rows of the grid as one.
             if table.config.chooses:
                 chooser = table
                 row = stage.source
@@ -136,13 +136,13 @@ def of_campaign(campaign: Campaign) -> Iterator[ComparedStage]:
                     if value not in choices.setdefault(key, []):
                         choices[key].append(value)
 
-        # 2. The sets, if they are on this machine.
+        # 2. The data sets, if they are on this machine.
         sets = {}
         for name, (path, _reads) in stage.kind.inputs_of(stage.config).items():
             if name != "init":
                 sets[name.replace("mixture", "train")] = available.index(path)
 
-        # 3. The image size, which a preceding stage `resize` may set.
+        # 3. The image size, which may be set by a preceding resize stage.
         section = getattr(stage.config, "model", {})
         size = section.get("image_size")
         if stage.model is not None:
@@ -173,7 +173,7 @@ def of_campaign(campaign: Campaign) -> Iterator[ComparedStage]:
 
 
 def of_run(path: Path, kinds: Kinds) -> Iterator[ComparedStage]:
-    """Yield the stages of a run that train or evaluate. Raises ConfigError if another version wrote them."""
+    """Yield the stages of a run that train or evaluate. Raises ConfigError if a different version wrote them."""
     for stage in read_run(path).stages:
         record = stage.record
         kind = kinds.get(record.get("kind", ""))
@@ -189,7 +189,7 @@ def of_run(path: Path, kinds: Kinds) -> Iterator[ComparedStage]:
             workers = stage.starts[-1]["world"]
         sets = {}
         for name, index in stage.sets.items():
-            # "probe train", or "train" or "evaluate" in the section `data`.
+            # Convert "probe train" to "probe.train", and "train" to "data.train".
             name = f"data.{name}".replace("data.probe ", "probe.")
             sets[name] = index if isinstance(index, Index) else None
         yield ComparedStage(
@@ -209,9 +209,9 @@ def of_run(path: Path, kinds: Kinds) -> Iterator[ComparedStage]:
 
 
 def facts_of(stage: ComparedStage, other: ComparedStage) -> dict[str, Fact]:
-    """Return the facts of a stage by their most direct field.
+    """Return the facts of a stage by field name.
 
-    Schedules are compared at the peak rate and after the warm-up of `other`.
+    Schedules are compared at the peak learning rate and after the warm-up of `other`.
     """
     facts = {}
     if stage.kind.trains:
@@ -226,7 +226,7 @@ def facts_of(stage: ComparedStage, other: ComparedStage) -> dict[str, Fact]:
 
 
 def fact_of_field(value: Any, keys: Mapping[str, Any] | None = None) -> Fact:
-    """Return a fact for the value of a field; None becomes NONE, a value known to be absent."""
+    """Return a fact for a field's value; None is replaced with NONE, because it is known to be absent."""
     return Fact(NONE if value is None else value, config.shown(value), keys=keys)
 
 
@@ -238,12 +238,12 @@ def without_order(name: str, value: Any) -> Any:
 
 
 def facts_of_evaluation(stage: ComparedStage) -> dict[str, Fact]:
-    """Return the facts of an evaluation: its protocols with their settings, and the preprocessing of images."""
+    """Return the facts of an evaluation: its protocols with their settings, and its preprocessing."""
     cfg = stage.config
     facts = {}
     for name, value in flat(config.plain(cfg)).items():
         section = name.partition(".")[0]
-        # Weights and sets are not settings; how they are read does not change the results.
+        # Weights and data sets are not settings, and how they are read does not change the results.
         is_path = section in ("init", "model", "sets", "leaks") or name.startswith("probe.t")
         is_free = section in ("micro_batch", "cache", "stall_s")
         is_unused = section in WITH_SETTINGS and section not in cfg.protocols
@@ -266,13 +266,13 @@ def facts_of_training(stage: ComparedStage, peak: float, warmup_steps: int) -> d
     schedule = optim.schedule
     augment = cfg.data.augment
     values = flat(config.plain(cfg))
-    # 1. Remove the fields that may change on resume, and those that are expressed differently below.
+    # 1. Remove the fields that may change on resume, and those replaced by other facts below.
     unused = [*config.tagged(cfg, "warn"), *config.tagged(cfg, "free")]
     unused += ["passes", "steps", "data.train", "data.samples", "optim.head_weight_decay"]
     for name in values:
         if name.startswith(("model", "data.mixture", "optim.schedule.", "init")):
             unused.append(name)
-    # 2. Remove the fields that another field switches off.
+    # 2. Remove the fields that are disabled by another field.
     switched_off = {
         "loss label_smoothing mixup data.max_labels": cfg.objective == "masked",
         "new_head": cfg.objective == "masked" or cfg.init is None,
@@ -298,7 +298,7 @@ def facts_of_training(stage: ComparedStage, peak: float, warmup_steps: int) -> d
     if cfg.probe.train is not None:
         for name in ("shots", "seeds", "l2"):
             values[f"probe.{name}"] = without_order(name, config.plain(cfg.probe)[name])
-    # Mixup combines images of the same micro-batch: a micro-batch of one image has no partner.
+    # Mixup combines images of the same micro-batch, so it has no effect on micro-batches of one image.
     if cfg.mixup and min(cfg.micro_batch, math.ceil(cfg.batch_size / stage.workers)) == 1:
         values["mixup"] = 0.0
     facts = {}
@@ -307,7 +307,7 @@ def facts_of_training(stage: ComparedStage, peak: float, warmup_steps: int) -> d
     facts["sweep.seeds"] = Fact(stage.seeds, str(stage.seeds), keys={"sweep.seeds": list(range(stage.seeds))})
     facts |= facts_of_model(stage)
 
-    # 4. The data. No override can set these facts to those of another recipe.
+    # 4. The data. No override can make these facts equal to those of another recipe.
     weights = cfg.data.weights()
     shares = sorted(round(weight / sum(weights), 6) for weight in weights)
     facts["data.mixture"] = Fact(shares, f"{len(shares)} sets with shares {shares}", keys={})
@@ -325,7 +325,7 @@ def facts_of_training(stage: ComparedStage, peak: float, warmup_steps: int) -> d
         images = stage.steps * cfg.batch_size
         facts["images"] = Fact(images, f"{images:,}", slack=cfg.batch_size)
 
-    # 5. The optimizer. Different keys can give the same curve: compare schedules by their rates.
+    # 5. The optimizer. Different keys can give the same curve, so compare schedules by their rates.
     decay = optim.weight_decay
     of_head = optim.head_weight_decay
     if of_head is None:
@@ -369,7 +369,7 @@ def facts_of_training(stage: ComparedStage, peak: float, warmup_steps: int) -> d
 
 
 def facts_of_model(stage: ComparedStage) -> dict[str, Fact]:
-    """Return the facts of a stage's model; if its weights are not on this machine, the fields in the recipe."""
+    """Return the facts of a stage's model; if the initial weights are not on this machine, only those in the recipe."""
     model = stage.model
     values = dict(stage.config.model)
     values.pop("name", None)
@@ -380,7 +380,7 @@ def facts_of_model(stage: ComparedStage) -> dict[str, Fact]:
     values.pop("image_size", None)
     if isinstance(model, ViTConfig):
         if model.position_std is None:
-            # The same rule as in models/initial.py.
+            # Apply the same rule as models/initial.py.
             values["position_std"] = model.width**-0.5
             if model.class_slot and model.pool != "map":
                 values["position_std"] = 0.02
@@ -392,7 +392,7 @@ def facts_of_model(stage: ComparedStage) -> dict[str, Fact]:
             del values["stem_width"]
     facts = {}
     if model is not None:
-        # No key sets the family; the name of the model determines it.
+        # There is no key for the family; the name of the model determines it.
         keys = {"model": stage.config.model["name"]} if "name" in stage.config.model else {}
         facts["model.family"] = Fact(model.family, model.family, keys=keys)
     for name, value in values.items():
@@ -402,13 +402,13 @@ def facts_of_model(stage: ComparedStage) -> dict[str, Fact]:
         facts[name] = fact_of_field(value, {name: value})
     if stage.image_size is not None:
         height, width = stage.image_size
-        # The key belongs to the stage that sets the size, which can differ between the recipes.
+        # The key depends on the stage that sets the size, which can differ between the recipes.
         facts["model.image_size"] = Fact([height, width], f"{height} × {width} pixels")
     return facts
 
 
 def fact_of_ops(ops: str | None, size: tuple[int, int] | None) -> Fact:
-    """Return a fact for evaluation ops; the image size is replaced by "size", and `decode` is ignored."""
+    """Return a fact for preprocessing ops, with the image size replaced by "size" and without `decode`."""
     if ops is None:
         if size is None:
             return Fact(None, "")

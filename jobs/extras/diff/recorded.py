@@ -1,6 +1,6 @@
-"""Facts from the records of a stage that can affect its numbers, and the differences between two stages.
+"""Read the facts that can affect a stage's results from its records, and compare two stages.
 
-1. `recorded_facts` returns a flat dict: config keys, sets with their tars, code, world sizes, hardware, packages.
+1. `recorded_facts` returns a flat dict: config keys, data sets with their tars, code, world sizes, hardware, packages.
 2. `recorded_differences` returns the facts in which two stages differ. Each has an effect: on the ORDER of the data,
    on the FIRST loss, on the UPDATE of weights, only on ROUNDING, or NONE on training.
 
@@ -17,9 +17,9 @@ from data.index.index import Index
 from jobs.extras.diff.facts import Effect, Fact, FactDifference, differences
 from jobs.extras.history import StageHistory, flat
 
-NAMED = 5  # differing tars or classes of a set that are listed; the others are counted
+NAMED = 5  # maximum number of listed tars or classes that differ in a data set; the others are counted
 
-# Effects of config keys by prefix; the first match wins. Other keys that must not change on resume affect the update.
+# Effects of config keys by prefix; the first match wins. Other keys that must not change on resume affect the updates.
 EFFECTS = (
     (("seed",), Effect.ORDER),
     (("data.train", "data.mixture", "data.drop", "data.samples", "data.lanes", "data.shuffle_block"), Effect.ORDER),
@@ -42,12 +42,12 @@ ATTEMPTS = {
 
 
 def recorded_facts(stage: StageHistory) -> dict[str, Fact]:
-    """Return the facts that can affect a stage's numbers, by name."""
+    """Return the facts that can affect a stage's results, by name."""
     gathered: dict[str, Fact] = {}
     record = stage.record
     # 1. The config and the resolved model. Keys that may change freely on resume have no effect.
     config = flat(record.get("config", {})) | flat(record.get("model") or {}, "model.")
-    # The keys of "forbid" are flattened like `config`, except for lists of sections: {"data.mixture": {}}.
+    # The keys in "forbid" are flattened like `config`, except for lists of sections: {"data.mixture": {}}.
     relevant = tuple(f"{key}." for key in (*record.get("forbid", {}), *record.get("warn", {})))
     for name, value in config.items():
         effect = Effect.NONE
@@ -62,7 +62,7 @@ def recorded_facts(stage: StageHistory) -> dict[str, Fact]:
         gathered[name] = recorded("config", value, effect)
     if "seed" in gathered:
         gathered["seed"] = replace(gathered["seed"], kind="seed")
-    # 2. The data: the contents of the input sets, and the sets themselves.
+    # 2. The data: digests of the inputs, and details of the data sets.
     for name, value in record.get("forbid", {}).items():
         if name == "content of init":
             gathered[name] = recorded("data", value, Effect.FIRST)
@@ -87,7 +87,7 @@ def recorded_facts(stage: StageHistory) -> dict[str, Fact]:
     gathered["code"] = recorded("code", stage.task.get("job", {}).get("code"), Effect.ROUNDING)
     environment = dict(stage.provenance.get("environment", {}))
     machine = environment.pop("machine", None)
-    # Equal consecutive attempts count as one value: a restart without changes is not a difference.
+    # Merge equal consecutive attempts: a restart without changes is not a difference.
     histories: dict[str, list[str]] = {}
     for start in [*stage.starts, {"machine": machine}]:
         for key, value in flat(start).items():
@@ -111,21 +111,21 @@ def recorded_facts(stage: StageHistory) -> dict[str, Fact]:
 
 
 def recorded(kind: str, value: Any, effect: Effect) -> Fact:
-    """Make a fact of a recorded value; values are compared by repr, so 1 and True differ."""
+    """Return a fact for a recorded value. Values are compared by repr, so 1 and True differ."""
     return Fact(repr(value), str(value), kind=kind, effect=effect)
 
 
 def recorded_differences(first: StageHistory, second: StageHistory) -> list[FactDifference]:
-    """Return the facts in which two stages differ, the most consequential first."""
+    """Return the facts in which two stages differ, those with the largest effect first."""
     differing: list[FactDifference] = []
-    many: dict[str, list[FactDifference]] = {}  # tars and classes of each set
+    many: dict[str, list[FactDifference]] = {}  # tars and classes of each data set
     for difference in differences(recorded_facts(first), recorded_facts(second)):
         part_of_set = re.match(r"set .*: (tar|class) ", difference.name)
         if part_of_set is None:
             differing.append(difference)
         else:
             many.setdefault(part_of_set[0], []).append(difference)
-    # If a set was packed again, all of its tars differ: list some and count the others.
+    # If a data set was packed again, all its tars differ: list a few and count the others.
     for name, of_set in many.items():
         differing += of_set[:NAMED]
         if len(of_set) > NAMED:

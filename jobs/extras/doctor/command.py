@@ -1,5 +1,6 @@
-"""`patchline data check|stats|repair`: read every sample of a data set, report problems, repack the good samples."""
+"""`patchline data check|stats|repair|list`: check every sample, show statistics, repack good samples, list samples."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,10 +16,11 @@ from jobs.terminal import ProgressMeter, echo
 if TYPE_CHECKING:
     from data.extras.doctor.doctor import Report
 
+MOST_LABELS = 1000  # classes of a sample that are listed
 Page = Annotated[str | None, typer.Option(metavar="FILE.html", help="Also write a self-contained HTML report.")]
-World = Annotated[int, typer.Option(min=1, help="Number of workers to give advice for.")]
-RepairedFolder = Annotated[str, typer.Argument(help="Folder for the new set; must differ from the folder of the old.")]
-Unique = Annotated[bool, typer.Option("--unique", help="Keep only the first copy of each duplicated image.")]
+World = Annotated[int, typer.Option(min=1, help="Assume this many training workers in the advice.")]
+RepairedFolder = Annotated[str, typer.Argument(help="Folder for the new data set; not the folder of the old one.")]
+Unique = Annotated[bool, typer.Option("--unique", help="Keep only the first copy of each duplicate image.")]
 
 
 def check(
@@ -29,14 +31,14 @@ def check(
     workers: Workers = 1,
     _debug: Debug = False,
 ) -> int:
-    """Read and decode every sample; exit 65 if a training run would miss a sample."""
+    """Read and decode every sample; exit with 65 if any cannot be used for training."""
     report = examine(path, decode=True, page=page, world=world, workers=workers, cache=cache)
     if report.ok:
         return ExitCode.DONE
     line = "some samples cannot be read"
-    # `repair` keeps the good samples: without any, there is no set to write.
+    # If no sample is good, `repair` has nothing to write.
     if report.good:
-        line += f"; to write a set of the readable samples: python -m jobs data repair {path} NEW-FOLDER"
+        line += f"; to pack the readable ones into a new data set, type python -m jobs data repair {path} NEW-FOLDER"
     echo(line)
     return ExitCode.DATA
 
@@ -52,7 +54,7 @@ def stats(
     """Read headers and labels only; print the distribution of image sizes and classes."""
     report = examine(path, decode=False, page=page, world=world, workers=workers, cache=cache)
     for name, spread in report.spreads.items():
-        # Percentiles instead of minimum and maximum: a single odd image would determine those.
+        # Print percentiles, because a single unusual image would determine minimum and maximum.
         low = spread.quantile(0.01)
         high = spread.quantile(0.99)
         echo(f"{name}: 1 % {low:g}, median {spread.quantile(0.5):g}, 99 % {high:g}")
@@ -71,16 +73,16 @@ def repair(
     workers: Workers = 1,
     _debug: Debug = False,
 ) -> None:
-    """Pack every good sample of a set into a new set."""
+    """Pack every good sample of a data set into a new one."""
     from data.extras.doctor.doctor import repair
     from data.index.document import load_index
 
     folder = Path(directory)
     refuse_file(folder)
     index = load_index(find_set(path))
-    # The shards and their index can be in different folders; write into neither.
+    # The shards and their index can be in different folders; do not write to either.
     if folder.resolve() in (Path(index.directory), index.tables):
-        raise DataError(f"{folder} contains the set to repair\n  choose another folder for the new set")
+        raise DataError(f"{folder} contains the data set to repair\n  type another folder for the new one")
     progress = ProgressMeter("samples", index.samples)
     with stoppable():
         repaired = repair(
@@ -97,14 +99,37 @@ def repair(
         echo(line)
 
 
+def list_samples(
+    sets: Annotated[list[str], typer.Argument(help="Index files, or the folders that contain them.")],
+    cache: CacheFolder = None,
+    _debug: Debug = False,
+) -> None:
+    """Print a line for each sample: key, tar, classes and set, separated by tabs."""
+    from data.images.decode import BadImage
+    from data.index.document import load_index
+    from data.shards.reader import ShardReader, read_labels
+
+    for path in sets:
+        index = load_index(find_set(path))
+        reader = ShardReader(index, verify=False, cache=cache_config(cache))
+        for number, shard in enumerate(index.shards):
+            for key, raw in zip(index.keys(number), reader.labels(number), strict=True):
+                # A sample without a usable label has an empty column.
+                classes = ""
+                with suppress(BadImage):
+                    classes = ", ".join(map(index.class_name, read_labels(raw, index, MOST_LABELS)))
+                # A key with a tab would look like two columns; `printable` escapes it.
+                typer.echo("\t".join(map(printable, (key, shard.name, classes, index.name))))
+
+
 def examine(path: str, *, decode: bool, page: str | None, world: int, workers: int, cache: str | None) -> "Report":
-    """Check every sample of a set, print the report, and write it as HTML to the file `page`, if given."""
+    """Check every sample of a data set, print the report, and write it as HTML to `page` if given."""
     from data.extras.doctor.doctor import check
     from data.extras.doctor.page import write_page
     from data.index.document import load_index
 
     index = load_index(find_set(path))
-    # Fail before hours of reading if the page's folder cannot be created.
+    # If the folder of the HTML report cannot be created, fail now instead of after hours of reading.
     if page:
         Path(page).parent.mkdir(parents=True, exist_ok=True)
     progress = ProgressMeter("shards", len(index.shards))

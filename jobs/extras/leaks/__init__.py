@@ -1,1 +1,1 @@
-"""Find training images that are also in a test set."""
+"""Find training images that also occur in a test set."""

@@ -1,4 +1,4 @@
-"""`patchline leaks`: find and list training images that are also in a test set.
+"""`patchline leaks`: find training images that also occur in a test set.
 
 patchline leaks shards/train --test shards/test --output leaks
 patchline subset shards/train --but leaks/leaks.json --output shards/train-clean
@@ -21,9 +21,9 @@ Test = Annotated[list[str], typer.Option(help="A test set: an index file or its 
 Output = Annotated[str, typer.Option(help="Folder for leaks.json, report.txt and leaks.html.")]
 Fits = Annotated[float, typer.Option(min=0.5, max=1.0, help="Minimum pixel similarity of a match; 1: equal pixels.")]
 Weights = Annotated[
-    str | None, typer.Option(help="Also compare features of a model with these weights: Patchline, .npz, timm, HF.")
+    str | None, typer.Option(help="Also compare features computed with these weights: Patchline, .npz, timm, HF.")
 ]
-Cosine = Annotated[float, typer.Option(min=0.0, max=1.0, help="With --weights: minimum cosine of two features.")]
+Cosine = Annotated[float, typer.Option(min=0.0, max=1.0, help="With --weights: minimum cosine similarity of a match.")]
 Workers = Annotated[int, typer.Option(min=0, help="Number of shards to process in parallel; 0: one per CPU core.")]
 
 REPORT = "report.txt"
@@ -41,7 +41,7 @@ def leaks(
     workers: Workers = 0,
     _debug: Debug = False,
 ) -> None:
-    """Find training images that are also in a test set: copies, crops, mirrored or re-encoded images."""
+    """Find training images that also occur in a test set, also if they are cropped, mirrored or re-encoded."""
     from hashlib import sha256  # loads OpenSSL, which would slow down `--help`
 
     from data.extras.leaks.report import lines, write_page
@@ -57,22 +57,22 @@ def leaks(
     fetched_by = cache_config(cache)
     if weights is not None:
         weights = find_weights(weights)
-    # Imported after all checks of the arguments: it imports torch, which takes seconds.
+    # Imported after the arguments were checked, because it imports torch, which takes seconds.
     from pipeline.extras import leak_embedding
 
-    # 1. Compare features. Matches wait in a separate journal until the document is written.
+    # 1. Compare features. Matches are kept in a journal until leaks.json is written.
     embeddings = None
     if weights is not None:
         import torch
 
-        from jobs.commands.conversion import load, verify
+        from jobs.extras.conversion import load, verify
 
         verify(weights, log=lambda text: None)  # raises if the file's digest is wrong
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         progress = ProgressMeter("shards, comparing features")
         with stoppable():
             model = load(weights, {}).to(device)
-            # Identify the weights by content, whatever file they came from.
+            # Identify the weights by their content, independent of the file format.
             digest = sha256()
             for name, value in sorted(model.state_dict().items()):
                 digest.update(name.encode())
@@ -89,7 +89,7 @@ def leaks(
                 report=progress.of,
             )
 
-    # 2. Compare the images themselves. After an interruption, the same command resumes here too.
+    # 2. Compare the images. After an interruption, the same command resumes here too.
     progress = ProgressMeter("shards, test sets first")
     with stoppable():
         found_leaks = find_leaks(
@@ -105,7 +105,7 @@ def leaks(
         )
     (folder / leak_embedding.JOURNAL).unlink(missing_ok=True)
 
-    # 3. Summarize leaks.json for people: a report, a page, and the command that excludes the leaks from each set.
+    # 3. Write a text report and an HTML page, and print the commands that exclude the leaks from each training set.
     report = lines(found_leaks, train_sets, test_sets)
     write_atomically(folder / REPORT, "\n".join(report) + "\n")
     write_page(folder / PAGE, found_leaks, train_sets, test_sets, fetched_by)
@@ -117,4 +117,4 @@ def leaks(
         path = found_leaks.train[number].path
         clean = f"{path.rstrip('/').removesuffix(SUFFIX)}-clean"
         words = ["subset", path, "--but", str(folder / DOCUMENT), "--output", clean]
-        echo(f"to train without the leaks: python -m jobs {shlex.join(words)}")
+        echo(f"to train without the leaks, type python -m jobs {shlex.join(words)}")

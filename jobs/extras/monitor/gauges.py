@@ -1,11 +1,11 @@
-"""Exports a run's state as Ray metrics for Prometheus: ray_patchline_loss{run, stage}, ray_patchline_restarts{…}, …
+"""Export a run's state as Ray metrics for Prometheus: ray_patchline_loss{run, stage}, ray_patchline_restarts{…}, …
 
-The driver sets them, so they appear on the metrics port of the driver's node. Every other node exports its workers
-(jobs/cluster/ray_agent.py), and Ray exports the CPUs, GPUs, memory, disks and network of each node. Ray's own way to
-report numbers from a worker, `train.report`, delays the step by 2 s per call (measured).
+The driver sets these gauges, so they appear on the metrics port of the driver's node. Each node also exports a gauge
+for its workers (jobs/cluster/ray_agent.py), and Ray exports the CPUs, GPUs, memory, disks and network of each node.
+Ray's own method to report numbers from a worker, `train.report`, delays the step by 2 s per call (measured).
 
-Ray drops a gauge that has not been set for about 25 s (measured with Ray 2.60). So the gauges of a finished stage
-disappear, and those of a running stage are set at every poll, even without a new report.
+Ray drops a gauge that has not been set for about 25 s (measured with Ray 2.60). Therefore, the gauges of a finished
+stage disappear, and those of a running stage are set at every poll, even if there is no new report.
 """
 
 from __future__ import annotations
@@ -46,23 +46,23 @@ OF_REPORT = (
 )
 # Values that the driver adds, with their descriptions.
 OF_DRIVER = {
-    "waiting": "1 while no attempt is running: the stage waits for resources or for its next attempt",
-    "restarts": "restarts of the stage: attempts after the first",
-    "incidents": "incidents of the stage, as in incidents.txt",
+    "waiting": "1 while no attempt is running because the stage waits for resources or for its next attempt",
+    "restarts": "number of restarts of the stage: attempts after the first",
+    "incidents": "number of incidents of the stage, as in incidents.txt",
     "report_age_s": "seconds since the newest report",
     "checkpoint_step": "step of the newest committed checkpoint",
     "checkpoint_age_s": "seconds since the newest commit",
-    "is_finite": "0 if the newest loss or gradient norm is not finite; their gauges are then not set",
+    "is_finite": "0 if the newest loss or gradient norm is not finite, in which case their gauges are not set",
 }
-# Values of the command, also set between stages.
+# Values of the command, which are also set between stages.
 OF_RUN = {
     "lease_age_s": "seconds since the driver last renewed the run's lease",
-    "exit_code": "exit code of the command, exported for the last seconds of its gauges",
+    "exit_code": "exit code of the command, exported for a few seconds after its end",
 }
 
 
 def values_of(message: StatusMessage) -> dict[str, float]:
-    """Return the values of a stage's gauges by name, without unknown and non-finite values."""
+    """Return the values of a stage's gauges by name, omitting unknown and non-finite values."""
     values: dict[str, float] = {
         "waiting": float(message.state == "waiting"),
         "restarts": float(max(0, message.attempts - 1)),
@@ -73,13 +73,13 @@ def values_of(message: StatusMessage) -> dict[str, float]:
             number = message.report.get(name)
             if number is not None:
                 values[name] = float(number)
-        # Clocks of nodes differ: a record's time can be in the future.
+        # The clocks of nodes differ, so a record's time can be in the future.
         values["report_age_s"] = max(0.0, message.time - message.report["time"])
         values["is_finite"] = float(math.isfinite(values.get("loss", 0.0) + values.get("grad_norm", 0.0)))
     if message.commit is not None:
         values["checkpoint_step"] = float(message.commit["step"])
         values["checkpoint_age_s"] = max(0.0, message.time - message.commit["time"])
-    # Ray drops NaN silently (measured).
+    # Omit NaN, which Ray drops silently (measured).
     return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
@@ -95,14 +95,14 @@ class Gauges(ThreadedWatcher):
         self.gauges: dict[str, Gauge] = {}
 
     def started(self, campaign: Campaign, lease: Lease, log: Log) -> None:
-        """Remember the campaign and its lease; there is no cluster yet."""
+        """Store the campaign and its lease; the cluster is joined later."""
         self.campaign = campaign
         self.lease = lease
 
     def stage(self, context: Context) -> None:
-        """Create the gauges before the first stage that runs on Ray. They survive a reconnection (measured)."""
+        """Create the gauges before the first stage that runs on Ray; they survive a reconnection (measured)."""
         super().stage(context)
-        # If Ray was not imported, there is no connection; importing it would take seconds.
+        # If Ray has not been imported, there is no connection; importing it would take seconds.
         if self.gauges or "ray" not in sys.modules or not sys.modules["ray"].is_initialized():
             return
         from ray.util.metrics import Gauge
@@ -127,6 +127,6 @@ class Gauges(ThreadedWatcher):
         tags = {"run": run.name}
         self.gauges["lease_age_s"].set(self.lease.age_s(), tags=tags)
         exit_code = json.loads((run / "status.json").read_text())["exit_code"]
-        # The last call comes after the command has recorded its end; Ray exports it when the cluster is left.
+        # The last call comes after the command has recorded its exit code; Ray exports it when leaving the cluster.
         if exit_code is not None:
             self.gauges["exit_code"].set(exit_code, tags=tags)

@@ -3,8 +3,8 @@
     class Gauges(ThreadedWatcher):
         def show(self, message: StatusMessage) -> None: ...
 
-The driver stores the newest status message. Every five seconds the thread passes it to `show` (Ray gauges must be set
-at least every 20 s). If a call fails, one line is logged and the next call tries again.
+The driver stores the newest status message. Every five seconds, the thread passes it to `show`; Ray gauges must be set
+at least every 20 s. If a call fails, a line is logged, and the next call retries.
 """
 
 import threading
@@ -19,22 +19,21 @@ from jobs.run.reading import StatusMessage
 from jobs.run.watchers import Watcher
 
 SHOW_EVERY_S = 5.0
-# A running attempt sends two messages per second; the limit allows for a busy machine.
-SILENT_S = 5.0
-CLOSE_S = 5.0  # for the last call; Ray's head may not answer
+SILENT_S = 5.0  # after this long without a message (usually two per second), show the stage as waiting
+CLOSE_S = 5.0  # maximum wait for the last call, because Ray's head may not respond
 
 
 class ThreadedWatcher(Watcher):
-    """A watcher whose `show` may take long or never return."""
+    """Base class of watchers whose `show` may take long or never return."""
 
     name = ""  # prefix of its lines in the log
     close_s: float | None = None  # how long `close` waits for the last call; None: CLOSE_S
 
     def __init__(self) -> None:
         self.is_shown = False  # whether the current stage has workers
-        self.newest: StatusMessage | None = None  # of the current stage
-        self.ends: deque[StatusMessage] = deque()  # last messages of finished stages, not yet shown
-        self.complaints: set[str] = set()  # failures that were already logged
+        self.newest: StatusMessage | None = None  # newest message of the current stage
+        self.ends: deque[StatusMessage] = deque()  # last messages of ended stages that are not shown yet
+        self.complaints: set[str] = set()  # failures that have been logged
         self.closing = threading.Event()
         self.log: Callable[[str], None] = print
         self.thread: threading.Thread | None = None
@@ -48,7 +47,7 @@ class ThreadedWatcher(Watcher):
         """Show the state of the command; runs in the thread at every interval and once at the end."""
 
     def start(self, log: Callable[[str], None]) -> None:
-        """Start the thread; earlier messages are kept for it."""
+        """Start the thread; it also shows messages that were stored before it started."""
         self.log = log
         self.thread = threading.Thread(target=self.work, name=self.name, daemon=True)
         self.thread.start()
@@ -56,7 +55,7 @@ class ThreadedWatcher(Watcher):
     # -------------------------------------------------------------------- as a watcher
 
     def stage(self, context: Context) -> None:
-        """Show this stage from now on if it has workers."""
+        """Show this stage from now on, if it has workers."""
         self.is_shown = context.stage.kind.needs_workers
 
     def status(self, message: StatusMessage) -> None:
@@ -70,14 +69,14 @@ class ThreadedWatcher(Watcher):
             self.newest = message
 
     def close(self) -> None:
-        """Show the remaining messages and end the thread; give up if a call does not return in time."""
+        """Show the remaining messages and stop the thread; give up if a call does not return in time."""
         if self.thread is None:
             return
         self.closing.set()
         close_s = CLOSE_S if self.close_s is None else self.close_s
         self.thread.join(close_s)
         if self.thread.is_alive():
-            self.log(f"{self.name}: no answer within {close_s:g} s; the last values may be missing")
+            self.log(f"{self.name}: no response within {close_s:g} s; the last values may be missing")
 
     # -------------------------------------------------------------------- the thread
 
@@ -87,7 +86,7 @@ class ThreadedWatcher(Watcher):
         while not is_closing:
             is_closing = self.closing.wait(SHOW_EVERY_S)
             newest = self.newest
-            # Show finished stages before the stage that follows them.
+            # Show ended stages before the current one.
             while self.ends:
                 with self.failures_logged():
                     self.show(self.ends.popleft())
@@ -103,12 +102,12 @@ class ThreadedWatcher(Watcher):
 
     @contextmanager
     def failures_logged(self) -> Iterator[None]:
-        """Log each exception of the block once, and continue."""
+        """Log each distinct exception of the block once, and continue."""
         try:
             yield
         except Exception as error:
             first_line = str(error).strip().partition("\n")[0]
             complaint = f"{self.name}: {type(error).__name__}: {first_line}"
             if complaint not in self.complaints:
-                self.log(f"{complaint}; the run continues, and monitoring resumes once the problem is gone")
+                self.log(f"{complaint}; the run continues, and monitoring resumes when the problem is solved")
             self.complaints.add(complaint)

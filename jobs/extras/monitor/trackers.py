@@ -1,15 +1,15 @@
-"""Sends the metrics of a run to Weights & Biases and MLflow if its recipe names them.
+"""Send the metrics of a run to Weights & Biases and MLflow, if its recipe configures them.
 
     trackers: {wandb: {project: vit}, mlflow: {uri: "https://mlflow.example"}}
 
-1. Each tracker has a separate thread in the driver: a server that does not respond blocks only this thread.
-2. The thread sends new records of the stage's metrics.jsonl: the numbers of each record, at its step.
-3. `tracker-wandb.json` in the stage's folder stores the tracker's id of the stage and the number of bytes sent. After a
-   restart the thread resumes the same tracker run and sends nothing twice.
-4. When a stage ends, the thread sends the rest for up to CLOSE_S; the next command on an unfinished stage sends what
-   is still missing.
+1. Each tracker has a separate thread in the driver, so that a server that does not respond blocks only this thread.
+2. The thread sends the numbers in new records of the stage's metrics.jsonl, each at its step.
+3. `tracker-wandb.json` in the stage's folder stores the id of the tracker run and the number of bytes sent. After a
+   restart, the thread resumes the same tracker run and sends nothing twice.
+4. When a stage ends, the thread sends the rest, for at most CLOSE_S. If the stage is unfinished, the next command sends
+   what is missing.
 
-A failure logs one line and never stops the run. API keys come from the environment, as the clients expect them
+A failure is logged and never stops the run. API keys come from the environment variables of the clients
 (WANDB_API_KEY, MLFLOW_TRACKING_TOKEN, …).
 """
 
@@ -32,17 +32,20 @@ from pipeline import config
 from pipeline.identity import code_version, git_commit
 from pipeline.monitoring.telemetry import Record
 
-CLOSE_S = 15.0  # time to send the remaining records when a command ends
-OPEN_S = 10.0  # time for the W&B server to respond; the client's default of 90 s would delay the end of the command
+CLOSE_S = 15.0  # maximum time to send the remaining records when a command ends
+OPEN_S = 10.0  # timeout for the W&B server; the client's default of 90 s would delay the end of the command
 NOT_NUMBERS = ("kind", "time", "attempt", "step")
-LONGEST_TEXT = 500  # characters of a parameter in MLflow
+LONGEST_TEXT = 500  # maximum number of characters of a parameter in MLflow
 
-Facts = Mapping[str, Any]  # description of a stage without its metrics (`facts_of`)
+Facts = Mapping[str, Any]  # description of a stage, without metrics (`facts_of`)
 Log = Callable[[str], None]
 
 
 class Wandb:
-    """Creates one W&B run per stage, grouped by campaign run; the W&B client sends from a separate process."""
+    """Sends to Weights & Biases: one W&B run per stage, grouped by run directory.
+
+    The W&B client sends from a separate process.
+    """
 
     def __init__(self, options: WandbConfig) -> None:
         import wandb
@@ -52,11 +55,11 @@ class Wandb:
         self.run: Any = None
 
     def open(self, message: StatusMessage, facts: Facts, run_id: str) -> tuple[str, str]:
-        """Create the run of a stage, or resume the run with this id; return the id and the address of the run."""
+        """Create the W&B run of a stage, or resume the one with this id; return its id and address."""
         self.run = self.wandb.init(
             project=self.options.project,
             entity=self.options.entity or None,
-            # Choose the id here: it is then known before the server responds, and also offline.
+            # Choose the id here, so that it is known offline and before the server responds.
             id=run_id or secrets.token_hex(6),
             resume="allow",
             name=f"{message.run}/{message.stage}",
@@ -64,7 +67,7 @@ class Wandb:
             config=dict(facts),
             allow_val_change=True,
             dir=message.directory,
-            # Do not record the driver's output, resource usage and code: they do not describe the training.
+            # Do not record the driver's output, resource usage and code, which do not describe the training.
             settings=self.wandb.Settings(
                 silent=True,
                 console="off",
@@ -75,7 +78,7 @@ class Wandb:
                 finish_timeout=CLOSE_S,
             ),
         )
-        # An attempt that resumes from a checkpoint reports steps again: W&B's own step counter would drop these.
+        # An attempt that resumes from a checkpoint reports steps again, which W&B's own step counter would drop.
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
         return self.run.id, f"at {self.run.url or f'offline in {self.run.dir}; later: wandb sync'}"
@@ -89,7 +92,7 @@ class Wandb:
 
 
 class Mlflow:
-    """Creates one MLflow run per stage, named after the campaign run."""
+    """Sends to MLflow: one MLflow run per stage, named after run directory and stage."""
 
     def __init__(self, options: MlflowConfig) -> None:
         import mlflow
@@ -100,7 +103,7 @@ class Mlflow:
         self.run_id = ""
 
     def open(self, message: StatusMessage, facts: Facts, run_id: str) -> tuple[str, str]:
-        """Create the run of a stage, or resume the run with this id; return the id and a description."""
+        """Create the MLflow run of a stage, or resume the one with this id; return its id and a description."""
         if not run_id:
             experiment = self.client.get_experiment_by_name(self.options.experiment)
             if experiment is None:
@@ -110,8 +113,8 @@ class Mlflow:
             run_id = self.client.create_run(experiment_id, run_name=f"{message.run}/{message.stage}").info.run_id
         self.run_id = run_id
         self.client.update_run(run_id, status="RUNNING")
-        # MLflow refuses to change a parameter: fields that changed on resume keep their first value. Tags can change
-        # and describe the current start.
+        # MLflow parameters cannot change, so fields that changed on resume keep their first value. Tags can change, and
+        # describe the current start.
         known = self.client.get_run(run_id).data.params
         parameters = []
         for name, value in flat(facts, message.stage).items():
@@ -143,7 +146,7 @@ class Tracker(ThreadedWatcher):
         self.name = name
         self.close_s = CLOSE_S
         self.client = client
-        self.facts: dict[Path, Facts] = {}  # by the stage's folder
+        self.facts: dict[Path, Facts] = {}  # stage's folder → its description
         self.open_stage: Path | None = None
 
     def stage(self, context: Context) -> None:
@@ -152,7 +155,7 @@ class Tracker(ThreadedWatcher):
         self.facts[context.directory] = facts_of(context.campaign, context.stage)
 
     def show(self, message: StatusMessage) -> None:
-        """Send the records that the stage has added since the last call; close its tracker run if it has ended."""
+        """Send the stage's new records; close its tracker run if the stage has ended."""
         path = message.directory / f"tracker-{self.name}.json"
         memory: dict[str, Any] = {"id": "", "bytes": 0}
         if path.exists():
@@ -163,7 +166,7 @@ class Tracker(ThreadedWatcher):
                 break
             if self.open_stage != message.directory:
                 memory["id"], place = self.client.open(message, self.facts[message.directory], memory["id"])
-                # Save the id immediately: otherwise a restart would create another tracker run.
+                # Save the id immediately, so that a restart does not create another tracker run.
                 write_atomically(path, json.dumps(memory))
                 self.open_stage = message.directory
                 self.log(f"{self.name}: {message.stage} is {place}")
@@ -176,7 +179,7 @@ class Tracker(ThreadedWatcher):
 
 
 class Trackers(Watcher):
-    """Sends a run's metrics to every tracker in its recipe."""
+    """Sends a run's metrics to all trackers in its recipe."""
 
     def __init__(self) -> None:
         self.trackers: list[Tracker] | None = None  # None before the first stage
@@ -202,7 +205,7 @@ class Trackers(Watcher):
 
 
 def start_trackers(options: TrackersConfig, log: Log) -> list[Tracker]:
-    """Start every tracker in the recipe; if a client fails to start, log it and continue without it."""
+    """Start all trackers in the recipe; if a client fails to start, log the error and continue without it."""
     trackers = []
     for name in options.used():
         try:
@@ -210,7 +213,7 @@ def start_trackers(options: TrackersConfig, log: Log) -> list[Tracker]:
         except Exception as error:
             log(f"{name}: {error}; the run continues without this tracker")
             if isinstance(error, ImportError):
-                log("  to use it, type on the driver's machine: pip install 'patchline[trackers]'")
+                log("  to use it, type on the driver's machine pip install 'patchline[trackers]'")
             continue
         tracker = Tracker(name, client)
         tracker.start(log)
@@ -219,7 +222,7 @@ def start_trackers(options: TrackersConfig, log: Log) -> list[Tracker]:
 
 
 def facts_of(campaign: Campaign, stage: Stage) -> dict[str, Any]:
-    """Return the description of a stage that is sent to trackers."""
+    """Return a description of a stage for trackers."""
     keys = {}
     for other in campaign.stages:
         keys[other.name] = other.key
@@ -240,7 +243,7 @@ def facts_of(campaign: Campaign, stage: Stage) -> dict[str, Any]:
 
 
 def numbers_of(record: Record) -> dict[str, float]:
-    """Return a record's numbers under their names in TensorBoard: {"train/loss": 2.841, …}."""
+    """Return a record's numbers, named as in TensorBoard: {"train/loss": 2.841, …}."""
     numbers = {}
     for name, value in record.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)

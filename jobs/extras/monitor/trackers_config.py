@@ -15,7 +15,7 @@ from jobs.cluster_config import check_environment
 class WandbConfig:
     """Weights & Biases, through `pip install wandb`; WANDB_MODE=offline keeps everything in the stage's folder."""
 
-    project: str = ""  # project of the W&B runs; "": do not use W&B
+    project: str = ""  # project of the W&B runs; "": W&B is not used
     entity: str = ""  # user or team that owns the project; "": the owner of the API key
 
     RESUME: ClassVar[Mapping[str, str]] = dict.fromkeys(["project", "entity"], "free")
@@ -25,7 +25,7 @@ class WandbConfig:
 class MlflowConfig:
     """MLflow, through `pip install mlflow-skinny` or `mlflow`."""
 
-    uri: str = ""  # tracking server, database, or absolute folder; "": do not use MLflow
+    uri: str = ""  # tracking server, database, or absolute folder; "": MLflow is not used
     experiment: str = "patchline"  # experiment of the MLflow runs
 
     RESUME: ClassVar[Mapping[str, str]] = dict.fromkeys(["uri", "experiment"], "free")
@@ -35,7 +35,7 @@ class MlflowConfig:
         is_relative = self.uri and "://" not in self.uri and not self.uri.startswith("/")
         if is_relative:
             raise ConfigError(
-                f"mlflow.uri is {self.uri}, expected https://… or an absolute folder\n  type the path from /"
+                f"mlflow.uri is {self.uri}, expected https://… or an absolute folder\n  type the path starting with /"
             )
 
 

@@ -8,12 +8,12 @@ from jobs.commands.arguments import Debug
 
 
 def minutes_of(text: str) -> float:
-    """Parse a time and return minutes; a unit is optional: 10, 90s, 2min, 1h."""
+    """Parse a duration and return minutes, which are also the default unit: 10, 90s, 2min, 1h."""
     from pipeline.values import SECONDS, read_number
 
     number = read_number(text, "_s", whole=False)
     if number is None:
-        raise typer.BadParameter(f"{text!r} is not a time; expected minutes (10) or a unit: 90s, 2min, 1h")
+        raise typer.BadParameter(f"{text!r} is not a duration; expected minutes, such as 10, or a unit: 90s, 2min, 1h")
     has_unit = text.strip().endswith(tuple(SECONDS))
     if has_unit:
         number /= 60
@@ -25,22 +25,29 @@ def new(
         list[str], typer.Argument(help="Class folders, WebDataset tars, parquet files, a CSV, or unlabelled images.")
     ],
     model: Annotated[
-        str | None, typer.Option(help="Model, for example S/16; default: chosen for the images and this machine.")
+        str | None, typer.Option(help="Model, such as S/16; default: selected for the images and this machine.")
     ] = None,
-    init: Annotated[str | None, typer.Option(metavar="WEIGHTS", help="Fine-tune these weights.")] = None,
+    init: Annotated[
+        str | None,
+        typer.Option(metavar="WEIGHTS", help="Fine-tune these weights with settings published for their kind."),
+    ] = None,
     output: Annotated[
-        str | None, typer.Option(metavar="FILE.yaml", help="Recipe to write; default FOLDER.yaml.")
+        str | None, typer.Option(metavar="FILE.yaml", help="Recipe to write; default: FOLDER.yaml.")
     ] = None,
     minutes: Annotated[
         float | None,
-        typer.Option(parser=minutes_of, metavar="MINUTES", help="Training time; default 10, with a GPU 60."),
+        typer.Option(parser=minutes_of, metavar="MINUTES", help="Training time; default: 10, or 60 with a GPU."),
     ] = None,
     unlabelled: Annotated[
-        bool, typer.Option("--unlabelled", help="Ignore labels; train masked patch prediction.")
+        bool, typer.Option("--unlabelled", help="Ignore labels, and train by masked patch prediction.")
+    ] = False,
+    probe: Annotated[
+        bool,
+        typer.Option("--probe", help="With --init: fit a linear classifier to frozen features; train nothing else."),
     ] = False,
     _debug: Debug = False,
 ) -> None:
-    """Inspect images and write a recipe that is ready to train on them."""
+    """Inspect images, and write a recipe that trains on them."""
     from jobs.extras.new import new
 
-    new.new(images, model=model, init=init, output=output, minutes=minutes, unlabelled=unlabelled)
+    new.new(images, model=model, init=init, output=output, minutes=minutes, unlabelled=unlabelled, probe=probe)

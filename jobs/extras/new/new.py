@@ -1,4 +1,4 @@
-"""Implements `patchline new FOLDER`: inspects images and this machine, and writes a recipe that is ready to run.
+"""Implements `patchline new FOLDER`: inspect images and this machine, and write a recipe that is ready to run.
 
     photos: 600 images of 3 classes (cat 200, dog 200, fox 200), median size 500 × 375 px
     held out: 20% of each class, because no part is named val or test
@@ -6,13 +6,12 @@
     next: python -m jobs run photos.yaml
 
 1. `data.extras.survey.survey` inspects the images.
-2. training.py chooses model, length and augmentation: settings known to work at this data size, whose sources the
-   recipe's comments name, and the training speed of this machine.
+2. training.py selects model, length and augmentation. It uses settings known to work at this data size, whose sources
+   are named in the recipe's comments, and the training speed of this machine.
 3. `write_recipe` renders new.yaml.jinja, which explains each choice in a comment.
 """
 
 import json
-import math
 import re
 import shlex
 from pathlib import Path
@@ -26,6 +25,7 @@ from data.extras.survey.survey import FoundSet, Sets, one_place, survey
 from data.files import write_atomically
 from data.index.names import preview
 from data.index.shard import IMAGES
+from data.walk import matching
 from jobs.named_stages import find_stage, near_path
 from jobs.recipe.key import model_at
 from jobs.terminal import ProgressMeter, activity, as_typed, echo
@@ -33,16 +33,16 @@ from pipeline.architecture import model_config
 from pipeline.evaluation.any_weights import is_foreign
 from pipeline.values import amount, duration, flow_yaml
 
-if TYPE_CHECKING:  # imports torch, which takes seconds; a path without images is reported before that
+if TYPE_CHECKING:  # imports torch, which takes seconds and would delay an error about a path without images
     from jobs.extras.new.training import Machine, TrainingChoice
 
 MOST_BAD = 0.1  # maximum fraction of unreadable images among the opened ones
-# Advice for images without classes, by their source.
+# How to add classes to images without labels, by their source.
 TO_HAVE_CLASSES = {
-    "folder": "sort the images into a sub-folder for each class, and name the folder above these",
-    "table": "give the table a column label",
-    "parquet": "give the parquet a column label",
-    "shards": "put a .cls or .json with a label next to each image in the tars",
+    "folder": "sort the images into one subfolder per class, and type the folder that contains the subfolders",
+    "table": "add a column label to the table",
+    "parquet": "add a column label to the parquet file",
+    "shards": "add a .cls or .json file with a label next to each image in the tars",
     "index": "index shards whose images have labels",
 }
 
@@ -55,50 +55,56 @@ def new(
     output: str | None,
     minutes: float | None,
     unlabelled: bool,
+    probe: bool = False,
 ) -> None:
-    """Write a recipe for the images at a path, or at all paths to which the shell expanded a pattern.
+    """Write a recipe for the images at a path, or at the paths to which the shell has expanded a pattern.
 
     Raises DataError, ConfigError, or UsageError, for example if the recipe exists.
     """
     # 1. Check the arguments before the images are counted.
-    # 1. What was typed, before the images are counted.
     place = one_place(places)
-    if "://" not in place and not Path(place).exists() and not list(Path(place).parent.glob(Path(place).name)):
+    if "://" not in place and not all(path.exists() for path in matching(place)):
         raise DataError(
-            f"nothing found at {place}{near_path(place)}\n  expected a folder of images, tars, a table or parquet"
+            f"no file or folder at {place}{near_path(place)}\n"
+            "  expected a folder of images, tars, a table or parquet files"
         )
-    name = name_of(place)
-    recipe = Path(output or f"{name}.yaml")
+    recipe = Path(output or f"{name_of(place)}.yaml")
     if recipe.is_dir():
-        raise UsageError(f"--output {recipe} is a folder\n  expected a file name, for example {recipe / name}.yaml")
+        example = recipe / f"{name_of(place)}.yaml"
+        raise UsageError(f"--output {recipe} is a folder\n  expected a file name, for example {example}")
     if recipe.exists():
         raise UsageError(
-            f"{recipe} exists already and is not overwritten\n  type --output OTHER.yaml, or delete it first"
+            f"{recipe} already exists and is not overwritten\n  type --output OTHER.yaml, or delete it first"
         )
     if not recipe.parent.is_dir():
         raise UsageError(
-            f"--output {recipe}: the folder {recipe.parent} does not exist\n  create it, or choose another folder"
+            f"--output {recipe}: the folder {recipe.parent} does not exist\n  create it, or type another folder"
         )
     if minutes is not None and not minutes > 0:
         raise UsageError(
-            f"--minutes {minutes:g}: expected a training time greater than 0\n  type --minutes 10, or omit the option"
+            f"--minutes is {minutes:g}, expected a training time greater than 0\n"
+            "  type --minutes 10, or omit the option"
         )
     if model is not None:
         if init is not None:
-            raise UsageError("--init already determines the model: that of the weights\n  omit --model")
-        # Raises ConfigError if there is no model of this name.
+            raise UsageError(
+                "--model cannot be combined with --init, whose weights determine the model\n  omit --model"
+            )
+        # Raises ConfigError if the model is unknown.
         model_config({"name": model, "image_size": 224, "classes": 2})
+    if probe and init is None:
+        raise UsageError("--probe evaluates the features of weights\n  add --init WEIGHTS")
     if init is not None:
         init = find_stage(init)
         if is_foreign(init):
             raise UsageError(
-                f"--init {init} is in the format of another library\n  convert it first: type python -m jobs import "
-                f"{init} weights/{name_of(init)}, then --init weights/{name_of(init)}"
+                f"--init {init} is in the format of another library\n  first type python -m jobs import "
+                f"{init} weights/{name_of(init)}, then use --init weights/{name_of(init)}"
             )
         if model_at(init) is None:
             raise DataError(
-                f"--init {init} contains no weights\n  expected RUN/STAGE, or a folder that a stage or "
-                "`python -m jobs import` has written, for example runs/photos/pretrain-1a2b3c4d"
+                f"--init {init} contains no weights\n  expected RUN/STAGE, or a folder written by a stage or by "
+                "python -m jobs import, for example runs/photos/pretrain-1a2b3c4d"
             )
 
     # 2. Inspect the images.
@@ -106,22 +112,22 @@ def new(
     whole = Path(place).resolve()
     if sets.train.source == "folder" and Path.cwd().is_relative_to(whole):
         raise UsageError(
-            f"{place} contains the current folder: the run would be written among the images\n"
+            f"{place} contains the current folder, so the run would be written among the images\n"
             f"  type cd {shlex.quote(str(whole.parent))}, then python -m jobs new {shlex.quote(whole.name)}"
         )
     describe(sets.train)
     bad = sets.train.bad.total()
     if bad > MOST_BAD * sets.train.opened:
         raise DataError(
-            f"{bad} of {sets.train.opened} opened images cannot be read, first {sets.train.first_bad}\n"
-            f"  expected at most {MOST_BAD:.0%}: restore them from their source, or remove them"
+            f"{bad} of {sets.train.opened} opened images cannot be read; the first is {sets.train.first_bad}\n"
+            f"  expected at most {MOST_BAD:.0%}; restore them from their source, or remove them"
         )
     if init is not None and not sets.train.classes:
-        raise UsageError("--init fine-tunes on labels, but these images have none\n  omit --init to pretrain on them")
+        raise UsageError("--init needs labels for fine-tuning, but these images have none\n  omit --init to pretrain")
     if sets.test is not None:
         describe(sets.test)
     elif not sets.train.classes and not unlabelled:
-        echo("no labels: masked patch prediction learns features, not classes")
+        echo("no labels: masked patch prediction learns features, but no classes")
         # The folder may be one of several class folders.
         folder = Path(sets.train.path)
         siblings = []
@@ -130,44 +136,64 @@ def new(
                 siblings.append(other.name)
         if sets.train.source == "folder" and siblings:
             above = shlex.quote(str(folder.parent))
-            echo(f"if it is one class and {preview(siblings)} next to it are others, type python -m jobs new {above}")
+            echo(
+                f"if this folder is one class, and the folders {preview(siblings)} next to it are other classes, "
+                f"type python -m jobs new {above}"
+            )
         else:
-            echo(f"for classes {TO_HAVE_CLASSES[sets.train.source]}")
+            echo(f"to train on classes, {TO_HAVE_CLASSES[sets.train.source]}")
     elif sets.held_out:
-        echo(f"held out: {sets.held_out}% of each class, because no part is named val or test")
+        echo(f"held out: {sets.held_out}% of each class for evaluation, because no part is named val or test")
     elif sets.train.classes:
         echo("held out: nothing, because most classes have too few images; accuracy is not measured")
 
-    # 3. Choose how to train on them.
+    name = unused_run_name(recipe)
+    if probe and init is not None:
+        write_probe(recipe, name, sets, init)
+        echo(f"next: python -m jobs run {shlex.quote(str(recipe))}")
+        return
+
+    # 3. Select the training settings.
     from jobs.extras.new.training import MINUTES_ON_CPU, MINUTES_ON_GPU, choose, this_machine
 
-    activity.now("new: measuring how fast this machine trains, on one core …")
+    activity.now("new: measuring the training speed of this machine on one core …")
     machine = this_machine()
     if minutes is None:
         minutes = MINUTES_ON_GPU if machine.gpus else MINUTES_ON_CPU
     choice = choose(sets, machine, 60 * minutes, name=model, init=init)
     write_recipe(recipe, name, sets, choice, machine)
     echo(f"next: python -m jobs run {shlex.quote(str(recipe))}")
-    echo(f"  it writes runs/{name} here; the same command resumes it")
+    echo(f"  this writes runs/{name}; to resume after an interruption, type the same command again")
+
+
+def unused_run_name(recipe: Path) -> str:
+    """Return the name of a recipe's run: that of its file, with a number if runs/ already has a run of this name."""
+    name = re.sub(r"[^\w-]+", "-", recipe.stem).strip("-") or "images"
+    unused = name
+    number = 2
+    while Path("runs", unused).exists():
+        unused = f"{name}-{number}"
+        number += 1
+    return unused
 
 
 def name_of(place: str) -> str:
-    """Return the name of a run on the images at a path: photos for photos/train, cifar10 for cifar10-train-*.tar."""
+    """Derive a recipe's name from the path of its images: photos for photos/train, cifar10 for cifar10-train-*.tar."""
     path = Path(place)
     if path.name in ("", ".", ".."):
         path = path.resolve()
-    stem = re.sub(r"[-_.]?\*.*|(\.\w+)+$", "", path.name)
+    stem = re.sub(r"[-_.]?[*{].*|(\.\w+)+$", "", path.name)
     stem = re.sub(r"[-_.]*(train|training)[-_.]*$", "", stem, flags=re.IGNORECASE) or path.resolve().parent.name
     return re.sub(r"[^\w-]+", "-", stem).strip("-") or "images"
 
 
 def describe(image_set: FoundSet) -> None:
-    """Print the contents of a set, and the images that are excluded."""
+    """Print the contents of a data set, and which images are excluded."""
     text = f"{image_set.path}: {image_set.images:,} images"
     if image_set.classes:
         largest = []
         for name, count in image_set.class_counts.most_common(3):
-            # A class named by a number would run together with the count.
+            # Mark a class named by a number, to distinguish it from the count.
             shown = f"class {name}:" if name.isdigit() else printable(name[:40])
             largest.append(f"{shown} {count:,}")
         if len(image_set.class_counts) > len(largest):
@@ -182,23 +208,14 @@ def describe(image_set: FoundSet) -> None:
         reasons = ", ".join(f"{count} × {reason}" for reason, count in image_set.bad.most_common())
         text += f"; {image_set.bad.total()} of {image_set.opened} opened images cannot be read: {reasons}"
         if image_set.first_bad:
-            text += f", first {image_set.first_bad}"
+            text += f"; the first is {image_set.first_bad}"
     echo(text)
     for note in image_set.notes:
         echo(f"  {note}")
 
 
-def write_recipe(path: Path, name: str, sets: Sets, choice: "TrainingChoice", machine: "Machine") -> None:
-    """Render the recipe: the data sets of its stages, and one line with a reason for each choice."""
-    # 1. The cluster.
-    cluster: dict[str, Any] = {"backend": "processes", "workers": machine.workers}
-    cores_of_worker = max(1, machine.cores // machine.workers)
-    if machine.gpus:
-        cluster["gpus_per_worker"] = 1
-    if cores_of_worker > 1:
-        cluster["cpus_per_worker"] = cores_of_worker
-
-    # 2. The inputs of the stages: sets without an index are packed first, then a part of them is held out.
+def inputs_of(sets: Sets) -> tuple[dict[str, dict[str, Any]], dict[str, str], str]:
+    """Return the sets to pack, the quoted paths for training and evaluation, and the path of the set to split."""
     places = {}
     packed = {}
     for set_name, image_set in (("train", sets.train), ("test", sets.test)):
@@ -217,6 +234,21 @@ def write_recipe(path: Path, name: str, sets: Sets, choice: "TrainingChoice", ma
     path_of_parts = places["train"]
     if sets.held_out:
         places = {"train": '"@parts/train"', "test": '"@parts/held-out"'}
+    return packed, places, path_of_parts
+
+
+def write_recipe(path: Path, name: str, sets: Sets, choice: "TrainingChoice", machine: "Machine") -> None:
+    """Render the recipe: the data sets of its stages, and one line with a reason for each choice."""
+    # 1. The cluster.
+    cluster: dict[str, Any] = {"backend": "processes", "workers": machine.workers}
+    cores_of_worker = max(1, machine.cores // machine.workers)
+    if machine.gpus:
+        cluster["gpus_per_worker"] = 1
+    if cores_of_worker > 1:
+        cluster["cpus_per_worker"] = cores_of_worker
+
+    # 2. The inputs of the stages: sets without an index are packed first, then a part of them is held out.
+    packed, places, path_of_parts = inputs_of(sets)
     if choice.init is not None:
         places["init"] = quoted(choice.init)
 
@@ -225,15 +257,8 @@ def write_recipe(path: Path, name: str, sets: Sets, choice: "TrainingChoice", ma
     if passes == "1":
         unit = "pass"
     seconds = duration(choice.steps * choice.batch_size / choice.rate)
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.filters["flow"] = flow_yaml
-    text = environment.get_template("new.yaml.jinja").render(
+    text = render(
+        "new.yaml.jinja",
         train=sets.train,
         percent=sets.held_out,
         choice=choice,
@@ -242,13 +267,12 @@ def write_recipe(path: Path, name: str, sets: Sets, choice: "TrainingChoice", ma
         path_in_shell=shlex.quote(str(path)),
         cluster=cluster,
         packed=packed,
-        # Twice the observed fraction: a run stops if more of its samples are bad.
+        # Twice the observed fraction; a run stops if more of its samples are bad.
         bad_fraction=f"{2 * sets.train.bad.total() / max(1, sets.train.opened):.1g}",
         path_of_parts=path_of_parts,
         places=places,
         processes=min(16, max(1, cores_of_worker - 1)),
-        # 0.03 at batch size 512, scaled with the square root of the batch size.
-        lr_of_finetuning=f"{0.03 * math.sqrt(choice.batch_size / 512):.1g}",
+        lr_of_finetuning=f"{choice.finetuning.lr_at(choice.batch_size):.1g}" if choice.finetuning else "",
         passes=passes,
         duration=seconds,
     )
@@ -259,13 +283,53 @@ def write_recipe(path: Path, name: str, sets: Sets, choice: "TrainingChoice", ma
     )
     if choice.is_over_time:
         echo(
-            f"  longer than --minutes: fewer than {choice.steps} steps would train nothing\n"
-            "  choose a smaller --model, or more --minutes"
+            f"  this takes longer than --minutes, because a useful training needs at least {choice.steps} steps\n"
+            "  type a smaller --model, or more --minutes"
         )
+
+
+def write_probe(path: Path, name: str, sets: Sets, init: str) -> None:
+    """Render the recipe of a linear probe: frozen features of the weights, and classifiers fitted to them."""
+    packed, places, path_of_parts = inputs_of(sets)
+    if "test" not in places:
+        raise UsageError(
+            "--probe needs images to measure accuracy on, but no part is named val or test and the classes have too "
+            "few images to hold some out\n  add a folder val"
+        )
+    from pipeline.evaluation import any_weights
+
+    recorded = any_weights.recorded_preprocessing(init)
+    preprocessing = "not recorded: resized to the model's size" if recorded is None else f"recorded: {recorded.ops}"
+    text = render(
+        "probe.yaml.jinja",
+        train=sets.train,
+        percent=sets.held_out,
+        name=name,
+        path_in_shell=shlex.quote(str(path)),
+        packed=packed,
+        path_of_parts=path_of_parts,
+        places={**places, "init": quoted(init)},
+        preprocessing=preprocessing,
+    )
+    write_atomically(path, as_typed(text))
+    echo(f"wrote {path}: a linear probe and nearest neighbours on features of {init}")
+
+
+def render(template: str, **values: Any) -> str:
+    """Render a template of this folder."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["flow"] = flow_yaml
+    return environment.get_template(template).render(**values)
 
 
 def quoted(path: str) -> str:
     """Return a path as an absolute, quoted string for a recipe."""
-    # Escape ${…}, which OmegaConf would read as a reference.
+    # Escape ${…}, which OmegaConf would interpolate.
     text = str(Path(path).absolute()).replace("${", "\\${")
     return json.dumps(text, ensure_ascii=False)

@@ -1,12 +1,13 @@
-"""Chooses how `patchline new` trains on images: model, batch size, steps and augmentation for this machine.
+"""Select the training settings for `patchline new`: model, batch size, steps and augmentation for this machine.
 
 1. `this_machine` counts CPU cores and GPUs.
-2. `choose` measures models with `images_per_s` and takes the largest one that finishes enough passes in time.
+2. `choose` measures models with `images_per_s`, and selects the largest one that finishes enough passes in time.
 """
 
 import math
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -19,37 +20,39 @@ from data.extras.survey.survey import FoundSet, Sets
 from data.images.augment import AugmentConfig, augment
 from data.images.decode import BadImage
 from jobs.cluster_config import cores
+from jobs.extras.new.finetuning import FineTuning, image_size_of, settings_of
 from jobs.recipe.key import model_at
 from jobs.terminal import echo
 from models import ModelConfig, vit
 from models.masked import MaskedConfig
 from pipeline.architecture import model_config
 from pipeline.config import build
+from pipeline.evaluation import any_weights
 from pipeline.extras.plan.memory import memory_need
 from pipeline.extras.plan.memory_traces import TraceFailed
 from pipeline.process_group import memory_free
 from pipeline.training_config import TrainConfig
 from pipeline.values import counted
 
-MOST_WORKERS = 8  # on CPUs; each worker uses its share of the cores
+MOST_WORKERS = 8  # maximum on CPUs; each worker uses its share of the cores
 MINUTES_ON_CPU = 10.0
 MINUTES_ON_GPU = 60.0
 LEAST_STEPS = 10
-MOST_PASSES = 300  # over the images, as AugReg's longest training on ImageNet-1k
-FEW_PASSES = 30  # a larger model is chosen if there is time for this number of passes (AugReg's shortest training)
-# RandAugment is used from this number of passes: AugReg's rows on ImageNet-1k have 300 passes. At 37 passes over 9,000
-# images of CIFAR-10 it cost ten points (benchmarks/README.md, "The first hour").
+MOST_PASSES = 300  # maximum passes over the images, as in AugReg's longest training on ImageNet-1k
+FEW_PASSES = 30  # a larger model is selected if there is time for this number of passes (AugReg's shortest training)
+# Minimum number of passes for RandAugment: AugReg's rows on ImageNet-1k have 300 passes. After 37 passes over 9,000
+# images of CIFAR-10, RandAugment cost ten points (benchmarks/README.md, "The first hour").
 AUGMENTED_PASSES = 100
-FEW_IMAGES = 200_000  # for a small set: images seen that justify a larger model, instead of FEW_PASSES
-SHARE_OF_PEAK = 0.7  # speed of a complete step relative to a forward and backward pass
+FEW_IMAGES = 200_000  # for small data sets: images seen that justify a larger model, instead of FEW_PASSES
+SHARE_OF_PEAK = 0.7  # speed of a complete step relative to only a forward and backward pass
 SHARE_OF_MEMORY = 0.8
-LARGE = 5_000_000  # images; a set of at least this size is treated like ImageNet-21k
-FOR_B = 1_000_000  # images; smaller sets do not justify ViT-B
+LARGE = 5_000_000  # images; a data set of at least this size is treated like ImageNet-21k
+FOR_B = 1_000_000  # images; smaller data sets do not justify ViT-B
 MEASURED_S = 0.5  # duration of a speed measurement
-FLOPS_TRIED = 2e11  # maximum for one measured pass
+FLOPS_TRIED = 2e11  # maximum FLOPs of one measured pass
 PATCHES = 8  # minimum number of patches along each side
-SMALL = 128  # pixels; in smaller images a crop of 5 % of the area shows almost nothing
-# Smallest first: name, changes to the table of model sizes, name in AugReg's tables.
+SMALL = 128  # pixels; in smaller images, a crop of 5 % of the area shows almost nothing
+# Smallest first: name, changes to the row in the table of model sizes, name in AugReg's tables.
 SIZES: tuple[tuple[str, dict[str, int], str], ...] = (
     ("Ti", {"width": 96, "depth": 4, "mlp": 384}, "tiny"),
     ("Ti", {"depth": 6}, "tiny"),
@@ -67,8 +70,8 @@ AUGREG = {
 }
 LEVELS_I21K = {"tiny": "none", "Ti": "none", "S": "light1", "B": "light2"}  # big_vision configs/vit_i21k.py
 LEVELS_I1K = {"tiny": "light1", "Ti": "light1", "S": "medium1", "B": "medium2"}  # big_vision configs/vit_i1k.py
-# (minimum number of images, batch size), and (minimum number of images, images seen by fine-tuning at most); the latter
-# are BiT-HyperRule's steps of 512 (Kolesnikov et al. 2020).
+# Minimum number of images in the data set → batch size; → maximum number of images seen by fine-tuning. The latter are
+# BiT-HyperRule's steps of 512 images (Kolesnikov et al. 2020).
 GPU_BATCHES = ((500_000, 1024), (50_000, 512), (0, 256))
 CPU_BATCHES = ((5000, 128), (0, 64))
 LONGEST_FINETUNING = ((500_000, 512 * 20_000), (20_000, 512 * 10_000), (0, 512 * 500))
@@ -76,18 +79,18 @@ LONGEST_FINETUNING = ((500_000, 512 * 20_000), (20_000, 512 * 10_000), (0, 512 *
 
 @dataclass(frozen=True)
 class Machine:
-    """The hardware that is available for training."""
+    """The hardware available for training."""
 
     name: str
     cores: int
     gpus: int
     workers: int
-    memory: int  # bytes that a worker may use: of its GPU, or of its share of the machine
+    memory: int  # bytes that a worker may use, of its GPU or of its share of the machine's memory
     precision: str
 
 
 class ModelCandidate(NamedTuple):
-    """A model to choose from: its section in the recipe, and its name in AugReg's tables."""
+    """A model to select from: its section in the recipe, its config, and its name in AugReg's tables."""
 
     section: dict[str, Any]
     model: ModelConfig
@@ -96,12 +99,12 @@ class ModelCandidate(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainingChoice:
-    """The chosen model, augmentation, batch size and length."""
+    """The selected model, augmentation, batch size and length."""
 
     model: ModelConfig
     section: dict[str, Any]  # the stage's `model:`
     augment: dict[str, Any]
-    reasons: list[str]  # for the augmentation
+    reasons: list[str]  # reasons for the augmentation
     mixup: float
     batch_size: int
     micro_batch: int
@@ -109,6 +112,8 @@ class TrainingChoice:
     rate: float  # images per second
     is_over_time: bool  # whether the minimum number of steps exceeds the time limit
     init: str | None  # weights to fine-tune
+    finetuning: FineTuning | None = None  # how to fine-tune them
+    preprocess: str | None = None  # evaluation ops that were recorded with the weights, for the model's size
 
 
 def this_machine() -> Machine:
@@ -125,12 +130,14 @@ def this_machine() -> Machine:
 
 
 def choose(sets: Sets, machine: Machine, budget_s: float, *, name: str | None, init: str | None) -> TrainingChoice:
-    """Choose model, augmentation and length to train from random weights or to fine-tune the weights `init`.
+    """Select model, augmentation and length, for training from random weights or fine-tuning of the weights `init`.
 
-    `name` fixes the model. Fine-tuning uses SGD, as in table 4 of the ViT paper.
+    `name` fixes the model. Fine-tuning uses the settings published for weights of their kind (finetuning.py).
     """
     train = sets.train
     # 1. The candidates, smallest first; all have the same image size.
+    finetuning: FineTuning | None = None
+    preprocess: str | None = None
     if init is None:
         candidates = candidates_for(sets, machine, name)
     else:
@@ -138,8 +145,18 @@ def choose(sets: Sets, machine: Machine, budget_s: float, *, name: str | None, i
         assert source is not None, "`new` has checked that the folder contains weights"
         if isinstance(source, MaskedConfig):
             source = source.vit
-        model = replace(source.with_new_head(), classes=train.classes)
-        candidates = [ModelCandidate({"classes": train.classes}, model, "")]
+        size = image_size_of(source)
+        model = replace(source.with_new_head(), classes=train.classes, image_size=size)
+        section: dict[str, Any] = {"classes": train.classes}
+        if size != source.image_size:
+            section["image_size"] = size[0]
+        candidates = [ModelCandidate(section, model, "")]
+        finetuning = settings_of(source, any_weights.recorded_form(init))
+        recorded = any_weights.recorded_preprocessing(init)
+        if recorded is not None:
+            # Ops of an import fit any size; those of a stage fit only its own.
+            with suppress(ValueError):
+                preprocess = recorded.at_size(size).ops
     image_size = min(candidates[0].model.image_size)
 
     # 2. Crops and flips. Letters and digits must not be mirrored; classes named by ids can be anything.
@@ -147,12 +164,12 @@ def choose(sets: Sets, machine: Machine, budget_s: float, *, name: str | None, i
     reasons = []
     if image_size < SMALL:
         crop["min_area"] = 0.3
-        reasons.append("small images: crop at least 30 % of the area")
+        reasons.append("crops of at least 30 % of the area, because the images are small")
     if train.classes and not train.are_ids and max(map(len, train.class_counts)) == 1:
         crop["flip"] = False
-        reasons.append("letters must not be mirrored")
+        reasons.append("no flips, because letters must not be mirrored")
 
-    # 3. The largest model that sees enough images in time.
+    # 3. The largest model that can train on enough images in time.
     enough = min(MOST_PASSES * sets.images, max(FEW_IMAGES, FEW_PASSES * sets.images))
     decode_s = decoding_seconds(train, image_size, AugmentConfig(**crop))
     chosen = candidates[0]
@@ -167,15 +184,15 @@ def choose(sets: Sets, machine: Machine, budget_s: float, *, name: str | None, i
     # 4. The length.
     most = MOST_PASSES * sets.images
     optimizer = "adam"
-    if init is not None:
+    if finetuning is not None:
         most = min(most, by_images(sets.images, LONGEST_FINETUNING))
-        optimizer = "sgd"
+        optimizer = finetuning.optimizer
     batch_size, micro_batch = batches(sets.images, chosen.model, machine, optimizer)
     steps = max(LEAST_STEPS, round(min(rate * budget_s, most) / batch_size))
     unit = 10 ** max(0, len(str(steps)) - 2)  # round down to two significant digits
     steps = max(LEAST_STEPS, steps // unit * unit)
 
-    # 5. The augmentation: AugReg's levels apply to training on labels from random weights.
+    # 5. The augmentation. AugReg's levels apply to supervised training from random weights.
     level = "none"
     if init is None and sets.images >= LARGE:
         level = LEVELS_I21K[chosen.row]
@@ -199,14 +216,16 @@ def choose(sets: Sets, machine: Machine, budget_s: float, *, name: str | None, i
         rate=rate,
         is_over_time=steps == LEAST_STEPS and steps * batch_size > 1.5 * rate * budget_s,
         init=init,
+        finetuning=finetuning,
+        preprocess=preprocess,
     )
 
 
 def candidates_for(sets: Sets, machine: Machine, name: str | None) -> list[ModelCandidate]:
-    """Return the models to consider for images of this size; only one if `name` is given."""
+    """Return the candidate models for images of this size; only one if `name` is given."""
     train = sets.train
     side = train.shorter_side
-    # Tiny images get small patches. On CPUs, large images are reduced too: training would take days otherwise.
+    # Tiny images get small patches. On CPUs, large images are downscaled, because training would take days otherwise.
     if name is not None:
         named = model_config({"name": name, "image_size": 224, "classes": train.classes})
         stride = named.stride[0] if isinstance(named, vit.ViTConfig) else 32
@@ -241,12 +260,12 @@ def candidates_for(sets: Sets, machine: Machine, name: str | None) -> list[Model
 
 
 def by_images(images: int, table: Sequence[tuple[int, int]]) -> int:
-    """Return the value of the first row whose minimum number of images is reached."""
+    """Return the value in the first row of the table whose minimum number of images is reached."""
     return next(entry for least, entry in table if images >= least)
 
 
 def batches(images: int, model: ModelConfig, machine: Machine, optimizer: str) -> tuple[int, int]:
-    """Return the batch size, and the micro-batch of a worker that fits into its memory."""
+    """Return the batch size, and a micro-batch that fits into a worker's memory."""
     workers = machine.workers
     if machine.gpus:
         batch_size = by_images(images, GPU_BATCHES)
@@ -254,13 +273,13 @@ def batches(images: int, model: ModelConfig, machine: Machine, optimizer: str) -
     else:
         batch_size = by_images(images, CPU_BATCHES)
         most_at_once = 64
-    # Keep several steps per pass for small sets.
+    # For small data sets, reduce the batch size to get several steps per pass.
     while batch_size > 8 and batch_size * 4 > images:
         batch_size //= 2
     share = max(1, batch_size // workers)
     micro_batch = min(share, most_at_once)
 
-    # A small model on small images always fits; trace a step of any other model, as `plan` does (a few seconds).
+    # A small model on small images always fits; for others, trace a step like `plan`, which takes a few seconds.
     values: dict[str, Any] = {
         "steps": 1,
         "batch_size": micro_batch * workers,
@@ -285,7 +304,7 @@ def batches(images: int, model: ModelConfig, machine: Machine, optimizer: str) -
                     break
                 micro_batch //= 2
         except TraceFailed as error:
-            echo(f"  memory unknown: {error}")
+            echo(f"  cannot estimate the memory: {error}")
     return share // micro_batch * micro_batch * workers, micro_batch
 
 
@@ -293,20 +312,20 @@ def batches(images: int, model: ModelConfig, machine: Machine, optimizer: str) -
 
 
 def images_per_s(model: ModelConfig, machine: Machine, decode_s: float) -> float:
-    """Measure the training speed of this machine in images/s: forward and backward pass, and decoding."""
+    """Measure the training speed of this machine in images/s, including decoding (`decode_s` per image)."""
     if isinstance(model, MaskedConfig):
         model = model.vit
     device = torch.device("cpu")
     dtype = torch.float32
     clock = time.process_time
-    # Use few images for a large model, which takes a core some seconds.
+    # Use few images for a large model, which takes several seconds on one core.
     batch_size = max(1, min(8, int(FLOPS_TRIED / models.training_flops(model, 1))))
     if machine.gpus:
         device = torch.device("cuda")
         dtype = torch.bfloat16
         clock = time.perf_counter
         batch_size = 64
-    # Measure the CPU time of one thread, which does not depend on other programs running now.
+    # Measure the CPU time of one thread, which is independent of other running programs.
     torch.set_num_threads(1)
     module = models.from_config(model).to(device, dtype)
     images = torch.rand(batch_size, 3, *model.image_size, device=device, dtype=dtype)
@@ -320,14 +339,14 @@ def images_per_s(model: ModelConfig, machine: Machine, decode_s: float) -> float
             began = clock()
         passes += 1
     compute_s = (clock() - began) / passes / batch_size
-    # With GPUs, decoding runs in parallel to training; without, they share the cores.
+    # With GPUs, decoding runs in parallel with training; without GPUs, both share the cores.
     if machine.gpus:
         return SHARE_OF_PEAK / max(compute_s / machine.gpus, decode_s / machine.cores)
     return SHARE_OF_PEAK * machine.cores / (compute_s + decode_s)
 
 
 def decoding_seconds(train: FoundSet, image_size: int, cfg: AugmentConfig) -> float:
-    """Measure how long one core takes to decode and crop an image, in seconds."""
+    """Measure the time to decode and crop an image on one core, in seconds."""
     out = np.empty((image_size, image_size, 3), np.uint8)
     began = time.process_time()
     for number, encoded in enumerate(train.examples):

@@ -1,1 +1,1 @@
-"""Plan a run, try its training steps, and check the cluster before the run starts."""
+"""Plan a run, measure its training steps, and check the cluster before the run starts."""

@@ -1,6 +1,6 @@
-"""Checks of a cluster: compare the reports of nodes and workers with the requirements of the campaign.
+"""Check a cluster: compare the reports of nodes and workers with the requirements of the campaign.
 
-These functions neither measure nor wait: equal reports give equal results. The table of checks is in checks.py.
+These functions neither measure nor wait, so equal reports give equal results. The table of checks is in checks.py.
 """
 
 import math
@@ -18,41 +18,41 @@ from pipeline.process_group import SKEW_S
 from pipeline.values import counted, milliseconds
 
 LONG_SAVE_S = 60.0
-SHM_WITH_GPUS = 2**30  # bytes; NCCL's manual asks for --shm-size=1g
+SHM_WITH_GPUS = 2**30  # bytes; NCCL's manual recommends --shm-size=1g
 SHM = 2**26  # bytes; Docker's default
-OPEN_FILES_A_WORKER = 8  # per other worker: gloo's connections in each process group
-OPEN_FILES = 512  # for everything else; shards use a quarter of any limit (data.shards.reader)
-SLOW_PAIR = 3.0  # relative to the fastest pair of the same kind; on two busy cores, equal pairs differ by less
-SLOW_REDUCTION = 0.5  # of a step's compute time; by default DeepSpeed does not overlap it with the backward pass
-MOST_NODES = 8  # nodes listed by name
+OPEN_FILES_A_WORKER = 8  # open files per other worker: gloo's connections in each process group
+OPEN_FILES = 512  # open files for everything else; shards use a quarter of any limit (data.shards.reader)
+SLOW_PAIR = 3.0  # slowness relative to the fastest pair of the same kind; on two busy cores, equal pairs differ by less
+SLOW_REDUCTION = 0.5  # share of a step's compute time; by default DeepSpeed does not overlap it with the backward pass
+MOST_NODES = 8  # maximum number of nodes listed by name
 SHARED_RUN = "put the run directory on storage that every node mounts at the same path: run=/shared/NAME"
 
 
 @dataclass(frozen=True)
 class StageRequirements:
-    """What a trained stage requires of workers, links and disk."""
+    """A training stage's requirements for workers, links and disk."""
 
     name: str
-    gradient_bytes: int  # reduced over all workers at once
-    reductions: float  # of gradient_bytes per step
-    compute_s: float | None  # compute time of a step that `plan` assumes for GPUs; None on CPUs
-    memory_bytes: int | None  # states and activations of a worker, estimated as by `plan`; None: unknown
+    gradient_bytes: int  # bytes in one reduction over all workers
+    reductions: float  # number of reductions of gradient_bytes per step
+    compute_s: float | None  # compute time of a step, assumed by `plan` for GPUs; None on CPUs
+    memory_bytes: int | None  # states and activations of a worker, estimated as in `plan`; None: unknown
     snapshot_bytes: int  # a worker's share of a checkpoint, in host memory
-    checkpoint_bytes: int  # of all workers
-    disk_bytes: int  # for all future checkpoints and weights
+    checkpoint_bytes: int  # size of a checkpoint of all workers
+    disk_bytes: int  # disk space for all future checkpoints and weights
 
 
 @dataclass(frozen=True)
 class Requirements:
-    """What a campaign requires of its cluster."""
+    """A campaign's requirements for its cluster."""
 
     workers: int
     gpus_per_worker: int
     code: str  # digest of the driver's code
     stages: list[StageRequirements]
-    sets: dict[str, float | None]  # path → bytes/s that each worker reads from the set; None: unknown
+    sets: dict[str, float | None]  # path of a data set → bytes/s that each worker reads; None: unknown
     is_shared: bool = True  # whether nodes share the run directory; False for runs in an object store
-    not_made: list[str] = field(default_factory=list)  # sets that an earlier stage will create
+    not_made: list[str] = field(default_factory=list)  # data sets that an earlier stage will create
     unused_gpus: list[str] = field(default_factory=list)  # warnings of session.warn_of_unused_gpus
 
 
@@ -63,7 +63,7 @@ class ClusterFacts:
         self.workers = report["workers"]
         self.network = report["network"]
         self.requirements = requirements
-        # Check nodes without a worker too: a later attempt may run there.
+        # Also check nodes without a worker, because a later attempt may run there.
         self.everywhere = [*report["workers"], *report["spares"]]
         self.identities: list[Identity] = []
         self.folders: list[tuple[Identity, FolderReport]] = []  # one per node, with its report of the run directory
@@ -79,10 +79,12 @@ def code(facts: ClusterFacts) -> Iterator[CheckVerdict]:
     expected = facts.requirements.code
     others = code_mismatch(facts.identities, expected)
     if others:
-        remedy = "update the checkout on that node, or remove it from that node's PYTHONPATH; then repeat this command"
+        remedy = (
+            "update the checkout on that node, or remove it from that node's PYTHONPATH; then type the command again"
+        )
         yield CheckVerdict("FAIL", others, remedy)
     elif facts.identities:
-        yield CheckVerdict("OK", f"{expected[:12]}, the same on all workers as in this command")
+        yield CheckVerdict("OK", f"{expected[:12]} on all workers, as in this command")
 
 
 def versions(facts: ClusterFacts) -> Iterator[CheckVerdict]:
@@ -92,7 +94,7 @@ def versions(facts: ClusterFacts) -> Iterator[CheckVerdict]:
     should = differences(facts.identities, SHOULD_BE_EQUAL)
     if must:
         if not any(difference.is_tie for difference in must):
-            remedy += "; a run excludes such a node if the other nodes are enough"
+            remedy += "; a run excludes the node if the others have enough room"
         yield CheckVerdict("FAIL", "; ".join(map(str, must)), remedy)
     elif should:
         yield CheckVerdict("WARN", "; ".join(map(str, should)), remedy)
@@ -120,7 +122,7 @@ def workers(facts: ClusterFacts) -> Iterator[CheckVerdict]:
     if spares:
         text += f"; {counted(spares, 'spare node')} checked too"
     other_devices = differences(identities, DEVICE)
-    remedy = "expect the speed of the slowest device, and results that are not bit-equal between devices"
+    remedy = "training runs at the speed of the slowest device, and results may differ between devices"
     yield CheckVerdict("WARN" if other_devices else "OK", "; ".join([text, *map(str, other_devices)]), remedy)
 
 
@@ -180,12 +182,12 @@ def reduction(facts: ClusterFacts) -> Iterator[CheckVerdict]:
             f"{milliseconds(seconds)} per step"
         )
         if stage.compute_s is None:
-            yield CheckVerdict("OK", f"{text} (no compute time to compare with: plan makes no assumption for CPUs)")
+            yield CheckVerdict("OK", f"{text} (not compared with compute time, which is unknown for CPUs)")
             continue
         share = seconds / stage.compute_s
-        text += f", {share:.0%} of the {milliseconds(stage.compute_s)} that plan assumes for computing the step"
+        text += f", {share:.0%} of the step's compute time of {milliseconds(stage.compute_s)} assumed by plan"
         remedy = "use the fast network for NCCL (docs/design/cluster.md); "
-        remedy += "a larger batch_size or zero=1 reduces gradients less often"
+        remedy += "or reduce gradients less often, with a larger batch_size or zero=1"
         yield CheckVerdict("WARN" if share > SLOW_REDUCTION else "OK", text, remedy)
 
 
@@ -193,20 +195,20 @@ def links(facts: ClusterFacts) -> Iterator[CheckVerdict]:
     """Find the pair of workers with the slowest link; warn if it is much slower than others of its kind."""
     network = facts.network
     if network is None:
-        yield CheckVerdict("OK", "only one worker: nothing is sent")
+        yield CheckVerdict("OK", "not measured, because there is only one worker")
         return
     nodes = [worker["identity"]["node"] for worker in facts.workers]  # by rank
     pairs = network["pairs"]
     which = f"all {counted(len(pairs), 'pair')} of workers"
     if not network["all_pairs"]:
-        which = f"{len(pairs)} pairs (neighbours in the ring; first workers of nodes)"
+        which = f"{len(pairs)} pairs (neighbors in the ring, and first workers of nodes)"
     slowest = max(pairs, key=lambda pair: pair["seconds"])
     low, high = slowest["ranks"]
     text = (
         f"{which}; slowest {low}–{high} ({nodes[low]}, {nodes[high]}): {size_text(network['message_bytes'])} in "
         f"{milliseconds(slowest['seconds'])}, latency {milliseconds(slowest['latency_s'])}"
     )
-    # Compare pairs within a node and pairs between nodes separately: their messages take different routes.
+    # Compare pairs within a node and pairs between nodes separately, because their messages take different routes.
     slow: list[set[str]] = []
     worst = 1.0
     for is_within in (True, False):
@@ -231,30 +233,30 @@ def links(facts: ClusterFacts) -> Iterator[CheckVerdict]:
     if len(common) == 1:
         where = f"{min(common)}'s"
     remedy = f"check {where} cable, switch port and routes; NCCL_SOCKET_IFNAME selects another interface"
-    count = f"{len(slow)} pairs are"
+    count = f"{len(slow)} pairs are up to"
     if len(slow) == 1:
         count = "it is"
-    yield CheckVerdict("WARN", f"{text}; {count} up to {worst:.0f} × as slow as the fastest of their kind", remedy)
+    yield CheckVerdict("WARN", f"{text}; {count} {worst:.0f} × as slow as the fastest pair of the same kind", remedy)
 
 
 def run_folder(facts: ClusterFacts) -> Iterator[CheckVerdict]:
     """Check that the run directory is on storage shared by driver and nodes, with the required file operations."""
     if not facts.requirements.is_shared:
-        yield CheckVerdict("OK", "separate on each node: the run is in an object store")
+        yield CheckVerdict("OK", "separate on each node, because the run is in an object store")
         return
-    # First check that the storage is shared; otherwise the results for locks and links mean nothing.
+    # First check that the storage is shared, because the results for locks and links depend on that.
     lacking = [(who, folder["lacks"]) for who, folder in facts.folders if folder["lacks"]]
     unseen = [who for who, folder in facts.folders if not folder["sees_driver"]]
     unanswered = [who for who, folder in facts.folders if not folder["is_answered"]]
     if unseen:
-        text = f"not shared: {worker_name(unseen[0])} does not see files that the driver has written"
+        text = f"not shared: {worker_name(unseen[0])} does not see the driver's files"
         yield CheckVerdict("FAIL", text, SHARED_RUN)
     elif unanswered:
-        text = f"not shared: the driver does not see files that {worker_name(unanswered[0])} has written"
+        text = f"not shared: the driver does not see the files of {worker_name(unanswered[0])}"
         yield CheckVerdict("FAIL", text, SHARED_RUN)
     elif lacking:
         who, lacks = lacking[0]
-        remedy = "docs/run-storage.md lists the requirements; choose another directory: run=/elsewhere"
+        remedy = "see the requirements in docs/run-storage.md, and type another directory: run=/elsewhere"
         yield CheckVerdict("FAIL", f"{worker_name(who)}: {'; '.join(lacks)}", remedy)
     else:
         text = f"the same on the driver and {counted(len(facts.folders), 'node')}; links, rename and fsync work"
@@ -264,14 +266,14 @@ def run_folder(facts: ClusterFacts) -> Iterator[CheckVerdict]:
 def clocks(facts: ClusterFacts) -> Iterator[CheckVerdict]:
     """Compare the nodes' clocks with the driver's."""
     if not facts.requirements.is_shared:
-        yield CheckVerdict("OK", "not measured: the driver and the nodes share no folder")
+        yield CheckVerdict("OK", "not measured, because the driver and the nodes do not share a folder")
         return
     worst_s = 0.0
     uncertainty_s = 0.0
     furthest = ""
     for who, folder in facts.folders:
         if folder["skew_s"] is None or folder["uncertainty_s"] is None:
-            yield CheckVerdict("WARN", f"not measured: {worker_name(who)} got no answer from the driver")
+            yield CheckVerdict("WARN", f"not measured, because {worker_name(who)} got no response from the driver")
             return
         if abs(folder["skew_s"]) >= abs(worst_s):
             worst_s = folder["skew_s"]
@@ -281,7 +283,7 @@ def clocks(facts: ClusterFacts) -> Iterator[CheckVerdict]:
     if abs(worst_s) - uncertainty_s > SKEW_S:
         side = "ahead of" if worst_s > 0 else "behind"
         text = f"the clock of {furthest} is {milliseconds(abs(worst_s))} {side} the driver's, {give_or_take}"
-        remedy = "synchronize the clocks with NTP; otherwise times in the records of different nodes do not match"
+        remedy = "synchronize the clocks with NTP, so that times in the records of different nodes are comparable"
         yield CheckVerdict("WARN", text, remedy)
     else:
         yield CheckVerdict("OK", f"within {milliseconds(abs(worst_s))} of the driver's, {give_or_take}")
@@ -291,11 +293,11 @@ def disk(facts: ClusterFacts) -> Iterator[CheckVerdict]:
     """Compare the free space in the run directory with the size of future checkpoints."""
     free = [folder["free_bytes"] for _, folder in facts.folders if folder["written_bytes"]]
     if not free:
-        yield CheckVerdict("WARN", "not measured: no node could write into the run directory")
+        yield CheckVerdict("WARN", "not measured, because no node could write to the run directory")
         return
     needed = sum(stage.disk_bytes for stage in facts.requirements.stages)
     text = f"{size_text(min(free))} free, {size_text(needed)} needed for future checkpoints and weights"
-    remedy = "free some space, lower `keep`, or put the run on another disk: run=/elsewhere"
+    remedy = "free some space, decrease keep, or put the run on another disk: run=/elsewhere"
     yield CheckVerdict("FAIL" if min(free) < needed else "OK", text, remedy)
 
 
@@ -304,15 +306,15 @@ def disk_speed(facts: ClusterFacts) -> Iterator[CheckVerdict]:
     written = [folder for _, folder in facts.folders if folder["written_bytes"]]
     if not written:
         return
-    # All nodes wrote at the same time: a commit waits for the slowest.
+    # All nodes wrote at the same time, and a commit waits for the slowest.
     seconds = max(folder["written_s"] for folder in written)
     rate = sum(folder["written_bytes"] for folder in written) / seconds
     largest = max((stage.checkpoint_bytes for stage in facts.requirements.stages), default=0)
     text = (
-        f"{size_text(round(rate))}/s written by {counted(len(written), 'node')} in parallel, fsync included: "
+        f"{size_text(round(rate))}/s written by {counted(len(written), 'node')} in parallel, including fsync: "
         f"a checkpoint of {size_text(largest)} takes about {largest / rate:.1f} s"
     )
-    remedy = "make sure that the interval save_every is longer than a save, which runs during training"
+    remedy = "set save_every to an interval longer than a save, which runs during training"
     yield CheckVerdict("WARN" if largest / rate > LONG_SAVE_S else "OK", text, remedy)
 
 
@@ -333,7 +335,7 @@ def memory(facts: ClusterFacts) -> Iterator[CheckVerdict]:
         gpu_needed = max(gpu_needed, stage.memory_bytes or 0)
         if stage.memory_bytes is None:
             untraced.append(stage.name)
-        # With GPUs, host memory only holds the snapshot that is being saved.
+        # With GPUs, host memory holds only the snapshot that is being saved.
         bytes_here = stage.snapshot_bytes
         if not facts.requirements.gpus_per_worker:
             bytes_here += stage.memory_bytes or 0
@@ -343,13 +345,13 @@ def memory(facts: ClusterFacts) -> Iterator[CheckVerdict]:
     if gpu_free is not None and free >= needed:
         text += f"; {memory_text(gpu_free)} free on its GPU, about {memory_text(gpu_needed)} needed"
     if free < needed:
-        remedy = "lower micro_batch or data.processes, raise checkpoint_blocks, or add nodes"
+        remedy = "decrease micro_batch or data.processes, increase checkpoint_blocks, or add nodes"
         yield CheckVerdict("WARN", text, remedy)
     elif gpu_free is not None and gpu_free < gpu_needed:
-        yield CheckVerdict("WARN", text, "lower micro_batch, or raise checkpoint_blocks or zero")
+        yield CheckVerdict("WARN", text, "decrease micro_batch, or increase checkpoint_blocks or zero")
     elif untraced:
         text += f"; not included: {', '.join(untraced)}, whose steps could not be traced"
-        yield CheckVerdict("WARN", text, "`python -m jobs plan` shows the reason")
+        yield CheckVerdict("WARN", text, "for the reason, type python -m jobs plan RECIPE")
     else:
         yield CheckVerdict("OK", text)
 
@@ -367,10 +369,10 @@ def shared_memory(facts: ClusterFacts) -> Iterator[CheckVerdict]:
     if facts.requirements.gpus_per_worker:
         expected = SHM_WITH_GPUS
     if least is None:
-        yield CheckVerdict("WARN", "not measured: /dev/shm does not exist")
+        yield CheckVerdict("WARN", "not measured, because /dev/shm does not exist")
     elif least < expected:
         text = f"{memory_text(least)} free on {node}, expected {memory_text(expected)}"
-        remedy = "in a container use --shm-size=8g, or mount a volume of medium Memory at /dev/shm"
+        remedy = "in a container, use --shm-size=8g, or mount a volume of medium Memory at /dev/shm"
         yield CheckVerdict("WARN", text, remedy)
     else:
         yield CheckVerdict("OK", f"{memory_text(least)} free on {node}")
@@ -382,12 +384,12 @@ def open_files(facts: ClusterFacts) -> Iterator[CheckVerdict]:
     limit = lowest["machine"]["open_files"]
     needed = OPEN_FILES + OPEN_FILES_A_WORKER * len(facts.workers)
     text = f"limit {limit:,} for a worker on {lowest['identity']['node']}, about {needed:,} needed"
-    remedy = f"run ulimit -n {4 * needed} before `ray start`, or set LimitNOFILE= in its systemd unit"
+    remedy = f"type ulimit -n {4 * needed} before ray start, or set LimitNOFILE= in its systemd unit"
     yield CheckVerdict("WARN" if limit < needed else "OK", text, remedy)
 
 
 def sets(facts: ClusterFacts) -> Iterator[CheckVerdict]:
-    """Check that every node can read every data set, and fast enough."""
+    """Check that every node can read every data set, and that it is fast enough."""
     for path, rate_needed in facts.requirements.sets.items():
         rates: dict[str, float] = {}  # node → bytes/s
         for place in facts.everywhere:
@@ -412,10 +414,12 @@ def sets(facts: ClusterFacts) -> Iterator[CheckVerdict]:
                 continue
             count = facts.workers_on[slowest] or 1
             wanted = rate_needed * count
-            text += f"; needed by its {counted(count, 'worker')}: {size_text(round(wanted))}/s at the speed that plan "
-            text += "assumes for GPUs"
-            remedy = "measured with one reader; if several are not faster, use faster storage or copy the shards to "
-            remedy += "the nodes"
+            text += (
+                f"; needed by its {counted(count, 'worker')}: {size_text(round(wanted))}/s at the GPU speed assumed "
+            )
+            text += "by plan"
+            remedy = "this was measured with one reader; if several readers are not faster, use faster storage or copy "
+            remedy += "the shards to the nodes"
             yield CheckVerdict("WARN" if rates[slowest] < wanted else "OK", text, remedy)
     for path in facts.requirements.not_made:
-        yield CheckVerdict("OK", f"{path}: not checked, an earlier stage will create it")
+        yield CheckVerdict("OK", f"{path}: not checked, because an earlier stage will create it")

@@ -16,12 +16,12 @@ def plan(
     overrides: Overrides = None,
     resolved: Annotated[bool, typer.Option("--resolved", help="Print the recipe with all defaults and exit.")] = False,
     without_data: Annotated[
-        bool, typer.Option("--without-data", help="Exit 0 even if data or weights are missing that `run` needs.")
+        bool, typer.Option("--without-data", help="Exit with 0 even if data or weights needed by `run` are missing.")
     ] = False,
     fresh: Fresh = False,
     gpu: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="h100, h200 or a100: estimate times for this GPU if no trial exists."),
+        typer.Option(metavar="NAME", help="h100, h200 or a100: estimate times for this GPU if there is no trial."),
     ] = None,
     price: Annotated[float | None, typer.Option(help="Price of a worker-hour, in any currency.")] = None,
     mtbf: Annotated[
@@ -29,7 +29,7 @@ def plan(
     ] = None,
     _debug: Debug = False,
 ) -> None:
-    """Print whether a recipe fits in memory, how long it takes, what it costs, and all stages; exit codes as `run`."""
+    """Print a recipe's memory needs, duration, cost and stages; exit with the same code as `run` would."""
     campaign = load_campaign(recipe, overrides, kinds_of(context))
     if resolved:
         from jobs.extras import recipe_text
@@ -47,28 +47,28 @@ def plan(
     assumed = Assumptions(gpu, price, mtbf)
     with readable_run(campaign.storage) as folder:
         campaign = with_values(replace(campaign, run=folder))
-        # Run the same checks as `run`: a recipe that `run` would refuse gets no plan.
+        # Make the same checks as `run`, and print no plan for a recipe that `run` would refuse.
         results = validate_all(campaign, campaign.stages, fresh=fresh)
         refuse(result for result in results if result.subject not in (INPUTS, MEMORY))
-        # Imported after the checks: it imports torch, which takes seconds.
+        # Imported after the checks, because it imports torch, which takes seconds.
         from jobs.extras.planning.plan import plan
 
         plan(campaign, assumed, activity.now)
         for result in results:
             if result.level != "FAIL":
                 echo(result.text)
-        # Report missing inputs and memory last: most lines of the plan do not depend on them.
+        # Report missing inputs and memory problems last, because most lines of the plan do not depend on them.
         missing = [result for result in results if result.subject == INPUTS]
         if missing and without_data:
             refuse(result for result in results if result not in missing)
             echo("")
-            echo(f"planned without {len(missing)} missing inputs: until they exist, `run` ends with exit code 65")
+            echo(f"planned without {len(missing)} missing inputs; until they exist, run exits with code 65")
         else:
             refuse(results)
 
 
 def preflight(context: typer.Context, recipe: Recipe, overrides: Overrides = None, _debug: Debug = False) -> int:
-    """Measure workers, links, disks and data before a run; print OK, WARN or FAIL and a remedy for each check."""
+    """Measure workers, links, disks and data before a run; print OK, WARN or FAIL with a remedy for each check."""
     campaign = load_campaign(recipe, overrides, kinds_of(context))
     from jobs.cluster.ray import disconnect
     from jobs.extras.planning import preflight
@@ -83,10 +83,10 @@ def trial(
     context: typer.Context,
     recipe: Recipe,
     overrides: Overrides = None,
-    stage: Annotated[str | None, typer.Option(metavar="NAME", help="Try only this stage.")] = None,
+    stage: Annotated[str | None, typer.Option(metavar="NAME", help="Measure only this stage.")] = None,
     _debug: Debug = False,
 ) -> None:
-    """Run 30 real steps of each trained stage on the cluster, and save the measurements for `plan`."""
+    """Run 30 steps of each training stage on the cluster, and save the measured times for `plan`."""
     campaign = load_campaign(recipe, overrides, kinds_of(context))
     from jobs.extras.planning import trial
 

@@ -1,7 +1,7 @@
-"""Checks that a trained stage fits into its device's memory, before it runs and before each attempt.
+"""Check that a training stage fits into the memory of its devices, before it runs and before each attempt.
 
-1. If `cluster.gpu_memory_gb` is set, refuse a stage that does not fit and suggest changes.
-2. If a plan has traced the stage's step before, workers compare the need with the free memory of their device.
+1. If `cluster.gpu_memory_gb` is set, raise an error for a stage that does not fit, and suggest changes.
+2. If a plan has traced the stage's step before, workers compare the required with the free memory of their device.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,17 +13,17 @@ from jobs.stages.training import TrainingExtra, allowed_worlds
 from models import ModelConfig
 from pipeline.training_config import TrainConfig, has_whole_images
 
-MANY = 1_000_000  # steps: enough for each phase of the schedule to occur
+MANY = 1_000_000  # number of steps that is enough for each phase of the schedule to occur
 
 
 class MemoryCheck(TrainingExtra):
-    """Compares the memory that a stage needs with its devices."""
+    """Compares a stage's memory needs with the memory of its devices."""
 
     def checks(self, stage: Stage, available: Available) -> Iterator[CheckResult]:
-        """Yield the memory problems of a stage whose model is known."""
+        """Yield memory problems of a stage, if its model is known."""
         if stage.model is None or not available.checks_files:
             return
-        # A worker needs the most memory if there are the fewest workers.
+        # Check the fewest workers, with which each worker needs the most memory.
         fewest = allowed_worlds(stage.config, available.campaign.cluster)[-1]
         try:
             yield from check_memory(stage, available, fewest)
@@ -31,11 +31,11 @@ class MemoryCheck(TrainingExtra):
             yield CheckResult.of(error, MEMORY)
 
     def job_fields(self, cfg: TrainConfig, context: Context) -> Mapping[str, Any]:
-        """Return the bytes that a worker needs, if a plan has traced such a step; a run does not wait for a trace.
+        """Return the bytes that a worker needs, if a plan has already traced this step; otherwise {}.
 
-        If the recipe allows several numbers of workers, use the largest number, with which each worker needs the least:
-        no start may be refused because of another number. Nothing is returned for a stage that never sees whole images:
-        it needs less than the traced step.
+        If the recipe allows several numbers of workers, use the largest number, with which each worker needs the least,
+        so that no start is refused wrongly. Return {} for a stage that never uses whole images, because it needs less
+        than the traced step.
         """
         from pipeline.extras.plan.memory import need_if_traced
 
@@ -48,14 +48,14 @@ class MemoryCheck(TrainingExtra):
 
 
 def sees_whole_images(cfg: TrainConfig, model: ModelConfig) -> bool:
-    """Return whether any step of a stage trains on whole images, as the traced step does."""
+    """Return whether any step of a stage trains on whole images, like the traced step."""
     return has_whole_images(cfg.phases(MANY, model))
 
 
 def check_memory(stage: Stage, available: Available, fewest: int) -> Iterator[CheckResult]:
     """Raise ConfigError, with suggestions, if a stage on `fewest` workers exceeds `cluster.gpu_memory_gb`.
 
-    Without this limit nothing is traced, because a trace takes some seconds. A failed trace is a warning.
+    If there is no limit, nothing is traced, because a trace takes several seconds. A failed trace is a warning.
     """
     cfg: TrainConfig = stage.config
     model = stage.model
@@ -63,11 +63,11 @@ def check_memory(stage: Stage, available: Available, fewest: int) -> Iterator[Ch
     limit = available.campaign.cluster.gpu_memory_gb
     if limit is None or available.campaign.cluster.gpus_per_worker == 0:
         return
-    # Imported only if there is a limit: these modules import torch, which takes seconds.
+    # Imported only if there is a limit, because these modules import torch, which takes seconds.
     from pipeline.extras.plan.memory import GIB, check_fits
     from pipeline.extras.plan.memory_traces import TraceFailed
 
-    unknown = f"{stage.name}: cannot tell whether it fits cluster.gpu_memory_gb={limit:g}"
+    unknown = f"{stage.name}: cannot determine whether it fits into cluster.gpu_memory_gb={limit:g}"
     if not sees_whole_images(cfg, model):
         yield CheckResult("WARN", MEMORY, f"{unknown} with patch dropout")
         return

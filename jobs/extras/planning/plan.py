@@ -1,20 +1,20 @@
-"""Implements `patchline plan RECIPE`: whether a recipe fits, how long it takes, what it costs, and what would run.
+"""Implements `patchline plan RECIPE`: estimate memory, time and cost of a recipe, and show which stages would run.
 
     fits    yes: pretrain needs the most, 23.1 GiB per worker of the 79.1 GiB of an H100
-    time    4d03h for 1 trained stage; with 2.0 failures 4d05h
+    time    4d03h for 1 training stage; with 2.0 failures 4d05h
     cost    808 worker-hours, 2,020 at 2.5 each
 
     pretrain (pretrain, key d91ff90d): would run
       batch   4096 = 8 workers × micro_batch 512 × accumulation 1
       steps   2,190 (9.0M images, 7.00 passes over 1,281,167 samples)
 
-1. Describe each stage in a few lines (`Plan.add_stage`); for a trained stage, `PlannedTraining` (plan_training.py)
+1. Describe each stage in a few lines (`Plan.add_stage`); for a training stage, `PlannedTraining` (plan_training.py)
    computes batch, data, compute, memory and time.
 2. Sum up all stages in the first three lines (`Plan.sum_up`), then print everything.
 
-Times come from trials on the cluster (`python -m jobs trial`); without trials they are labelled as estimates. Nothing
-is started or written. Missing data and weights are listed, and lines that depend on them are omitted; the command then
-ends with exit code 65, as `run` would, or with 0 if `--without-data` is given.
+Times come from trials on the cluster (`python -m jobs trial`); without trials, they are labeled as estimates. Nothing
+is started or written. Missing data and weights are listed, and lines that depend on them are omitted. The command then
+exits with 65, as `run` would, or with 0 if `--without-data` is given.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ from pipeline.values import counted
 
 
 def plan(campaign: Campaign, assumed: Assumptions, log: Callable[[str], None]) -> None:
-    """Print the plan: three summary lines, then the lines of every stage; `log` reports longer waits."""
+    """Print the plan: three summary lines, then the lines of every stage. `log` reports longer waits."""
     cluster = campaign.cluster
     workers = str(cluster.most)
     if cluster.least < cluster.most:
@@ -52,7 +52,7 @@ def plan(campaign: Campaign, assumed: Assumptions, log: Callable[[str], None]) -
     if compute.uncounted:
         text += f"; NOT counted: {few(compute.uncounted)}"
     if compute.apart != compute.planned:
-        text += f", {compute.planned / compute.apart:.0%} of the {compute.apart:.4g} for separate runs from step 0"
+        text += f", {compute.planned / compute.apart:.0%} of the {compute.apart:.4g} of separate runs from step 0"
     if campaign.budget is not None:
         text += f", budget {campaign.budget:g}"
     plan.lines.append(f"compute        {text}")
@@ -82,17 +82,17 @@ class Plan:
         """Add the lines of a stage; its parents must have been added before."""
         campaign = self.campaign
         is_done = campaign.done(stage) is not None
-        # 1. Whether the stage would be skipped, resumed or run, and why.
+        # 1. Determine whether the stage would be skipped, resumed or run, and why.
         if is_done:
             status = "finished, would be skipped"
         elif any((campaign.directory(stage) / "checkpoints").glob("step-*")):
             status = "unfinished, would resume from its newest checkpoint"
-        # Without --fresh, the command has been refused before (jobs/recipe/validate.py).
+        # This happens only with --fresh (jobs/recipe/validate.py).
         elif unfinished_folder(campaign, stage) is not None:
-            status = "unfinished with another config, would start over"
+            status = "unfinished with another config, would restart from step 0"
         else:
             status = "would run"
-            # A finished folder with another key: a parent has changed since.
+            # If there is a finished folder with another key, a parent may have changed.
             if any(campaign.run.glob(f"{stage.name}-*/done.json")):
                 for value in stage.parents.values():
                     link = reference(value)
@@ -103,9 +103,9 @@ class Plan:
         if not is_done:
             self.would_run.add(stage.name)
 
-        # 2. Its inputs and its model.
+        # 2. The inputs and the model.
         for part, value in stage.parents.items():
-            # The runs of a sweep's table are listed above it; values of other stages have separate lines below.
+            # Omit the runs of a sweep's table, which are listed above it; values of other stages are listed below.
             if stage.kind.name != table.Table.name and part not in stage.references:
                 self.add("reads", f"{part} = {value}")
         if stage.model is not None:
@@ -125,7 +125,7 @@ class Plan:
         for part in stage.references:
             self.add("chosen", f"{part}: {describe_value(campaign, stage, part)}")
         if stage.pending:
-            self.add("chosen", "until then, the lines below assume the first candidate of each value")
+            self.add("chosen", "until then, the lines below assume the first candidate value")
         if stage.kind.name == table.Table.name:
             cfg: table.TableConfig = stage.config
             rows = {run.row for run in cfg.runs.values()}
@@ -137,21 +137,21 @@ class Plan:
                     text += f": chooses {table.TIES}"
             self.add("table", text)
 
-        # 4. The names of its classes; without names, it is unknown whether the labels of sets match.
+        # 4. The class names; without names, the labels of data sets cannot be compared.
         names, nameless = known_names(stage, Available(campaign))
         if names:
             self.add("names", preview(names))
         if nameless:
-            self.add("names", f"none in {', '.join(nameless)}: labels of the sets cannot be compared")
+            self.add("names", f"no class names in {', '.join(nameless)}, so labels cannot be compared")
 
-        # 5. Its training, unless it has finished.
+        # 5. The training, unless it has finished.
         if stage.kind.trains and not is_done:
             trained = PlannedTraining(campaign, stage, self.assumed, self.add, self.log)
             trained.work_out()
             self.to_train.append(trained)
 
     def sum_up(self) -> tuple[str, str, str]:
-        """Return the three summary lines: whether all unfinished training fits, how long it takes, what it costs."""
+        """Return the three summary lines: memory, time and cost of all unfinished training."""
         stages = self.to_train
         if not stages:
             return "nothing left to train", "no training time", "no worker-hours of training"
@@ -188,16 +188,16 @@ class Plan:
         elif largest.limit:
             fits = f"yes: {fits} of {memory_text(largest.limit)} ({largest.limit_source})"
         elif largest.is_gpu:
-            fits = f"unknown: {fits}; give the GPU's memory with cluster.gpu_memory_gb=… or --gpu"
+            fits = f"unknown: {fits}; to set the memory of the GPU, type cluster.gpu_memory_gb=… or --gpu"
         else:
-            fits = f"unknown: {fits}; the memory of the nodes is not known"
+            fits = f"unknown: {fits}; the memory of the nodes is unknown"
         if not_traced:
             fits += f"; unknown for {few(not_traced)}"
 
-        # 3. Time and cost: a range if any stage is estimated.
+        # 3. Time and cost, as a range if any stage is estimated.
         if not timed:
-            return fits, f"unknown: {stages[0].no_time}", "unknown without the time"
-        time = f"{span(least_s, most_s)} for {counted(len(timed), 'trained stage')}"
+            return fits, f"unknown: {stages[0].no_time}", "unknown, because the time is unknown"
+        time = f"{span(least_s, most_s)} for {counted(len(timed), 'training stage')}"
         if least_s < most_s:
             time = f"ESTIMATE, not measured: {time}, without saves and failures"
         elif self.assumed.mtbf_hours is not None:
@@ -208,7 +208,7 @@ class Plan:
 
 
 def known_names(stage: Stage, available: Available) -> tuple[Names, list[str]]:
-    """Return the class names of a stage's first set that has any, and all sets without names as "field (path)"."""
+    """Return the class names of a stage's first data set with names, and those without names as "field (path)"."""
     paths: dict[str, str] = {}
     for shared in stage.kind.shared_classes(stage.config):
         paths |= shared.sets

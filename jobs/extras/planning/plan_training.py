@@ -1,12 +1,12 @@
-"""The plan of a stage's training: one line each for batch, steps, data, compute, memory, time and cost.
+"""Plan the training of a stage: one line each for batch, steps, data, compute, memory, time and cost.
 
       batch   4096 = 8 workers × micro_batch 512 × accumulation 1
       steps   2,190 (9.0M images, 7.00 passes over 1,281,167 samples)
       memory  23.1 GiB per worker …
       time    800 ms per step on 8 workers: compute 752 ms, …; 5.1k images/s (measured 2026-11-23; …)
 
-A line whose values are unknown is omitted, or gives the reason: data and weights may not exist yet. Times come from
-trials (`python -m jobs trial`); without trials they are labelled as estimates.
+If values are unknown, for example because data or weights do not exist yet, their line is omitted or gives the reason.
+Times come from trials (`python -m jobs trial`); without trials, they are labeled as estimates.
 """
 
 import math
@@ -36,13 +36,13 @@ from pipeline.training_config import flops_of, has_one_shape
 from pipeline.training_data import batch_arithmetic, cache_line, steps_of, training_order
 from pipeline.values import amount, counted, duration, milliseconds
 
-LEAST_GAIN = 0.01  # fraction of a stage's time that another save_every must gain to be proposed
+LEAST_GAIN = 0.01  # another save_every is suggested if it saves at least this fraction of a stage's time
 
 
 def span(least_s: float, most_s: float) -> str:
     """Format a duration or a range of durations: "4d03h", "3d01h to 6d02h"."""
     if math.isinf(most_s):
-        return "NEVER, because failures lose more work than is done between them"
+        return "NEVER finishes, because failures lose more work than is done between them"
     if least_s == most_s:
         return duration(least_s)
     return f"{duration(least_s)} to {duration(most_s)}"
@@ -56,12 +56,12 @@ def bill(least_hours: float, most_hours: float, price: float | None) -> str:
         hours += f" to {most_hours:,.1f}"
         money += f" to {most_hours * (price or 0):,.2f}"
     if price is None:
-        return f"{hours} worker-hours (--price 2.5 adds the cost)"
+        return f"{hours} worker-hours (for the cost, add --price 2.5)"
     return f"{hours} worker-hours, {money} at {price:g} each"
 
 
 class PlannedTraining(TrainedFacts):
-    """Computes the plan of a trained stage: its lines, and the numbers for the summary."""
+    """Computes the plan of a training stage: its lines, and the numbers for the summary."""
 
     def __init__(
         self,
@@ -76,18 +76,18 @@ class PlannedTraining(TrainedFacts):
         self.log = log
         self.least_s = 0.0  # minimum and maximum duration of the stage; 0: unknown
         self.most_s = 0.0
-        self.failures = 0.0  # expected number
+        self.failures = 0.0  # expected number of failures
         self.no_time = "the data or the model does not exist yet"  # why the duration is unknown
         self.is_asynchronous = getattr(self.cfg, "evaluate_on", "training") == "spare"
 
     def work_out(self) -> None:
-        """Add all lines and compute the numbers, as far as data and model exist."""
+        """Add all lines and compute the numbers, as far as data and model are known."""
         is_known = self.describe()
         self.log(f"plan: {self.name}: estimating the memory of a step (once per config) …")
         for result in results("plan", self, STAGE):
             self.add(result.subject, "; ".join(filter(None, (result.text, result.remedy))))
         if is_known and self.model is not None:
-            # How gradients are reduced over all workers, including settings of the user's DeepSpeed file.
+            # Describe how gradients are reduced over all workers, including settings in the user's DeepSpeed file.
             micro_batches = batch_arithmetic(self.cfg, self.world).accumulation
             tuned = engine_settings(self.cfg, micro_batches)["zero_optimization"]
             summed = reduction_line(tuned, models.parameters_of(self.model), self.world, self.cfg.exact_parts)
@@ -111,17 +111,17 @@ class PlannedTraining(TrainedFacts):
             worlds = f"{', '.join(others)} or {last}"
             if len(self.worlds) > 6:
                 worlds = f"{', '.join(others[:3])} … {last}"
-            self.add("workers", f"{worlds}, depending on available nodes; lines per worker are for {self.fewest}")
+            self.add("workers", f"{worlds}, depending on available nodes; values per worker are for {self.fewest}")
 
-        # 2. The number of steps: from the sets if all exist, otherwise from the recipe.
+        # 2. The number of steps: from the data sets if all exist, otherwise from the recipe.
         samples = self.samples
         if samples is None and cfg.steps is None:
             self.add(
-                "steps", f"{cfg.passes:g} passes; the data does not exist yet (to plan without it: data.samples=…)"
+                "steps", f"{cfg.passes:g} passes; the data does not exist yet (to plan without it, type data.samples=…)"
             )
             return False
         self.steps = steps_of(cfg, samples or 0)
-        # A branch starts at a later step.
+        # A branch of another stage starts at a later step.
         self.taken = range(cfg.first_step, self.steps)
         self.add_data(samples)
 
@@ -150,7 +150,7 @@ class PlannedTraining(TrainedFacts):
             f"decay {cfg.optim.weight_decay:g}, clip {cfg.optim.clip:g}; ZeRO {cfg.zero}, {cfg.precision}"
         )
         if cfg.exact_parts:
-            text += f", exact in {cfg.exact_parts} parts"
+            text += f", exact mode with {cfg.exact_parts} parts"
         self.add("optim", text)
         return True
 
@@ -170,15 +170,15 @@ class PlannedTraining(TrainedFacts):
         if cfg.evaluate_every and self.is_asynchronous:
             self.add(
                 "eval",
-                f"every {cfg.evaluate_every:,} steps, after a commit, on a spare worker during training; by the "
-                "training workers if no worker is spare, and at the end",
+                f"every {cfg.evaluate_every:,} steps, after a commit, on a spare worker during training; on the "
+                "training workers if there is no spare worker, and at the end",
             )
         elif cfg.evaluate_every:
             self.add(
                 "eval",
-                f"every {cfg.evaluate_every:,} steps; training pauses (evaluate_on=spare uses spare workers instead)",
+                f"every {cfg.evaluate_every:,} steps; training pauses (to use spare workers, type evaluate_on=spare)",
             )
-        # Samples of each set in a batch, and the number of passes over the set.
+        # Number of samples of each data set in a batch, and the number of passes over it.
         if cfg.data.mixture:
             shares = shares_of(cfg.batch_size, cfg.data.weights())
             for (name, index), share in zip(self.index_of.items(), shares, strict=True):
@@ -194,12 +194,12 @@ class PlannedTraining(TrainedFacts):
     # -------------------------------------------------------------------------------------------- time and money
 
     def add_time(self) -> None:
-        """Add the time and cost of all steps: from trials, otherwise estimated."""
+        """Add the time and cost of all steps, measured by trials or estimated."""
         cluster = self.campaign.cluster
         trials = []
         key = trial_key(self.campaign, self.stage)
         for trial in read_trials(self.campaign.run, key):
-            # Only compare workers with the same number of GPUs and CPU cores.
+            # Use only trials whose workers had the same number of GPUs and CPU cores.
             if (trial.gpus_per_worker, trial.cpus_per_worker) == (cluster.gpus_per_worker, cluster.cpus_per_worker):
                 trials.append(trial)
         if trials and self.assumed.gpu is None:
@@ -207,20 +207,20 @@ class PlannedTraining(TrainedFacts):
             return
         gpu = GPUS[self.assumed.gpu or "h100"]
         if not self.is_gpu and self.assumed.gpu is None:
-            self.no_time = f"type {TRY} to measure 30 steps of each stage, or --gpu h100 for an estimate"
+            self.no_time = f"to measure 30 steps of each stage, type {TRY}; for an estimate, add --gpu h100"
         elif self.cfg.precision != "bf16":
-            self.no_time = f"estimates assume bf16, but this stage computes in {self.cfg.precision}; type {TRY}"
+            self.no_time = f"estimates assume bf16, but this stage uses {self.cfg.precision}; to measure it, type {TRY}"
         else:
             self.add_estimate(gpu)
             return
         self.add("time", f"unknown: {self.no_time}")
 
     def add_measured_time(self, rate: Rate) -> None:
-        """Add the time of a step in a trial and of all steps, with failures if an MTBF is given."""
+        """Add the time of a step measured in a trial, and of all steps, including failures if an MTBF is given."""
         cfg = self.cfg
         trial = rate.trial
         step_s = cfg.batch_size / rate.images_per_s
-        scale = step_s / trial.step_s  # for other numbers of workers, assume the same proportions
+        scale = step_s / trial.step_s  # assume the same proportions for other numbers of workers
         self.add(
             "time",
             f"{milliseconds(step_s)} per step on {counted(self.world, 'worker')}: compute "
@@ -240,7 +240,7 @@ class PlannedTraining(TrainedFacts):
         self.least_s = self.most_s = seconds
         text = f"{duration(without_failures_s)} for {steps:,} steps"
         if evaluations_s:
-            text += f" and evaluations ({duration(evaluations_s)}, a third of the time of a training step per image)"
+            text += f" and evaluations ({duration(evaluations_s)}, at a third of a training step's time per image)"
         if mtbf_s is not None:
             text += f"; with {self.failures:.1f} failures {span(seconds, seconds)}"
         hours = seconds * self.world / HOUR_S
@@ -253,17 +253,18 @@ class PlannedTraining(TrainedFacts):
         text = f"every {cfg.save_every:,} steps; "
         if with_best_s < (1 - LEAST_GAIN) * seconds:
             sooner = "at all" if math.isinf(seconds) else f"{1 - with_best_s / seconds:.0%} sooner"
-            text += f"every {best_every:,} finishes {sooner} (Young 1974): type {self.name}.save_every={best_every}"
+            text += f"every {best_every:,} steps, it finishes {sooner} (Young 1974): type "
+            text += f"{self.name}.save_every={best_every}"
         else:
-            text += f"no other interval finishes {LEAST_GAIN:.0%} sooner (Young 1974)"
+            text += f"with no other interval does it finish {LEAST_GAIN:.0%} sooner (Young 1974)"
         self.add(
             "save",
             f"{text}; a save pauses training for {milliseconds(trial.save_stall_s)} and is committed after "
-            f"{milliseconds(trial.save_s)}; a start takes {milliseconds(trial.until_steady_s)} until steps are steady",
+            f"{milliseconds(trial.save_s)}; after a start, steps are steady after {milliseconds(trial.until_steady_s)}",
         )
 
     def add_estimate(self, gpu: Gpu) -> None:
-        """Add the time of all steps, estimated from their FLOPs and a range of expected GPU utilization."""
+        """Add the time of all steps, estimated from their FLOPs and a range of GPU utilization."""
         trained_images = len(self.taken) * self.cfg.batch_size
         low, high = estimated_rates(self.flops / trained_images, gpu, self.world)
         images = trained_images + self.evaluated_images() / 3
@@ -272,14 +273,14 @@ class PlannedTraining(TrainedFacts):
         self.add(
             "time",
             f"ESTIMATE, not measured: {amount(low)} to {amount(high)} images/s, 20 to 40 % of the peak performance of "
-            f"{self.world} {gpu.name}; {TRY} measures it",
+            f"{self.world} {gpu.name}; to measure it, type {TRY}",
         )
         text = f"{span(self.least_s, self.most_s)} for {len(self.taken):,} steps, without saves and failures"
         money = bill(self.least_s * self.world / HOUR_S, self.most_s * self.world / HOUR_S, self.assumed.price)
         self.add("finish", f"{text}; {money}")
 
     def evaluated_images(self) -> int:
-        """Return the number of images that the training workers evaluate in total, of the sets that exist."""
+        """Return the total number of images that the training workers evaluate, in data sets that exist."""
         images = 0
         for path in (self.cfg.data.evaluate, self.cfg.probe.train, self.cfg.probe.test):
             index = index_if_made(self.campaign.path_of(path)) if path else None

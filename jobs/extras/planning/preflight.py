@@ -1,18 +1,18 @@
-"""Implements `patchline preflight RECIPE`: checks before a campaign starts whether its cluster can run it.
+"""Implements `patchline preflight RECIPE`: check before a run whether its cluster can run the recipe.
 
     OK   workers     2 on 2 nodes (h0: 0, h1: 1), on cpu
-    FAIL run folder  not shared: worker 1 on h1 does not see files that the driver has written
+    FAIL run folder  not shared: worker 1 on h1 does not see the driver's files
          → put the run directory on storage that every node mounts at the same path: run=/shared/NAME
 
-1. Collect the requirements of the recipe: sets, sizes of gradients and checkpoints, GPUs.
-2. Start the recipe's worker group once with a function that measures but does not train (pipeline/extras/preflight);
-   meanwhile, answer files that nodes write to the run directory, which shows that the driver sees them.
-3. Run the same measurements on nodes without a worker, because a later attempt may run there. If the worker group has
-   failed, run them on every node.
+1. Collect the requirements of the recipe: data sets, sizes of gradients and checkpoints, GPUs.
+2. Start the recipe's worker group with a function that measures but does not train (pipeline/extras/preflight).
+   Meanwhile, answer files that nodes write to the run directory, to check that the driver sees them.
+3. Make the same measurements on nodes without a worker, because a later attempt may run there. If the worker group has
+   failed, make them on every node.
 4. Compare the reports with the requirements (checks.py). The checks of the recipe itself come first.
 
-The run is not changed: a temporary folder in its directory is created and deleted. The exit code is 0 without a FAIL,
-otherwise that of the first FAIL.
+The run is not changed: only a temporary folder in its directory is created and deleted. The exit code is that of the
+first FAIL; 0 if there is none.
 """
 
 import dataclasses
@@ -60,7 +60,7 @@ def preflight(campaign: Campaign) -> int:
     if cluster.least < cluster.most:
         workers = f"{cluster.least} to {workers}"
     echo(f"preflight of {campaign.run}: {workers} ({cluster.backend})")
-    # 1. Check the recipe like `plan` and `run`. The cluster is measured even if they would refuse the recipe.
+    # 1. Check the recipe like `plan` and `run`, but measure the cluster even if they would refuse the recipe.
     results = validate_all(campaign, campaign.stages)
     for stage in campaign.stages:
         if stage.kind.trains and campaign.done(stage) is None:
@@ -78,12 +78,12 @@ def preflight(campaign: Campaign) -> int:
         else:
             results += [nothing_measured(failure), *results_of("preflight", facts, NODES)]
         for node, why in silent.items():
-            remedy = "check that node, or remove it from the cluster: an attempt may run there"
-            results.append(CheckResult("WARN", "workers", f"node {node} did not answer: {why}", remedy))
+            remedy = "check that node, or remove it from the cluster, because an attempt may run there"
+            results.append(CheckResult("WARN", "workers", f"node {node} did not respond: {why}", remedy))
     except (PatchlineError, WorkerGroupError, OSError) as error:
         results.append(nothing_measured(error))
 
-    # 3. Print a line per check, and its remedy below.
+    # 3. Print a line per check, followed by its remedy.
     for result in results:
         echo(f"{result.level:4} {result.subject:11} {result.text}")
         if result.remedy:
@@ -105,9 +105,9 @@ def preflight(campaign: Campaign) -> int:
 
 
 def worlds_of_all(campaign: Campaign) -> list[int]:
-    """Return the numbers of workers that all unfinished stages allow, in descending order.
+    """Return the numbers of workers allowed by all unfinished stages, in descending order.
 
-    If they have none in common, return those of the first unfinished stage.
+    If there is no common number, return those of the first unfinished stage.
     """
     first: list[int] = []
     common: list[int] = []
@@ -126,7 +126,7 @@ def worlds_of_all(campaign: Campaign) -> list[int]:
 
 
 def requirements_of(campaign: Campaign, world: int) -> Requirements:
-    """Return the requirements of all unfinished stages, as far as they are known before the stages run."""
+    """Return the requirements of all unfinished stages, as far as they are known now."""
     cluster = campaign.cluster
     stages = []
     sets: dict[str, float | None] = {}
@@ -136,7 +136,7 @@ def requirements_of(campaign: Campaign, world: int) -> Requirements:
             continue
         if stage.kind.trains and stage.model is not None:
             stages.append(stage_requirements(campaign, stage, world))
-        # A set must be read as fast as a GPU trains on its images; for CPUs this rate is unknown.
+        # A data set must be read as fast as a GPU trains on its images; for CPUs, this rate is unknown.
         for value, reads in stage.kind.inputs_of(stage.config).values():
             if reads is not Reads.SET:
                 continue
@@ -166,13 +166,13 @@ def requirements_of(campaign: Campaign, world: int) -> Requirements:
 
 
 def stage_requirements(campaign: Campaign, stage: Stage, measured_world: int) -> StageRequirements:
-    """Return what a trained stage requires of workers, links and disk."""
+    """Return a training stage's requirements for workers, links and disk."""
     cfg: TrainConfig = stage.config
     cluster = campaign.cluster
     model = stage.model
     assert model is not None, "called only for stages with a known model"
     allowed = allowed_worlds(cfg, cluster)
-    # The largest world size that the stage allows, up to the measured one.
+    # Use the largest world size that the stage allows, up to the measured one.
     world = allowed[-1]
     for size in allowed:
         if size <= measured_world:
@@ -215,10 +215,10 @@ def stage_requirements(campaign: Campaign, stage: Stage, measured_world: int) ->
 def measure_everywhere(
     campaign: Campaign, requirements: Requirements, world: int
 ) -> tuple[PreflightReport, Exception | None, Mapping[str, str]]:
-    """Measure on a worker group of `world` workers and on the nodes without a worker; answer their files meanwhile.
+    """Measure on a group of `world` workers and on the nodes without a worker; answer their files meanwhile.
 
-    If the worker group fails, measure on all nodes as on those without a worker. Returns the reports, the error of the
-    group if it failed, and the reason for each node that sent no report. Raises OSError if the run directory is not
+    If the worker group fails, measure on all nodes without workers. Returns the reports, the error of the worker group
+    if it failed, and node name → reason for each node without a report. Raises OSError if the run directory is not
     writable.
     """
     cluster = dataclasses.replace(campaign.cluster, workers=world)
@@ -262,7 +262,7 @@ def measure_everywhere(
 
 
 def nothing_measured(error: Exception) -> CheckResult:
-    """Return the check result for a worker group that has failed; without a specific exit code, UNAVAILABLE."""
+    """Return the FAIL for a failed worker group; its exit code is UNAVAILABLE if the error has no specific one."""
     failure = CheckResult.of(error, "workers")
     code = failure.exit_code
     if code == ExitCode.INTERNAL:

@@ -1,4 +1,4 @@
-"""Folders for commands that do not own a run: a temporary folder to write to, and a folder to read the run from."""
+"""Provide folders for commands that do not own a run: a temporary folder, and a readable copy of the run."""
 
 import shutil
 import signal
@@ -18,9 +18,9 @@ from jobs.run.sync import fetch_small_files, is_synced, last_owner
 
 @contextmanager
 def temporary_run(run: Path) -> Iterator[Path]:
-    """Create a temporary folder in the run directory for the block; a directory that did not exist is removed again.
+    """Create a temporary folder in the run directory for the block; also remove a run directory that did not exist.
 
-    In the main thread, SIGTERM raises KeyboardInterrupt during the block, so that the folder is removed then too.
+    In the main thread, SIGTERM raises KeyboardInterrupt during the block, so that the folder is removed in any case.
     """
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
@@ -34,7 +34,7 @@ def temporary_run(run: Path) -> Iterator[Path]:
         run.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=".temporary-", dir=run))
         try:
-            # Workers may run as another user than the driver: copy the permissions of the run directory.
+            # Copy the permissions of the run directory, because workers may run as another user.
             folder.chmod(run.stat().st_mode & 0o777)
             yield folder
         finally:
@@ -49,10 +49,10 @@ def temporary_run(run: Path) -> Iterator[Path]:
 
 @contextmanager
 def readable_run(storage: Storage) -> Iterator[Path]:
-    """Yield a folder with a run's small files for a command that only reads them.
+    """Yield a folder with a run's small files, for a command that only reads them.
 
-    This is the run's local folder if the newest command runs or ran on this machine. Otherwise it is a temporary copy,
-    because workers of a running command may write to the local folder. Raises StorageError.
+    If the newest command runs or ran on this machine, this is the run's local folder. Otherwise, it is a temporary
+    copy, because workers of a running command may write to the local folder. Raises StorageError.
     """
     if storage.is_shared:
         yield storage.local

@@ -1,15 +1,15 @@
-"""Implements `patchline trial RECIPE`: measures real steps of each trained stage, from which `plan` predicts times.
+"""Implements `patchline trial RECIPE`: measure real steps of each training stage, from which `plan` predicts times.
 
-    pretrain   30 steps of 1024 images on 8 workers, 5 of them to warm up …
+    pretrain   30 steps of 1024 images on 8 workers, the first 5 as warm-up …
     pretrain   800 ms per step: compute 752 ms, waiting for storage 0.31 ms, decoding 41 ms, transfer 6.20 ms
     pretrain   1,280 images/s; at most 31.2 GiB per worker; a save pauses training for 0.21 s and commits after 3.4 s
-    pretrain   a start takes 14.2 s until steps are steady
-    pretrain   saved in runs/x/trials/d91ff90d-8.json; `python -m jobs plan RECIPE` uses it
+    pretrain   after a start, steps are steady after 14.2 s
+    pretrain   saved in runs/x/trials/d91ff90d-8.json, which python -m jobs plan RECIPE uses
 
-1. Every training stage whose data exists runs as in `run`: the same workers, loop and saves. Only its length differs,
-   it is not evaluated, and its folder is deleted at the end.
-2. The stage's records give the time of each part of a step (pipeline/extras/plan/trial.py).
-3. The result is saved with the run, under the number of workers and a digest of everything that affects step time.
+1. Run every training stage whose data exists as in `run`, with the same workers, loop and saves, but with fewer steps
+   and without evaluations. Its folder is deleted at the end.
+2. Compute the time of each part of a step from the stage's records (pipeline/extras/plan/trial.py).
+3. Save the result with the run, under the number of workers and a digest of everything that affects step time.
 """
 
 import time
@@ -37,11 +37,11 @@ from pipeline.values import amount, counted, milliseconds
 
 
 def trial(campaign: Campaign, only: str | None) -> None:
-    """Measure each training stage, or only the stage `only`, and save the results.
+    """Measure all training stages, or only the stage `only`, and save the results.
 
-    Raises ConfigError if no stage trains, DataError if no stage can be tried, and the errors of running a stage.
+    Raises ConfigError if no stage trains, DataError if no stage can be measured, and the errors of running a stage.
     """
-    # 1. Select stages; stages with identical steps, for example runs of a sweep, are measured once.
+    # 1. Select stages. Stages with identical steps, for example runs of a sweep, are measured only once.
     stages: dict[str, Stage] = {}
     for stage in campaign.stages:
         if stage.kind.trains and only is None:
@@ -50,13 +50,14 @@ def trial(campaign: Campaign, only: str | None) -> None:
         stage = campaign.stage(only)
         if not stage.kind.trains:
             raise ConfigError(
-                f"{only} is a stage of kind {stage.kind.name}, which does not train; name a stage that trains"
+                f"{only} is a stage of kind {stage.kind.name}, which does not train\n"
+                "  type the name of a training stage"
             )
         stages[only] = stage
     if not stages:
-        raise ConfigError("no stage of this recipe trains, so there are no steps to measure")
+        raise ConfigError("the recipe has no training stage, so there are no steps to measure")
 
-    # 2. List the stages whose data is missing; measure the others.
+    # 2. Report the stages whose data is missing; measure the others.
     to_try = []
     problems = []
     for stage in stages.values():
@@ -71,11 +72,11 @@ def trial(campaign: Campaign, only: str | None) -> None:
             to_try.append(stage)
             continue
         problems.append(f"{stage.name}: {problem}")
-        echo(f"{stage.name}   not tried: {problem}")
+        echo(f"{stage.name}   not measured: {problem}")
     if not to_try:
         raise DataError("no stage can be measured: " + "\n  ".join(problems))
 
-    # 3. Run the steps, all stages on one cluster.
+    # 3. Run the steps of all stages on one cluster.
     if campaign.cluster.backend == "ray":
         connect(campaign.cluster)
     try:
@@ -94,7 +95,7 @@ def trial_key(campaign: Campaign, stage: Stage) -> str:
     if stage.model is None:
         return ""
     cfg: TrainConfig = stage.config
-    # Fields set to a constant do not affect step time.
+    # Set the fields that do not affect step time to constants.
     relevant = replace(
         with_defaults(cfg, OF_A_RUN),
         data=replace(cfg.data, train="sets", mixture={}, drop=(), evaluate=None, preprocess="", samples=None),
@@ -123,10 +124,10 @@ def trial_key(campaign: Campaign, stage: Stage) -> str:
 
 def try_stage(campaign: Campaign, stage: Stage) -> None:
     """Run and measure the steps of one stage in a temporary folder; print and save the result."""
-    # 1. Change the length, the saves and the evaluations of the stage's config.
+    # 1. Change the length, saves and evaluations in the stage's config.
     cfg: TrainConfig = stage.config
     init = campaign.path_of(cfg.init)
-    # Step time does not depend on the weights: use random ones if the initial weights do not exist yet.
+    # Step time does not depend on the weights, so use random ones if the initial weights do not exist yet.
     has_weights = init is not None and (Path(init) / artifacts.WEIGHTS).exists()
     cfg = replace(
         with_defaults(cfg, OF_A_RUN),
@@ -141,13 +142,13 @@ def try_stage(campaign: Campaign, stage: Stage) -> None:
         probe=ProbeConfig(),
         init=cfg.init if has_weights else None,
     )
-    # References such as "@stage" do not resolve in the temporary run: replace them by the campaign's paths.
+    # Replace references such as "@stage" with the campaign's paths, because they do not resolve in the temporary run.
     for field, (value, _reads) in stage.kind.inputs_of(cfg).items():
         cfg = with_field(cfg, field.split("."), campaign.path_of(value))
 
     # 2. Run the steps as `run` would.
     workers = counted(campaign.cluster.most, "worker")
-    echo(f"{stage.name}   {STEPS} steps of {cfg.batch_size} images on {workers}, {WARM_UP} of them to warm up …")
+    echo(f"{stage.name}   {STEPS} steps of {cfg.batch_size} images on {workers}, the first {WARM_UP} as warm-up …")
     with temporary_run(campaign.run) as folder:
         remote = None
         if campaign.remote is not None:
@@ -193,8 +194,8 @@ def try_stage(campaign: Campaign, stage: Stage) -> None:
         f"a save pauses training for {milliseconds(result.save_stall_s)} and commits after "
         f"{milliseconds(result.save_s)}"
     )
-    echo(f"{stage.name}   a start takes {milliseconds(result.until_steady_s)} until steps are steady")
-    echo(f"{stage.name}   saved in {path}; `python -m jobs plan RECIPE` uses it")
+    echo(f"{stage.name}   step times are steady from {milliseconds(result.until_steady_s)} after the start")
+    echo(f"{stage.name}   saved in {path}, which python -m jobs plan RECIPE uses")
 
 
 class StepPrinter:
@@ -206,7 +207,7 @@ class StepPrinter:
         self.last_step = 0
 
     def poll(self, _attempt: int, _step: int) -> None:
-        """Print the step of the newest report if it is new."""
+        """Print the step of the newest report, unless it has been printed."""
         reports = read_metrics(self.directory)
         if reports and reports[-1]["step"] > self.last_step:
             self.last_step = reports[-1]["step"]

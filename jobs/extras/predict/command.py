@@ -12,7 +12,7 @@ from jobs.extras.given_images import check_images
 
 Images = Annotated[list[str], typer.Argument(help="Image files, folders of images, or tar shards.")]
 Output = Annotated[
-    str, typer.Option(metavar="CSV", help="File for one row per image; a page of the same name ends in .html.")
+    str, typer.Option(metavar="CSV", help="CSV file to write; the HTML page gets the same name with .html.")
 ]
 Top = Annotated[int, typer.Option(min=1, help="Number of classes per image, the most probable first.")]
 Batch = Annotated[int, typer.Option(min=1, help="Images per forward pass.")]

@@ -1,14 +1,14 @@
-"""Implements `patchline predict`: the most probable classes of each image, as a CSV file and an HTML page.
+"""Implements `patchline predict`: write the most probable classes of each image to a CSV file and an HTML page.
 
     patchline predict runs/photos/pretrain new-photos/ --output new.csv
 
     file,label,score,label_2,score_2              and new.html: thumbnails with their labels
     new-photos/1.jpg,cat,0.91342,dog,0.07120
 
-1. Read the images and apply the preprocessing recorded with the weights, or evaluation's default if none is recorded.
-2. Compute the logits in batches. A score is the softmax probability of a class, or its sigmoid if the head was
-   trained with sigmoid cross-entropy; the scores of an image then do not sum to 1.
-3. Write both files atomically. Images that cannot be decoded get a row without labels, and are counted.
+1. Read the images and apply the preprocessing recorded with the weights, or the evaluation default if there is none.
+2. Compute the logits in batches. A score is the softmax probability of a class. If the head was trained with sigmoid
+   cross-entropy, it is the sigmoid, and the scores of an image do not sum to 1.
+3. Write both files atomically. Images that cannot be decoded are counted and get a row without labels.
 """
 
 import csv
@@ -28,7 +28,7 @@ from data.extras.pages import page
 from data.files import write_atomically
 from data.images.decode import BadImage, decode
 from data.images.preprocess import preprocess
-from jobs.commands.conversion import class_names, load, verify
+from jobs.extras.conversion import class_names, load, verify
 from jobs.extras.given_images import encoded_images
 from jobs.terminal import ProgressMeter, echo
 from models.catalog import normalise
@@ -40,7 +40,7 @@ MOST_THUMBNAILS = 200  # on the page, about 4 KB each
 
 @dataclass(frozen=True)
 class Prediction:
-    """The most probable classes of one image; empty if the image cannot be decoded."""
+    """The most probable classes of one image; no labels if the image cannot be decoded."""
 
     file: str
     labels: tuple[str, ...] = ()
@@ -58,7 +58,7 @@ def predict(weights: str, paths: list[str], table: Path, top: int, batch_size: i
     verify(weights, verification.append)
     model = load(weights, {}).eval()
     if not model.config.classes:
-        raise UsageError(f"{weights} has no classes: it has no classification head\n  fine-tune it first, with labels")
+        raise UsageError(f"{weights} has no classification head\n  fine-tune these weights on labeled images first")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device)
     names = class_names(weights)
@@ -84,7 +84,7 @@ def predict(weights: str, paths: list[str], table: Path, top: int, batch_size: i
     bad = [row for row in rows if row.problem]
     if len(bad) == len(rows):
         raise DataError(
-            f"none of the {counted(len(bad), 'image')} can be decoded: {bad[0].problem}, first {bad[0].file}\n"
+            f"none of the {counted(len(bad), 'image')} can be decoded; the first is {bad[0].file}: {bad[0].problem}\n"
             "  expected intact images; restore them from their source"
         )
     write_table(rows, table, top)
@@ -96,11 +96,11 @@ def predict(weights: str, paths: list[str], table: Path, top: int, batch_size: i
     for line in verification:
         echo(line)
     if not names:
-        echo("the weights have no class names: labels are class ids")
+        echo("the weights have no class names, so labels are class ids")
     if recorded is None:
-        echo(f"the weights record no preprocessing: used {ops}, evaluation's default")
+        echo(f"no preprocessing is recorded with the weights; used the evaluation default, {ops}")
     if bad:
-        echo(f"skipped {counted(len(bad), 'undecodable image')}: {bad[0].problem}, first {bad[0].file}")
+        echo(f"skipped {counted(len(bad), 'undecodable image')}, for example {bad[0].file}: {bad[0].problem}")
     first: dict[str, int] = {}
     for row in rows:
         if row.labels:
@@ -111,7 +111,7 @@ def predict(weights: str, paths: list[str], table: Path, top: int, batch_size: i
 
 
 def decoded(paths: list[str], ops: str) -> Iterator[tuple[str, np.ndarray | None, str]]:
-    """Yield name, pixels (height, width, 3) uint8 and problem of each image; pixels are None if there is a problem."""
+    """Yield name, pixels (height, width, 3) uint8 and error of each image; the pixels are None if there is an error."""
     for name, encoded in encoded_images(paths):
         try:
             yield name, preprocess(decode(encoded), ops), ""
@@ -125,7 +125,9 @@ def logits_of(model: "models.Model", pixels: np.ndarray, device: torch.device) -
     with torch.inference_mode():
         logits = model(normalise(batch, model.config, torch.float32, device)).float().cpu()
     if not logits.isfinite().all():
-        raise DataError("the model's outputs are not finite\n  expected weights of a training that did not diverge")
+        raise DataError(
+            "the model's outputs are not finite\n  expected weights from a training run that did not diverge"
+        )
     return logits
 
 
@@ -134,7 +136,7 @@ def most_probable(
 ) -> Iterator[tuple[tuple[str, ...], tuple[float, ...]]]:
     """Yield the labels and scores of the `top` most probable classes for each row of logits (images, classes)."""
     scores = logits.sigmoid() if is_sigmoid else logits.softmax(-1)
-    # A stable sort: of equal scores, the class with the smaller id comes first.
+    # Sort stably: for equal scores, the class with the smaller id comes first.
     order = scores.argsort(dim=-1, descending=True, stable=True)[:, :top]
     for classes, values in zip(order.tolist(), scores.gather(1, order).tolist(), strict=True):
         yield tuple(names[number] if number < len(names) else str(number) for number in classes), tuple(values)

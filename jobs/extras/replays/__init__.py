@@ -1,1 +1,1 @@
-"""Repeat recorded training steps: replay, audit, bisect, without."""
+"""Repeat recorded training steps: the commands replay, audit, bisect and without."""

@@ -1,13 +1,14 @@
-"""Verifies a training run: repeats parts of it between two commits and compares the results bit for bit.
+"""Verify a training run: repeat parts of it between two commits and compare the results bit for bit.
 
-1. `choose_stretches` draws stretches between neighbouring commits up to the requested share, or takes the given one.
+1. `choose_stretches` draws stretches between neighboring commits up to the requested share of steps, unless the user
+   has selected one.
 2. Repeat each stretch in a separate run directory (jobs/extras/replays/stretch.py).
 3. `compare` compares the result with the records of the run: every loss and gradient norm, the trace of each step in
    exact mode (pipeline/engine/exact.py), the ledger, and every bit of weights and optimizer moments in the commit.
-4. Repeat a stretch that differs once more: if this machine gives two different results, the cause remains open.
-5. `classify` names the cause: other data (the ledger differs), other hardware or libraries (tiny differences under
+4. If a stretch differs, repeat it once more: if this machine gives two different results, the cause is unclear.
+5. `classify` determines the cause: other data (the ledger differs), other hardware or libraries (tiny differences under
    other conditions, which an audit cannot tell from a flipped low bit), or silent corruption.
-6. Write audit.json with what was checked, on which machine and with which code; sign it with `ssh-keygen` if a key is
+6. Write audit.json with the checked steps, the machine and the code version; sign it with `ssh-keygen` if a key is
    given.
 """
 
@@ -35,18 +36,18 @@ from pipeline.extras.replays.batch import RecordedStep, TrainedStage
 from pipeline.monitoring.telemetry import account
 from pipeline.values import counted, duration
 
-NAMED = 8  # largest differing states that a finding lists
+NAMED = 8  # maximum number of differing states that a finding lists, largest first
 NOISE = 1e-8  # second moments below this fraction of a parameter's largest belong to gradients that are zero in theory
 LAST_BITS = 1e-4  # relative difference of a loss or norm that other hardware can cause in the first steps
 SIGNED_AS = "patchline"  # namespace of the signature
-# Of an attempt's start; bits may depend on them.
+# Fields of an attempt's start on which bits may depend.
 CONDITIONS = ("hardware", "threads", "versions", "arithmetic", "code")
 OTHER_HARDWARE = "other hardware or libraries: cannot judge"
 
 
 @dataclass(frozen=True)
 class StateDifference:
-    """The largest difference in the weights or a moment of a parameter between two commits of the same step."""
+    """The largest difference in a parameter's weights or one of its moments, between two commits of a step."""
 
     parameter: str
     kind: str  # "master", or a moment's name
@@ -63,13 +64,13 @@ class Finding:
     start: int
     last: int
     seconds: float = 0.0
-    steps: int = 0  # steps with compared losses and norms
-    traced: int = 0  # those of them with compared traces
-    states: int = 0  # parameter states compared bit by bit
-    ledger: str = ""  # of the last repeated step
-    files: dict[str, str] = field(default_factory=dict)  # name → sha256 of the files of the compared commit
+    steps: int = 0  # number of steps whose losses and norms were compared
+    traced: int = 0  # number of steps whose traces were compared
+    states: int = 0  # number of parameter states compared bit by bit
+    ledger: str = ""  # ledger after the last repeated step
+    files: dict[str, str] = field(default_factory=dict)  # file name in the compared commit → sha256
     world: int = 0  # number of workers that repeated the steps
-    conditions: dict[str, Any] = field(default_factory=dict)  # differing conditions: [of the run, of the repetition]
+    conditions: dict[str, Any] = field(default_factory=dict)  # differing condition → [in the run, in the repetition]
     verdict: str = "equal"
     step: int | None = None  # first differing step
     worker: int | None = None
@@ -81,8 +82,8 @@ class Finding:
         line = f"steps {self.start + 1} to {self.last}: {self.verdict}"
         if self.verdict == "equal":
             return (
-                f"{line} in {self.steps} losses and norms, {self.states} states and the ledger {self.ledger[:12]} "
-                f"(on {counted(self.world, 'worker')}, {self.seconds:.1f} s)"
+                f"{line} in {self.steps} losses and gradient norms, {self.states} states and the ledger "
+                f"{self.ledger[:12]} (on {counted(self.world, 'worker')}, {self.seconds:.1f} s)"
             )
         if self.step is not None:
             line += f" from step {self.step} on, first in the {self.what}"
@@ -90,7 +91,7 @@ class Finding:
             line += f" of worker {self.worker}"
         for state in self.differing[:1]:
             place = f"{state.parameter} {state.kind}[{state.element}]"
-            line += f"; largest in {place}: {state.difference:.3g}, saved by worker {state.worker}"
+            line += f"; largest difference {state.difference:.3g} in {place}, saved by worker {state.worker}"
         if self.conditions:
             line += f"; different conditions: {', '.join(self.conditions)}"
         return line
@@ -107,19 +108,17 @@ def audit(
     key: str | None,
     overrides: Sequence[str],
 ) -> None:
-    """Repeat stretches of a run, print one line for each, and write audit.json.
+    """Repeat stretches of a run, print a line for each, and write audit.json.
 
-    Raises DataError if a stretch differs, ClusterError if it differs as under the other conditions of this machine,
-    UsageError, and the errors of a run.
+    Raises DataError if a stretch differs, ClusterError if it may differ because of this machine's other conditions;
+    also UsageError and the errors of a run.
     """
     replays = Replays("audit", run, output, overrides)
     stage = replays.stage
     if key is not None and shutil.which("ssh-keygen") is None:
         raise ClusterError("--key needs ssh-keygen, which is not installed\n  install OpenSSH, or omit --key")
     if key is not None and not Path(key).is_file():
-        raise UsageError(
-            f"--key {key} is not a file\n  expected a private key of ssh-keygen, for example ~/.ssh/id_ed25519"
-        )
+        raise UsageError(f"--key {key} is not a file\n  expected a private SSH key, for example ~/.ssh/id_ed25519")
     if seed is None:
         seed = secrets.randbits(32)
     if first is None and last is None:
@@ -135,7 +134,7 @@ def audit(
         f"{counted(len(findings), 'stretch')}, {chosen}"
     )
 
-    # 1. Repeat the stretches one after the other; each is a separate attempt.
+    # 1. Repeat the stretches one after the other, each as a separate attempt.
     for finding in findings:
         stretch_began = time.monotonic()
         folder = replays.folder / f"steps-{finding.start + 1}-{finding.last}"
@@ -148,7 +147,7 @@ def audit(
             check = Finding(finding.start, finding.last)
             compare(repeated, third, check)
             if check.what:
-                finding.verdict = "unclear: this machine gave two different results"
+                finding.verdict = "unclear, because this machine gave two different results"
         else:
             shutil.rmtree(folder)
         replays.log(str(finding))
@@ -156,7 +155,8 @@ def audit(
     # 2. Print the cost relative to the run, and write the report.
     seconds = time.monotonic() - began
     run_s = account(stage.records).wall
-    echo(f"took {duration(seconds)}, {seconds / max(run_s, 1e-9):.2%} of the run's {duration(run_s)}, startup included")
+    share_of_run = f"{seconds / max(run_s, 1e-9):.2%} of the run's {duration(run_s)}"
+    echo(f"took {duration(seconds)} including startup, {share_of_run}")
     differing = [finding for finding in findings if finding.what]
     report = replays.folder / "audit.json"
     values = {
@@ -173,7 +173,9 @@ def audit(
         command = ["ssh-keygen", "-Y", "sign", "-f", key, "-n", SIGNED_AS, str(report)]
         answer = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
         if answer.returncode != 0:
-            raise ClusterError(f"ssh-keygen cannot sign with {key}: {answer.stderr.strip()}\n  expected a private key")
+            raise ClusterError(
+                f"ssh-keygen cannot sign with {key}: {answer.stderr.strip()}\n  expected a private SSH key"
+            )
         verify = f"ssh-keygen -Y verify -f ALLOWED_SIGNERS -I NAME -n {SIGNED_AS} -s {report}.sig < {report}"
         echo(f"signed: {report}.sig; to verify it, type: {verify}")
     if differing and all(finding.verdict == OTHER_HARDWARE for finding in differing):
@@ -186,17 +188,17 @@ def audit(
     if differing:
         raise DataError(
             f"{replays.name} differs from a repetition of its steps: {differing[0]}\n"
-            f"  the repeated steps are in {replays.folder}; to compare them with the run: checkpoints diff"
+            f"  the repeated steps are in {replays.folder}; to compare them with the run, use checkpoints diff"
         )
 
 
 def choose_stretches(stage: TrainedStage, share: float, seed: int) -> list[Finding]:
-    """Draw stretches between neighbouring commits: as many as fit into the share of all steps, but at least one.
+    """Draw stretches between neighboring commits: as many as fit into the share of all steps, but at least one.
 
     Raises UsageError if there are no commits to compare with.
     """
     if not 0 < share <= 1:
-        raise UsageError(f"--share is {share}, expected more than 0 and at most 1, for example 0.01")
+        raise UsageError(f"--share is {share}, expected a number greater than 0 and at most 1, for example 0.01")
     stretches = [Finding(start, last) for start, last in pairwise([0, *stage.commits])]
     if not stretches:
         raise UsageError(f"{stage.folder.name} has no commits to compare with")
@@ -214,7 +216,7 @@ def choose_stretches(stage: TrainedStage, share: float, seed: int) -> list[Findi
 
 
 def compare(before: TrainedStage, after: TrainedStage, finding: Finding) -> None:
-    """Compare the steps and the final checkpoint of a segment with its replay; store the differences in `finding`."""
+    """Compare a stretch's steps and last commit with their repetition; store the differences in `finding`."""
     start = after.start_of(finding.last)
     start_before = before.start_of(finding.last)
     finding.world = start["world"]
@@ -225,7 +227,7 @@ def compare(before: TrainedStage, after: TrainedStage, finding: Finding) -> None
         if start_before.get(name) != start[name]:
             finding.conditions[name] = [start_before.get(name), start[name]]
 
-    # 1. Compare the steps. Records can be missing, for example after disk errors or if the run skipped a stretch.
+    # 1. Compare the steps. Records can be missing, for example after disk errors or if the run skipped steps.
     has_other_result = False
     for step in range(finding.start + 1, finding.last + 1):
         if step not in before.step_records or step not in after.step_records:
@@ -243,7 +245,7 @@ def compare(before: TrainedStage, after: TrainedStage, finding: Finding) -> None
             finding.worker = worker
             finding.size = gap
 
-    # 2. Compare the commits, piece by piece as the run's workers saved them.
+    # 2. Compare the commits, piece by piece as saved by the run's workers.
     saved = read_manifest(before.commits[finding.last])
     repeated = read_manifest(after.commits[finding.last])
     read_saved = Reader(before.commits[finding.last], saved.files)
@@ -260,8 +262,8 @@ def compare(before: TrainedStage, after: TrainedStage, finding: Finding) -> None
             if not differs.any():
                 continue
             gaps = (theirs_here - ours_here).abs().nan_to_num(nan=math.inf)
-            # Some gradients are zero in theory, for example those of a key's bias. Adam turns their rounding noise
-            # into updates, which would hide the other differences.
+            # Ignore gradients that are zero in theory, for example those of the key's bias: Adam turns their rounding
+            # noise into updates, which would hide other differences.
             if (name, "exp_avg_sq") in read_repeated.pieces:
                 squares = read_repeated(name, "exp_avg_sq", piece.start, piece.length)
                 gaps = torch.where(squares > NOISE * squares.max(), gaps, 0.0)
@@ -274,8 +276,8 @@ def compare(before: TrainedStage, after: TrainedStage, finding: Finding) -> None
             )
     finding.differing = sorted(finding.differing, key=lambda state: -state.relative)[:NAMED]
 
-    # 3. Combine: other data explains everything. Differing traces alone mean nothing under other conditions, which can
-    # change them. And a commit can differ although the records of its steps agree.
+    # 3. Combine the evidence. Other data explains every difference. Under other conditions, ignore differing traces if
+    # nothing else differs. A commit can differ even if the records of its steps agree.
     if saved.ledger != repeated.ledger:
         finding.what = "ledger"
     elif finding.conditions and not finding.differing and not has_other_result:
@@ -289,13 +291,13 @@ def compare(before: TrainedStage, after: TrainedStage, finding: Finding) -> None
 
 
 def first_difference(theirs: RecordedStep, ours: RecordedStep) -> tuple[str, int | None]:
-    """Return the first differing quantity of a step ("" if equal), and the worker in the run if it is known."""
+    """Return the first differing quantity of a step ("" if all are equal), and the worker of the run, if known."""
     pairs: list[tuple[str, Sequence[float], Sequence[float]]]
     pairs = [("loss", [theirs.loss], [ours.loss]), ("gradient", [theirs.grad_norm], [ours.grad_norm])]
     if theirs.trace and ours.trace:
         losses, gradients, states = zip(theirs.trace, ours.trace, strict=True)
         pairs = [("loss", *losses), ("gradient", *gradients), *pairs]
-        if theirs.world == ours.world:  # otherwise the workers hold different parts of the state
+        if theirs.world == ours.world:  # with other world sizes, the workers hold different parts of the state
             pairs.insert(0, ("state", *states))
     for what, before, after in pairs:
         workers = set()
@@ -312,7 +314,7 @@ def first_difference(theirs: RecordedStep, ours: RecordedStep) -> tuple[str, int
 def relative(before: float | None, after: float | None) -> float:
     """Return the difference of two numbers relative to the first; 0 only if they are equal.
 
-    All non-finite numbers, including null in a record, count as equal to each other and far from finite numbers.
+    All non-finite numbers, including null in a record, count as equal to each other and as different from finite ones.
     """
     finite = [number for number in (before, after) if number is not None and math.isfinite(number)]
     if not finite:

@@ -1,6 +1,6 @@
-"""Implements `patchline replay RUN step=N`: rebuilds the global batch of a step to inspect its samples.
+"""Implements `patchline replay RUN step=N`: rebuild the global batch of a step, and show its samples.
 
-pipeline/extras/replays/batch.py rebuilds the batch.
+The batch is rebuilt by pipeline/extras/replays/batch.py.
 """
 
 from collections import Counter
@@ -16,11 +16,11 @@ from pipeline.monitoring.telemetry import steps_in
 
 
 def replay(run: str, step: str, target: str | None) -> None:
-    """Print a summary of a step's batch and its extreme samples; with a target, write the batch there as .npz.
+    """Print a summary of a step's batch and its extreme samples; write the batch to the .npz file `target`, if given.
 
     Raises UsageError for wrong arguments, DataError if a file of the run was modified.
     """
-    # Check the target first, because the batch takes long to rebuild.
+    # Check the target first, because rebuilding the batch takes long.
     if target:
         file = Path(target)
         if file.suffix != ".npz":
@@ -29,14 +29,14 @@ def replay(run: str, step: str, target: str | None) -> None:
             raise UsageError(f"--to {file} is a folder\n  expected a file name, for example {file / 'batch.npz'}")
         if not file.parent.is_dir():
             raise UsageError(
-                f"--to {file}: the folder {file.parent} does not exist\n  create it, or choose another folder"
+                f"--to {file}: the folder {file.parent} does not exist\n  create it, or type another folder"
             )
     folder = find_trained(run)
     text = step.removeprefix("step=")
     if not text.isdigit() or text == "0":
-        raise UsageError(f"{step!r} is not a step\n  expected step=N with N ≥ 1, counted as in the log")
+        raise UsageError(f"{step!r} is not a step\n  expected step=N with N ≥ 1, numbered as in the log")
     number = int(text)
-    # Imported after the checks: it imports torch, which takes seconds.
+    # Imported after the checks, because it imports torch, which takes seconds.
     from pipeline.extras.replays.batch import TrainedStage
 
     stage = TrainedStage(folder)
@@ -45,7 +45,7 @@ def replay(run: str, step: str, target: str | None) -> None:
         with atomic_file(Path(target)) as temporary:
             np.savez(temporary, images=batch.images, labels=batch.labels, ids=batch.ids)
 
-    # The samples of the batch, and the records of each attempt that trained the step.
+    # Print the samples of the batch, and the records of each attempt that trained the step.
     shards = [batch.source.shards[shard].name for shard in batch.ids[:, 1]]
     labels = Counter(batch.labels[batch.labels >= 0].tolist())
     echo(f"{folder.name}: step {number}, {len(batch.ids)} samples of {batch.images.shape[1]}×{batch.images.shape[2]}")
@@ -56,8 +56,8 @@ def replay(run: str, step: str, target: str | None) -> None:
                 if recent["step"] == number:
                     echo(
                         f"attempt {record['attempt']}: gradient norm {recent['grad_norm']:.3g}, loss "
-                        f"{recent['loss']:.6f} (from the spike at step {record['step']}: {record['grad_norm']:.3g}, "
-                        f"normal up to {record['limit']:.3g})"
+                        f"{recent['loss']:.6f} (recorded with the spike at step {record['step']}: "
+                        f"{record['grad_norm']:.3g}, normal up to {record['limit']:.3g})"
                     )
         elif record["kind"] == "train" and number in steps_in(record):
             loss = record["losses"][steps_in(record).index(number)]
@@ -67,7 +67,7 @@ def replay(run: str, step: str, target: str | None) -> None:
     for sample in batch.bad:
         echo(f"replaced: {sample.shard} {sample.key}: {sample.reason}")
 
-    # Blank and broken images are among the extremes: the darkest, the brightest and the one with the least contrast.
+    # Blank and broken images are usually extreme: print the darkest, the brightest and the one with the least contrast.
     means = batch.images.mean((1, 2, 3))
     spreads = batch.images.std((1, 2, 3))
     for name, slot in {"darkest": means.argmin(), "brightest": means.argmax(), "flattest": spreads.argmin()}.items():

@@ -1,8 +1,8 @@
-"""Finds the samples that caused a spike by masking parts of its batch.
+"""Find the samples that caused a spike by masking parts of its batch.
 
 `bisect RUN step=N` repeats one step many times in one attempt (pipeline/extras/replays/search.py). It prints the
-smallest set of samples without which the step's metric is normal: key, labels, shard, and pictures as stored in the set
-and as the model saw them.
+smallest group of samples without which the step's metric is normal: their keys, labels and shards, and pictures as
+stored in the data set and as the model saw them.
 """
 
 import math
@@ -29,11 +29,14 @@ from pipeline.monitoring.telemetry import without_nan
 from pipeline.training_config import TrainConfig
 
 METRICS = ("grad_norm", "loss")  # fields of pipeline.extras.replays.batch.RecordedStep
-MOST_SHOWN = 16  # samples that are printed and written as pictures
+MOST_SHOWN = 16  # maximum number of samples to print and to write as pictures
 
 
 def bisect(run: str, words: Sequence[str], *, output: str | None) -> None:
-    """Find the samples that caused a step's spike, and write bisect.json. Raises UsageError and the errors of a run."""
+    """Find the samples that caused the spike of a step, and write bisect.json.
+
+    Raises UsageError and the errors of a run.
+    """
     values: dict[str, str] = {}
     overrides = []
     for word in words:
@@ -45,13 +48,13 @@ def bisect(run: str, words: Sequence[str], *, output: str | None) -> None:
         else:
             raise UsageError(f"unknown argument {word!r}\n  expected step=N, metric=…, cluster.…=…")
     if "step" not in values:
-        raise UsageError("the step is missing\n  expected step=N, counted as in the log")
+        raise UsageError("the step is missing\n  expected step=N, numbered as in the log")
 
     replays = Replays("bisect", run, output, overrides)
     steps = replays.stage.steps
     text = values["step"]
     if not text.isdigit() or not 0 < int(text) <= steps:
-        raise UsageError(f"step={text}: expected step=N with N from 1 to {steps}, counted as in the log")
+        raise UsageError(f"step={text}: expected step=N with N from 1 to {steps}, numbered as in the log")
     metric = values.get("metric", METRICS[0])
     if metric not in METRICS:
         raise UsageError(f"metric={metric}: expected one of {', '.join(METRICS)}")
@@ -59,7 +62,7 @@ def bisect(run: str, words: Sequence[str], *, output: str | None) -> None:
 
 
 def bisect_step(replays: Replays, step: int, metric: str) -> None:
-    """Find the samples that caused an unusual loss or gradient norm of a step."""
+    """Find the samples that caused the unusual loss or gradient norm of a step."""
     # 1. Determine the normal value.
     stage = replays.stage
     recent = []
@@ -69,7 +72,7 @@ def bisect_step(replays: Replays, step: int, metric: str) -> None:
             if math.isfinite(value):
                 recent.append(value)
     if not recent:
-        raise UsageError(f"the {metric} of step {step} cannot be compared: no earlier step has one on record")
+        raise UsageError(f"the {metric} of step {step} cannot be compared, because no earlier step has recorded it")
     usual = statistics.median(recent)
     start = stage.commit_before(step)
     batch_size = stage.cfg.batch_size
@@ -100,11 +103,12 @@ def bisect_step(replays: Replays, step: int, metric: str) -> None:
     outcome = replays.repeat(start, step, folder / "run", work=search).outcome
     shutil.rmtree(folder / "run")
 
-    # 3. Print the result, and whether the repeated step equals the record.
+    # 3. Print the result, and whether the repeated step agrees with the record.
     if step in stage.step_records:
         recorded = without_nan([stage.step_records[step].loss, stage.step_records[step].grad_norm])
         is_same = [outcome["loss"], outcome["grad_norm"]] == recorded
-        echo(f"the repeated step {step} {'equals the record bit for bit' if is_same else 'DIFFERS from the record'}")
+        comparison = "agrees with the record bit for bit" if is_same else "DIFFERS from the record"
+        echo(f"the repeated step {step} {comparison}")
     value = "not finite" if outcome["value"] is None else f"{outcome['value']:.4g}"
     shown = f"{metric} is {value}"
     samples = found_samples(stage, step, outcome, folder)
@@ -112,13 +116,13 @@ def bisect_step(replays: Replays, step: int, metric: str) -> None:
         replays.log(f"no spike: {shown}, normal is {usual:.4g}")
     elif outcome["is_found"]:
         replays.log(
-            f"{shown} with {len(samples)} of {batch_size} samples and {outcome['value_without']:.4g} without, after "
-            f"{outcome['replays']} repetitions of the step:"
+            f"{shown} with {len(samples)} of {batch_size} samples, and {outcome['value_without']:.4g} without them, "
+            f"after {outcome['replays']} repetitions of the step:"
         )
     else:
         replays.log(
-            f"no single sample is the cause: {shown}; to bring it below {outcome['limit']:.4g}, at least "
-            f"{len(samples)} of {batch_size} samples must be masked (after {outcome['replays']} repetitions)"
+            f"no single sample is the cause: {shown}; at least {len(samples)} of {batch_size} samples must be masked "
+            f"to get it below {outcome['limit']:.4g} (after {outcome['replays']} repetitions)"
         )
     for sample in samples[:MOST_SHOWN]:
         replays.log(
@@ -129,7 +133,7 @@ def bisect_step(replays: Replays, step: int, metric: str) -> None:
 
 
 def found_samples(stage: TrainedStage, step: int, outcome: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
-    """Return the samples that a search identified, and write pictures of the first ones to the folder."""
+    """Return the samples found by a search, and write pictures of the first ones to the folder."""
     if not outcome["rows"]:
         return []
     samples: list[dict[str, Any]] = []

@@ -8,28 +8,30 @@ from data.errors import UsageError
 from jobs.commands.arguments import Debug
 from jobs.extras.replays.trained import find_trained
 
-TrainedStage = Annotated[str, typer.Argument(help="RUN/STAGE, a stage's folder, or a run with one trained stage.")]
-Stage = Annotated[str, typer.Argument(metavar="RUN", help="RUN/STAGE, a stage's folder, or a run with one such stage.")]
+TrainedStage = Annotated[str, typer.Argument(help="RUN/STAGE, a stage's folder, or a run with one training stage.")]
+Stage = Annotated[
+    str, typer.Argument(metavar="RUN", help="RUN/STAGE, a stage's folder, or a run with one training stage.")
+]
 Output = Annotated[
-    str | None, typer.Option(metavar="FOLDER", help="Output folder; default RUN-COMMAND next to the run.")
+    str | None, typer.Option(metavar="FOLDER", help="Output folder; default: RUN-COMMAND next to the run.")
 ]
 Cluster = Annotated[
     list[str] | None,
-    typer.Argument(metavar="cluster.KEY=VALUE", help="Where to repeat the steps; default: as in the run."),
+    typer.Argument(metavar="cluster.KEY=VALUE", help="Cluster that repeats the steps; default: as in the run."),
 ]
-First = Annotated[int | None, typer.Option("--from", metavar="STEP", help="Step of a commit, or 0.")]
-Last = Annotated[int | None, typer.Option("--to", metavar="STEP", help="Step of a later commit.")]
+First = Annotated[int | None, typer.Option("--from", metavar="STEP", help="Commit from which to start, or 0.")]
+Last = Annotated[int | None, typer.Option("--to", metavar="STEP", help="Later commit at which to stop.")]
 
 
 def replay(
     run: TrainedStage,
-    step: Annotated[str, typer.Argument(help="step=N, counted as in the log.")],
+    step: Annotated[str, typer.Argument(help="step=N, numbered as in the log.")],
     to: Annotated[
         str | None, typer.Option(metavar="FILE.npz", help="Write images, labels and ids to this file.")
     ] = None,
     _debug: Debug = False,
 ) -> None:
-    """Rebuild the global batch of one step, as every worker saw it."""
+    """Rebuild the global batch of one step, as the workers saw it."""
     from jobs.extras.replays.batch import replay
 
     replay(run, step, to)
@@ -38,16 +40,20 @@ def replay(
 def audit(
     run: Stage,
     overrides: Cluster = None,
-    share: Annotated[float, typer.Option(help="Share of the run's steps to repeat, between commits.")] = 0.01,
+    share: Annotated[
+        float, typer.Option(help="Share of the run's steps to repeat, in stretches between commits.")
+    ] = 0.01,
     first: First = None,
     last: Last = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the draw; default random, stored in audit.json.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed for the choice of stretches; default: random, stored in audit.json.")
+    ] = None,
     output: Output = None,
     key: Annotated[str | None, typer.Option(metavar="FILE", help="SSH key that signs audit.json.")] = None,
     _debug: Debug = False,
 ) -> None:
-    """Verify a training run: repeat parts of it and compare every bit with the run's records."""
-    run = str(find_trained(run))  # check the name before importing torch
+    """Verify a training run: repeat parts of it, and compare every bit with the run's records."""
+    run = str(find_trained(run))  # report a wrong name before importing torch
     from jobs.extras.replays.audit import audit
 
     audit(run, share=share, first=first, last=last, seed=seed, output=output, key=key, overrides=overrides or [])
@@ -57,12 +63,12 @@ def bisect(
     run: Stage,
     words: Annotated[
         list[str],
-        typer.Argument(metavar="step=N", help="Optionally metric=grad_norm|loss and cluster.KEY=VALUE."),
+        typer.Argument(metavar="step=N", help="The step, and optionally metric=grad_norm|loss and cluster.KEY=VALUE."),
     ],
     output: Output = None,
     _debug: Debug = False,
 ) -> None:
-    """Find the samples that caused a spike in loss or gradient norm."""
+    """Find the samples that caused a spike of the loss or gradient norm."""
     run = str(find_trained(run))
     from jobs.extras.replays.bisect import bisect
 
@@ -73,17 +79,17 @@ def without(
     run: Stage,
     overrides: Cluster = None,
     samples: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Samples to remove: one per line, or a leaks.json.")
+        str | None, typer.Option(metavar="FILE", help="File of samples to remove: one per line, or a leaks.json.")
     ] = None,
     shards: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Shard to remove; repeatable.")] = None,
     to: Annotated[int | None, typer.Option(metavar="STEP", help="Last step; default: that of the last commit.")] = None,
     output: Output = None,
     _debug: Debug = False,
 ) -> None:
-    """Repeat a run as if samples had never been seen, everything else being equal; print the cost first."""
+    """Repeat a run without some samples, with everything else unchanged; print the cost first."""
     run = str(find_trained(run))
     if samples is None and not shards:
-        raise UsageError("no samples to remove are given\n  expected --samples FILE or --shards NAME")
+        raise UsageError("no samples to remove\n  expected --samples FILE or --shards NAME")
     from jobs.extras.replays.without import without
 
     without(run, samples=samples, shards=shards or [], to=to, output=output, overrides=overrides or [])

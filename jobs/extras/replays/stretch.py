@@ -1,11 +1,11 @@
-"""Repeats the steps of a trained stage from one of its commits up to a later step; the basis of all replays.
+"""Repeat the steps of a trained stage from one of its commits up to a later step; used by all replay commands.
 
 1. audit, bisect and without create `Replays`: the stage to repeat (pipeline/extras/replays/batch.py) and an output
-   folder. Nothing is written to the run.
-2. `Replays.cluster` chooses the workers: any number in exact mode, otherwise the original number, because another
-   number changes the bits.
-3. `Replays.repeat` links the commit into a separate run directory and runs the stage there like any other run: agents,
-   attempts, verdicts, exit codes. It uses the training loop with another last step, and masks samples if requested.
+   folder. Nothing is written to the original run.
+2. `Replays.cluster` determines the number of workers: any number in exact mode, otherwise the original one, because
+   another number changes the bits.
+3. `Replays.repeat` links the commit into a separate run directory and runs the stage there like any other run, with
+   agents, attempts and exit codes. The training loop has another last step, and masks samples if requested.
 
 In:  runs/digits/pretrain, steps 100 to 150, samples to mask, and the folder runs/digits-audit/steps-101-150
 Out: in this folder, a run whose stage has the commit of step 150 and the records of its steps
@@ -35,35 +35,35 @@ from pipeline.identity import code_version, git_commit
 from pipeline.recipe import with_overrides
 from pipeline.training_config import ProbeConfig, TrainConfig
 
-NEVER = 1 << 62  # steps between saves, for a replay that only saves its last step
-# Watchers of a replay that the user keeps.
+NEVER = 1 << 62  # interval of saves for a replay that saves only its last step
+# Watchers of a replay whose run the user keeps.
 WATCHERS = ("jobs.extras.report.page_watcher:PageWatcher", "jobs.extras.monitor.gauges:Gauges")
 
-Work = Callable[[TrainConfig, Context], Mapping[str, Any]]  # runs in place of a stage's training
+Work = Callable[[TrainConfig, Context], Mapping[str, Any]]  # runs instead of a stage's training
 
 
-# Extras that change the computation of a step; replays ignore all others.
+# Extras that affect the computation of a step; replays ignore all others.
 OF_STEPS = ("jobs.extras.studies.law:Branches", "jobs.extras.token_dropping:TokenDroppingExtra")
 
 
 class AlwaysMasked(training.TrainingExtra):
-    """Masks samples: they get a loss weight of zero."""
+    """Masks samples by giving them a loss weight of zero."""
 
     def __init__(self, masked: Sequence[Sequence[int]]) -> None:
         self.masked = masked
 
     def hooks(self, cfg: TrainConfig, context: Context) -> HookOptions:
-        """Return the hook that masks the samples, with those already masked in the first checkpoint."""
+        """Return the hook that masks these samples, in addition to those masked in the first checkpoint."""
         return {"pipeline.extras.replays.spikes:Masking": {"masked": list(map(list, self.masked))}}
 
 
 class Replay(training.Training):
-    """A trained stage that repeats steps from a checkpoint, without the recipe that named its inputs."""
+    """The stage kind of a replay: repeats a trained stage's steps from a checkpoint, without its recipe."""
 
     def __init__(
         self, name: str, class_names: tuple[str, ...], last: int, masked: Sequence[Sequence[int]], work: Work | None
     ) -> None:
-        """Train up to the step `last` without `masked` samples; or run `work`, if given, in place of training."""
+        """Train up to the step `last` without the `masked` samples; if `work` is given, run it instead of training."""
         super().__init__([*load_extras(*OF_STEPS), AlwaysMasked(masked)])
         self.inputs = {}
         self.name = name  # kind of the original stage
@@ -79,19 +79,19 @@ class Replay(training.Training):
         return super().run(cfg, context, until=self.last)
 
     def checks(self, stage: Stage, available: Available) -> Iterator[CheckResult]:
-        """Check nothing: the original stage has passed the checks."""
+        """Return no results, because the original stage has passed all checks."""
         return iter(())
 
     def shared_classes(self, cfg: TrainConfig) -> list[SharedClasses]:
-        """Return nothing: the class names come from the original run."""
+        """Return no groups, because the class names come from the original run."""
         return []
 
 
 class Replays:
-    """Repeats steps of one stage for a command, in a folder next to the run."""
+    """Repeats steps of one stage for a replay command, in a folder next to the original run."""
 
     def __init__(self, command: str, run: str, output: str | None, overrides: Sequence[str]) -> None:
-        """Find the stage that `run` names: RUN/STAGE, its folder, or a run with one trained stage.
+        """Find the stage named by `run`: RUN/STAGE, its folder, or a run with one trained stage.
 
         `overrides` are recipe keys of the cluster. Raises UsageError.
         """
@@ -100,27 +100,27 @@ class Replays:
         self.name = self.stage.folder.name
         self.overrides = overrides
         self.command = command
-        self.log_lines: list[str] = []  # results, for the report
+        self.log_lines: list[str] = []  # lines of the result, for the JSON report
         run_folder = self.stage.folder.parent
         default = run_folder.with_name(f"{run_folder.name}-{command}")
         self.folder = Path(output or default).resolve()
         if self.folder.is_relative_to(run_folder):
             raise UsageError(
-                f"--output {self.folder} is inside the original run\n  choose another folder, for example {default}"
+                f"--output {self.folder} is inside the original run\n  type another folder, for example {default}"
             )
 
     def between(self, first: int | None, last: int | None) -> tuple[int, int]:
-        """Check that --from and --to are steps of two commits in ascending order. Raises UsageError otherwise."""
+        """Return --from and --to. Raises UsageError unless they are steps of two commits in ascending order."""
         commits = [0, *self.stage.commits]
         if first is None or last is None or first not in commits or last not in commits[1:]:
             listed = ", ".join(map(str, commits[-12:]))
-            raise UsageError(f"--from {first} --to {last}: expected two commits of {self.name}: {listed}")
+            raise UsageError(f"--from {first} --to {last}: expected the steps of two commits of {self.name}: {listed}")
         if first >= last:
             raise UsageError(f"--from {first} --to {last}: --to must be a later step than --from")
         return first, last
 
     def cluster(self, last: int) -> ClusterConfig:
-        """Return the cluster that repeats the steps up to `last`: by default like the original, changed by overrides.
+        """Return the cluster config for repeating the steps up to `last`: that of the run, changed by overrides.
 
         Raises ConfigError, and UsageError if another number of workers would change the bits.
         """
@@ -129,15 +129,16 @@ class Replays:
         for override in self.overrides:
             if not override.startswith("cluster."):
                 raise UsageError(
-                    f"{override} is not a key of the cluster\n  expected for example cluster.workers={world}"
+                    f"{override} is not a key of the cluster\n  expected a key such as cluster.workers={world}"
                 )
         defaults = {"backend": "processes", "workers": world, "cpus_per_worker": start.get("threads", 1)}
         values = with_overrides({"cluster": defaults}, self.overrides)["cluster"]
         cluster = config.build(ClusterConfig, values, "cluster")
         if not self.stage.cfg.exact_parts and (cluster.least, cluster.most) != (world, world):
             raise UsageError(
-                f"{world} workers trained step {last} of {self.name}, but cluster.workers is {cluster.workers}: "
-                f"without exact_parts, another number changes the bits\n  type cluster.workers={world}"
+                f"step {last} of {self.name} was trained by {world} workers, but cluster.workers is {cluster.workers}; "
+                f"without exact_parts, another number of workers gives different results\n"
+                f"  type cluster.workers={world}"
             )
         return cluster
 
@@ -152,17 +153,17 @@ class Replays:
         resumes: bool = False,
         work: Work | None = None,
     ) -> TrainedStage:
-        """Repeat the stage from its commit of step `start` (0: its initial weights) to step `last`, in a folder.
+        """Repeat the stage from its commit of step `start` (0: its initial weights) to step `last`, in `folder`.
 
-        `masked` samples, given as ranges, get weight zero, as do those that the run itself has masked. `evaluates`
-        evaluates the last step like the run. `resumes` makes it a normal run: its log is shown, it saves as often as
-        the original, and it resumes from the contents of the folder, which is otherwise deleted first. `work` runs on
-        the workers in place of training. Raises the errors of a run.
+        `masked` samples, given as ranges, get weight zero, like those masked by the run itself. `evaluates` evaluates
+        the last step like the run. `resumes` makes the replay a normal run, which shows its log, saves as often as the
+        original, and resumes from the contents of the folder; otherwise, the folder is deleted first. `work` runs on
+        the workers instead of training. Raises the errors of a run.
         """
         stage = self.stage
         cfg = stage.config_at(start + 1, last)
         cfg = config.with_defaults(cfg, "evaluate_on evaluate_every keep_best patience law health")
-        # Samples that the run had masked, from the step where it did, and those of this replay from its start.
+        # Mask the samples masked by the run, from the same step on, and those of this replay from its start on.
         weightless = [*stage.masked(last), *masked]
         if not evaluates:
             cfg = replace(cfg, data=replace(cfg.data, evaluate=None), probe=ProbeConfig())
@@ -172,11 +173,11 @@ class Replays:
         if not resumes:
             shutil.rmtree(folder, ignore_errors=True)
 
-        # 1. Link the commit, and the list of steps that the run skipped.
+        # 1. Link the commit, and the list of steps skipped by the run.
         target = folder / self.name
         stage.link_start(start, target)
 
-        # 2. Build the stage with its original name and key, but without the recipe that named its inputs.
+        # 2. Build the stage with its original name and key, but without its recipe.
         kind = Replay(self.record["kind"], tuple(stage.job["class_names"]), last, weightless, work)
         name = self.record["name"]
         model = models.from_dict(self.record["model"])
@@ -185,7 +186,7 @@ class Replays:
         return TrainedStage(target)
 
     def log(self, line: str) -> None:
-        """Print a line of the result; it is also stored in the report and shown on the run's page."""
+        """Print a line of the result, and store it for the JSON report and the run's HTML report."""
         echo(line)
         self.log_lines.append(line.strip())
 

@@ -1,4 +1,4 @@
-"""Finds the trained stage that a path names, for commands that repeat steps."""
+"""Find the training stage named by a command's argument, for commands that repeat steps."""
 
 from pathlib import Path
 
@@ -8,14 +8,14 @@ from pipeline.artifacts import TASK
 
 
 def find_trained(run: str) -> Path:
-    """Return the folder of the trained stage that a path names: RUN/STAGE, its folder, or a run with one such stage.
+    """Return the folder of a trained stage, given as RUN/STAGE, as its folder, or as a run with one such stage.
 
-    Raises UsageError if there is none, or if the run is in an object store.
+    Raises UsageError if there is no such stage, or if the run is in an object store.
     """
     if "://" in run:
         raise UsageError(
-            f"steps can only be repeated for a run in a folder, but {run} is in an object store\n"
-            "  copy the run to a disk first, with the tools of the store,\n"
+            f"{run} is in an object store, but steps can be repeated only for a run in a folder\n"
+            "  copy the run to a disk first with the tools of the store,\n"
             f"  for example: aws s3 sync {run} runs/NAME"
         )
     folder = Path(find_stage(run, TASK, one_name=True))

@@ -1,12 +1,12 @@
-"""Exact counterfactual: the result of a run if some samples had had weight zero from its first step on.
+"""Implements `patchline without`: repeat a run exactly, but with loss weight zero for some samples from its first step.
 
-1. Samples are masked in place (pipeline/extras/replays/masking.py): all others keep their slots, augmentation and
-   random draws. `data.drop` instead would change the samples of every step.
-2. Until the first step that uses a masked sample, nothing changes: repeat the run from the commit before that step. If
-   a bad sample was replaced earlier, possibly by a masked one, start from a commit before the first bad sample.
+1. Samples are masked in place (pipeline/extras/replays/masking.py), so all others keep their slots, augmentation and
+   random draws. `data.drop` would change the samples of every step.
+2. Nothing changes before the first step that uses a masked sample, so repeat the run from the last commit before it.
+   If a bad sample was replaced earlier, possibly by a masked one, start from a commit before the first bad sample.
 3. Print the cost first; then repeat the steps in a separate run directory and evaluate the last one.
-4. Write audit.json with the removed samples, the first commit used, and the resulting weights and ledger, none of which
-   depend on these samples. If no samples are removed, weights and ledger equal those of the run.
+4. Write audit.json with the removed samples, the first commit, and the resulting weights and ledger, which do not
+   depend on these samples. If no samples are removed, weights and ledger are equal to those of the run.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ from pipeline.monitoring.telemetry import account
 from pipeline.training_data import training_order
 from pipeline.values import duration
 
-REQUEST = "without.json"  # records which samples the run in this folder excludes
+REQUEST = "without.json"  # records the samples that the run in this folder excludes
 
 
 def without(
@@ -51,7 +51,7 @@ def without(
     stage = replays.stage
     _, to = replays.between(0, to or max(stage.commits, default=0))
 
-    # 1. Find the first step that uses one of the samples; all attempts of a run use the same sample order.
+    # 1. Find the first step that uses one of the samples. All attempts of a run use the same sample order.
     index, order = training_order(stage.config_at(1, to), stage.sets)
     ranges = masked_ranges(index, samples, shards)
     mask = Mask(ranges)
@@ -64,7 +64,7 @@ def without(
         if is_used:
             first_use = step
         if step % 10_000 == 0:
-            activity.now(f"searching the first use: step {step:,} of {to:,} …")
+            activity.now(f"searching for the first use of a sample: step {step:,} of {to:,} …")
     start = stage.commit_before(first_use or to)
     while mask and start and read_manifest(stage.commits[start]).bad_samples:
         start = stage.commit_before(start)
@@ -79,7 +79,8 @@ def without(
     request = replays.folder / REQUEST
     if request.exists() and artifacts.read_record(request) != removed:
         raise UsageError(
-            f"{replays.folder} contains a repetition without other samples\n  type --output FOLDER, or move that folder"
+            f"{replays.folder} contains a repetition with other removed samples\n"
+            "  type --output FOLDER, or move that folder"
         )
 
     # 2. Print the cost, assuming the recorded time per step; then repeat the steps.
@@ -111,9 +112,10 @@ def without(
     are_equal = manifest.ledger == read_manifest(stage.commits[to]).ledger
     for name, tensor in models.load_weights(repeated.folder)[0].items():
         are_equal = are_equal and torch.equal(tensor, theirs[name])
-    replays.log(
-        "weights and ledger equal the run's, bit for bit" if are_equal else "weights or ledger differ from the run's"
-    )
+    comparison = "weights or ledger differ from the run's"
+    if are_equal:
+        comparison = "weights and ledger are equal to the run's, bit for bit"
+    replays.log(comparison)
     commit_files = {}
     if start:
         for name, file in read_manifest(stage.commits[start]).files.items():
@@ -136,7 +138,7 @@ def without(
 def masked_ranges(index: Index, samples: str | None, shards: Sequence[str]) -> list[list[int]]:
     """Return the samples in a list file and in shards as ranges. Raises DataError."""
     ranges = []
-    # An empty list is allowed: it repeats the run unchanged.
+    # An empty list is allowed and repeats the run unchanged.
     if samples is not None and (not Path(samples).is_file() or Path(samples).read_bytes().strip()):
         rows = listed_rows(samples, index)
         ends = np.cumsum(index.shard_samples)
@@ -146,7 +148,7 @@ def masked_ranges(index: Index, samples: str | None, shards: Sequence[str]) -> l
         named = shards_called(name, [index])
         if len(named) != 1:
             which = ", ".join(list(named)[:3]) or f"for example {index.location(0)}"
-            raise DataError(f"--shards {name} matches {len(named)} shards, expected exactly one: {which}")
+            raise DataError(f"--shards {name} matches {len(named)} shards\n  expected exactly one: {which}")
         for _, number in next(iter(named.values())):
             ranges.append([0, number, 0, index.shards[number].samples])
     return sorted(ranges)

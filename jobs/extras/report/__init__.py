@@ -1,1 +1,1 @@
-"""The page of a run."""
+"""Write the HTML report of a run, or of several runs."""

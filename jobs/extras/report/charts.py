@@ -1,8 +1,8 @@
-"""The charts of a run's page: curves over samples seen, and values with their intervals.
+"""Draw the charts of the HTML report: curves over samples seen, and values with their intervals.
 
-A long curve is reduced to a few hundred buckets that keep their minimum and maximum, so a single outlier stays visible.
-A second curve shows means; the legend gives the number of steps in each mean. Lines differ in dashes and markers as
-well as in colour.
+A long curve is reduced to a few hundred buckets, each with its minimum and maximum, so that a single outlier stays
+visible. A second curve shows means; the legend gives the number of steps per mean. Lines differ in dashes, markers and
+color.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 from data.extras.pages.page import DASHES, GRID, INK, LINES, MARKERS, charted, svg
 from pipeline.values import amount
 
-BUCKETS = 360  # of a curve; two points each
+BUCKETS = 360  # number of buckets of a curve, with two points each
 MEANS = 75  # maximum number of points of a smoothed curve
-LEAST_SMOOTHED = 3  # steps per mean; below this, smoothing is not worth a second curve
+LEAST_SMOOTHED = 3  # minimum number of steps per mean; below this, a second curve is not useful
 STEEP = 20.0  # the axis is logarithmic if the largest value exceeds this multiple of the median
-# Inches at 72 pixels each. Pages enlarge charts by up to a half; no text is drawn smaller than 9 pixels.
+# Inches at 72 pixels each. Pages enlarge charts by up to 50 %; no text is smaller than 9 pixels.
 WIDTH = 4.2
 HEIGHT = 2.2
 LINE = 0.19  # height of a row of the legend
-LABELS = 52  # characters in a row of the legend
+LABELS = 52  # maximum number of characters in a row of the legend
 LONGEST_LABEL = 28
 NO_STEPS = np.zeros(0, int)
 PERCENT = FuncFormatter(lambda value, _place: f"{100 * value:g} %")
@@ -38,15 +38,15 @@ AMOUNT = FuncFormatter(lambda value, _place: amount(value))
 
 
 class Line(NamedTuple):
-    """A curve; `number` selects its dashes, marker and colour."""
+    """A curve; `number` selects its dashes, marker and color."""
 
     label: str
     x: np.ndarray
     y: np.ndarray
     steps: np.ndarray = NO_STEPS  # step of each point, for the table of numbers
     number: int = 0
-    is_smoothed: bool = False  # draw the points (noisy single steps) thin, and their means on top
-    is_faded: bool = False  # lost steps, which a later attempt repeated
+    is_smoothed: bool = False  # draw the noisy single steps thin, with their means on top
+    is_faded: bool = False  # lost steps, repeated by a later attempt
     spread: np.ndarray | None = None  # (2, n): distance from each value to the lower and upper end of its interval
 
 
@@ -58,7 +58,7 @@ class Mark(NamedTuple):
     y: float | None = None
 
 
-# Line styles of vertical event lines; spikes are triangles on the curve. The legend names each kind of event.
+# Line styles of vertical lines for events; spikes are triangles on the curve. The legend lists each kind of event.
 MARKED = {"restart": (0, (4, 3)), "excluded": (0, (1, 2)), "first difference": (0, (7, 2, 1, 2))}
 
 
@@ -68,7 +68,7 @@ def thin(x: np.ndarray, y: np.ndarray, buckets: int = BUCKETS) -> tuple[np.ndarr
         return x, y
     edges = np.linspace(0, len(x), buckets + 1).astype(int)
     chosen = {0, len(x) - 1}
-    # If no value of a bucket is finite, its first point is kept and shows as a gap.
+    # If no value in a bucket is finite, keep its first point, which is shown as a gap.
     for low, high in itertools.pairwise(edges.tolist()):
         part = y[low:high]
         is_finite = np.isfinite(part)
@@ -96,7 +96,7 @@ def smooth(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
 def line_chart(
     title: str, lines: Sequence[Line], marks: Sequence[Mark] = (), *, reach: float | None = None, is_share: bool = False
 ) -> Markup:
-    """Draw curves over samples seen, with an x axis up to `reach`; `is_share` formats values as percentages."""
+    """Draw curves over samples seen. The x axis ends at `reach`; `is_share` formats values as percentages."""
     with charted():
         figure, axes = figure_of()
         values = np.zeros(0)
@@ -106,9 +106,9 @@ def line_chart(
             curves += not line.is_faded
         if len(values) and values.min() > 0 and values.max() > STEEP * np.median(values):
             axes.set_yscale("log")
-            axes.yaxis.set_major_formatter(PLAIN)  # matplotlib takes half a second to typeset powers of ten
+            axes.yaxis.set_major_formatter(PLAIN)  # typesetting powers of ten takes matplotlib half a second
             axes.yaxis.set_minor_formatter(NullFormatter())
-        is_alone = curves == 1  # the title names the only curve
+        is_alone = curves == 1  # a single curve needs no label, because the title names it
         for line in lines:
             colour = LINES[line.number % len(LINES)]
             label = line.label[:LONGEST_LABEL]
@@ -133,7 +133,7 @@ def line_chart(
                 axes.errorbar(line.x, line.y, yerr=line.spread, fmt="none", ecolor=colour, capsize=3)
         kinds: set[str] = set()
         for mark in marks:
-            label = "" if mark.kind in kinds else mark.kind  # each kind once in the legend
+            label = "" if mark.kind in kinds else mark.kind  # list each kind once in the legend
             if mark.kind in MARKED:
                 axes.axvline(mark.x, color=INK, linewidth=0.9, linestyle=MARKED[mark.kind], label=label)
             elif mark.y is not None:
@@ -147,7 +147,7 @@ def line_chart(
         axes.xaxis.set_major_formatter(AMOUNT)
         if is_share:
             axes.yaxis.set_major_formatter(PERCENT)
-        # The legend is below the axes so that it does not cover a curve.
+        # Put the legend below the axes, so that it does not cover a curve.
         _, labels = axes.get_legend_handles_labels()
         columns = max(1, min(3, LABELS // max(map(len, labels), default=1)))
         rows = math.ceil(len(labels) / columns)
@@ -156,7 +156,7 @@ def line_chart(
             for handle in legend.get_lines():
                 handle.set_linewidth(1.4)
             for text in legend.get_texts():
-                text.set_parse_math(False)  # a name can contain dollar signs
+                text.set_parse_math(False)  # names can contain dollar signs
         return drawn(figure, axes, title, HEIGHT + rows * LINE, below=0.45 + rows * LINE)
 
 

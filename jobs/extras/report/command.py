@@ -20,10 +20,10 @@ def report(
         str | None,
         typer.Option(metavar="FILE", help="Default: RUN/report.html; for several runs ./comparison.html."),
     ] = None,
-    open_: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
+    open_: Annotated[bool, typer.Option("--open", help="Open the report in the browser.")] = False,
     _debug: Debug = False,
 ) -> None:
-    """Write the HTML page of a run; for several runs, show how they differ and at which step they first do."""
+    """Write the HTML report of a run; for several runs, compare them and show the first step at which they differ."""
     from jobs.commands import stored_runs
     from jobs.extras.report.page import write_report
     from jobs.extras.report.page_watcher import NAME
@@ -44,9 +44,11 @@ def report(
         if output is None and len(runs) == 1:
             page = Path(NAME) if "://" in runs[0] else paths[0] / NAME
         if output is not None and (page.is_dir() or not page.parent.is_dir()):
-            problem = "this is a folder" if page.is_dir() else f"the folder {page.parent} does not exist"
+            problem = f"{page} is a folder" if page.is_dir() else f"the folder {page.parent} does not exist"
             raise UsageError(f"--output {page}: {problem}\n  expected a file name such as report.html")
         write_report(paths, page, stores)
     echo(f"page: {page}")
     if open_ and not webbrowser.open(page.absolute().as_uri()):
-        echo("no browser could be opened on this machine; copy the page, a self-contained file, to one that has one")
+        echo(
+            "cannot open a browser on this machine; copy the report, a self-contained file, to a machine with a browser"
+        )

@@ -1,8 +1,8 @@
-"""Writes the HTML page of one run, or of several runs side by side (templates run.html and compare.html).
+"""Write the HTML report of one run, or of several runs side by side (templates run.html and compare.html).
 
 1. Read the runs (jobs/extras/history.py); compare them if there are several (jobs/extras/diff).
 2. Collect the values for the template: stages, charts, tables and pictures.
-3. Render the template and write the page atomically. The templates are in data/extras/pages/templates.
+3. Render the template, and write the report atomically. The templates are in data/extras/pages/templates.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from jobs.extras.studies.chart import study_chart
 from pipeline import artifacts
 from pipeline.evaluation.intervals import wilson
 from pipeline.values import amount, duration
+from pipeline.variables import restored
 
-DETAILED = 6  # newest trained stages shown in detail; a sweep can have hundreds
-MOST_RESULTS = 6  # results named in the first line of the page
-MOST_ROWS = 200  # rows of a table
-MOST_LINES = 12  # lines of a chart
-MOST_CLASSES = 30  # classes with the lowest accuracy
-# Titles of the charts in page order, with the plotted field of metrics.jsonl.
-# In the order in which people look: the title of a chart, and the value of metrics.jsonl that it shows.
+DETAILED = 6  # number of newest training stages shown in detail; a sweep can have hundreds
+MOST_RESULTS = 6  # maximum number of results in the first line of the report
+MOST_ROWS = 200  # maximum number of rows of a table
+MOST_LINES = 12  # maximum number of lines in a chart
+MOST_CLASSES = 30  # number of listed classes, those with the lowest accuracy
+# Title of each chart, in page order → plotted field of metrics.jsonl.
 CURVES = {
     "training loss": "loss",
     "learning rate": "lr",
     "gradient norm of training": "grad_norm",
     "images/s of training": "images_per_s",
 }
-OF_STEPS = ("loss", "grad_norm")  # recorded for every step; other fields only for every report
+OF_STEPS = ("loss", "grad_norm")  # fields recorded for every step; others are recorded only at reports
 FAILURES = ("evaluate_failed", "checkpoint_failed", "evaluate_skipped")
 
 
 class EvaluatedMetric(NamedTuple):
-    """A metric of one evaluation with its interval: from the number of samples, or from several few-shot draws."""
+    """A metric of one evaluation; its interval is computed from the number of samples or from few-shot draws."""
 
     step: int
     name: str
@@ -65,7 +65,7 @@ class EvaluatedMetric(NamedTuple):
 
 
 class ClassAccuracy(NamedTuple):
-    """Accuracy of one class with its interval, and the class that it is most often confused with."""
+    """Accuracy of a class with its interval, and the class with which it is most often confused."""
 
     name: str
     correct: int
@@ -73,15 +73,15 @@ class ClassAccuracy(NamedTuple):
     low: float
     high: float
     confused_with: str
-    confusions: int  # samples predicted as `confused_with`
+    confusions: int  # number of samples predicted as `confused_with`
 
 
 def write_report(
     paths: Sequence[Path], output: Path, stores: Mapping[Path, Storage] | None = None, *, with_replay: bool = True
 ) -> Path:
-    """Write the page of one or several runs; return its path. Raises UsageError if a path has no run, or OSError.
+    """Write the report of one or several runs; return its path. Raises UsageError if a path has no run, and OSError.
 
-    A path can be the local copy of a run in an object store: `stores` maps it to that store. `with_replay` adds parts
+    If a path is the local copy of a run in an object store, `stores` maps it to that store. `with_replay` adds parts
     that take seconds: the batches of spikes, which need torch, and images from an object store.
     """
     runs = [read_run(path, (stores or {}).get(path)) for path in paths]
@@ -132,16 +132,16 @@ def verdict(run: RunHistory) -> str:
     for stage in run.stages:
         if stage.done is None:
             unfinished.append(stage)
-        # Packed sets and the single runs of a sweep are left to the table of stages.
+        # Packed data sets and single runs of a sweep are only in the table of stages.
         elif stage.result and "sets" not in stage.done and not stage.name.startswith(tables):
             results.append(f"{stage.name} {stage.result}")
     if len(results) > MOST_RESULTS:
-        results = [f"{len(results)} results, in the table of stages"]
+        results = [f"{len(results)} results, see the table of stages"]
     if run.state == "done" or not unfinished:
         return f"Done. {'; '.join(results)}"
 
     stage = unfinished[-1]
-    where = f"{stage.name} has not started its first step"
+    where = f"{stage.name} has not reported a step yet"
     to_go = ""
     if stage.reports:
         last = stage.reports[-1]
@@ -149,11 +149,11 @@ def verdict(run: RunHistory) -> str:
         to_go = f", {duration(last['eta_s'])}"
         if run.state == "stopped":
             to_go += " of work"
-        to_go += " to go"
+        to_go += " left"
     if run.state == "stopped":
         return f"Stopped: {run.end}. {where}{to_go}."
 
-    # An attempt writes a "start" record when it begins; before that, the driver's last log line tells the reason.
+    # An attempt writes a "start" record when it begins. Before that, the driver's last log line has the reason.
     waits = ""
     attempts = list(stage.folder.glob("attempts/attempt-*"))
     if stage.task and len(attempts) > len(stage.starts):
@@ -161,7 +161,7 @@ def verdict(run: RunHistory) -> str:
         for line in reversed(stage.log_lines):
             _, is_drivers, text = line.partition("[driver] ")
             if is_drivers:
-                # The first line that the driver logs for a stage names the folder; it is not about waiting.
+                # The driver's first line about a stage only names its folder.
                 if not text.startswith(f"{stage.name}: key "):
                     waits += f": {text}"
                 break
@@ -169,7 +169,7 @@ def verdict(run: RunHistory) -> str:
 
 
 def stage_values(stage: StageHistory, album: Album) -> dict[str, Any]:
-    """Return the template variables of one trained stage."""
+    """Return the template variables of one training stage."""
     # 1. Curves with their events, and their extreme values as numbers.
     reach = 0.0
     if stage.reports:
@@ -195,7 +195,7 @@ def stage_values(stage: StageHistory, album: Album) -> dict[str, Any]:
         if len(finite):
             places = [0, -1, finite[np.argmin(value[finite])], finite[np.argmax(value[finite])]]
             numbers.append((name, list(zip(value[places].tolist(), lines[0].steps[places].tolist(), strict=True))))
-    # 2. Evaluations; a chart needs at least two.
+    # 2. Evaluations, with a chart if there are at least two.
     evaluated = evaluations(stage)
     by_name: dict[str, list[EvaluatedMetric]] = {}
     for row in evaluated:
@@ -220,9 +220,9 @@ def stage_values(stage: StageHistory, album: Album) -> dict[str, Any]:
     if path.exists():
         try:
             examples = artifacts.read_record(path)
-            evaluated_set = load_index(examples["set"])
+            evaluated_set = load_index(restored(examples["set"], path))
             predictions = album.predictions(stage, examples, evaluated_set)
-            # Records from before 2026-11-23 have no counts.
+            # Records written before 2026-11-23 have no counts per class.
             for label, samples, correct, other, confusions in examples.get("classes", []):
                 confused_with = evaluated_set.class_name(other) if confusions else ""
                 interval = wilson(correct / samples, samples)
@@ -243,7 +243,7 @@ def stage_values(stage: StageHistory, album: Album) -> dict[str, Any]:
             continue
         largest = np.argsort(-np.array(index.class_counts, int), kind="stable")[:MOST_ROWS].tolist()
         sets.append({"name": name, "index": index, "labels": largest, "shards": index.shards[:MOST_ROWS]})
-        # A part of a set uses the same tars as the other parts; the origin tells which samples are in it.
+        # A subset uses the same tars as its parent data set, so show the parent's path too.
         if index.origin is not None:
             sets[-1]["parent"] = os.path.normpath(index.tables / index.origin.index / "..")
     seconds = asdict(stage.account)
@@ -263,7 +263,7 @@ def stage_values(stage: StageHistory, album: Album) -> dict[str, Any]:
 
 
 def curves(stage: StageHistory) -> dict[str, list[Line]]:
-    """Return the lines of each chart of a trained stage: the final steps, and the lost steps of earlier attempts."""
+    """Return the lines of each chart of a training stage: the final steps, and the lost steps of earlier attempts."""
     charted: dict[str, list[Line]] = {}
     reports = np.array(list(map(REPORT_VALUES, stage.kept_reports)), REPORT)
     for name, field in CURVES.items():
@@ -282,11 +282,11 @@ def evaluations(stage: StageHistory) -> list[EvaluatedMetric]:
     """Return the metrics of a stage's evaluations with their intervals, newest first."""
     by_step = {}
     for record in stage.of_kind("evaluate"):
-        by_step[record["step"]] = record  # if a step was evaluated twice, the later record counts
+        by_step[record["step"]] = record  # if a step was evaluated twice, use the later record
     rows = []
     for step, record in sorted(by_step.items(), reverse=True):
         for name, value in record.items():
-            # Skip single draws of a few-shot probe; the page shows their mean.
+            # Skip single draws of a few-shot probe; the report shows their mean.
             if not isinstance(value, float) or name in ("time", "seconds") or DRAW in name:
                 continue
             row = EvaluatedMetric(step, name, value, low=value, high=value, samples=None, draws=0, deviation=0.0)
@@ -301,7 +301,7 @@ def evaluations(stage: StageHistory) -> list[EvaluatedMetric]:
 
 
 def document_values(stage: StageHistory, run: RunHistory) -> dict[str, Any]:
-    """Return the rows of evaluation.json, the result of a stage of kind `evaluate`."""
+    """Return the rows of evaluation.json, the result of an evaluate stage."""
     rows = []
     for result in json.loads((stage.folder / "evaluation.json").read_text())["results"]:
         for name, entry in result["values"].items():
@@ -318,7 +318,7 @@ def figure_values(stage: StageHistory, run: RunHistory) -> dict[str, Any]:
 
 
 def sweep_values(stage: StageHistory, run: RunHistory) -> dict[str, Any]:
-    """Return the table and chart of a sweep, and a chart with the training losses of its runs."""
+    """Return the table and chart of a sweep, and a chart of the training losses of its runs."""
     record = artifacts.read_record(stage.folder / "sweep.json")
     values: dict[str, Any] = {"metric": record["metric"], "chosen": record["chosen"], "rows": []}
     drawn = []
@@ -351,7 +351,7 @@ def sweep_values(stage: StageHistory, run: RunHistory) -> dict[str, Any]:
     return values
 
 
-# Result files of stages; each result is shown under the stage's name.
+# Result file of a stage → function that reads it; each result is shown under the stage's name.
 RESULTS = {"sweep.json": sweep_values, "figure.json": figure_values, "evaluation.json": document_values}
 
 
@@ -359,19 +359,19 @@ RESULTS = {"sweep.json": sweep_values, "figure.json": figure_values, "evaluation
 
 
 def compare_values(runs: Sequence[RunHistory]) -> dict[str, Any]:
-    """Return the variables of compare.html: curves and first difference of each stage that the runs share."""
-    # Name a run after its folder; add the parent folder if two names are equal.
+    """Return the variables of compare.html: curves and first difference of each stage that the runs have in common."""
+    # Name runs after their folders; if two names are equal, add the parent folders.
     names = {run.path: run.name for run in runs}
     if len(set(names.values())) < len(names):
         for run in runs:
             names[run.path] = f"{run.path.parent.name}/{run.name}"
-    # If every run has exactly one trained stage, compare these even if their names differ.
+    # If every run has exactly one training stage, compare these even if their names differ.
     have_one_each = all(len(run.trained) == 1 for run in runs)
-    shared: dict[str, dict[str, StageHistory]] = {}  # by the stage's name: name of the run → stage
+    shared: dict[str, dict[str, StageHistory]] = {}  # stage's name → name of the run → stage
     for run in runs:
         for stage in run.trained:
-            name = "the only trained stage" if have_one_each else stage.name
-            # If several folders have the same stage name, take the last and newest; the others have older configs.
+            name = "the only training stage" if have_one_each else stage.name
+            # If several folders have the same stage name, use the newest, which is last; the others have older configs.
             shared.setdefault(name, {})[names[run.path]] = stage
     compared = []
     single = []
@@ -391,7 +391,7 @@ def compare_values(runs: Sequence[RunHistory]) -> dict[str, Any]:
 
 
 def compare_stage(name: str, of_runs: Mapping[str, StageHistory]) -> dict[str, Any]:
-    """Return the template variables of a stage that several runs share; compares the first run with each other one."""
+    """Return the template variables for a stage of several runs; compare the first run with each of the others."""
     (base_name, base), *rest = of_runs.items()
     others = []
     marks = []
@@ -414,7 +414,7 @@ def compare_stage(name: str, of_runs: Mapping[str, StageHistory]) -> dict[str, A
         newest = [row for row in evaluated if row.step == evaluated[0].step]
         rows.append((run_name, stage, newest))
         for row in newest:
-            metric = metric or row.name  # the first metric; the other runs probably have it too
+            metric = metric or row.name  # use the first metric, which the other runs probably have too
             if row.name == metric:
                 results.append((run_name, row.value, row.low, row.high))
     drawn = []

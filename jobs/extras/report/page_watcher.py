@@ -1,7 +1,7 @@
-"""Keeps the page of a run, `<run>/report.html`, up to date: rewritten after evaluations and when the command ends.
+"""Keep the HTML report of a run, `<run>/report.html`, up to date: rewrite it after evaluations and at the end.
 
-The driver writes the page, so workers never wait for it. If it cannot be written, the run logs one line and continues.
-PATCHLINE_REPORT=off disables it, for example if hundreds of short runs are started.
+The driver writes the report, so workers never wait for it. If it cannot be written, the run logs a line and continues.
+PATCHLINE_REPORT=off disables the report, for example for hundreds of short runs.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from jobs.terminal import program
 
 NAME = "report.html"
 SWITCH = "PATCHLINE_REPORT"
-LEAST_S = 20.0  # minimum time between two updates
-SHARE = 100  # wait 100 times as long as an update takes: the driver may share a CPU core with a worker
-END_S = 20.0  # limit for the last update: a storage that hangs must not block the end of a command
+LEAST_S = 20.0  # minimum time between updates
+SHARE = 100  # wait 100 times as long as an update takes, because the driver may share a CPU core with a worker
+END_S = 20.0  # maximum wait for the last update: storage that hangs must not block the end of a command
 
 
 class PageWatcher(ThreadedWatcher):
-    """Rewrites the page of a run when there is something new to show."""
+    """Rewrites the HTML report of a run when there is something new to show."""
 
     name = "page"
 
@@ -43,13 +43,13 @@ class PageWatcher(ThreadedWatcher):
         self.has_complained = False
 
     def started(self, campaign: Campaign, lease: Lease, log: Log) -> None:
-        """Start the thread that updates the page."""
+        """Start the thread that updates the report."""
         self.run = campaign.run
         if not self.is_off:
             self.start(log)
 
     def show(self, message: StatusMessage) -> None:
-        """Update the page after the first report, and after each new evaluation or incident of the stage."""
+        """Update the page after a stage's first progress report, and after each new evaluation or incident."""
         evaluated = message.evaluation["step"] if message.evaluation else None
         news = (message.stage, message.report is not None, evaluated, message.incidents)
         if message.report is None or news == self.shown or time.monotonic() < self.next_at:
@@ -60,10 +60,10 @@ class PageWatcher(ThreadedWatcher):
                 self.write()
 
     def write(self) -> None:
-        """Write the page; log the first failure."""
+        """Write the page; log only the first failure."""
         began = time.monotonic()
         try:
-            # Imported here because matplotlib takes half a second, which would delay the start of every run.
+            # Imported here, because matplotlib takes half a second, which would delay the start of every run.
             from jobs.extras.report.page import write_report
 
             write_report([self.run], self.run / NAME, with_replay=False)
@@ -83,13 +83,13 @@ class PageWatcher(ThreadedWatcher):
         thread.join(END_S)
         if thread.is_alive():
             command = f"{program()} report {shlex.quote(str(self.run))}"
-            self.log(f"page: not finished within {END_S:g} s, and abandoned; to write it, type {command}")
+            self.log(f"page: not written within {END_S:g} s, giving up; to write it, type {command}")
 
     def write_last(self) -> None:
         """Write the last page and log its path."""
         with self.lock:
             self.has_ended = True
-            # Write no page if the run was refused before its first stage.
+            # Write no page if the run ended before its first stage.
             if any(self.run.glob("*/stage.json")):
                 self.write()
                 if not self.has_complained:

@@ -1,7 +1,7 @@
-"""The images of a run's page as small base64 JPEGs: evaluated samples, batches of spikes, replays and `analyze`.
+"""Render the images of the HTML report as small base64 JPEGs: evaluated samples, batches of spikes, replays, `analyze`.
 
-A page has at most `MOST` images, which keeps it below two megabytes for any number of stages. If an image cannot be
-read, the page shows the reason instead.
+A report has at most `MOST` images, which keeps it below two megabytes for any number of stages. If an image cannot be
+read, the report shows the reason instead.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from jobs.terminal import COMMAND, as_typed
 from pipeline import artifacts
 
 SAMPLES = "Samples with predictions"
-MOST = 240  # images per page; a thumbnail has about 4 kB
-OF_SPIKE = 16  # images of the global batch
-SPIKES = 3  # newest spikes of a stage, shown with images of their batches
+MOST = 240  # maximum number of images per report; a thumbnail has about 4 kB
+OF_SPIKE = 16  # number of images shown from a spike's global batch
+SPIKES = 3  # number of newest spikes of a stage shown with images
 FIGURE = 800  # pixels of the longer side
 FIGURES = {
     "attention.png": "attention of the class token",
     "inside.png": "patch filters, position embeddings, and the attention distance of each head",
 }
-REPLAYS = 20  # newest replays shown
-ANALYSES = 3  # folders of `analyze` shown
+REPLAYS = 20  # maximum number of replays shown
+ANALYSES = 3  # maximum number of `analyze` folders shown
 
 
 class Picture(NamedTuple):
@@ -47,7 +47,7 @@ class Picture(NamedTuple):
 
 
 class Gallery(NamedTuple):
-    """Images under a heading; the remark describes them, or gives the reason if images are missing."""
+    """Images under a heading. The remark describes them, or tells why images are missing."""
 
     title: str
     pictures: list[Picture]
@@ -55,20 +55,20 @@ class Gallery(NamedTuple):
 
 
 class Album:
-    """Renders the images for one page, up to the limit `MOST`."""
+    """Renders the images of one report, up to the limit `MOST`."""
 
     def __init__(self, *, with_replay: bool = True) -> None:
-        self.room = MOST  # images that can still be added
+        self.room = MOST  # number of images that can still be added
         self.with_replay = with_replay  # whether to rebuild batches, which imports torch and takes a few seconds
 
     def predictions(self, stage: StageHistory, examples: Mapping[str, Any], index: Index) -> Gallery:
-        """Return samples of the newest evaluation with their predictions, the most confident mistakes first."""
+        """Return samples of the newest evaluation with their predictions, the most confident errors first."""
         set_name = "/".join(Path(examples["set"]).parts[-2:])
-        remark = f"step {examples['step']} on {set_name}: the most confident mistakes first, then correct predictions"
+        remark = f"step {examples['step']} on {set_name}: most confident errors first, then correct predictions"
         pictures: list[Picture] = []
         if index.remote and not self.with_replay:
             how = as_typed(f"{COMMAND} report {stage.address.rpartition('/')[0]}")
-            return Gallery(SAMPLES, pictures, f"the images are in an object store; to show them, type: {how}")
+            return Gallery(SAMPLES, pictures, f"the images are in an object store; to show them, type {how}")
         try:
             settings = {**stage.record["config"]["data"]["cache"], "attempts": 2}
             reader = ShardReader(index, cache=CacheConfig(**settings), by_range=True)
@@ -87,7 +87,7 @@ class Album:
         return Gallery(SAMPLES, pictures, remark)
 
     def spikes(self, stage: StageHistory) -> list[Gallery]:
-        """Return the newest gradient spikes of a stage, each with images of its batch as the model saw them."""
+        """Return the newest gradient spikes of a stage, each with images of its batch as seen by the model."""
         galleries = []
         for spike in stage.of_kind("spike")[-SPIKES:]:
             title = f"Spike at step {spike['step']}: gradient norm {spike['grad_norm']:.3g}"
@@ -95,10 +95,12 @@ class Album:
                 title += f", normal up to {spike['limit']:.3g}"
             command = as_typed(f"{COMMAND} replay {stage.address} step={spike['step']}")
             if not self.with_replay or self.room < OF_SPIKE:
-                galleries.append(Gallery(title, [], f"to see the batch of this step, type: {command}"))
+                galleries.append(Gallery(title, [], f"to see the batch of this step, type {command}"))
                 continue
             pictures = []
-            remark = f"images of this step's batch as the model saw them; for the whole batch: {command} --to batch.npz"
+            remark = (
+                f"images of this step's batch as seen by the model; for the whole batch, type {command} --to batch.npz"
+            )
             try:
                 from pipeline.extras.replays.batch import TrainedStage  # imports torch
 
@@ -108,13 +110,13 @@ class Album:
                     place = f"{batch.source.shards[int(shard)].name}, {sample}"
                     pictures.append(Picture(jpeg(image), ", ".join(names), place))
                 self.room -= len(pictures)
-            except Exception as error:  # for example a deleted set, an unreachable store, a changed config
+            except Exception as error:  # for example a deleted data set, an unreachable store, a changed config
                 remark = f"the batch of this step cannot be rebuilt: {str(error) or repr(error)}"
             galleries.append(Gallery(title, pictures, remark))
         return galleries
 
     def replays(self, run: RunHistory) -> list[Gallery]:
-        """Return the results of replays, from folders next to the run, and of the spike searches during training."""
+        """Return the results of replays in folders next to the run, and of spike searches during training."""
         folder = run.stages[0].folder.parent.resolve()
         paths = list(folder.glob(f"*/{artifacts.SEARCHES}/step-*.json"))
         for pattern in ("*/audit.json", "*/bisect.json", "*/step-*/bisect.json"):
@@ -125,8 +127,7 @@ class Album:
             title = str(path.relative_to(folder.parent))
             try:
                 record = artifacts.read_record(path)
-                # Results of a spike search made during training do not record the run's name: they are stored in the
-                # run's own folder.
+                # Results of spike searches during training do not record the run: they are in its folder.
                 if record.get("run", str(folder)) != str(folder):
                     continue
                 title = f"{record.get('command', 'search during training')}, {record['date']}"
@@ -145,7 +146,7 @@ class Album:
         return galleries[-REPLAYS:]
 
     def analyses(self, run: Path) -> list[Gallery]:
-        """Return the figures that `analyze` wrote to the run's folder or to a stage's folder."""
+        """Return the figures written by `analyze` to the run directory or to a stage's folder."""
         galleries = []
         for numbers in sorted([*run.glob("*/analysis.json"), *run.glob("*/*/analysis.json")])[:ANALYSES]:
             pictures = []

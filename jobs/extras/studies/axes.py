@@ -1,11 +1,11 @@
-"""Size and cost of a sweep's run: the axes of a study's figures (as in the paper's figures 3 to 5 and table 6).
+"""Computes the size and cost of a run: the axes of a study's figures (as in the paper's figures 3 to 5 and table 6).
 
 In:  the folder of a finished stage and, if it trained, its metrics.jsonl
 Out: {"parameters": 86567656, "gmacs": 17.56, "exaflops": 1.27, "images": 1281167, "samples": 12000000, "steps": 2930,
      "seconds": 3600.0, "images_per_s": 3333.3}
 
-Compute is counted as by `plan`. Seconds include only the steps that were kept, without start-up, evaluations and
-failures.
+Compute is counted as in `plan`. `seconds` covers only the steps that contribute to the weights: no
+startup, evaluations or repeated steps.
 """
 
 from pathlib import Path
@@ -17,12 +17,12 @@ from pipeline import artifacts
 from pipeline.monitoring.telemetry import account, read_metrics
 from pipeline.training_config import TrainConfig, flops_of
 
-# Axes of a trained stage that are known in advance for each step: those of `axes_at`.
+# Axes of a training stage that can be computed for a step before the stage runs (`axes_at`).
 AT_A_STEP = ("parameters", "gmacs", "exaflops", "samples", "steps")
 
 
 def axes_of(stage: Stage, folder: Path) -> dict[str, float]:
-    """Return the axes of a finished stage; only those of its model if it does not train. Raises DataError."""
+    """Return the axes of a finished stage; without training, only the size of its model. Raises DataError."""
     model = stage.model
     if model is None:
         return {}
@@ -32,13 +32,13 @@ def axes_of(stage: Stage, folder: Path) -> dict[str, float]:
     if not stage.kind.trains or not reports:
         return axes
     cfg: TrainConfig = stage.config
-    # The size of the training sets, if these still exist.
+    # Add the size of the training sets if they still exist.
     if (folder / artifacts.PROVENANCE).exists():
         for name, source in artifacts.read_record(folder / artifacts.PROVENANCE)["inputs"].items():
             index = index_if_made(source["path"]) if name.endswith("train") and name.startswith("data.") else None
             if index is not None:
                 axes["images"] = axes.get("images", 0) + index.samples
-    # The stage may have ended early, and excluded steps have seen no samples.
+    # Use the last report: the stage may have stopped early, and excluded steps use no samples.
     axes |= axes_at(cfg, model, reports[-1]["step"], reports[-1]["steps"])
     axes["samples"] = reports[-1]["samples_seen"]
     spent = account(records)
@@ -50,11 +50,11 @@ def axes_of(stage: Stage, folder: Path) -> dict[str, float]:
 
 
 def axes_at(cfg: TrainConfig, model: ModelConfig, step: int, steps: int) -> dict[str, float]:
-    """Return the axes of a stage with `steps` steps in total after its step `step`, which may lie in the future.
+    """Return the axes after step `step` of a stage with `steps` steps in total, before or after the stage has run.
 
-    For a branch, all steps count from step 0 of its trunk.
+    The steps of a branch are counted from step 0 of its trunk.
     """
-    # The number of patches in each step depends on the planned number of steps.
+    # The number of patches per step depends on the total number of steps.
     phases = cfg.phases(steps, model)
     return {
         "parameters": models.parameters_of(model),

@@ -1,4 +1,4 @@
-"""The chart of a study's figure.json (jobs/extras/studies/figure.py), as image files and inline in the run's page."""
+"""Draws a study's figure.json (jobs/extras/studies/figure.py), as image files and as inline SVG for the report."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from matplotlib.ticker import LogFormatterSciNotation, LogLocator, NullFormatter
 from data.extras.pages.page import DASHES, GRID, INK, LINES, MARKERS, ON_PAPER, STYLE, charted, svg
 from pipeline.values import amount
 
-WIDTH = 4.9  # inches of a panel
+WIDTH = 4.9  # of a panel, in inches
 LONGEST_LABEL = 28  # characters
 
 
 def write_study_chart(record: Mapping[str, Any], folder: Path) -> None:
-    """Write the figure of a study as figure.png and figure.svg, with fixed colours on white."""
+    """Write a study's figure as figure.png and figure.svg, in the light color scheme on white."""
     style: Any = {**STYLE, "figure.facecolor": "white"}
     for key, value in style.items():
         if isinstance(value, str):
@@ -35,17 +35,17 @@ def write_study_chart(record: Mapping[str, Any], folder: Path) -> None:
 
 
 def study_chart(record: Mapping[str, Any]) -> Markup:
-    """Return the figure of a study as inline SVG for the run's page."""
+    """Return a study's figure as inline SVG for the report."""
     with charted():
         return svg(study_figure(record, {}), record["title"])
 
 
 def study_figure(record: Mapping[str, Any], colours: Mapping[str, str]) -> Figure:
-    """Return the chart of a figure.json: our points, and the paper's in a second panel."""
+    """Draw our points and, if figure.json has them, the paper's in a second panel; return the figure."""
     panels = [record]
     if "paper" in record:
         panels.append(record["paper"])
-    bottom = 0.06 if record["stamp"] else 0.0  # fraction of the height for the stamp
+    bottom = 0.06 if record["stamp"] else 0.0  # share of the height for the stamp
     layout = ConstrainedLayoutEngine(rect=(0, bottom, 1, 1 - bottom))
     figure = Figure(figsize=(WIDTH * len(panels), 3.4), dpi=72, layout=layout)
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
@@ -65,7 +65,7 @@ def draw_panel(axes: Axes, panel: Mapping[str, Any], log: list[str], colours: Ma
     axes.grid(color=colours.get(GRID, GRID), linewidth=0.6)
     axes.set_xlabel(panel["x"], fontsize=8)
     axes.set_ylabel(panel["y"], fontsize=8)
-    # Names are placed at 0, 1, 2, … in the order of their first points.
+    # If x is a name, place the names at 0, 1, 2, … in order of appearance.
     names: list[str] = []
     by_series: dict[str, list[Mapping[str, Any]]] = {}
     for point in panel["points"]:
@@ -98,12 +98,12 @@ def draw_panel(axes: Axes, panel: Mapping[str, Any], log: list[str], colours: Ma
         )
     if len(by_series) > 1:
         axes.legend(fontsize=7, frameon=False, loc="best", handlelength=3.2)
-    # Choose the scale of each axis; label its ticks with names, amounts or percentages.
+    # Set the scale and tick labels of each axis: names, amounts or percentages.
     if names:
         axes.set_xticks(range(len(names)), [name[:LONGEST_LABEL] for name in names], rotation=30, ha="right")
     elif "x" in log:
         axes.set_xscale("log")
-        # Ticks at 1, 3, 10, 30, …: by default, matplotlib labels each of 1 to 9 on a short logarithmic axis.
+        # Set ticks at 1, 3, 10, 30, …: matplotlib's default labels all of 1 to 9 on a short logarithmic axis.
         axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
         axes.xaxis.set_major_formatter(LogFormatterSciNotation(minor_thresholds=(math.inf, math.inf)))
         axes.xaxis.set_minor_formatter(NullFormatter())

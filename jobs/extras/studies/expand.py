@@ -5,7 +5,7 @@
 2. `grid`: one run for every combination of the fields' values;
 3. `seeds`: every run once per seed;
 4. with `held_out`, the grid is trained on one part of the training data and evaluated on the rest; the runs over the
-   seeds then use the best values, which the stage `<section>.grid` provides once the grid has finished.
+   seeds then use the best values, which the stage `<section>.grid` selects after all runs of the grid.
 
     finetune:                                     finetune.lr-0.01    grid run, with the fields of held_out
       init: "@resize"                             finetune.lr-0.03    grid run
@@ -15,18 +15,18 @@
         held_out: {data: {train: most, …}}        finetune            table of the runs: mean ± sd
         seeds: [0, 1]
 
-All of them are ordinary stages: each has a key, is skipped if it has finished, and resumed if it has not. Stages that
-they read are shared. `expand` only turns sections into more sections; it knows nothing of keys and folders.
+All of them are ordinary stages: each has its own key, and is skipped if finished and resumed if not. All runs share
+the stages they read. `expand` only rewrites sections; it does not deal with keys or folders.
 
-A section that reads "@pretrain.*" becomes one stage for every run of the sweep `pretrain`, with the same name, row and
-seed; if it has a sweep too, each of these stages varies again:
+A section that reads "@pretrain.*" becomes one stage for every run of the sweep `pretrain`, with the same suffix, row
+and seed. If the section has a sweep of its own, that sweep is applied to each of these stages:
 
     pretrain: {sweep: {each: {small: …, large: …}}}       pretrain.small   pretrain.large   pretrain
     resize:   {init: "@pretrain.*"}                    →  resize.small     resize.large     resize
     finetune: {init: "@resize.*", sweep: {seeds: [0]}}    finetune.small.seed-0 …           finetune
 
 A run that uses the best values of a grid refers to the grid's table: `optim: {lr: "@finetune.grid/optim.lr"}`. Until
-the table exists, its config contains the first values of the grid (jobs/recipe/references.py).
+the table exists, the first values of the grid serve as placeholders (jobs/recipe/references.py).
 """
 
 import itertools
@@ -43,18 +43,18 @@ from models.checks import did_you_mean
 from pipeline import config
 from pipeline.config import Tags, require, tags
 
-TABLE = "sweep"  # kind of the stage that makes the table (jobs/extras/studies/table.py)
+TABLE = "sweep"  # kind of the stage that builds the table (jobs/extras/studies/table.py)
 GRID = "grid"  # last part of the name of a grid's table
 FINAL = "final"  # last part of the name of the run with the best values if there are no seeds
-# Fields of a trunk that a branch does not inherit: its length, and fields that come with its weights.
+# Fields that a branch does not inherit from its trunk: the length, and fields that its weights determine.
 NOT_INHERITED = ("steps", "passes", "begin", "law", "model", "new_head")
 EACH_RUN = re.compile(r"@(?P<sweep>[^/*]+)\.\*(?P<part>(/.*)?)")  # "@pretrain.*", "@shards.*/train"
-NO_NAME = re.compile(r"[^A-Za-z0-9._-]")  # characters not allowed in a stage's name
+NO_NAME = re.compile(r"[^A-Za-z0-9._-]")  # a character not allowed in a stage's name
 
 
 @dataclass(frozen=True)
 class SweepConfig:
-    """What varies between several runs of a stage; a table of all runs is made at the end (docs/studies.md)."""
+    """What varies between several runs of a stage; a table of all runs is written at the end (docs/studies.md)."""
 
     each: dict[str, Any] = field(default_factory=dict)  # runs by name, with the fields that differ for each
     # lists of values; one run for every combination. Names of `each` may override grid and held_out
@@ -84,15 +84,15 @@ class SweepConfig:
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a sweep: its section, and its place in the table."""
+    """One run of a sweep: its section, and its row in the table."""
 
     section: Section
     row: str  # runs in the same row differ only by seed
     seed: int | None
-    values: Section  # of the grid, by dotted name
+    values: Section  # the run's values from the grid, by dotted name
 
     def after(self, parent: "Run", name: str) -> "Run":
-        """Return this run as a continuation of a run of another sweep; `name` is the name of this run's section."""
+        """Return this run combined with its `parent`, a run of another sweep; `name` is this run's section."""
         row = parent.row
         if self.row != name:
             row = f"{parent.row}, {self.row}"
@@ -103,8 +103,8 @@ class Run:
 def expand(recipe: Sections, kinds: Kinds, check: Callable[[str, Section], object]) -> Sections:
     """Return the sections of a recipe by stage name, with each section that has a `sweep` expanded to several.
 
-    `check` is called with the section of every sweep and the first values of all that varies, so that a wrong key is
-    reported as the user wrote it.
+    `check` is called once for every sweep, with the section and the first values of every varying field, so that its
+    errors name the keys that the user wrote.
     """
     sections: dict[str, StageSection] = {}
     tables_above: dict[str, dict[str, Run]] = {}  # section → runs of its table by name
@@ -118,22 +118,23 @@ def expand(recipe: Sections, kinds: Kinds, check: Callable[[str, Section], objec
             sections[name] = StageSection(with_trunk(section, sections, kinds), typed.source)
             continue
         where = f"{name}.sweep"
-        # 1. Make one section for every run of the sweeps that it reads, or a single one if it reads none.
+        # 1. Add one section for every run of the sweeps that this section reads, or a single one if it reads none.
         parents: dict[str, Run | None] = {"": None}
         if stars:
             parents = dict(parents_of(name, stars, tables_above))
         stages: dict[str, StageSection] = {}
         runs: dict[str, Run] = {}
-        groups: dict[str, list[str]] = {}  # groups of rows of the table, each with a mean
+        groups: dict[str, list[str]] = {}  # groups of table rows, each with a mean
         for suffix, parent in parents.items():
             base = with_trunk({"kind": name, **starred_as(section, suffix)}, sections, kinds)
             sweep = config.build(SweepConfig, base.pop("sweep", None) or {}, where)
             varies = bool(sweep.each or sweep.grid or sweep.seeds)
-            require(varies or parent is not None, f"{where}: nothing varies: add each, grid or seeds")
+            require(varies or parent is not None, f"{where}: nothing varies\n  add each, grid or seeds")
             if parent is not None:
                 has_seeds = parent.seed is not None and bool(sweep.seeds)
                 require(
-                    not has_seeds, f"{where}.seeds: the runs that {name} reads already have seeds\n  remove one of them"
+                    not has_seeds,
+                    f"{where}.seeds: the runs that {name} reads already have seeds\n  remove one of the two lists",
                 )
                 # Use the parent run's seed, unless the section sets one.
                 kind = kinds.get(str(base["kind"]))
@@ -145,14 +146,14 @@ def expand(recipe: Sections, kinds: Kinds, check: Callable[[str, Section], objec
             stages |= more_stages
             for run_name, run in more_runs.items():
                 runs[run_name] = run if parent is None else run.after(parent, name)
-            # In a chain of sweeps, every parent row has separate groups.
+            # If the runs have parents, define the groups separately for each parent row.
             before = "" if parent is None else f"{parent.row}, "
             if sweep.groups:
                 for group, members in {**sweep.groups, "mean": list(sweep.each)}.items():
                     groups[before + group] = [before + member for member in members]
 
-        # 2. Add the table of all runs last, under the section's name. If a grid has no held_out, the best row is chosen
-        # on the same samples as its result.
+        # 2. Add the table of all runs last, under the section's name. Without held_out, the best row of a grid is
+        # selected on the samples of the final result.
         is_choice = bool(sweep.grid) and not sweep.held_out and not sweep.each and not stars
         table = table_section(runs, sweep, chooses=is_choice, on_test=is_choice)
         table["groups"] = groups
@@ -168,13 +169,13 @@ def expand(recipe: Sections, kinds: Kinds, check: Callable[[str, Section], objec
 
 
 def with_trunk(section: Any, above: Sections, kinds: Kinds) -> Any:
-    """Return the section of a branch completed with the values of its trunk; other sections are returned unchanged.
+    """Return the section of a branch with all other values taken from its trunk; return other sections unchanged.
 
     `above` contains the expanded sections of all earlier stages.
     """
     if not isinstance(section, Mapping):
         return section
-    # A sweep can vary where a branch begins: look there for `begin` too.
+    # `begin` may also be a field of the section's sweep.
     candidates: list[object] = [section]
     sweep = section.get("sweep")
     if isinstance(sweep, Mapping):
@@ -209,7 +210,7 @@ def first_section(base: Section, sweep: SweepConfig, where: str) -> Section:
 
 
 def starred(section: object) -> Iterator[str]:
-    """Yield the names of the sweeps whose runs a section reads one by one, as in "@pretrain.*"."""
+    """Yield the names of the sweeps whose runs a section reads one by one, such as "pretrain" for "@pretrain.*"."""
     if isinstance(section, str):
         match = EACH_RUN.fullmatch(section)
         if match is not None:
@@ -229,9 +230,9 @@ def starred_as(section: Any, suffix: str) -> Any:
 
 
 def parents_of(name: str, stars: Collection[str], tables_above: Mapping[str, Mapping[str, Run]]) -> dict[str, Run]:
-    """Return the runs of the sweeps that a section reads, by their names without the name of the sweep.
+    """Return the runs of the sweeps that a section reads, by suffix: their names without the name of the sweep.
 
-    Raises ConfigError if a name is not a sweep above the section, or if two sweeps have different runs.
+    Raises ConfigError if a name is not a sweep above the section, or if two of the sweeps have different suffixes.
     """
     parents: dict[str, Run] = {}
     for star in sorted(stars):
@@ -243,8 +244,9 @@ def parents_of(name: str, stars: Collection[str], tables_above: Mapping[str, Map
         runs = {run_name.removeprefix(f"{star}."): run for run_name, run in tables_above[star].items()}
         require(
             not parents or parents.keys() == runs.keys(),
-            f"{name} reads the runs of {', '.join(sorted(stars))}, which have different names: "
-            f"{', '.join(parents)}; {', '.join(runs)}\n  expected sweeps of which one reads the runs of the other",
+            f"{name} reads the runs of several sweeps, {', '.join(sorted(stars))}, whose runs have different names: "
+            f"{', '.join(parents)}; {', '.join(runs)}\n"
+            "  expected sweeps over the same values, so that their runs match by name",
         )
         parents = parents or runs
     return parents
@@ -253,9 +255,9 @@ def parents_of(name: str, stars: Collection[str], tables_above: Mapping[str, Map
 def stages_of(
     name: str, stem: str, base: Section, sweep: SweepConfig, kinds: Kinds
 ) -> tuple[dict[str, StageSection], dict[str, Run]]:
-    """Return all stages of a sweep except the table of all runs, and the runs in this table.
+    """Return all stages of a sweep except the table of its runs, and the runs in this table.
 
-    `stem` is the prefix of their names; it is longer than `name` if the sweep continues a run of another sweep.
+    `stem` is the prefix of their names: `name`, or `name.suffix` for a run of another sweep.
     """
     where = f"{name}.sweep"
     first_stem = stem
@@ -271,7 +273,7 @@ def stages_of(
         if not grid:
             runs = seeded(stem, section, sweep.seeds, row or name)
         elif held_out:
-            # A chosen section could not be merged into a config that already has fields of another section.
+            # Selecting a whole section would leave fields of the placeholder section in the config.
             for candidate in grid.values():
                 for key, value in candidate.items():
                     require(
@@ -279,14 +281,14 @@ def stages_of(
                         f"{where}.grid.{key} lists {value!r}, a section; a grid with held_out can only choose values\n"
                         f"  list values of its fields: {where}.grid.{key}.FIELD=[…]",
                     )
-            # The grid and its table are stages before the runs with the best values.
+            # Add the runs of the grid and its table before the runs with the best values.
             choice = f"{stem}.{GRID}"
             candidates = grid_runs(stem, with_fields(section, held_out, where), grid, [], where)
             stages |= written_runs(name, candidates)
             stages[choice] = StageSection(table_section(candidates, sweep, chooses=True), name)
             best_values = {key: f"@{choice}/{key}" for key in next(iter(grid.values()))}
             section = with_fields(section, best_values, where)
-            # The table of all runs has the section's name, so a single run needs another one.
+            # The table of all runs gets the section's name, so a single run needs a different one.
             if stem == name and not sweep.seeds:
                 stem = f"{name}.{FINAL}"
             runs = seeded(stem, section, sweep.seeds, row or name)
@@ -298,7 +300,7 @@ def stages_of(
                     f"{next(iter(runs))}: {key} names an input, and a grid with held_out cannot choose inputs",
                 )
         else:
-            require(not row, f"{where} has each and grid\n  add held_out, on which the best values are chosen")
+            require(not row, f"{where} has both each and grid\n  add held_out, to select the best values on")
             runs = grid_runs(stem, section, grid, sweep.seeds, where)
         stages |= written_runs(name, runs)
         table |= runs
@@ -306,7 +308,7 @@ def stages_of(
 
 
 def seeded(stem: str, section: Section, seeds: list[int], row: str, values: Section | None = None) -> dict[str, Run]:
-    """Return the runs of a row by name: one per seed, or a single one if there are no seeds."""
+    """Return the runs of a row by name: one per seed, or a single run without seeds."""
     if not seeds:
         return {stem: Run(section, row, None, values or {})}
     runs = {}
@@ -332,7 +334,7 @@ def written_runs(source: str, runs: Mapping[str, Run]) -> dict[str, StageSection
 def table_section(
     runs: Mapping[str, Run], sweep: SweepConfig, *, chooses: bool, on_test: bool = False
 ) -> dict[str, object]:
-    """Return the section of the stage that makes the table of these runs."""
+    """Return the section of the stage that builds the table of these runs."""
     entries: dict[str, Section] = {}
     for name, run in runs.items():
         entries[name] = {"stage": f"@{name}", "row": run.row, "seed": run.seed, "values": dict(run.values)}
@@ -357,7 +359,7 @@ def grid_of(grid: Any, where: str) -> dict[str, Section]:
         values_of[key] = values
     if not values_of:
         return {}
-    # Name a field by the last part of its key, or by the whole key if two keys end with the same part.
+    # Name a field by the last part of its key, or by the whole key if two keys have the same last part.
     lasts = [key.rpartition(".")[2] for key in values_of]
     names: dict[str, str] = {}
     for key, last in zip(values_of, lasts, strict=True):
@@ -378,7 +380,7 @@ def grid_of(grid: Any, where: str) -> dict[str, Section]:
 def with_own(base: Section, fields: Section, where: str) -> dict[str, object]:
     """Return a copy of a section with the fields of one name of `each`.
 
-    If these name another model, only its image size and classes are kept from the section's model.
+    If the fields name another model, keep only the image size and the classes of the section's model.
     """
     section = dict(base)
     model = section.get("model")
@@ -394,7 +396,7 @@ def check_twice(where: str, values: Sequence[object]) -> None:
 
 
 def as_text(values: Mapping[str, object]) -> str:
-    """Format values for people: "optim.lr=0.01, steps=100"."""
+    """Format values for display: "optim.lr=0.01, steps=100"."""
     return ", ".join(f"{key}={value}" for key, value in values.items())
 
 
@@ -413,11 +415,11 @@ def absolute_fields(fields: Section, patterns: Sequence[str], where: str, absolu
     """Return a sweep's fields, or lists of values, with their relative paths made absolute."""
     values = flat(fields, where)
     for key, value in values.items():
-        # In `each`, a name precedes the field, and possibly held_out.
+        # In `each`, the field follows the run's name and possibly `held_out`.
         is_path = any(fnmatchcase(key, pattern) or fnmatchcase(key, f"*.{pattern}") for pattern in patterns)
         if not is_path:
             continue
-        # In `each` a field is a single path, in `grid` a list of paths.
+        # A field is a single path in `each`, and a list of paths in `grid`.
         if isinstance(value, list):
             values[key] = [absolute(f"{where}.{key}", path) if isinstance(path, str) else path for path in value]
         elif isinstance(value, str):

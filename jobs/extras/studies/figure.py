@@ -1,7 +1,7 @@
-"""A figure of a study: results of sweeps with error bars, published values next to them, and a fitted power law.
+"""Draws a figure of a study: results of sweeps with error bars, the paper's values, and a fitted power law.
 
 In:  tables of sweeps, of this run or of other runs
-Out: figure.png and .svg, figure.csv, figure.json (from which the run's page draws) and figure.md
+Out: figure.png and .svg, figure.csv, figure.json (read by the report) and figure.md
 
     figure:
       tables: {pretrain: "@pretrain", finetune: "@finetune"}
@@ -12,14 +12,14 @@ Out: figure.png and .svg, figure.csv, figure.json (from which the run's page dra
 
 1. Each row of a table is a point. `x` and `y` are metrics, axes (parameters, gmacs, exaflops, samples, images, steps,
    seconds, images_per_s), values of a grid (model.depth), `row`, or a part of it: for "S-16, pets", row.2 is pets.
-2. If x names a table, as in pretrain.exaflops, that table adds no points: its row "S-16" provides x for the rows that
-   continue it, such as "S-16, pets".
+2. If x names a table, as in pretrain.exaflops, that table adds no points: its row "S-16" provides x for rows of other
+   tables such as "S-16, pets".
 3. The error bar of a metric is the standard deviation between seeds or, for a single run, the interval over samples.
 4. With `curve`, each row is a line: y of every evaluation, or step, in the metrics.jsonl of its runs, averaged over
    seeds. A row whose runs have all diverged is omitted.
 5. With `fit`, a saturating power law of 1 − y (if y is a metric, otherwise of y) is fitted over the given axes
-   (pipeline/extras/power_law.py), and once more without the largest point if enough others remain. With `paper`,
-   published values are drawn in a separate panel, with their source.
+   (pipeline/extras/power_law.py). If there are enough points, it is fitted again without the largest and predicts it.
+   With `paper`, published values are drawn in a separate panel, with their source.
 """
 
 import csv
@@ -53,14 +53,14 @@ CITATION = "paper: Dosovitskiy et al. 2021, arXiv:2010.11929"
 
 @dataclass(frozen=True)
 class FigureConfig:
-    """The quantities and the layout of a figure."""
+    """What a figure shows, and how."""
 
     tables: dict[str, str] = field(default_factory=dict)  # by name: "@stage" of a sweep, or a folder: runs/x/finetune
     title: str = ""  # of the figure; "": y over x
     x: str = "row"  # an axis, a metric, a value of the grid, the row or a part of it (docs/studies.md)
     y: str = "accuracy"  # a metric or an axis
-    series: str = "table"  # the value that distinguishes lines: `table`, or any value allowed for x
-    groups: dict[str, str] = field(default_factory=dict)  # replaces series: line → pattern of its rows, e.g. "S-*"
+    series: str = "table"  # the value that selects a point's line: `table`, or any value allowed for x
+    groups: dict[str, str] = field(default_factory=dict)  # instead of series: line → pattern of its rows, e.g. "S-*"
     rows: str = ""  # pattern of rows to draw, e.g. "*, mean of *"; "": all except means over several rows
     log: tuple[str, ...] = ()  # logarithmic axes: x, y or both
     curve: bool = False  # y from metrics.jsonl: loss, accuracy and so on; x: steps, samples, seconds or exaflops
@@ -80,9 +80,9 @@ class FigureConfig:
 
 
 class Point(TypedDict):
-    """A row of a table or a published value, as stored in figure.json."""
+    """A point of figure.json: a row of a table, or a published value."""
 
-    series: str  # line to which it belongs
+    series: str  # the line it belongs to
     row: str
     x: Any  # a number, or a name
     y: float
@@ -98,13 +98,13 @@ class FigureRow:
 
     name: str
     table: str
-    values: dict[str, Any]  # everything that x, y, series and fit can name
+    values: dict[str, Any]  # all values that x, y, series and fit can name
     means: Mapping[str, Mapping[str, Any]]  # metric → mean over the runs
     runs: list[Mapping[str, Any]]
     folder: Path  # of the table
 
     def value(self, key: str) -> Any:
-        """Return a value of the row. Raises DataError, which lists the known names, if there is none."""
+        """Return a value of the row. Raises DataError with the known names if it has no such value."""
         if key not in self.values:
             raise DataError(
                 f"the row {self.name!r} of {self.table} has no {key!r}{did_you_mean(key, self.values)}\n"
@@ -125,7 +125,7 @@ def published(table: str, x: str, y: str) -> list[Point]:
     names = sorted(set().union(*tables[table].values()))
     for axis, name in (("x", x), ("y", y)):
         expected = ", ".join(names)
-        require(name in names, f"paper.{axis} is {name}, which {table} does not contain\n  expected {expected}")
+        require(name in names, f"paper.{axis} is {name}, but {table} has no such column\n  expected {expected}")
     points: list[Point] = []
     for (series, row), values in tables[table].items():
         if x not in values or y not in values:
@@ -156,8 +156,10 @@ class Figure(StageKind):
                 curve = list(curve_of(cfg, row))
                 points += curve
                 if not curve:
-                    context.log(f"{context.stage.name}: {row.name} of {row.table} has no curve: its runs diverged")
-            # A row whose runs have diverged has no metrics.
+                    context.log(
+                        f"{context.stage.name}: {row.name} of {row.table} has no curve, because its runs diverged"
+                    )
+            # Skip rows without metrics: their runs have diverged.
             elif row.means or cfg.y in row.values:
                 points.append(point_of(cfg, row))
                 is_share = is_share or cfg.y in row.means
@@ -165,12 +167,12 @@ class Figure(StageKind):
             bool(points),
             f"{context.stage.name}: no row of {', '.join(cfg.tables)} has a value; did all runs diverge?",
         )
-        # If a value of the grid is not a number, such as null next to 768, treat all of them as names.
+        # If any x is not a number, for example null in a grid of widths, treat all of them as names.
         if not all(isinstance(point["x"], int | float) for point in points):
             for point in points:
                 point["x"] = str(point["x"])
 
-        # 2. Describe the panels, ours and the paper's, and fit the law.
+        # 2. Describe the panels (ours and the paper's), and fit the law.
         figure: dict[str, Any] = {
             "title": cfg.title or f"{cfg.y} over {cfg.x}",
             "x": cfg.x,
@@ -192,7 +194,7 @@ class Figure(StageKind):
                 way_out = "remove fit, or vary more values in the sweep"
                 raise DataError(f"{context.stage.name}.fit: {error}\n  {way_out}") from None
 
-        # 3. Write the files. Imported here so that recipes are checked without matplotlib, which takes half a second.
+        # 3. Write the files. Importing matplotlib takes half a second, so do it only when a figure is drawn.
         from jobs.extras.studies.chart import write_study_chart
 
         artifacts.write_record(context.directory / DOCUMENT, figure)
@@ -215,17 +217,15 @@ class Figure(StageKind):
         return {"summary": summary, "files": artifacts.digests(context.directory, names)}
 
     def checks(self, stage: Stage, available: Available) -> Iterable[CheckResult]:
-        """Refuse a figure without tables, or with stages that are not sweeps."""
+        """Refuse a figure without tables, or with a table that is not a sweep."""
         cfg: FigureConfig = stage.config
-        require(
-            bool(cfg.tables), f"{stage.name}.tables is empty\n  add a sweep: type {stage.name}.tables={{NAME: @SWEEP}}"
-        )
+        require(bool(cfg.tables), f"{stage.name}.tables is empty\n  add a sweep: {stage.name}.tables={{NAME: @SWEEP}}")
         for name, value in cfg.tables.items():
             link = reference(value)
             if link is not None and available.campaign.stage(link[0]).kind.name != sweep.Table.name:
                 raise ConfigError(
                     f"{stage.name}.tables.{name} is {value}, which is not a sweep\n"
-                    "  expected a section with `sweep`; to make a single stage a sweep, add sweep: {seeds: [0]}"
+                    "  expected a section with `sweep`; to turn a single stage into a sweep, add sweep: {seeds: [0]}"
                 )
         if cfg.fit:
             check_fit(stage, available)
@@ -302,12 +302,12 @@ def read_rows(cfg: FigureConfig, campaign: Campaign) -> list[FigureRow]:
             rows.append(FigureRow(name, table, values, means, runs, folder))
     drawn = []
     for row in rows:
-        # The table that x names provides x for the rows of other tables and is not drawn.
+        # A table named by x is not drawn: it provides x for rows of other tables.
         is_named = fnmatchcase(row.name, cfg.rows) if cfg.rows else bool(row.runs)
         if not is_named or cfg.x.startswith(f"{row.table}."):
             continue
         values = dict(row.values)
-        # "S-16, pets" continues "S-16". If several rows are prefixes, the longest is applied last and wins.
+        # "S-16, pets" gets the values of "S-16" in other tables. If several rows are prefixes, the longest wins.
         for above in sorted(rows, key=lambda above: len(above.name)):
             if above.table != row.table and f"{row.name}, ".startswith(f"{above.name}, "):
                 for key, value in above.values.items():
@@ -317,7 +317,7 @@ def read_rows(cfg: FigureConfig, campaign: Campaign) -> list[FigureRow]:
 
 
 def point_of(cfg: FigureConfig, row: FigureRow) -> Point:
-    """Return the point of a row, with an error bar if y is a metric of several runs or with an interval."""
+    """Return the point of a row, with an error bar if y is a metric with several runs or an interval."""
     series = "" if cfg.groups else str(row.value(cfg.series))
     for name, pattern in cfg.groups.items():
         if not series and fnmatchcase(row.name, pattern):
@@ -339,7 +339,7 @@ def point_of(cfg: FigureConfig, row: FigureRow) -> Point:
 
 
 def curve_of(cfg: FigureConfig, row: FigureRow) -> Iterator[Point]:
-    """Yield the points of a row's curve: mean and deviation over its runs, at the steps that all runs have.
+    """Yield the points of a row's curve: mean and deviation over its runs, at the steps common to all of them.
 
     Yields nothing if all runs have diverged.
     """
@@ -368,19 +368,19 @@ def curve_of(cfg: FigureConfig, row: FigureRow) -> Iterator[Point]:
             f"the runs of {row.name!r} of {row.table} have no curve of {cfg.y} over {x} in metrics.jsonl\n"
             "  expected y: loss, or a metric of their evaluations"
         )
-    # The runs of a row differ only by seed: take the config of the last one.
+    # The runs of a row differ only by seed, so any of their configs will do.
     record = artifacts.read_record(folder / "stage.json")
     trained = recorded_config(record)
     model = models.from_dict(record["model"])
     for step in sorted(steps):
-        # Axes are counted as by `forecast_of`, over trunk and branch; seconds are only known for the run itself.
+        # Axes include the trunk of a branch, as in `forecast_of`. The trunk's seconds are not known here.
         axes = axes_at(trained, model, step, planned)
         if trained.first_step == 0 and "seconds" in ends:
             axes["seconds"] = ends["seconds"] * step / ends["steps"]
         for axis in (x, *cfg.fit):
             if axis not in axes:
                 raise DataError(
-                    f"{axis} is not known for every step of the runs of {row.name!r} of {row.table}"
+                    f"{axis} is unknown for some steps of the runs of {row.name!r} of {row.table}"
                     f"{did_you_mean(axis, axes)}\n  expected one of {', '.join(axes)}"
                 )
         values_at = np.array([values[step] for values in curves])
@@ -412,14 +412,14 @@ def fitted(cfg: FigureConfig, points: Sequence[Point], *, is_share: bool) -> dic
         "of": of,
         "parameters": law.parameters(),
         "noise": law.noise,
-        "law": law.record(),  # for stages with a forecast (jobs/extras/studies/law.py)
+        "law": law.record(),  # for the forecasts of other stages (jobs/extras/studies/law.py)
     }
     try:
         number, forecast, low, high = leave_largest_out(x, y, cfg.draws)
         row = points[number]["row"]
         result["largest"] = {"row": row, "foretold": forecast, "low": low, "high": high, "was": float(y[number])}
     except ValueError as error:
-        result["largest"] = {"unknown": str(error)}  # enough points for one law, but not for a second with one less
+        result["largest"] = {"unknown": str(error)}  # too few points for a law without the largest
     if cfg.fit == (cfg.x,):
         line = np.geomspace(x.min(), x.max(), 60)
         values = law.at(line[:, None])
@@ -442,7 +442,7 @@ def as_markdown(figure: Mapping[str, Any]) -> Iterator[str]:
             yield ""
         yield f"| series | row | {panel['x']} | {panel['y']} | low | high | runs |"
         yield "|---|---|--:|--:|--:|--:|--:|"
-        # For curves, list only the last point of each line; figure.csv contains all points.
+        # List only the last point of each curve; figure.csv has all points.
         points = panel["points"]
         if panel["is_curve"]:
             points = {point["row"]: point for point in points}.values()

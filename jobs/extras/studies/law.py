@@ -1,11 +1,11 @@
-"""Makes a trained stage a part of a scaling study: as a branch of another stage, or with a forecast of its result.
+"""Adds the recipe keys of scaling studies: a stage can branch off another stage, or have a forecast of its result.
 
 1. A branch (`begin`) continues from a checkpoint of its trunk, the stage in `init`: weights, optimizer moments, data
-   order and step count. Only its length and cool-down may differ. The result is bit-equal to a run with this length and
-   cool-down from step 0 on, but costs only the steps after `begin`.
+   order and step count. Only its length and cool-down may differ. The result is bit-identical to a separate run of
+   this length and cool-down, but costs only the steps after `begin`.
 2. A law (`law`) is the fit of a figure over smaller runs. Its forecast of the stage's result is logged before the first
    step and compared with the result after the last.
-3. A budget is compared with the compute of all trained stages of a recipe before any of them starts.
+3. A recipe's `budget` limits the compute of all its training stages; it is checked before the first one starts.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -30,16 +30,16 @@ from pipeline.extras.power_law import law_of
 from pipeline.optimization import learning_rate
 from pipeline.training_config import TrainConfig, has_one_shape
 
-MANY = 1_000_000  # steps: enough for each phase of the schedule to occur
-# Fields in which a branch may differ from its trunk, of those that must not change on resume.
+MANY = 1_000_000  # steps: enough for every phase of token dropping to occur
+# Fields that a branch may set differently from its trunk although they must not change on resume.
 OWN = ("steps", "passes", "init", "begin", "law", "model", "new_head", "keep_best", "patience")
 
 
 class Compute(NamedTuple):
-    """ExaFLOPs of the trained stages of a recipe, counted as by `plan`."""
+    """ExaFLOPs of a recipe's training stages, counted as in `plan`."""
 
     planned: float  # compute of the recipe; a branch counts only its steps after `begin`
-    apart: float  # compute if every branch were a separate run from step 0, without its trunk
+    apart: float  # compute if every branch were a separate run from step 0 and there were no trunks
     uncounted: list[str]  # stages whose steps or model are unknown
 
 
@@ -50,7 +50,7 @@ class Branches(TrainingExtra):
     inputs: ClassVar = {"law": Reads.FILE}
 
     def hooks(self, cfg: BranchConfig, context: Context) -> dict[str, dict[str, Any]]:  # type: ignore[override]
-        """Return the hook of a branch; a law needs none, because only the driver uses it."""
+        """Return the hook of a branch; a law needs none, because the workers do not use it."""
         return {} if cfg.first_step == 0 else {"pipeline.extras.branches:Branch": {}}
 
     def checks(self, stage: Stage, available: Available) -> Iterator[CheckResult]:
@@ -62,7 +62,7 @@ class Branches(TrainingExtra):
         yield from ()
 
     def before(self, cfg: BranchConfig, context: Context) -> None:  # type: ignore[override]
-        """Link the first checkpoint of a branch, and log the forecast of the law."""
+        """Link the trunk's checkpoint as the first of a branch, and log the forecast of a law."""
         if cfg.first_step and not context.checkpoints.committed():
             branch_off(cfg, cfg.first_step, context)
         if getattr(cfg, "law", None) is not None:
@@ -84,25 +84,25 @@ class Branches(TrainingExtra):
 
 
 def check_branch(stage: Stage, available: Available) -> None:
-    """Raise ConfigError if a branch would differ from its trunk trained with another length."""
+    """Raise ConfigError if a branch would not be equal to its trunk trained for a different number of steps."""
     cfg: BranchConfig = stage.config
     begin = cfg.begin
     link = reference(cfg.init or "")
     require(
         available.campaign.remote is None,
-        f"{stage.name}.begin links a commit of its trunk, which is not possible for a run in an object store",
+        f"{stage.name}.begin is not supported for runs in an object store",
     )
-    # The phases of token dropping depend on the number of steps, which a branch changes.
+    # A branch changes the number of steps, and with it the phases of token dropping.
     is_alike = stage.model is None or has_one_shape(cfg.phases(MANY, stage.model), stage.model)
     require(
         is_alike,
-        f"{stage.name}.begin: a branch cannot use token dropping (thinning), whose phases depend on the stage's length",
+        f"{stage.name}.begin: a branch cannot use token dropping (thinning): its phases depend on the number of steps",
     )
     assert begin is not None, "called only for branches"
     if link is None:
         raise ConfigError(
-            f"{stage.name}.begin: init is {cfg.init}, but a branch needs a stage of this recipe\n"
-            "  add the section of the trunk to this recipe, with the `run` that has it; a finished stage is skipped"
+            f"{stage.name}.begin: init is {cfg.init}, expected a stage of this recipe\n"
+            "  add the trunk's section to this recipe, and set `run` to its run directory; a finished stage is skipped"
         )
     trunk = available.campaign.stage(link[0])
     require(trunk.kind.trains, f"{stage.name}.begin: {trunk.name} is of kind {trunk.kind.name}, which does not train")
@@ -113,14 +113,14 @@ def check_branch(stage: Stage, available: Available) -> None:
         for name in list(values):
             if name.split(".")[0] in OWN or name == "optim.schedule.cooldown_steps":
                 del values[name]
-        # Compare the resolved models: a branch inherits the model of its trunk's weights.
+        # Compare the resolved models, because a branch takes its model from the weights of its trunk.
         if model is not None:
             for name, value in models.to_dict(model).items():
                 values[f"model.{name}"] = value
     changes = config.differences(before, after)
     require(
         not changes,
-        f"{stage.name}: a branch must have the values of its trunk {trunk.name}, but these differ: "
+        f"{stage.name} is a branch of {trunk.name}, but these values differ: "
         f"{'; '.join(changes)}\n  remove them; only steps and optim.schedule.cooldown_steps may differ",
     )
     ends = []
@@ -133,9 +133,9 @@ def check_branch(stage: Stage, available: Available) -> None:
     is_kept = begin == trunk_end or (own.keep_every > 0 and begin % own.keep_every == begin % own.save_every == 0)
     require(
         begin <= trunk_end and is_kept,
-        f"{stage.name}.begin is {begin}, but {trunk.name} has no permanent checkpoint there: it trains {trunk_end} "
+        f"{stage.name}.begin is {begin}, but {trunk.name} keeps no checkpoint of this step: it trains {trunk_end} "
         f"steps with keep_every={own.keep_every} and save_every={own.save_every}\n"
-        f"  type {trunk.source}.keep_every={begin} {trunk.source}.save_every={begin}, or choose another begin",
+        f"  type {trunk.source}.keep_every={begin} {trunk.source}.save_every={begin}, or another begin",
     )
     require(begin < end, f"{stage.name} begins at step {begin} and ends at step {end}: no steps are left to train")
     rates = []
@@ -145,12 +145,12 @@ def check_branch(stage: Stage, available: Available) -> None:
         rates[0] == rates[1],
         f"{stage.name}: the learning rate of step {begin} is {rates[0]:.3g} in {trunk.name}, but {rates[1]:.3g} in a "
         f"run of {end} steps\n"
-        "  expected optim.schedule.decay constant or rsqrt, and cool-downs that begin at or after `begin`",
+        "  expected optim.schedule.decay constant or rsqrt, and no cool-down before `begin`",
     )
 
 
 def branch_off(cfg: TrainConfig, begin: int, context: Context) -> None:
-    """Adopt the commit at which a branch begins as its first own commit, from which it resumes like any stage.
+    """Link the trunk's commit of step `begin` as the branch's first commit, from which it resumes like any stage.
 
     Raises DataError if the trunk has no such commit, CheckpointError.
     """
@@ -165,7 +165,7 @@ def branch_off(cfg: TrainConfig, begin: int, context: Context) -> None:
             f"  expected one of {', '.join(map(str, sorted(names))) or 'none'}: keep_every and save_every of the trunk "
             "must divide it"
         )
-    # Steps that the trunk has excluded are excluded in the branch too.
+    # Copy the trunk's excluded steps before `begin`.
     if (trunk / artifacts.EXCLUDED_STEPS).exists():
         pairs = artifacts.read_record(trunk / artifacts.EXCLUDED_STEPS)["stretches"]
         earlier = []
@@ -180,7 +180,7 @@ def branch_off(cfg: TrainConfig, begin: int, context: Context) -> None:
 
 
 def check_law(stage: Stage, available: Available) -> None:
-    """Raise ConfigError if a law predicts a metric that the stage lacks, or needs values unknown before it runs."""
+    """Raise ConfigError if a law predicts a metric that the stage lacks, or needs axes unknown before it runs."""
     law = stage.config.law
     link = reference(law)
     path = Path(available.campaign.path_of(law))
@@ -206,7 +206,7 @@ def check_law(stage: Stage, available: Available) -> None:
     for axis in fitted:
         require(
             axis in AT_A_STEP,
-            f"{stage.name}.law: {law} needs {axis}, which is unknown before the stage runs"
+            f"{stage.name}.law: {law} needs {axis}, which is unknown until the stage has run"
             f"{did_you_mean(axis, AT_A_STEP)}\n  expected a fit over some of {', '.join(AT_A_STEP)}",
         )
 
@@ -222,7 +222,7 @@ class Forecast:
     high: float
 
     def score(self, was: float, log: Callable[[str], None]) -> dict[str, float | bool | str]:
-        """Log and return whether the result lies inside the interval."""
+        """Compare the result with the interval; log and return the verdict."""
         is_inside = self.low <= was <= self.high
         verdict = "inside" if is_inside else "OUTSIDE"
         log(
@@ -234,11 +234,11 @@ class Forecast:
 
 
 def forecast_of(cfg: BranchConfig, context: Context, step: int | None = None) -> Forecast:
-    """Return the forecast of the law `cfg.law` for the evaluation of a step, by default the last."""
+    """Return the forecast by `cfg.law` of the evaluation at a step, by default the last."""
     figure = artifacts.read_record(Path(context.campaign.path_of(cfg.law or "")))
     law = law_of(figure["fit"]["law"])
     steps = planned_steps(cfg, Available(context.campaign))
-    assert steps is not None, "a stage only starts after its sets exist"
+    assert steps is not None, "a stage starts only when its sets exist"
     at = step or steps
     axes = axes_at(cfg, context.model, at, steps)
     x = np.array([[axes[axis] for axis in figure["fit"]["axes"]]])
@@ -252,7 +252,7 @@ def forecast_of(cfg: BranchConfig, context: Context, step: int | None = None) ->
 
 
 def compute_of(campaign: Campaign) -> Compute:
-    """Return the compute of all trained stages of a campaign, including finished ones."""
+    """Return the compute of all training stages of a campaign, including finished ones."""
     available = Available(campaign, checks_files=False)
     trunks = set()
     trained = []
@@ -282,7 +282,7 @@ def compute_of(campaign: Campaign) -> Compute:
 
 
 def check_budget(campaign: Campaign) -> None:
-    """Raise ConfigError if the trained stages exceed `budget`, or if their compute is unknown."""
+    """Raise ConfigError if the training stages exceed `budget`, or if their compute is unknown."""
     if campaign.budget is None:
         return
     compute = compute_of(campaign)
@@ -294,5 +294,5 @@ def check_budget(campaign: Campaign) -> None:
     require(
         compute.planned <= campaign.budget,
         f"budget is {campaign.budget:g} exaFLOPs, but the recipe needs {compute.planned:.4g}\n"
-        f"  type budget={compute.planned:.4g}, or remove runs; `python -m jobs plan` lists the compute of each",
+        f"  type budget={compute.planned:.4g}, or remove runs; python -m jobs plan lists the compute of each",
     )

@@ -1,7 +1,7 @@
-"""The table of a sweep: the metrics of its runs, mean, interval and deviation over the seeds, and the best row.
+"""Builds the table of a sweep: the metrics of its runs, their mean, interval and deviation, and the best row.
 
 In:  the finished runs of a sweep (jobs/extras/studies/expand.py), each a stage with metrics
-Out: sweep.json, a record with runs, rows, choice and its own sha256; report.txt, the same for people
+Out: sweep.json, a record with runs, rows, the chosen values and its own sha256; report.txt, the table as text
 
     finetune.grid, in %         accuracy
     optim.lr=0.003                97.41
@@ -15,10 +15,10 @@ Out: sweep.json, a record with runs, rows, choice and its own sha256; report.txt
 2. Combine runs that differ only by seed into a row: mean and standard deviation (n − 1) of every metric. If the runs
    were evaluated on the same samples by a stage of kind evaluate, add the interval over runs, draws and samples
    (pipeline/evaluation/intervals.py). Accuracies of training stages have no interval, because they list no samples.
-3. A table that chooses takes the row with the highest mean. If rows are equal, the first in the recipe wins. Rows with
-   a diverged run are excluded; if all rows are, the stage fails.
-4. Any other table needs all its runs: a mean over the surviving runs would be misleading.
-5. If the runs have no metrics, for example for resize, the table contains only their axes.
+3. If other stages use its best values, choose the row with the highest mean, and the first in the recipe if several are
+   equal. Exclude rows with a diverged run; fail if none is left.
+4. Otherwise, fail if any run has diverged: a mean over the others would be misleading.
+5. If the runs have no metrics (for example resize), list only their axes.
 """
 
 import json
@@ -60,7 +60,9 @@ from pipeline.evaluation import document, intervals
 from pipeline.monitoring.telemetry import without_single_seeds
 from pipeline.values import amount
 
-MOST_COPIES = 0.01  # share of held-out samples whose bytes may be in another set: sets contain a few duplicates
+MOST_COPIES = (
+    0.01  # tolerated share of held-out samples with the same bytes in another set: many sets contain duplicates
+)
 TIES = "the highest mean; if equal, the first in the recipe"
 
 
@@ -69,23 +71,23 @@ class RunConfig:
     """One run of the table."""
 
     stage: str = "???"  # reference to the run's stage, "@stage"
-    row: str = ""  # of the table; runs in the same row differ only by seed
-    seed: int | None = None  # of the run, if the sweep has seeds
-    values: dict[str, Any] = field(default_factory=dict)  # of the grid, by dotted field
+    row: str = ""  # row of the table; runs in the same row differ only by seed
+    seed: int | None = None  # the run's seed, if the sweep has seeds
+    values: dict[str, Any] = field(default_factory=dict)  # the run's values from the grid, by dotted name
 
     RESUME: ClassVar[Tags] = tags(forbid="stage row seed values")
 
 
 @dataclass(frozen=True)
 class TableConfig:
-    """The table of a sweep. Written by the key `sweep` of another section; recipes do not contain it directly."""
+    """The table of a sweep. `expand` writes this section for every sweep; recipes do not contain it."""
 
     runs: dict[str, RunConfig] = field(default_factory=dict)  # by the names of their stages
     best: str = "accuracy"  # the metric in the first column, by which the best row is chosen
     chooses: bool = False  # whether other stages use the values of the best row
     groups: dict[str, list[str]] = field(default_factory=dict)  # groups of rows, each with a mean
-    chosen_on_test: bool = False  # whether its values were chosen on the samples of its results
-    evaluation: Literal["last", "best"] = "last"  # the evaluation of each run that counts
+    chosen_on_test: bool = False  # whether the values were chosen on the samples of the final results
+    evaluation: Literal["last", "best"] = "last"  # which evaluation of each run counts
 
     RESUME: ClassVar[Tags] = tags(forbid="runs best chooses groups chosen_on_test evaluation")
     LATER: ClassVar[tuple[str, ...]] = ("chosen_on_test", "evaluation")
@@ -93,7 +95,7 @@ class TableConfig:
 
 @dataclass(frozen=True)
 class Result:
-    """The metrics of one run, or the fact that it diverged."""
+    """The metrics of one run, or its error if it diverged."""
 
     stage: str
     key: str
@@ -102,12 +104,12 @@ class Result:
     values: Mapping[str, Any]  # of the grid, or chosen from a grid
     metrics: Mapping[str, float]
     diverged: str = ""  # the error message if the run diverged
-    steps: Mapping[str, int] = field(default_factory=dict)  # metric → step of its best evaluation, if these count
+    steps: Mapping[str, int] = field(default_factory=dict)  # metric → step of its best evaluation, if evaluation=best
     axes: Mapping[str, float] = field(
         default_factory=dict
     )  # parameters, exaflops, samples, … (jobs/extras/studies/axes.py)
-    entries: Mapping[str, document.Entry] = field(default_factory=dict)  # of its evaluation.json, if it has one
-    foretold: Mapping[str, Any] = field(default_factory=dict)  # forecast of a law, and whether the run was inside
+    entries: Mapping[str, document.Entry] = field(default_factory=dict)  # from the run's evaluation.json, if it has one
+    foretold: Mapping[str, Any] = field(default_factory=dict)  # a law's forecast, and whether the result was inside
 
 
 @dataclass(frozen=True)
@@ -142,12 +144,12 @@ class Row:
     name: str
     means: Mapping[str, Mean]  # by metric; empty if a run of the row has diverged
     values: Mapping[str, Any] = field(default_factory=dict)  # of the grid, or chosen from a grid
-    remark: str = ""  # "diverged", a forecast, or the row's chosen values if these are not its name
-    axes: Mapping[str, float] = field(default_factory=dict)  # means over the runs, if all runs have the axis
+    remark: str = ""  # "diverged", a forecast, or the row's values if these are not its name
+    axes: Mapping[str, float] = field(default_factory=dict)  # means of the axes that all runs have
 
 
 class Table(StageKind):
-    """The kind of stage that makes the table of a sweep; also expands the sections of sweeps into runs."""
+    """The kind of stage that builds the table of a sweep; also expands sections with a `sweep` into runs."""
 
     name = expand.TABLE
     config = TableConfig
@@ -156,7 +158,7 @@ class Table(StageKind):
     checks_budget = True
 
     def expand(self, sections: Sections, kinds: Kinds) -> Sections:
-        """Return the sections of a recipe, with sections that have a `sweep` replaced by their runs and tables."""
+        """Return the sections of a recipe, with each `sweep` replaced by its runs and tables."""
         return expand.expand(sections, kinds, lambda name, section: read_section(name, section, kinds))
 
     def make_absolute(
@@ -166,7 +168,7 @@ class Table(StageKind):
         expand.make_absolute(name, section, patterns, absolute)
 
     def placeholders(self, cfg: TableConfig) -> Mapping[str, object]:
-        """Return the first values of the grid, used until the table chooses."""
+        """Return the first values of the grid, which other stages use until the table exists."""
         if not cfg.chooses:
             return {}
         return next(iter(cfg.runs.values())).values
@@ -182,11 +184,11 @@ class Table(StageKind):
         return f"the best of {', '.join(values)} by {cfg.best}"
 
     def check_campaign(self, campaign: Campaign) -> None:
-        """Raise ConfigError if the trained stages exceed the recipe's compute budget."""
+        """Raise ConfigError if the training stages exceed the recipe's compute budget."""
         check_budget(campaign)
 
     def check_parent(self, stage: Stage, parent: Stage, available: Available) -> None:
-        """Raise DataError if the table chooses values on samples of training or of the final evaluation."""
+        """Raise DataError if the table chooses values on training samples or on those of the final evaluation."""
         check_held_out(stage, parent, available)
 
     def run(self, cfg: TableConfig, context: Context) -> dict[str, object]:
@@ -200,7 +202,7 @@ class Table(StageKind):
         rows = rows_of(results)
         best: Row | None = None
         for row in rows:
-            # If rows are equal, the first wins.
+            # Of equal rows, keep the first.
             can_win = cfg.chooses and cfg.best in row.means
             if can_win and (best is None or row.means[cfg.best].mean > best.means[cfg.best].mean):
                 best = row
@@ -218,13 +220,13 @@ class Table(StageKind):
             diverged.append(result.stage)
             folder = context.campaign.directory(context.campaign.stage(result.stage))
             folders.add(str(folder / artifacts.DONE))
-        # A choice needs only one run that has not diverged; a mean needs all runs.
+        # A choice needs at least one row without a diverged run; a mean needs all runs.
         if diverged and best is None:
-            expected = "a table needs all of its runs"
+            expected = "the table needs all runs of the sweep"
             if cfg.chooses:
-                expected = "at least one run must succeed"
+                expected = "at least one row must have no diverged run"
             raise Diverged(
-                f"{context.stage.name}: {len(diverged)} runs of the sweep have diverged: {', '.join(diverged)}; "
+                f"{context.stage.name}: {len(diverged)} runs of the sweep have diverged: {', '.join(diverged)}, but "
                 f"{expected}\n"
                 f"  lower optim.lr or change the sweep; to repeat the same runs, remove {' '.join(sorted(folders))}"
             )
@@ -279,7 +281,7 @@ class Table(StageKind):
         return {"summary": summary, "files": artifacts.digests(context.directory, [DOCUMENT])}
 
     def checks(self, stage: Stage, available: Available) -> Iterator[CheckResult]:
-        """Refuse a table by a metric that one of its runs will not have."""
+        """Refuse a table whose metric is not reported by all of its runs."""
         cfg: TableConfig = stage.config
         metrics_of: dict[str, list[str]] = {}
         some_train = False
@@ -287,12 +289,12 @@ class Table(StageKind):
             run_stage = available.campaign.stage(run_name)
             metrics_of[run_name] = list(run_stage.kind.metrics(run_stage.config))
             some_train = some_train or run_stage.kind.trains
-        # Runs without metrics are allowed if no other stage uses a chosen value.
+        # Allow runs without metrics if no other stage uses a chosen value.
         is_waited_for = bool(waiting_for(available.campaign, stage))
         if not any(metrics_of.values()) and not is_waited_for:
             if some_train:
-                text = f"{stage.name}: its runs are not evaluated, so the table has only their size and cost"
-                yield CheckResult("WARN", "sweep", text, f"  type {stage.name}.data.evaluate=… for accuracies")
+                text = f"{stage.name}: its runs are not evaluated, so the table shows only their size and cost"
+                yield CheckResult("WARN", "sweep", text, f"  type {stage.name}.data.evaluate=… to report accuracies")
             return
         for run_name, metrics in metrics_of.items():
             run_stage = available.campaign.stage(run_name)
@@ -300,7 +302,7 @@ class Table(StageKind):
                 raise ConfigError(
                     f"{stage.name}: {run_name} does not report {cfg.best!r}{did_you_mean(cfg.best, metrics)}\n"
                     f"  expected one of its metrics as sweep.best: {', '.join(metrics) or 'none'}\n"
-                    "  data.evaluate adds accuracy; probe adds 1shot, 5shot and so on; a stage evaluate, its protocols"
+                    "  data.evaluate adds accuracy; probe adds 1shot, 5shot and so on; evaluate stages report protocols"
                 )
             require(
                 cfg.evaluation == "last" or run_stage.kind.trains,
@@ -310,7 +312,7 @@ class Table(StageKind):
 
 
 def run_as_json(result: Result) -> dict[str, object]:
-    """Return a result as plain values with intervals, without the list of correct samples."""
+    """Return a result as plain values, with only the intervals of its entries."""
     values = asdict(replace(result, entries={}))
     values.pop("entries")
     intervals_of_run = {}
@@ -334,8 +336,8 @@ def result_of(name: str, cfg: RunConfig, table: TableConfig, context: Context) -
     best = table.best
     folder = Path(context.campaign.path_of(cfg.stage))
     done = artifacts.read_done(folder)
-    assert done is not None, "a stage only starts after its inputs have finished"
-    # Skip single draws of a few-shot probe: the mean over them is the result of the run.
+    assert done is not None, "a stage starts only when its inputs have finished"
+    # Skip the single draws of a few-shot probe: their mean is the result.
     metrics = without_single_seeds(done.get("metrics", {}))
     steps: dict[str, int] = {}
     if table.evaluation == "best":
@@ -344,7 +346,7 @@ def result_of(name: str, cfg: RunConfig, table: TableConfig, context: Context) -
             metrics[metric] = evaluation["value"]
             steps[metric] = evaluation["step"]
     diverged = done.get(DIVERGED, "")
-    # For runs without metrics, only the axes are read (see `checks`).
+    # Runs without metrics have only axes (see `checks`).
     stage = context.campaign.stage(name)
     is_measured = any(stage.kind.metrics(stage.config))
     if best not in metrics and is_measured and not diverged:
@@ -352,7 +354,7 @@ def result_of(name: str, cfg: RunConfig, table: TableConfig, context: Context) -
             f"{context.stage.name}: {name} has no {best!r} in {folder / artifacts.DONE}{did_you_mean(best, metrics)}\n"
             f"  expected one of its metrics as sweep.best: {', '.join(metrics) or 'none'}"
         )
-    # Values that an earlier table chose for the run are in the run's own record.
+    # Add the values that an earlier table chose for the run; its own stage.json contains them.
     chosen = artifacts.read_record(folder / "stage.json").get("chosen", {})
     values = {**cfg.values, **chosen}
     entries = {}
@@ -365,13 +367,13 @@ def result_of(name: str, cfg: RunConfig, table: TableConfig, context: Context) -
 
 
 def rows_of(results: Sequence[Result]) -> list[Row]:
-    """Combine runs to rows, in the order of their first runs."""
+    """Combine runs into rows, in the order of their first runs."""
     rows = []
     runs_of: dict[str, list[Result]] = {}
     for result in results:
         runs_of.setdefault(result.row, []).append(result)
     for name, runs in runs_of.items():
-        # If one run diverged, the row has no mean: a mean over the other runs would be misleading.
+        # A row with a diverged run has no mean: a mean over the other runs would be misleading.
         lost = ""
         metrics = []
         axes_of_runs = []
@@ -395,7 +397,7 @@ def rows_of(results: Sequence[Result]) -> list[Row]:
             elif all("right" in entry and entry["whole"] == entries[0]["whole"] != "" for entry in entries):
                 right = np.stack(list(map(document.right_of, entries)))
                 means[metric] = replace(mean, interval=intervals.over_draws(right))
-        # The rows of a grid are already named by their values.
+        # Rows of a grid need no remark: they are named by their values.
         remark = expand.as_text(runs[0].values)
         if remark == name:
             remark = ""
@@ -412,7 +414,7 @@ def rows_of(results: Sequence[Result]) -> list[Row]:
 
 
 def means_by_metric(runs: Sequence[Mapping[str, float]]) -> dict[str, Mean]:
-    """Return mean and, from two runs on, standard deviation of every metric that all runs have."""
+    """Return mean and (for two or more runs) standard deviation of every metric that all runs have."""
     means: dict[str, Mean] = {}
     for metric in runs[0]:
         values = [run[metric] for run in runs if metric in run]
@@ -428,7 +430,7 @@ def means_by_metric(runs: Sequence[Mapping[str, float]]) -> dict[str, Mean]:
 def means_of(results: Sequence[Result], groups: Mapping[str, list[str]]) -> list[Row]:
     """Return the mean of every group of rows.
 
-    Average over the rows for each seed first, then over the seeds, like papers that repeat a whole benchmark.
+    Average over the rows for each seed first, then over the seeds, as if a whole benchmark had been repeated.
     """
     means = []
     for name, members in groups.items():
@@ -447,9 +449,9 @@ def means_of(results: Sequence[Result], groups: Mapping[str, list[str]]) -> list
 
 
 def write_table(context: Context, metric: str, rows: Sequence[Row], means: Sequence[Row], best: Row | None) -> None:
-    """Log the table and write it to report.txt; the deciding metric is the first column."""
+    """Log the table and write it to report.txt; `metric` is the first column."""
     all_rows = [*rows, *means]
-    # 1. Collect the metrics of all rows; without metrics, only the axes are shown.
+    # 1. Collect the metrics of all rows.
     known: dict[str, Mean] = {}
     for row in all_rows:
         known |= row.means
@@ -513,10 +515,9 @@ def aligned(columns: Sequence[Sequence[str]]) -> list[str]:
 
 
 def check_held_out(table: Stage, run: Stage, available: Available) -> None:
-    """Raise DataError if a grid run is evaluated on samples that it trains on or that the final runs are evaluated on:
-    the values would then be chosen on the samples of the final result.
+    """Raise DataError if a grid run is evaluated on its own training samples or on those of the final evaluation.
 
-    Sets that do not exist yet are checked before the run starts.
+    Its choice would be biased. Sets that do not exist yet are checked before the run starts.
     """
     campaign = available.campaign
     if not table.config.chooses:
@@ -524,7 +525,7 @@ def check_held_out(table: Stage, run: Stage, available: Available) -> None:
     final_runs = waiting_for(campaign, table)
     if not final_runs or campaign.stage(run.source).config.chosen_on_test:
         return
-    # Accuracy is measured on data.evaluate, few-shot accuracy on the set of the probe.
+    # Accuracy is measured on data.evaluate, few-shot accuracy on the probe's sets.
     evaluated: dict[str, str] = {}
     others: dict[str, str] = {}
     for field_name, (path, reads) in run.kind.inputs_of(run.config).items():
@@ -544,20 +545,20 @@ def check_held_out(table: Stage, run: Stage, available: Available) -> None:
             if index is None or other is None:
                 continue
             same_places, same_bytes = shared_samples(index, other)
-            # Allow a few identical images: many sets contain duplicates (`jobs leaks` lists them).
+            # Allow a few identical images: many sets contain duplicates (`leaks` lists them).
             if same_places or same_bytes > MOST_COPIES * index.samples:
                 raise DataError(
                     f"{key} ({path}) chooses values for {run.source}, but {max(same_places, same_bytes):,} of "
                     f"its {index.samples:,} samples are also in {other_key} ({other_path})\n"
-                    "  use held-out samples: a part of the training set that is neither trained on nor in the final "
-                    "evaluation (docs/studies.md)\n"
+                    "  choose on held-out samples: a part of the training set that is used neither for training nor "
+                    "for the final evaluation (docs/studies.md)\n"
                     f"  type {run.source}.sweep.held_out.data.evaluate=…, or allow it with "
-                    f"{run.source}.sweep.chosen_on_test=true, which the table then notes"
+                    f"{run.source}.sweep.chosen_on_test=true; the table then says so"
                 )
 
 
 def waiting_for(campaign: Campaign, stage: Stage) -> list[Stage]:
-    """Return the stages that use a value chosen by this stage."""
+    """Return the stages that use a value chosen by `stage`."""
     waiting = []
     for other in campaign.stages:
         links = [reference(value) for value in other.references.values()]

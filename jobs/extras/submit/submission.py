@@ -53,7 +53,7 @@ LISTED_FIRST = {"RUNNING": 0, "PENDING": 1}
 POLL_S = 0.5
 LOOK_EVERY_S = 5.0  # request the job's status after this long without output
 LOOK_TIMEOUT_S = 10.0
-HEAD_PATIENCE_S = 60.0  # the head is considered lost after this long without an answer
+HEAD_PATIENCE_S = 60.0  # the head is considered lost after this long without a response
 AGENT_WAIT_S = 300.0  # maximum wait for the head's agent; on a busy machine with two cores it took over a minute
 NO_AGENT = "No available agent to submit job"
 RAY_LINE = re.compile(r"^\d{4}-\d\d-\d\d [\d:,]+\tINFO job_manager\.py:\d+ -- .*\n", re.MULTILINE)
@@ -190,7 +190,7 @@ def alive_job(run: str) -> RayJob | None:
 def logs(run: str, *, write: Callable[[str], None] | None = None) -> RayJob:
     """Write the output of a run's latest job, by default to stdout, until the job ends; return the job.
 
-    Raises ClusterError if the cluster's head has not answered for HEAD_PATIENCE_S, or has lost its table of jobs.
+    Raises ClusterError if the cluster's head has not responded for HEAD_PATIENCE_S, or has lost its table of jobs.
     """
     client = _connect()
     job = _latest_job(client, run)
@@ -201,7 +201,7 @@ def logs(run: str, *, write: Callable[[str], None] | None = None) -> RayJob:
     )
     written = 0  # characters of the job's log
     texts = _tail(client, job.id)
-    answered_s = time.monotonic()  # when the head last answered
+    answered_s = time.monotonic()  # when the head last responded
     alive_s = time.monotonic()  # when the job was last known to be alive
     while True:
         # 1. Read the job's output. None means that the connection was closed: the job has ended, or the head is
@@ -220,7 +220,7 @@ def logs(run: str, *, write: Callable[[str], None] | None = None) -> RayJob:
             answered_s = time.monotonic()
             continue
 
-        # 2. After LOOK_EVERY_S without output, check whether the head answers and the job is alive. Ray's connection
+        # 2. After LOOK_EVERY_S without output, check whether the head responds and the job is alive. Ray's connection
         #    has no heartbeat, a head that loses power does not close it, and Ray's client has no timeout.
         try:
             jobs = _within(LOOK_TIMEOUT_S, lambda: _jobs_of_run(client, job.id))
@@ -229,7 +229,7 @@ def logs(run: str, *, write: Callable[[str], None] | None = None) -> RayJob:
             silent_s = time.monotonic() - answered_s
             if silent_s > HEAD_PATIENCE_S:
                 raise ClusterError(
-                    f"the cluster's head at {address} has not answered for {silent_s:.0f} s "
+                    f"the cluster's head at {address} has not responded for {silent_s:.0f} s "
                     f"({type(error).__name__}); job {job.id} was {job.status}\n"
                     "  if the head has failed, its jobs have ended; the run's checkpoints are in its directory\n"
                     f"{advice}"

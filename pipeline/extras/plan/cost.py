@@ -40,7 +40,7 @@ class Gpu:
 
     name: str
     peak: float  # FLOP/s of dense bf16 matrix products
-    memory_gib: float  # as reported by torch
+    memory_gib: float  # memory as reported by torch
 
 
 GPUS = {
@@ -55,7 +55,7 @@ class Assumptions:
     """Assumptions of a plan that are not part of a recipe."""
 
     gpu: str | None = None  # a key of GPUS, for the estimates of time and memory
-    price: float | None = None  # per worker-hour
+    price: float | None = None  # price per worker-hour
     mtbf_hours: float | None = None  # mean time between failures of the run; None: no failures
 
     def __post_init__(self) -> None:
@@ -73,7 +73,7 @@ class Assumptions:
 class Rate:
     """Training speed for a number of workers, and its source."""
 
-    images_per_s: float  # total of all workers
+    images_per_s: float  # total speed of all workers
     source: str
     trial: Trial  # the trial with the nearest number of workers, for the times of saves and restarts
 

@@ -26,7 +26,7 @@ from pipeline.training_data import batch_arithmetic
 GIB = 2**30
 LAST_STAGE = 3  # highest ZeRO stage
 AHEAD = 2  # micro-batches that a decoding process prefetches (data.loader.TrainLoader)
-LABELS = 8  # bytes per label
+LABELS = 8  # bytes per label, an int64
 MOST_BYTES_OF_RGB = 3  # bytes per pixel
 
 WORDS = {
@@ -45,8 +45,8 @@ class MemoryNeed:
     phase: str  # phase of the step with the peak of device memory
     parts: dict[Kind, int]  # device memory at the peak of the step, by kind
     start: int  # peak of device memory while the engine is built
-    loader: int  # host memory
-    snapshot: int  # host memory
+    loader: int  # host memory of the loader in bytes
+    snapshot: int  # host memory of checkpoint snapshots in bytes
     recomputed: int  # number of blocks with activation checkpointing
 
     @property
@@ -213,7 +213,7 @@ def check_fits(cfg: TrainConfig, model: ModelConfig, world: int, limit: int, *, 
             f"{name}.checkpoint_blocks={all_blocks} {name}.zero={LAST_STAGE} together need {memory_text(size)}"
         )
     raise ConfigError(
-        f"{name}: a worker needs {memory_text(needed_now)} of device memory, but only {memory_text(limit)} available\n"
+        f"{name}: a worker needs {memory_text(needed_now)} of device memory, but only {memory_text(limit)} is free\n"
         f"  {way_out}"
     )
 

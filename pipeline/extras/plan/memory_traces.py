@@ -52,7 +52,7 @@ class Kind(enum.IntEnum):
     ACTIVATIONS = 1  # results of the forward pass, or of a recomputed block in the backward pass
     GRADIENTS = 2  # gradients, their buckets and sums, and temporary tensors of the optimizer
     GATHERED = 3  # weights that ZeRO 3 has gathered from other workers
-    IMAGES = 4  # the micro-batch
+    IMAGES = 4  # number of images in the micro-batch
 
 
 class TraceFailed(PatchlineError):
@@ -67,7 +67,7 @@ class StepToTrace:
     config: dict[str, Any]  # the fields of a TrainConfig that affect memory
     world: int
     accumulation: int
-    recomputed: int  # blocks with activation checkpointing
+    recomputed: int  # number of blocks with activation checkpointing
     is_gpu: bool
     file: str = ""  # digest of the user's DeepSpeed config file
 
@@ -191,7 +191,7 @@ def run_tracer(step: StepToTrace) -> str:
         "PYTHONPATH": import_path(),
     }
     values = dataclasses.asdict(step)
-    del values["file"]  # only part of the cache key: the tracer reads the file itself
+    del values["file"]  # used only in the cache key, because the tracer reads the file itself
     question = json.dumps(values)
     done = subprocess.run(
         [sys.executable, "-m", TRACER], input=question, capture_output=True, text=True, env=environment, cwd=ROOT

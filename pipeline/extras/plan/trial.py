@@ -64,7 +64,7 @@ def measured(records: Sequence[Record], stage: str, batch_size: int) -> dict[str
     end of the stage. Raises DataError if steps or a save are missing.
     """
     by_kind: dict[str, list[Record]] = {"start": [], "train": [], "checkpoint": []}
-    steps = 0  # measured steps
+    steps = 0  # number of measured steps
     seconds = 0.0  # time of the measured steps, without saves and evaluations
     waits = {"storage": 0.0, "decode": 0.0, "transfer": 0.0}
     most_gib = 0.0

@@ -52,7 +52,7 @@ class FolderReport(TypedDict):
     uncertainty_s: float | None
     lacks: list[str]  # descriptions of features that the file system does not support
     written_bytes: int
-    written_s: float  # including the sync to disk
+    written_s: float  # time including the sync to disk
     free_bytes: int
 
 

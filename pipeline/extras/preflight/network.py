@@ -25,7 +25,7 @@ LONG_ENOUGH_S = 0.1  # duration of an all-reduce that is sufficient to measure t
 LATENCY_ROUNDS = 20
 SLOW_ROUND_S = 0.05  # an all-reduce of one number that takes longer is repeated fewer times
 MESSAGE_S = 0.02  # target duration of a message between two workers, at the rate of the all-reduce
-LEAST_MESSAGE = 2**16  # bytes
+LEAST_MESSAGE = 2**16  # size of the smallest message in bytes
 LARGEST_MESSAGE = 2**26
 
 

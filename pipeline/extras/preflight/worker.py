@@ -32,7 +32,7 @@ NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")  # one folder per GPU, including 
 class MachineReport(TypedDict):
     """Resources of one node, in a form that can be written as JSON."""
 
-    memory_free: int  # bytes
+    memory_free: int  # free memory in bytes
     shm_free: int | None  # bytes in /dev/shm; None if it does not exist
     open_files: int  # limit of open files for a worker
     gpus_present: int
@@ -52,7 +52,7 @@ class WorkerReport(TypedDict):
 class PreflightReport(TypedDict):
     """Reports of all workers and nodes, in a form that can be written as JSON."""
 
-    workers: list[WorkerReport]  # by rank
+    workers: list[WorkerReport]  # reports in the order of ranks
     spares: list[WorkerReport]  # from nodes without a worker
     network: Network | None  # None with a single worker
 

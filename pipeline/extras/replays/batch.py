@@ -1,4 +1,4 @@
-"""Read the records of a trained stage that are needed to replay its steps, and rebuild the global batch of a step.
+"""Read the records of a trained stage needed to replay its steps, and rebuild the global batch of a step.
 
 1. task.json contains the config and the sets of the stage.
 2. metrics.jsonl contains the results of each step, and the shards that each attempt excluded.
@@ -30,6 +30,7 @@ from pipeline.extras.recorded_config import recorded_config
 from pipeline.monitoring.telemetry import Record, read_metrics, steps_in
 from pipeline.training_config import TrainConfig, phase_at
 from pipeline.training_data import steps_of, training_loader, training_order
+from pipeline.variables import restored
 
 # B images of the global batch, S image side, L largest number of labels of a sample
 
@@ -40,7 +41,7 @@ class Rebuilt(NamedTuple):
     images: np.ndarray  # (B, S, S, 3) uint8
     labels: np.ndarray  # (B, L), padded with -1
     ids: np.ndarray  # (B, 3): epoch, shard, sample in the shard
-    bad: list[BadSample]  # samples that were replaced
+    bad: list[BadSample]  # replaced samples
     source: Index  # combined index of all training sets, to which the shard numbers in `ids` refer
 
 
@@ -66,7 +67,8 @@ class TrainedStage:
     @cached_property
     def task(self) -> Mapping[str, Any]:
         """Return the task of the newest attempt's workers: the config and the job."""
-        return artifacts.read_record(self.folder / artifacts.TASK)
+        path = self.folder / artifacts.TASK
+        return restored(artifacts.read_record(path), path)
 
     @property
     def job(self) -> Mapping[str, Any]:

@@ -101,7 +101,7 @@ def search(task: Mapping[str, Any]) -> dict[str, Any]:
     outcome["is_spike"] = value > LEAST_SPIKE * usual
     result = Culprits([], [], False, value)
 
-    # 3 and 4.
+    # 3 and 4: search with these two functions.
     if outcome["is_spike"]:
         most = 2 * math.ceil(math.log2(max(len(ids), 2))) - 1
         twins_of = partial(same_bytes, worker.data.index, ids)

@@ -1,11 +1,16 @@
 """Boxes of training crops against the rule that they are drawn by, and pixels against NumPy."""
 
+import os
+import subprocess
+import sys
+
 import cv2
 import numpy as np
 import pytest
 
 from data.draws import Draws
 from data.errors import ConfigError
+from data.files import import_path
 from data.images.augment import AugmentConfig, augment, draw, fit, inception_box
 from data.images.decode import Header
 
@@ -69,3 +74,58 @@ def test_the_whole_image_is_only_resized():
 def test_settings_that_no_crop_can_have_are_refused(values, message):
     with pytest.raises(ConfigError, match=message):
         AugmentConfig(**values)
+
+
+PIXELS = """
+import hashlib, io
+import cv2, numpy as np
+from PIL import Image
+from data.draws import Draws
+from data.images.augment import AugmentConfig, augment
+from data.images.decode import decode
+from data.images.preprocess import preprocess
+
+rng = np.random.default_rng(3)
+digest = hashlib.sha256()
+for number, (height, width) in enumerate([(375, 500), (301, 347), (33, 300)]):
+    coarse = Image.fromarray(rng.integers(0, 256, (9, 12, 3), np.uint8))
+    image = coarse.resize((width, height), Image.Resampling.NEAREST)
+    for form, mode, options in (
+        ("JPEG", "RGB", {}),
+        ("JPEG", "L", {}),
+        ("JPEG", "CMYK", {}),
+        ("JPEG", "RGB", {"progressive": True, "subsampling": 0}),
+        ("PNG", "RGB", {}),
+        ("PNG", "RGBA", {}),
+        ("PNG", "L", {}),
+        ("WEBP", "RGB", {}),
+    ):
+        file = io.BytesIO()
+        image.convert(mode).save(file, form, **options)
+        encoded = file.getvalue()
+        for side in (32, 224):
+            for key, cfg in enumerate((AugmentConfig(), AugmentConfig(crop="random"), AugmentConfig(crop="none"))):
+                out = np.empty((side, side, 3), np.uint8)
+                augment(encoded, side, Draws(number + 10 * key), cfg, out)
+                digest.update(out)
+        digest.update(preprocess(decode(encoded), "resize_small(64)|central_crop(56)").tobytes())
+print(digest.hexdigest())
+"""
+# What older processors lack: Intel's IPP inside OpenCV chooses its code by processor, OpenCV and libjpeg-turbo theirs.
+PROCESSORS: dict[str, dict[str, str]] = {
+    "this one": {},
+    "IPP for SSE4.2": {"OPENCV_IPP": "sse42"},
+    "without IPP": {"OPENCV_IPP": "disabled"},
+    "OpenCV without AVX": {"OPENCV_CPU_DISABLE": "AVX512-SKX,AVX2,FP16,AVX"},
+    "libjpeg-turbo without SIMD": {"JSIMD_FORCENONE": "1"},
+    "NumPy without AVX": {"NPY_DISABLE_CPU_FEATURES": "AVX2 FMA3 AVX512F AVX512CD AVX512_SKX"},
+}
+
+
+def test_the_pixels_of_training_and_evaluation_do_not_depend_on_the_processor() -> None:
+    digests = {}
+    for processor, variables in PROCESSORS.items():
+        environment = {**os.environ, "PYTHONPATH": import_path(), **variables}
+        command = [sys.executable, "-W", "ignore", "-c", PIXELS]
+        digests[processor] = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    assert set(digests.values()) == {digests["this one"]}, digests

@@ -158,3 +158,189 @@ def test_a_header_and_a_decoder_never_disagree_on_damaged_jpegs() -> None:
         assert pixels.shape == (header.height, header.width, 3)
         decoded += 1
     assert decoded >= 50, "the damage is too heavy to show anything"
+
+
+# ------------------------------------------------------------------------- files of cameras, phones and programs
+
+PHOTO = Image.fromarray(np.random.default_rng(0).integers(0, 256, (6, 8, 3), np.uint8)).resize((72, 48))
+NOISE = np.random.default_rng(1).integers(0, 256, (48, 72), np.uint8)
+
+
+def saved(form: str, image: Image.Image = PHOTO, **options: object) -> bytes:
+    """Return an image as Pillow saves it."""
+    out = io.BytesIO()
+    image.save(out, form, **options)
+    return out.getvalue()
+
+
+def segment(marker: int, content: bytes) -> bytes:
+    """Return a segment of a JPEG."""
+    return struct.pack(">BBH", 0xFF, marker, len(content) + 2) + content
+
+
+def with_segment(marker: int, content: bytes, jpeg: bytes, *, without_jfif: bool = False) -> bytes:
+    """Return a JPEG with another first segment; optionally without JFIF's."""
+    parts, scan = segments(jpeg)
+    rest = [part for part in parts[1:] if not (without_jfif and part[:2] == b"\xff\xe0")]
+    return parts[0] + segment(marker, content) + b"".join(rest) + scan
+
+
+def with_chunks(png: bytes, *chunks: bytes) -> bytes:
+    """Return a PNG with further chunks after its first."""
+    return png[:33] + b"".join(chunks) + png[33:]
+
+
+def rotated(form: str, orientation: int) -> bytes:
+    """Return an image whose metadata asks to show it rotated, as phones write it."""
+    exif = Image.Exif()
+    exif[0x112] = orientation
+    return saved(form, exif=exif, **({"lossless": True} if form == "WEBP" else {}))
+
+
+def with_alpha() -> Image.Image:
+    """Return an image of random alpha."""
+    image = PHOTO.convert("RGBA")
+    image.putalpha(Image.fromarray(NOISE))
+    return image
+
+
+def stereo() -> bytes:
+    """Return a camera's MPO: a JPEG, followed by another one of other size and colours."""
+    return saved("MPO", save_all=True, append_images=[PHOTO.resize((36, 24)).convert("L")])
+
+
+def interlaced() -> bytes:
+    """Return an Adam7 PNG: seven passes, each a smaller image (PNG specification, 8.2)."""
+    pixels = np.asarray(PHOTO)
+    starts = [(0, 0, 8, 8), (0, 4, 8, 8), (4, 0, 8, 4), (0, 2, 4, 4), (2, 0, 4, 2), (0, 1, 2, 2), (1, 0, 2, 1)]
+    rows = [b"\0" + row.tobytes() for y, x, dy, dx in starts for row in pixels[y::dy, x::dx]]
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 72, 48, 8, 2, 0, 0, 1))
+    content = chunk(b"IDAT", zlib.compress(b"".join(rows))) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + header + content
+
+
+def by_opencv(sampling: int) -> bytes:
+    """Return a JPEG with these sampling factors, of which 4:4:0 and 4:1:1 are rare."""
+    return cv2.imencode(".jpg", np.asarray(PHOTO), [cv2.IMWRITE_JPEG_SAMPLING_FACTOR, sampling])[1].tobytes()
+
+
+JPEG = saved("JPEG", quality=92)
+PNG = saved("PNG")
+THUMBNAIL = saved("JPEG", PHOTO.resize((16, 12)))
+EXIF_WITH_THUMBNAIL = b"Exif\0\0II*\0\x08\0\0\0\0\0\0\0\0\0" + THUMBNAIL
+DEPTH = saved("PNG", Image.fromarray(NOISE.astype(np.uint16) * 257))
+# Facebook's and WhatsApp's servers leave such a segment in the JPEGs that they compress again.
+PHOTOSHOP = b"Photoshop 3.0\x008BIM\x04\x04\0\0\0\0\0\x10\x1c\x02(\0\x0bFBMD0100\xff\xd9\xff\xd8"
+FOREIGN: dict[str, bytes] = {
+    **{f"4:{ratio} by OpenCV": by_opencv(s) for ratio, s in (("1:1", 0x411111), ("4:0", 0x121111), ("2:0", 0x221111))},
+    **{f"subsampling {s}": saved("JPEG", subsampling=s, progressive=s == 1) for s in (0, 1, 2, "4:1:1")},
+    **{f"{form} rotated {o}": rotated(form, o) for form in ("JPEG", "PNG", "WEBP") for o in range(2, 9)},
+    "MPO": stereo(),
+    "JPEG before a depth map": JPEG + DEPTH,
+    "JPEG before a JPEG": JPEG + THUMBNAIL,
+    "JPEG before text": JPEG + b"motion photo" * 100,
+    "JPEG before zeros": JPEG + bytes(5000),
+    "JPEG with a thumbnail": with_segment(0xE1, EXIF_WITH_THUMBNAIL, JPEG),
+    "JPEG of WhatsApp": with_segment(0xED, PHOTOSHOP, saved("JPEG", progressive=True)),
+    "JPEG with markers in comments": with_segment(0xFE, b"\xff\xda\xff\xd9" * 16000, JPEG),
+    "grey JPEG with a profile": saved("JPEG", PHOTO.convert("L"), icc_profile=b"x" * 3000),
+    "JPEG with a profile in four segments": saved("JPEG", icc_profile=b"x" * 200_000),
+    "JPEG of RGB": saved("JPEG", keep_rgb=True, quality=95),
+    "JPEG without JFIF": with_segment(0xFE, b"no JFIF", JPEG, without_jfif=True),
+    "JPEG with restart markers": saved("JPEG", restart_marker_blocks=1),
+    "JPEG with restart markers per row": saved("JPEG", restart_marker_rows=1),
+    **{
+        f"Adobe transform {t}, {'without' if bare else 'with'} JFIF": with_segment(
+            0xEE, b"Adobe\0\x64\0\0\0\0" + bytes([t]), JPEG, without_jfif=bare
+        )
+        for t in (0, 1, 2)
+        for bare in (False, True)
+    },
+    **{f"PNG of {mode}": saved("PNG", PHOTO.convert(mode)) for mode in ("1", "L", "LA", "P", "RGB", "RGBA")},
+    "PNG of a palette with a transparent colour": saved("PNG", PHOTO.convert("P"), transparency=3),
+    "PNG of a palette with alpha": saved("PNG", PHOTO.convert("P"), transparency=bytes(range(256))),
+    "grey PNG with a transparent colour": saved("PNG", PHOTO.convert("L"), transparency=100),
+    "PNG with a transparent colour": saved("PNG", transparency=tuple(np.asarray(PHOTO)[0, 0].tolist())),
+    "PNG with alpha": saved("PNG", with_alpha()),
+    "PNG with alpha and a background": with_chunks(saved("PNG", with_alpha()), chunk(b"bKGD", b"\0\xff\0\0\0\0")),
+    "interlaced PNG": interlaced(),
+    "PNG with gamma": with_chunks(PNG, chunk(b"gAMA", struct.pack(">I", 20_000))),
+    "PNG of sRGB": with_chunks(PNG, chunk(b"sRGB", b"\0")),
+    "PNG with a profile": saved("PNG", icc_profile=b"x" * 500),
+    "PNG with 2,000 texts": with_chunks(PNG, *[chunk(b"tEXt", b"k\0v")] * 2000),
+    "PNG with a large text": with_chunks(PNG, chunk(b"iTXt", b"k\0\0\0\0\0" + b"a" * 9_000_000)),
+    "PNG before text": PNG + b"junk" * 1000,
+    "lossy WebP": saved("WEBP"),
+    "lossless WebP": saved("WEBP", lossless=True),
+    "WebP with a profile": saved("WEBP", icc_profile=b"x" * 400),
+    "WebP with alpha": saved("WEBP", with_alpha()),
+    "lossless WebP with alpha": saved("WEBP", with_alpha(), lossless=True, exact=True),
+    "WebP before text": saved("WEBP") + b"junk" * 50,
+    "animated WebP": saved("WEBP", save_all=True, append_images=[PHOTO.rotate(90)], duration=100),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_files_of_other_programs_have_the_pixels_of_libjpeg_libpng_and_libwebp(name: str) -> None:
+    data = FOREIGN[name]
+    with Image.open(io.BytesIO(data)) as image:
+        # Alpha is dropped, not blended; orientation is ignored, as by the original's decoder.
+        has_alpha = image.mode in ("LA", "RGBA") or "transparency" in image.info
+        expected = np.asarray(image.convert("RGBA" if has_alpha else "RGB"))[..., :3]
+    pixels = decode(data)
+    np.testing.assert_array_equal(pixels, expected)
+    header = read_header(data)
+    assert (header.height, header.width) == expected.shape[:2] == (48, 72)
+    np.testing.assert_array_equal(decode_crop(data, header, Box(3, 5, 20, 21), 0), expected[3:23, 5:26])
+
+
+@pytest.mark.parametrize("name", [name for name in FOREIGN if "animated" not in name and "palette" not in name])
+def test_files_of_other_programs_have_the_pixels_of_torchvision(name: str) -> None:
+    torchvision = pytest.importorskip("torchvision")
+    torch = pytest.importorskip("torch")
+    encoded = torch.frombuffer(bytearray(FOREIGN[name]), dtype=torch.uint8)
+    expected = torchvision.io.decode_image(encoded, mode=torchvision.io.ImageReadMode.RGB).permute(1, 2, 0).numpy()
+    np.testing.assert_array_equal(decode(FOREIGN[name]), expected)
+
+
+def with_size(webp: bytes) -> bytes:
+    """Return a truncated WebP whose header has the size of what remains, as some downloaders write it."""
+    return webp[:4] + struct.pack("<I", len(webp) - 8) + webp[8:]
+
+
+def with_frame(marker: int, bits: int = 8) -> bytes:
+    """Return a JPEG whose frame header has another marker or precision."""
+    at = JPEG.find(b"\xff\xc0")
+    return JPEG[: at + 1] + bytes([marker]) + JPEG[at + 2 : at + 4] + bytes([bits]) + JPEG[at + 5 :]
+
+
+WEBP = FOREIGN["WebP with a profile"]
+REFUSED: dict[str, tuple[bytes, str]] = {
+    "lossless JPEG": (with_frame(0xC3), "lossless JPEG"),
+    "lossless arithmetic JPEG": (with_frame(0xCB), "lossless JPEG"),
+    "hierarchical JPEG": (with_frame(0xC5), "hierarchical JPEG"),
+    "JPEG of 12 bits": (with_frame(0xC1, 12), "JPEG of 12 bits"),
+    "half of a JPEG": (JPEG[: len(JPEG) // 2], "truncated"),
+    "half of a JPEG with a thumbnail": (FOREIGN["JPEG with a thumbnail"][:-300], "truncated"),
+    "JPEG without its end": (JPEG[:-2], "truncated"),
+    "half of a PNG": (PNG[: len(PNG) // 2], "truncated"),
+    "half of a PNG with an end": (PNG[: len(PNG) // 2] + PNG[-12:], "not decodable"),
+    "PNG with a damaged header": (PNG[:29] + bytes(4) + PNG[33:], "not decodable"),
+    "PNG with a damaged checksum": (PNG[:-16] + bytes(4) + PNG[-12:], "not decodable"),
+    "half of a WebP": (WEBP[: len(WEBP) // 2], "truncated"),
+    "half of a WebP with its size": (with_size(WEBP[: len(WEBP) // 2]), "not decodable"),
+    "WebP without its last bytes, with its size": (with_size(WEBP[:-40]), "not decodable"),
+    "half of an animated WebP with its size": (with_size(FOREIGN["animated WebP"][:-100]), "not decodable"),
+    "nothing": (b"", "no image"),
+    "zeros": (bytes(3000), "not a JPEG, PNG or WebP"),
+    "GIF": (saved("GIF"), "not a JPEG, PNG or WebP"),
+    "TIFF": (saved("TIFF"), "not a JPEG, PNG or WebP"),
+    "an error page": (b"<html><body>404 Not Found</body></html>", "not a JPEG, PNG or WebP"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_files_that_cannot_be_read_completely_are_refused_with_the_reason(name: str) -> None:
+    data, reason = REFUSED[name]
+    with pytest.raises(BadImage, match=f"^{reason}$"):
+        decode(data)

@@ -93,7 +93,7 @@ def test_plan_prints_the_allowed_worlds_and_resolves_the_range(recipe, capsys) -
     out = capsys.readouterr().out
     assert "cluster        1 to 6 workers (processes)\n" in out
     assert "  batch   16 = 4 workers × micro_batch 4 × accumulation 1\n" in out
-    assert "  workers 4, 2 or 1, depending on available nodes; lines per worker are for 1\n" in out
+    assert "  workers 4, 2 or 1, depending on available nodes; values per worker are for 1\n" in out
     assert main([*words, "--resolved"]) == 0
     assert "  workers:\n    least: 1\n    most: 6\n" in capsys.readouterr().out
     assert main([*words[:3], "cluster.workers.most=9", "pretrain.uneven=true"]) == 0
@@ -150,7 +150,8 @@ def test_largest_world_with_stable_room_is_chosen() -> None:
     cluster.now = 60
     assert not is_due(growth)
     cluster.step += 1
-    assert is_due(growth) and growth.target == 8
+    assert is_due(growth)
+    assert growth.target == 8
 
 
 def test_growth_is_postponed_after_a_failed_growth() -> None:
@@ -178,7 +179,8 @@ def test_unanswered_check_is_repeated_later(monkeypatch) -> None:
     asked: list[None] = []
     growth = Growth((4,), 0.0, no_answer, lambda: 0)
     growth.watch()
-    assert asked == [None] and not growth.is_due()
+    assert asked == [None]
+    assert not growth.is_due()
 
 
 def test_larger_attempt_without_a_commit_falls_back_and_postpones_growth_longer_each_time() -> None:

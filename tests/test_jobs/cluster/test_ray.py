@@ -25,7 +25,7 @@ def test_address_without_a_server_is_reported_at_once(monkeypatch) -> None:
         server.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{server.getsockname()[1]}"  # bound, so that no other process uses it, but not listening
         monkeypatch.setenv("RAY_ADDRESS", address)
-        with pytest.raises(ClusterError, match=f"no answer at RAY_ADDRESS={address}"):
+        with pytest.raises(ClusterError, match=f"no response at RAY_ADDRESS={address}"):
             connect(ClusterConfig())
 
 
@@ -35,7 +35,7 @@ def test_server_that_is_not_a_ray_head_is_reported_at_once(monkeypatch) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.server_port}")
-        with pytest.raises(ClusterError, match="is not a Ray head: another server answers there"):
+        with pytest.raises(ClusterError, match="is not a Ray head: another server responds there"):
             connect(ClusterConfig())
         server.shutdown()
 
@@ -61,7 +61,9 @@ def test_dashboard_address_is_refused(monkeypatch) -> None:
 )
 def test_errors_of_ray_are_explained_with_advice(text, reason) -> None:
     lines = str(explain(RuntimeError(text), "h:6379")).splitlines()
-    assert reason in lines[0] and "h:6379" in lines[0] and len(lines) == 3
+    assert reason in lines[0]
+    assert "h:6379" in lines[0]
+    assert len(lines) == 3
 
 
 @pytest.mark.parametrize(
@@ -90,4 +92,5 @@ def test_failed_start_of_an_embedded_cluster_is_explained_with_advice(answer, re
         ClusterError, match=rf"^the embedded Ray cluster did not start: {reason}\n  it needs .*\n  to run without Ray"
     ):
         connect(ClusterConfig())
-    assert processes_started[0].returncode == 0 and not embedded.is_started()
+    assert processes_started[0].returncode == 0
+    assert not embedded.is_started()

@@ -1,12 +1,18 @@
 """The supervisor with scripted worker groups: which attempt follows, after which wait, and how a stage ends."""
 
 import dataclasses
+import json
+import os
+import re
+import threading
+import time
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from data.errors import ExitCode, Preempted
@@ -16,11 +22,16 @@ from jobs.cluster.failure import StageFailed, WorkerGroupError
 from jobs.cluster.supervisor import Attempt, exclude_unlike_nodes, supervise
 from jobs.cluster.worker_group import DRAINED, DrainEvent
 from jobs.cluster_config import ClusterConfig
+from jobs.run.reading import StatusMessage
+from jobs.run.session import run_campaign
+from pipeline.checkpoints.manifest import attempt_folder
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 from pipeline.identity import NO_RANK, Identity
-from pipeline.monitoring.watchdog import PhaseReport, Watch
+from pipeline.monitoring.watchdog import PhaseReport, Slow, Watch
+from tests.support import campaigns
 from tests.support.contexts import pretrain_context
 from tests.support.identities import worker
+from tests.support.watching import EachPoll
 
 pytestmark = pytest.mark.quick
 
@@ -159,13 +170,13 @@ ENDINGS = [
     (
         [Ends("OSError: no", kind="PermissionError")] * 2,
         74,
-        "2 attempts in a row have made no new checkpoint; the next would",
+        "2 attempts in a row ended without a new checkpoint; the next would",
     ),
-    ([DIES] * 4, 70, "4 attempts in a row have made no new checkpoint; the next would start from the beginning"),
+    ([DIES] * 4, 70, "4 attempts in a row ended without a new checkpoint; the next would start from the beginning"),
     (
         [dataclasses.replace(DIES, commits=5)] + [DIES] * 4,
         70,
-        "4 attempts in a row have made no .*; the next .* from step 5",
+        "4 attempts in a row ended without .*; the next .* from step 5",
     ),
     ([Ends("DataError: shard 7", 65, "DataError")], 65, "^pretrain: shard 7$"),
     ([Ends("Preempted: stopped at step 9", 75, "Preempted", stops=True)], 75, "^stopped at step 9$"),
@@ -186,7 +197,8 @@ def test_stage_that_cannot_continue_ends_with_its_cause(script, exit_code, messa
     stand = Stand(tmp_path, list(script))
     with pytest.raises((StageFailed, Preempted), match=message) as caught:
         stand.supervise(monkeypatch)
-    assert caught.value.exit_code == exit_code and not stand.script
+    assert caught.value.exit_code == exit_code
+    assert not stand.script
     # A requested stop or move is not an incident.
     asked = [ends for ends in script if ends.exit_code == 75]
     assert (tmp_path / "pretrain-1" / "incidents.txt").exists() == (asked == [])
@@ -196,14 +208,16 @@ def test_stop_is_noticed_during_the_wait_for_a_restart(tmp_path, monkeypatch) ->
     stand = Stand(tmp_path, [DIES, DIES, Ends()], stops_at=1007.0)
     with pytest.raises(Preempted, match="stopped while waiting to restart from the beginning"):
         stand.supervise(monkeypatch)
-    assert len(stand.script) == 1 and 1007 <= stand.seconds < 1007.5
+    assert len(stand.script) == 1
+    assert 1007 <= stand.seconds < 1007.5
 
 
 def test_stop_before_the_first_attempt_leaves_no_files(tmp_path, monkeypatch) -> None:
     stand = Stand(tmp_path, [Ends()], is_stopped=True)
     with pytest.raises(Preempted, match="stopped before the workers started, at the beginning"):
         stand.supervise(monkeypatch)
-    assert len(stand.script) == 1 and not (tmp_path / "pretrain-1" / "attempts").exists()
+    assert len(stand.script) == 1
+    assert not (tmp_path / "pretrain-1" / "attempts").exists()
 
 
 def test_a_stage_moves_off_nodes_grows_and_falls_back_without_a_restart(tmp_path, monkeypatch) -> None:
@@ -232,7 +246,8 @@ def test_a_stage_moves_off_nodes_grows_and_falls_back_without_a_restart(tmp_path
         ("stay on", "id2"),
         ("reserve", (2,)),
     ]
-    assert stand.worlds == [2, 2, 4, 2] and stand.seconds == 1000
+    assert stand.worlds == [2, 2, 4, 2]
+    assert stand.seconds == 1000
 
 
 @pytest.mark.parametrize(
@@ -250,7 +265,8 @@ def test_out_of_memory_incident_suggests_settings(cause, tmp_path) -> None:
         else "; to use less memory, decrease micro_batch or data.processes, or increase checkpoint_blocks"
     )
     text = (context.directory / "incidents.txt").read_text().splitlines()
-    assert text[0].endswith(f" attempt 3: worker 2 on n2: {cause}{remedy}") and text[1:] == ["stacks"]
+    assert text[0].endswith(f" attempt 3: worker 2 on n2: {cause}{remedy}")
+    assert text[1:] == ["stacks"]
 
 
 LOOKS = [
@@ -284,16 +300,20 @@ def test_workers_are_asked_to_commit_before_a_move_growth_or_stop(
     group.request_stop = lambda: stops_asked.append(True) or True
     growth = Growth((4,), 60.0, lambda: 4, lambda: 8)
     growth.is_due = lambda: grows and (setattr(growth, "target", 4) or True)  # type: ignore[method-assign]
-    watch = SimpleNamespace(world=2, find_stall=lambda *arguments: looks.append(arguments), slow=lambda: (1, 0.95))
+    watch = SimpleNamespace(
+        world=2, find_stall=lambda *arguments: looks.append(arguments), slow=lambda: Slow(1, "late")
+    )
     attempt = Attempt(stand.context(), 1, group, watch, growth, can_commit=True)  # type: ignore[arg-type]
     group.node_names = ["n0", "n1"]
     attempt.look()
-    assert len(stops_asked) == asked and len(looks) == (not ended)
-    slow = "worker 1 on n1 is slow: in 95% of the checks, all other workers were waiting for it"
-    assert stand.log == ([] if ended else [slow]) + said
+    assert len(stops_asked) == asked
+    assert len(looks) == (not ended)
+    said_slow = "worker 1 on n1 is slow: late"
+    assert stand.log == ([] if ended else [said_slow]) + said
     # The new number of workers is logged once, and the stop is requested repeatedly.
     attempt.look()
-    assert len(stops_asked) == 2 * asked and len([line for line in stand.log if "room" in line]) == len(said)
+    assert len(stops_asked) == 2 * asked
+    assert len([line for line in stand.log if "room" in line]) == len(said)
 
 
 def test_stuck_worker_ends_the_attempt(tmp_path) -> None:
@@ -342,10 +362,10 @@ class NodesByHand:
     ("versions", "code", "least", "left_out", "said"),
     [
         ("132", {}, 2, set(), ": a tie, each on 1 of 3 nodes"),
-        ("322", {}, 4, {"id0"}, "excluded from this campaign: n0 (node n0 has torch 3, 2 of 3 nodes 2); "),
-        ("322", {}, 5, {"id0"}, "\n  without n0 the cluster has room for 4 of 5 workers"),
+        ("322", {}, 4, {"id0"}, "excluded from this campaign: n0 (node n0 has torch 3, 2 of 3 nodes have 2); "),
+        ("322", {}, 5, {"id0"}, "\n  without n0, the cluster has room for only 4 of 5 workers"),
         ("2232", {1: "b" * 64}, 4, {"id1", "id2"}, "excluded from this campaign: n1, n2 (node n1 runs "),
-        ("22", {0: "b" * 64, 1: "b" * 64}, 1, {"id0", "id1"}, "\n  without n0, n1 the cluster has room for 0 of 1"),
+        ("22", {0: "b" * 64, 1: "b" * 64}, 1, {"id0", "id1"}, "\n  without n0, n1, the cluster has room for only 0"),
         # The differing node has left meanwhile, or the workers run on a single machine.
         ("22", {}, 1, set(), "worker 1 on n1 has torch 3"),
         ("", {}, 1, set(), "worker 1 on n1 has torch 3"),
@@ -369,3 +389,48 @@ def test_nodes_that_differ_from_the_majority_are_excluded_if_enough_remain(
         lines.append(str(error))
     assert len(lines) == 1 and said in lines[0], lines
     assert nodes.left_out == left_out
+
+
+# ------------------------------------------------------------------------ a slow worker in a real run
+
+
+@pytest.mark.slow
+def test_worker_at_a_tenth_of_its_speed_is_named_with_host_and_factor(recipe, monkeypatch, capsys) -> None:
+    """SIGSTOP and SIGCONT in turns: worker 1 runs 20 ms of every 200 ms until the log names it."""
+    monkeypatch.setattr("pipeline.monitoring.watchdog.SLOW_CHECKS", 10)
+    has_ended = threading.Event()
+    lines: list[str] = []
+
+    def throttle(pid: int) -> None:
+        process = psutil.Process(pid)
+        while not has_ended.is_set():
+            process.suspend()
+            time.sleep(0.18)
+            process.resume()
+            time.sleep(0.02)
+
+    threads: list[threading.Thread] = []
+
+    def look(message: StatusMessage) -> None:
+        records = sorted(attempt_folder(message.directory, message.attempt).glob("rank-*.json"))
+        if len(records) == 2 and message.step >= 1 and not threads:
+            pid = json.loads(records[1].read_text())["pid"]
+            threads.append(threading.Thread(target=throttle, args=(pid,)))
+            threads[0].start()
+        lines.extend(line for line in capsys.readouterr().out.splitlines() if " is slow: " in line)
+        if lines:
+            has_ended.set()
+
+    changes = ["cluster.backend=processes", "pretrain.save_every=100000", "pretrain.log_every=1", "pretrain.steps=150"]
+    try:
+        loaded = campaigns.load(recipe, [*changes, "cluster.workers=2", "pretrain.micro_batch=1"])
+        run_campaign(loaded, only="pretrain", watchers=[EachPoll(look)])
+    finally:
+        has_ended.set()
+        for thread in threads:
+            thread.join()
+    named = [line for line in lines if f"worker 1 on {os.uname().nodename} is slow: reading and the forward" in line]
+    assert named, lines
+    factor = float(re.search(r"take it ([0-9.]+) times as long", named[0])[1])  # type: ignore[index]
+    print(named[0])
+    assert 2 <= factor < 100

@@ -18,7 +18,7 @@ import pytest
 
 from data.index.document import load_index
 from data.shards.packing import pack
-from data.sources.samples import DIGITS, Sample, digits
+from data.sources.samples import DIGITS, digits
 from jobs.__main__ import main
 from jobs.terminal import ProgressMeter
 from tests.support.families import wait_until
@@ -43,24 +43,14 @@ def photos(tmp_path: Path) -> Path:
     return tmp_path / "photos"
 
 
-@pytest.fixture
-def broken(tmp_path: Path) -> Path:
-    """Return a data set of 20 digits with two unreadable images and one duplicate."""
-    samples = list(digits(train=True, image_size=16))[:20]
-    samples[3] = Sample(samples[3].key, b"\xff\xd8 no jpeg", samples[3].labels)
-    samples[9] = Sample(samples[9].key, b"\xff\xd8 no jpeg", samples[9].labels)
-    samples[15] = Sample(samples[15].key, samples[0].image, samples[0].labels)
-    pack(samples, tmp_path / "broken", name="broken", shard_samples=8)
-    return tmp_path / "broken"
-
-
 def test_packing_class_folders_twice_gives_the_same_data_set(photos, tmp_path, capsys):
     command = ["pack", "folder", str(photos), str(tmp_path / "set"), "--shard-samples", "5", "--workers", "2"]
     assert main(command) == 0
     assert "12 samples in 3 shards, 2 classes, digest " in capsys.readouterr().out
     first = load_index(tmp_path / "set")
     assert main(command) == 0
-    assert load_index(tmp_path / "set").digest == first.digest and first.class_counts == (6, 6)
+    assert load_index(tmp_path / "set").digest == first.digest
+    assert first.class_counts == (6, 6)
 
 
 @pytest.mark.parametrize(
@@ -90,8 +80,8 @@ def test_other_sources_can_be_packed(photos, tmp_path, capsys, source, samples, 
         (["pack", "foldr", "PHOTOS", "OUT"], 64, "foldr"),
         (["pack", "imagenet-validation", "FILE", "OUT"], 65, "the classes of these images are unknown"),
         (["pack", "folder", "PHOTOS", "OUT", "--classes", "1"], 65, "expected one or more of 0 … 0"),
-        (["pack", "tars", "PHOTOS", "OUT"], 65, "no *.tar here"),
-        (["pack", "parquet", "PHOTOS", "OUT"], 65, "no *.parquet here"),
+        (["pack", "tars", "PHOTOS", "OUT"], 65, "no files match *.tar"),
+        (["pack", "parquet", "PHOTOS", "OUT"], 65, "no files match *.parquet"),
         (
             ["pack", "folder", "PHOTOS", "OUT", "--workers", "0"],
             64,
@@ -178,7 +168,7 @@ def test_an_index_does_not_overwrite_the_tables_of_another_one(photos, tmp_path,
     assert main(["index", str(tmp_path / "one"), "--name", "b", *place]) == 0, "the same tars"
     capsys.readouterr()
     assert main(["index", str(tmp_path / "two"), "--name", "c", *place]) == 65
-    assert "has a train-000000.tar of" in capsys.readouterr().err
+    assert "has another train-000000.tar, whose table would be lost" in capsys.readouterr().err
 
 
 def test_samples_skipped_by_indexing_are_reported(tmp_path, capsys):
@@ -192,32 +182,20 @@ def test_samples_skipped_by_indexing_are_reported(tmp_path, capsys):
     assert "refused: 1 × member type .tiff, first a.tiff of x.tar" in capsys.readouterr().out
 
 
-def test_check_counts_bad_samples_and_a_repaired_data_set_passes(broken, tmp_path, capsys):
-    page = tmp_path / "page.html"
-    assert main(["data", "check", str(broken), "--page", str(page), "--world", "8"]) == 65
-    out = capsys.readouterr().out
-    assert "bad: 2 × " in out and "duplicates: 1" in out and "jobs data repair" in out
-    assert "3 shards for 8 workers" in out and page.read_text().startswith("<!doctype html>")
-    assert main(["data", "repair", str(broken), str(tmp_path / "mended"), "--unique"]) == 0
-    assert "17 samples in 1 shard," in (out := capsys.readouterr().out) and "3 samples excluded" in out
-    assert main(["data", "check", str(tmp_path / "mended"), "--workers", "2"]) == 0
-
-
 @pytest.mark.parametrize("name", ["../elsewhere", "..", "a b", "x" * 65])
-def test_the_name_of_a_data_set_must_be_a_file_name(photos, broken, tmp_path, capsys, name):
+def test_the_name_of_a_data_set_must_be_a_file_name(photos, shards, tmp_path, capsys, name):
     before = sorted(tmp_path.rglob("*"))
     for words in (
         ["pack", "folder", str(photos), str(tmp_path / "set")],
-        ["index", str(broken), "--output", str(tmp_path / "index")],
-        ["data", "repair", str(broken), str(tmp_path / "set")],
+        ["index", str(shards / "test"), "--output", str(tmp_path / "index")],
     ):
         assert main([*words, "--name", name]) == 78
         assert f"a set is named {name!r}\n  expected 1 to 64 of the characters" in capsys.readouterr().err
     assert sorted(tmp_path.rglob("*")) == before, "nothing was written, here or elsewhere"
 
 
-def test_control_characters_in_member_names_are_escaped_in_terminal_and_page(tmp_path, capsys):
-    name = "a\x1b[2J\x07\nok: well\u202e\x9b"  # below an image the page shows the last 24 characters of a name
+def test_control_characters_in_member_names_are_escaped(tmp_path, capsys):
+    name = "a\x1b[2J\x07\nok: well\u202e\x9b"
     image = next(iter(digits(train=True, image_size=16))).image
     with tarfile.open(tmp_path / "theirs.tar", "w", format=tarfile.PAX_FORMAT) as tar:
         for key, content in ((name, b"no jpeg"), (f"{name}2", image)):
@@ -231,24 +209,6 @@ def test_control_characters_in_member_names_are_escaped_in_terminal_and_page(tmp
     assert main(["index", tar_path, "--name", "theirs", "--classes", "5"]) == 65
     assert f"sample {shown} has label 7" in capsys.readouterr().err
     assert main(["index", tar_path, "--name", "theirs"]) == 0
-    page = tmp_path / "page.html"
-    assert main(["data", "check", str(tmp_path / "theirs.index.json"), "--page", str(page)]) == 65
-    assert f"first {shown} of theirs.tar\n" in capsys.readouterr().out
-    assert page.read_text().count(shown) == 2, "in the summary and below the good image"
-    assert not set("\x1b\x07\u202e\x9b") & set(page.read_text())
-
-
-def test_stats_show_the_distribution_of_sizes_and_classes(shards, capsys):
-    assert main(["data", "stats", str(shards / "train")]) == 0
-    out = capsys.readouterr().out
-    assert "height: 1 % 16, median 16, 99 % 16" in out and "most: class" in out and "least: class" in out
-
-
-def test_repair_does_not_overwrite_the_original(broken, tmp_path, capsys):
-    before = json.loads((broken / "broken.index.json").read_text())
-    assert main(["data", "repair", str(broken), str(broken)]) == 65
-    assert "choose another folder" in capsys.readouterr().err
-    assert json.loads((broken / "broken.index.json").read_text()) == before
 
 
 def test_progress_is_logged_periodically_with_speed_and_time_left():
@@ -314,7 +274,8 @@ def test_a_signal_stops_a_pack_stage_soon(tmp_path, number):
     wait_until(lambda: any(tmp_path.glob("run/shards-*/train/.tmp-*.tar")), timeout_s=60)
     stop(process, number)
     status = json.loads((tmp_path / "run/status.json").read_text())
-    assert status["exit_code"] == 75 and "stopped by" in status["message"]
+    assert status["exit_code"] == 75
+    assert "stopped by" in status["message"]
     assert not list(tmp_path.glob("run/shards-*/train/.tmp-*")), "nothing half written stays"
     assert main(["run", str(recipe)]) == 0
     whole = pack(digits(train=True, image_size=16), tmp_path / "whole", shard_samples=700, names=DIGITS)

@@ -124,9 +124,7 @@ def test_a_stage_that_ran_with_another_value_is_refused(loaded):
     folder = loaded.directory(user)
     folder.mkdir()
     artifacts.write_record(folder / "stage.json", {**stage_record(user), "chosen": {"rate": 0.5}})
-    with pytest.raises(
-        DataError, match=r"has run with other values than those chosen by chooser now: rate: 0\.5 → 0\.25"
-    ):
+    with pytest.raises(DataError, match=r"was run with values that chooser no longer chooses: rate: 0\.5 → 0\.25"):
         with_values(loaded)
 
 

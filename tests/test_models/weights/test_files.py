@@ -18,7 +18,8 @@ def test_our_own_directory_round_trip(name, tmp_path):
     models.save(model, tmp_path / "out")
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["model.json", "weights.safetensors"]
     state, config = models.load_weights(tmp_path / "out")
-    assert config == model.config and set(state) == set(model.state_dict())
+    assert config == model.config
+    assert set(state) == set(model.state_dict())
     assert equal_weights(models.load(tmp_path / "out"), model)
     assert models.load(tmp_path / "out", head_bias=-3.0).config.head_bias == -3.0
 
@@ -46,9 +47,12 @@ def test_nothing_is_unpickled(tmp_path):
     np.savez(tmp_path / "bomb.npz", **{"embedding/kernel": np.array([Bomb()], dtype=object)})
     with pytest.raises(ValueError, match="allow_pickle"):
         models.load(tmp_path / "bomb.npz")
-    torch.save({"weight": torch.zeros(1)}, tmp_path / "model.pth")
-    with pytest.raises(ValueError, match=r"pickled checkpoints .* are not supported"):
-        models.load(tmp_path / "model.pth")
+    torch.save({"blocks.0.norm1.weight": Bomb()}, tmp_path / "bomb.pth")
+    with pytest.raises(ValueError, match=r"not a file of tensors: .*\n.*with other objects are not supported"):
+        models.load(tmp_path / "bomb.pth")
+    torch.save({"weight": torch.zeros(1)}, tmp_path / "model.bin")
+    with pytest.raises(ValueError, match="convert other files to safetensors first"):
+        models.load(tmp_path / "model.bin")
 
 
 @pytest.mark.parametrize(
@@ -58,9 +62,11 @@ def test_nothing_is_unpickled(tmp_path):
         ({"positions": "relative"}, "npz", "relative positions at every"),
         ({"representation": 8}, "timm", "no representation layer"),
         ({"representation": 8}, "hf", "it has one with classes=0"),
-        ({"pool": "gap"}, "hf", "no pooling by gap"),
+        ({"pool": "map"}, "hf", "no pooling by map"),
+        ({"layer_scale": 0.1}, "npz", "layer_scale=0.1"),
+        ({"classes": 0}, "pth", "DINOv2 has no 2 heads at width 32"),
         ({"name": "Axial-mu/8"}, "timm", "no family axial"),
-        ({}, "pickle", "expected one of safetensors, npz, timm, hf"),
+        ({}, "pickle", "expected one of safetensors, npz, timm, hf, pth"),
     ],
 )
 def test_what_a_format_cannot_hold_is_refused(options, format, message, tmp_path):

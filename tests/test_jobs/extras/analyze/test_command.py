@@ -17,7 +17,7 @@ def test_models_and_images_that_cannot_be_analysed_are_refused_by_name(tmp_path,
     assert main(["analyze", weights, str(photos / "absent.png"), *output]) == 64
     (photos / "0.png").write_bytes(b"broken")
     assert main(["analyze", weights, str(photos / "0.png"), *output]) == 65
-    assert "can be read: not a JPEG, PNG or WebP, first" in capsys.readouterr().err
+    assert "none of the 1 images can be read; the first is " in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     assert main(["analyze", weights, str(photos), *output]) == 0
-    assert "skipped 1 unreadable images: not a JPEG, PNG or WebP, first" in capsys.readouterr().out
+    assert f"skipped 1 unreadable images; the first is {photos}/0.png: not a JPEG" in capsys.readouterr().out

@@ -18,6 +18,7 @@ from data.index.document import load_index
 from data.sources.samples import digits
 from jobs.__main__ import main
 from tests.support.campaigns import load
+from tests.support.foreign_vits import transformers_model
 from tests.support.image_sources import (
     NAMES,
     class_folders,
@@ -78,7 +79,8 @@ def test_the_recipe_of_new_runs_unedited(kind, tmp_path, capsys):
     make, line, evaluated = KINDS[kind]
     campaign = new(make(tmp_path / "in put"))
     out = capsys.readouterr().out
-    assert line in out and "next: python -m jobs run recipe.yaml" in out
+    assert line in out
+    assert "next: python -m jobs run recipe.yaml" in out
     stage = campaign.stages[-1]
     assert stage.config.data.evaluate == evaluated
     assert main(["run", "recipe.yaml", *FEW]) == 0
@@ -119,7 +121,8 @@ def test_the_held_out_part_is_disjoint_and_has_its_share_of_every_class(tmp_path
     for name in ("train", "held-out"):
         index = load_index(next(tmp_path.glob(f"runs/*/parts-*/{name}")))
         parts[name] = [key for number in range(len(index.shards)) for key in index.keys(number)]
-    assert len(parts["train"]) == 240 and len(parts["held-out"]) == 60
+    assert len(parts["train"]) == 240
+    assert len(parts["held-out"]) == 60
     assert sorted(parts["train"] + parts["held-out"]) == sorted(label_of_key)
     of_all = Counter(label_of_key.values())
     for name, count in Counter(label_of_key[key] for key in parts["held-out"]).items():
@@ -133,17 +136,51 @@ def test_weights_are_fine_tuned_with_a_new_head(tmp_path, capsys):
     folder = class_folders(tmp_path / "input", three_digits())
     campaign = new(folder, "--init", "weights")
     (stage,) = [stage for stage in campaign.stages if stage.kind.trains]
-    assert stage.name == "finetune" and stage.model == models.config_of("mu/8", 16, 3)
+    assert stage.name == "finetune"
+    assert stage.model == models.config_of("mu/8", 16, 3)
     assert (
         main(["run", "recipe.yaml", "cluster.workers=1", "finetune.steps=2", "finetune.optim.schedule.warmup_steps=1"])
         == 0
     )
     for words, message in (
         (["--init", "nowhere"], "contains no weights"),
+        (["--probe"], "add --init WEIGHTS"),
         (["--init", "weights", "--model", "S/16"], "omit --model"),
     ):
         assert main(["new", str(folder), "--output", "other.yaml", *words]) != 0
-        assert message in capsys.readouterr().err and not Path("other.yaml").exists()
+        assert message in capsys.readouterr().err
+        assert not Path("other.yaml").exists()
+
+
+def test_a_linear_probe_is_evaluated_with_the_recorded_preprocessing(transformers, tmp_path, capsys):
+    theirs = transformers_model(transformers, "dinov2")
+    theirs.save_pretrained(tmp_path / "theirs")
+    transformers.BitImageProcessor(size={"shortest_edge": 40}, crop_size=32).save_pretrained(tmp_path / "theirs")
+    assert main(["import", str(tmp_path / "theirs"), "weights"]) == 0
+    folder = class_folders(tmp_path / "input", three_digits())
+    campaign = new(folder, "--init", "weights", "--probe")
+    stage = campaign.stages[-1]
+    assert (stage.kind.name, stage.config.protocols) == ("evaluate", ("logistic", "knn"))
+    capsys.readouterr()
+    assert main(["run", "recipe.yaml"]) == 0
+    printed = capsys.readouterr().out
+    assert "preprocessing resize_pillow(40, 'bicubic')|central_crop(32) (recorded with the weights)" in printed
+    assert re.search(r"logistic +[\d.]+", printed)
+    assert not list(tmp_path.glob("runs/*/*/checkpoints"))
+
+
+def test_imported_weights_are_fine_tuned_with_settings_of_their_kind(transformers, tmp_path):
+    transformers_model(transformers, "clip").save_pretrained(tmp_path / "theirs")
+    transformers.CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=32).save_pretrained(tmp_path / "theirs")
+    assert main(["import", str(tmp_path / "theirs"), "weights"]) == 0
+    campaign = new(class_folders(tmp_path / "input", three_digits()), "--init", "weights")
+    (stage,) = [stage for stage in campaign.stages if stage.kind.trains]
+    optim = stage.config.optim
+    expected = 3e-5 * (stage.config.batch_size / 512) ** 0.5  # WiSE-FT
+    assert (optim.name, optim.weight_decay) == ("adam", 0.1)
+    assert optim.lr == pytest.approx(expected, rel=0.1)
+    assert stage.config.data.preprocess == "resize_pillow(32, 'bicubic')|central_crop(32)"
+    assert "WiSE-FT" in Path("recipe.yaml").read_text()
 
 
 def test_an_existing_recipe_is_not_overwritten(tmp_path, capsys):
@@ -151,13 +188,15 @@ def test_an_existing_recipe_is_not_overwritten(tmp_path, capsys):
     Path("input.yaml").write_text("mine")
     assert main(["new", str(folder)]) == 64
     assert Path("input.yaml").read_text() == "mine"
-    assert "input.yaml exists already" in capsys.readouterr().err
+    assert "input.yaml already exists" in capsys.readouterr().err
 
 
 def test_a_given_model_gets_images_of_at_least_64_patches(tmp_path, capsys):
     folder = class_folders(tmp_path / "input", three_digits())
     new(folder, "--model", "mu/8", "--minutes", "0.0001")
-    assert "longer than --minutes: fewer than 10 steps would train nothing" in capsys.readouterr().out
+    assert (
+        "this takes longer than --minutes, because a useful training needs at least 10 steps" in capsys.readouterr().out
+    )
     Path("recipe.yaml").unlink()
     stage = new(folder, "--model", "mu/8").stages[-1]
     assert stage.model == models.config_of("mu/8", 64, 3)
@@ -213,7 +252,12 @@ def test_odd_folders_are_read_or_refused_with_advice(tmp_path, capsys):
             "日本 犬 8",
         ),
         ("one-each", {f"{name}/1.jpg": grey for name in "abcdefghijkl"}, 0, "most classes have too few images"),
-        ("corrupt", {**several, "a/9.jpg": cut}, 0, "1 of 17 opened images cannot be read: 1 × truncated, first "),
+        (
+            "corrupt",
+            {**several, "a/9.jpg": cut},
+            0,
+            "1 of 17 opened images cannot be read: 1 × truncated; the first is ",
+        ),
         ("wrapped/deep/photos", {f"train/{name}": content for name, content in several.items()}, 0, "16 images of 2"),
         ("gifs", {**several, "a/x.gif": b"GIF"}, 0, "1 × .gif: excluded, because they are not jpg, jpeg, png, webp"),
         (
@@ -271,11 +315,17 @@ def test_new_explains_training_without_labels_and_how_to_add_classes(tmp_path, c
     cases = [
         (
             photos / "eins",
-            f"if it is one class and 'null', 'zwei' next to it are others, type python -m jobs new {photos}",
+            f"and the folders 'null', 'zwei' next to it are other classes, type python -m jobs new {photos}",
         ),
-        (flat_folder(tmp_path / "alone" / "flat", three_digits()), "for classes sort the images into a sub-folder"),
-        (table_without_labels(tmp_path / "table", three_digits()), "for classes give the table a column label"),
-        (tars(tmp_path / "tars", three_digits(), lambda _: {}), "for classes put a .cls or .json"),
+        (
+            flat_folder(tmp_path / "alone" / "flat", three_digits()),
+            "to train on classes, sort the images into one subfolder",
+        ),
+        (
+            table_without_labels(tmp_path / "table", three_digits()),
+            "to train on classes, add a column label to the table",
+        ),
+        (tars(tmp_path / "tars", three_digits(), lambda _: {}), "to train on classes, add a .cls or .json"),
     ]
     for place, how in cases:
         new(place)
@@ -286,7 +336,7 @@ def test_new_explains_training_without_labels_and_how_to_add_classes(tmp_path, c
     assert "no labels" not in capsys.readouterr().out, "the user asked for it"
 
 
-def test_the_current_folder_similar_classes_and_repeated_rows_are_reported(tmp_path, monkeypatch, capsys):
+def test_the_current_folder_similar_classes_and_repeated_rows_are_named(tmp_path, monkeypatch, capsys):
     folder = class_folders(tmp_path / "input", three_digits())
     (folder / "eins").rename(folder / "NULL")
     new(folder)
@@ -298,8 +348,8 @@ def test_the_current_folder_similar_classes_and_repeated_rows_are_reported(tmp_p
     assert f"type cd {tmp_path}, then python -m jobs new input" in capsys.readouterr().err
     rows = table(tmp_path / "rows", three_digits())
     rows.write_text(rows.read_text() + rows.read_text().splitlines()[-1] + "\n")
-    new(rows)
-    assert "1 rows repeat the image of another row" in capsys.readouterr().out
+    assert main(["new", str(rows), "--output", "rows.yaml"]) == 65
+    assert "are the same file" in capsys.readouterr().err
 
 
 def test_the_recipe_shows_commands_as_the_user_typed_them(tmp_path, monkeypatch):
@@ -308,7 +358,8 @@ def test_the_recipe_shows_commands_as_the_user_typed_them(tmp_path, monkeypatch)
         monkeypatch.setattr("sys.argv", [program])
         new(folder)
         comments = Path("recipe.yaml").read_text().splitlines()[:2]
-        assert f"written by `{typed} new` for" in comments[0] and comments[1].startswith(f"#   {typed} run recipe.yaml")
+        assert f"written by `{typed} new` for" in comments[0]
+        assert comments[1].startswith(f"#   {typed} run recipe.yaml")
         Path("recipe.yaml").unlink()
 
 
@@ -323,3 +374,21 @@ def test_the_median_size_is_printed_and_grey_images_are_read(tmp_path, capsys):
     stage = new(tmp_path / "mixed").stages[-1]
     assert "12 images of 2 classes (a 6, b 6), median size 400 × 300 px" in capsys.readouterr().out
     assert stage.model.image_size == (64, 64)
+
+
+def test_each_recipe_has_a_run_of_its_own(tmp_path, capsys):
+    samples = three_digits()
+    (tmp_path / "input").mkdir()
+    rows = table(tmp_path / "input" / "rows", samples)
+    folder = class_folders(tmp_path / "input" / "mine", samples)
+    mine = rows.rename(rows.parent / "mine.csv")
+    assert main(["new", str(folder), "--minutes", "0.01"]) == 0
+    # The default name of the second recipe is that of the first, which is not overwritten.
+    assert main(["new", str(mine), "--minutes", "0.01"]) == 64
+    assert "mine.yaml already exists" in capsys.readouterr().err
+    assert main(["new", str(mine), "--output", "other.yaml", "--minutes", "0.01"]) == 0
+    Path("runs/third").mkdir(parents=True)
+    assert main(["new", str(mine), "--output", "third.yaml", "--minutes", "0.01"]) == 0
+    runs = [str(load(Path(f"{name}.yaml"), []).run) for name in ("mine", "other", "third")]
+    assert [Path(run).name for run in runs] == ["mine", "other", "third-2"]
+    assert "it writes runs/third-2 here" in capsys.readouterr().out

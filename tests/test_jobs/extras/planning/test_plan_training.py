@@ -34,8 +34,8 @@ def test_plan_scales_a_trial_and_adds_saves_evaluations_and_failures(recipe, tri
         in out
     )
     minutes, seconds = divmod(int(expected_s), 60)
-    assert f"  finish  {minutes}m{seconds:02}s for 24,000 steps and evaluations (0s, a third of" in out
-    assert f"; {2 * expected_s / 3600:,.1f} worker-hours (--price 2.5 adds the cost)" in out
+    assert f"  finish  {minutes}m{seconds:02}s for 24,000 steps and evaluations (0s, at a third of" in out
+    assert f"; {2 * expected_s / 3600:,.1f} worker-hours (for the cost, add --price 2.5)" in out
     assert "with" not in lines_of(out, "time ")[0]
     # A failure every half hour: Young's interval is √(2 · 0.02 · 1,800) = 8.5 s of work, 85 steps.
     assert main(["plan", str(recipe), *long, "--mtbf", "0.5", "--price", "2"]) == 0
@@ -61,10 +61,12 @@ def test_plan_states_its_assumption_for_an_untried_number_of_workers(recipe, tri
 def test_a_trial_with_other_resources_per_worker_is_ignored(recipe, tried, capsys):
     assert main(["plan", str(recipe), "cluster.cpus_per_worker=4"]) == 0
     out = capsys.readouterr().out
-    assert "time    unknown: type python -m jobs trial RECIPE to measure 30 steps of each stage, or --gpu" in out
-    assert "\ncost    unknown without the time\n" in out
+    assert "time    unknown: to measure 30 steps of each stage, type python -m jobs trial RECIPE; for" in out
+    assert "\ncost    unknown, because the time is unknown\n" in out
     assert main(["plan", str(recipe), "cluster.gpus_per_worker=1"]) == 0
-    assert "estimates assume bf16, but this stage computes in fp32; type python -m jobs" in capsys.readouterr().out
+    assert (
+        "estimates assume bf16, but this stage uses fp32; to measure it, type python -m jobs" in capsys.readouterr().out
+    )
 
 
 def test_an_estimate_is_a_range_and_is_labelled_as_estimate(recipe, capsys):
@@ -83,8 +85,9 @@ def test_an_estimate_is_a_range_and_is_labelled_as_estimate(recipe, capsys):
     assert lines_of(out, "time ")[0].startswith("time    ESTIMATE, not measured: ")
     hours = re.search(r"finish  .* without saves and failures; ([\d,.]+) to ([\d,.]+) worker-hours, ([\d,.]+) to", out)
     least, most, money = (float(text.replace(",", "")) for text in hours.groups())
-    assert least == pytest.approx(2 * least_h, rel=0.01) and most == pytest.approx(2 * least, rel=0.01)
+    assert least == pytest.approx(2 * least_h, rel=0.01)
+    assert most == pytest.approx(2 * least, rel=0.01)
     assert money == pytest.approx(2 * least, rel=0.01)
-    assert "20 to 40 % of the peak performance of 2 H100; python -m jobs trial RECIPE measures it" in out
+    assert "20 to 40 % of the peak performance of 2 H100; to measure it, type python -m jobs trial RECIPE" in out
     assert re.match(r"fits    yes: finetune needs the most, .* per worker of 79\.1 GiB \(an H100\)\n", out)
     assert loaded.cluster.most == 2

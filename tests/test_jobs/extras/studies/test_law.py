@@ -77,7 +77,8 @@ def test_a_branch_is_bit_equal_to_its_trunk_and_to_a_separate_run_and_a_law_is_s
         weights[file.parent.name.rpartition("-")[0]] = file.read_bytes()
     assert weights["same"] == weights["trunk"] != weights["cool"]
     assert weights["cool"] == weights["apart"]
-    assert "branch: resumed from step 8" in out and "OUTSIDE" in out
+    assert "branch: resumed from step 8" in out
+    assert "OUTSIDE" in out
     # The law predicts too much; the stage finishes anyway, and the score records the difference.
     (folder,) = (tmp_path / "run").glob("far.a-*")
     done = artifacts.read_done(folder)
@@ -85,7 +86,8 @@ def test_a_branch_is_bit_equal_to_its_trunk_and_to_a_separate_run_and_a_law_is_s
     assert done["step"] == 24
     assert not done["foretold"]["is_inside"]
     assert done["foretold"]["was"] == done["metrics"]["accuracy"]
-    assert "figure.json" not in out and "predicts accuracy 0.9" in out
+    assert "figure.json" not in out
+    assert "predicts accuracy 0.9" in out
     assert weights["after.a"]
 
 
@@ -103,13 +105,13 @@ NEXT = {"kind": "pretrain", "init": "@trunk", "begin": 16, "steps": 24, "law": "
     [
         ({"cool.begin": 12}, "steps with keep_every=8 and save_every=8\n  type trunk.keep_every=12"),
         ({"cool.steps": 8}, "begins at step 8 and ends at step 8"),
-        ({"cool.seed": 1}, "but these differ: seed: 0 → 1"),
-        ({"cool.model": {"dropout": 0.5}}, "but these differ: model.dropout: 0.1 → 0.5"),
-        ({"apart.begin": 8, "apart.init": "other/trunk"}, "apart.begin: init is other/trunk, but a branch needs a"),
+        ({"cool.seed": 1}, "but these values differ: seed: 0 → 1"),
+        ({"cool.model": {"dropout": 0.5}}, "but these values differ: model.dropout: 0.1 → 0.5"),
+        ({"apart.begin": 8, "apart.init": "other/trunk"}, "apart.begin: init is other/trunk, expected a stage of th"),
         ({"cool.optim": {"schedule": {"cooldown_steps": 12}}}, "the learning rate of step 8 is 0.003 in trunk, but"),
         ({"cool.init": "@far"}, "cool.init is @far, the table of a sweep"),
         ({"apart.begin": 8}, "begin is a step of stage init, but init is not set"),
-        ({**law_of("seconds"), "next": NEXT}, "@curves/figure.json needs seconds, which is unknown before"),
+        ({**law_of("seconds"), "next": NEXT}, "@curves/figure.json needs seconds, which is unknown until"),
         ({**law_of("samples", y="5shot"), "next": NEXT}, "predicts 5shot, which the stage does not report"),
         ({"next": {**NEXT, "law": "@trunk/figure.json"}}, "next.law: @trunk/figure.json has no fit\n  expected @FIG"),
         (

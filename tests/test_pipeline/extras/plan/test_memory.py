@@ -206,7 +206,7 @@ def test_plan_and_preflight_continue_if_a_step_cannot_be_traced(recipe, capsys, 
     assert main(["plan", str(recipe), *limited]) == 0
     said = capsys.readouterr().out
     assert said.count("  memory  unknown: the step could not be traced: by hand") == 2
-    assert "finetune: cannot tell whether it fits cluster.gpu_memory_gb=5: the step could not" in said
+    assert "finetune: cannot determine whether it fits into cluster.gpu_memory_gb=5: the step could not" in said
 
     campaign = load(recipe, [])
     assert stage_requirements(campaign, campaign.stage("pretrain"), 2).memory_bytes is None
@@ -225,7 +225,7 @@ def test_stage_that_does_not_fit_is_rejected_with_the_best_remedy_first(traced_b
     with pytest.raises(ConfigError) as refused:
         check_fits(cfg, model, 2, 17 * GIB, is_gpu=True, name="pretrain")
     assert str(refused.value).splitlines() == [
-        "pretrain: a worker needs 18.0 GiB of device memory, but only 17.0 GiB available",
+        "pretrain: a worker needs 18.0 GiB of device memory, but only 17.0 GiB is free",
         "  set one of these: pretrain.micro_batch=8 (needs 10.0 GiB); pretrain.checkpoint_blocks=2 (needs 16.7 GiB); "
         "pretrain.zero=2 (needs 17.0 GiB)",
     ]

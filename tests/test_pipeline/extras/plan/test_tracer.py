@@ -337,7 +337,8 @@ def test_failed_tracer_raises_an_error_and_caches_nothing(code, answer, stderr, 
         memory_traces.trace_of(step_of())
     assert memory_traces.cached_trace(step_of()) is None
     environment = asked[0]["env"]
-    assert environment["CUDA_VISIBLE_DEVICES"] == "" and environment["DS_ACCELERATOR"] == "cpu"
+    assert environment["CUDA_VISIBLE_DEVICES"] == ""
+    assert environment["DS_ACCELERATOR"] == "cpu"
     assert "file" not in json.loads(asked[0]["input"])
 
 
@@ -404,4 +405,5 @@ def test_startup_check_uses_only_cached_traces(asked, monkeypatch):
     assert need_if_traced(dataclasses.replace(cfg, compile=True), TINY, 1, is_gpu=True) is None
     assert asked == []
     need = need_if_traced(cfg, TINY, 1, is_gpu=True)
-    assert need is not None and need.device_bytes == 8 * GIB
+    assert need is not None
+    assert need.device_bytes == 8 * GIB

@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +11,12 @@ import torch
 from safetensors.torch import save_file
 
 import models
-from models.vit import ACTIVATIONS
-from models.weights import timm as weights_timm
+from models.extras.weights import timm as weights_timm
+from tests.support import timm_models
 from tests.support.golden import GOLDEN, needs_golden
 from tests.support.weights import assert_logits, random_model
 
-CONSTRAINTS = Path(__file__).parents[3] / "constraints.txt"
+CONSTRAINTS = Path(__file__).parents[4] / "constraints.txt"
 
 
 @needs_golden
@@ -48,6 +49,21 @@ def test_the_pinned_torchvision_is_the_one_for_the_pinned_torch():
         {"positions": "learned2d"},
         {"positions": "none", "pool": "gap"},
         {"classes": 0},
+        # Later ViTs in timm's VisionTransformer.
+        {"pre_norm": True, "patch_bias": False, "norm_eps": 1e-5, "activation": "quick_gelu"},
+        {"layer_scale": 0.1, "qk_norm": True, "qkv_bias": "none", "patch_bias": False},
+        {"pool": "gap", "last_norm": "pooled", "attention_norm": True, "mlp_norm": True},
+        {"last_norm": "none", "registers": 2, "layer_scale": 0.1},
+        {"pool": "gap", "norm": "rms", "norm_eps": 1e-5, "activation": "swiglu", "block_bias": False}
+        | {"qkv_bias": "none", "patch_norm": True},
+        # In timm's Eva.
+        {"rope": "dinov3", "layer_scale": 0.1, "qkv_bias": "qv", "norm_eps": 1e-5, "registers": 4, "positions": "none"}
+        | {"activation": "gelu"},
+        {"rope": "eva02", "rope_grid": (3, 3), "activation": "swiglu", "mlp_norm": True, "attention_norm": True},
+        {"rope": "axial", "qkv_bias": "none", "activation": "swiglu", "pool": "gap", "last_norm": "pooled"},
+        {"rope": "mixed", "activation": "gelu", "qk_norm": True},
+        {"rope": "pe", "pool": "map", "registers": 1, "pool_prefix": True, "map_heads": 4, "map_mlp": 60}
+        | {"activation": "gelu", "pre_norm": True, "patch_bias": False},
     ],
 )
 def test_timm_opens_our_directory_and_agrees(options, timm, tmp_path):
@@ -89,28 +105,33 @@ def test_what_timm_saves_comes_to_us(options, timm, tmp_path):
         assert_logits(ours, images, theirs(images), 1e-5)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "vit_base_patch16_gap_224",
-        "vit_base_patch16_siglip_224",
-        "vit_base_patch32_siglip_256",
-        "vit_large_patch16_siglip_384",
-        "vit_large_patch16_siglip_gap_512",
-        "vit_so400m_patch14_siglip_378",
-        "vit_so400m_patch16_siglip_gap_256",
-        "vit_giantopt_patch16_siglip_384",
-        "vit_so150m_patch16_reg4_gap_256",
-    ],
-)
-def test_what_a_name_of_timm_stands_for_is_known(name, timm):
-    with torch.device("meta"):
-        theirs = timm.create_model(name, depth=1)
-    stored = theirs.state_dict()
-    _, config = weights_timm.load(
-        {key: torch.empty(tensor.shape) for key, tensor in stored.items()}, {"architecture": name}, {}
-    )
-    block = theirs.blocks[0]
-    assert config.heads == block.attn.num_heads
-    assert ACTIVATIONS[config.activation] == getattr(block.mlp.act, "approximate", "tanh")
-    assert config.pool == weights_timm.POOLS[theirs.global_pool] and config.norm_eps == theirs.norm.eps
+def test_a_random_third_of_timms_architectures_computes_the_same(timm):
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")  # pytest shows it if the test fails
+    architectures = list(timm_models.architectures())
+    for architecture in random.Random(seed).sample(architectures, len(architectures) // 3):
+        outcome = timm_models.compare(architecture, seed, small=True)
+        timm_models.check(architecture, outcome)
+
+
+@pytest.mark.slow
+def test_every_architecture_of_timm_computes_the_same_at_its_own_width(timm):
+    outcomes = {}
+    for architecture in timm_models.architectures():
+        outcomes[architecture] = timm_models.compare(architecture)
+        timm_models.check(architecture, outcomes[architecture])
+
+
+@pytest.mark.slow
+def test_names_and_shapes_of_at_least_381_pretrained_weights_import_at_their_full_depth(timm):
+    imported = 0
+    for architecture, weights in timm_models.architectures().items():
+        if not timm_models.refusal(architecture):
+            imported += weights
+    assert imported >= 381
+
+
+def test_keys_that_do_not_tell_the_function_need_the_name_of_the_architecture(timm):
+    theirs = timm_models.on_meta("vit_base_patch16_clip_224", depth=1)
+    with pytest.raises(ValueError, match="the keys of this timm model do not tell"):
+        weights_timm.load(theirs.state_dict(), {}, {})

@@ -10,6 +10,7 @@ import warnings
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -25,6 +26,7 @@ from jobs.commands.arguments import Debug
 from jobs.commands.weights import check_weights_exist, find_weights
 from jobs.named_stages import stage_at, stages_in
 from jobs.terminal import activity, echo
+from models.configs import HALF
 from models.weights.folder import CONFIG
 from pipeline import artifacts
 from pipeline.architecture import preprocessing_of
@@ -42,7 +44,10 @@ UNREADABLE = (ValueError, OSError, EOFError, KeyError, TypeError, zipfile.BadZip
 
 ForeignPath = Annotated[
     str,
-    typer.Argument(help="An official .npz, or a folder or .safetensors file from Patchline, timm or transformers."),
+    typer.Argument(
+        help="An official .npz, the .pth of DINOv2 or DINOv3, or a folder or .safetensors file from Patchline, timm or "
+        "transformers."
+    ),
 ]
 NewFolder = Annotated[
     str, typer.Argument(help="Folder for weights.safetensors and model.json; use it as init: in a recipe.")
@@ -59,8 +64,8 @@ OurFolder = Annotated[
     str,
     typer.Argument(metavar="WEIGHTS", help="Our weights: RUN/STAGE, a stage's folder, or a folder from `import`."),
 ]
-Target = Annotated[str, typer.Argument(metavar="TARGET", help="The file (npz) or folder to write.")]
-Format = Annotated[Literal["safetensors", "npz", "timm", "hf"], typer.Option(help="Output format.")]
+Target = Annotated[str, typer.Argument(metavar="TARGET", help="The file (npz, pth) or folder to write.")]
+Format = Annotated[Literal["safetensors", "npz", "pth", "timm", "hf"], typer.Option(help="Output format.")]
 Preprocess = Annotated[
     str | None,
     typer.Option(
@@ -100,13 +105,17 @@ def import_foreign(
             f"{class_list or path} has {len(names):,} class names, but the model has {model.config.classes:,} "
             "classes\n  expected one name per class, in the order of the model's outputs: --names FILE"
         )
-    preprocessing = any_weights.recorded_preprocessing(path)
+    preprocessing = foreign_preprocessing(path, model.config)
     with atomic_folder(Path(directory)) as made:
         models.save(model, made, writing=atomic_file, class_names=names, preprocessing=preprocessing)
-        record = {"imported": str(Path(path).resolve()), "overrides": changes, "code": code_version()}
-        loss = any_weights.recorded_loss(path)
-        if loss is not None:
-            record["loss"] = loss
+        record: dict[str, object] = {
+            "imported": str(Path(path).resolve()),
+            "overrides": changes,
+            "code": code_version(),
+        }
+        # For an export: the loss of the head, and the form in which the weights came.
+        origin = {"loss": any_weights.recorded_loss(path), "form": any_weights.recorded_form(path)}
+        record |= {name: value for name, value in origin.items() if value is not None}
         artifacts.record_weights(made, record)
     report(model, path, names, preprocessing, verification)
     echo(f"written  {directory}")
@@ -121,16 +130,18 @@ def export(
         check_ops(preprocess)
     # 1. Refuse a target whose name suggests another format to programs that read it.
     refuse_existing(path)
-    if format == "npz" and Path(path).suffix != ".npz":
+    is_file = format in ("npz", "pth")
+    if is_file and Path(path).suffix != f".{format}":
         raise UsageError(
-            f"{path} does not end in .npz, so other programs would not recognize the format; nothing was written\n"
-            f"  type {path}.npz"
+            f"{path} does not end in .{format}, so other programs would not recognize the format; nothing was written\n"
+            f"  type {path}.{format}"
         )
-    if format != "npz" and ".npz" in Path(path).name:
-        raise UsageError(
-            f"--format {format} writes a folder, but {path} is named like an .npz file; nothing was written\n"
-            "  expected a name without .npz, or --format npz"
-        )
+    for suffix in ("npz", "pth"):
+        if not is_file and f".{suffix}" in Path(path).name:
+            raise UsageError(
+                f"--format {format} writes a folder, but {path} is named like an .{suffix} file; nothing was written\n"
+                f"  expected a name without .{suffix}, or --format {suffix}"
+            )
 
     # 2. Write the weights; collect warnings about values that the format cannot store exactly.
     verification: list[str] = []
@@ -141,6 +152,7 @@ def export(
     config = model.config
     preprocessing = any_weights.recorded_preprocessing(directory)
     loss = any_weights.recorded_loss(directory)
+    form = any_weights.recorded_form(directory)
     if preprocess is not None:
         preprocessing = preprocessing_of(preprocess, config)
         height, width = config.image_size
@@ -152,21 +164,28 @@ def export(
             )
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_file(target) if format == "npz" else atomic_folder(target) as made:
+    with atomic_file(target) if is_file else atomic_folder(target) as made:
         with warnings.catch_warnings(record=True) as inexact:
             warnings.simplefilter("always")
             try:
                 activity.now(f"export: writing {path} …")
                 models.save(
-                    model, made, format, writing=atomic_file, class_names=names, preprocessing=preprocessing, loss=loss
+                    model,
+                    made,
+                    format,
+                    writing=atomic_file,
+                    class_names=names,
+                    preprocessing=preprocessing,
+                    loss=loss,
+                    form=form,
                 )
             except ValueError as error:
                 raise UsageError(f"{directory} cannot be exported as {format}: {error}") from None
 
-        # 3. Read the weights back as other programs would, and compare the models. An .npz file does not contain the
+        # 3. Read the weights back as other programs would, and compare the models. A single file does not contain the
         # image size.
         changes: dict[str, object] = {}
-        if format == "npz":
+        if is_file:
             changes["image_size"] = config.image_size
         activity.now(f"export: reading {path} back to compare …")
         try:
@@ -174,9 +193,9 @@ def export(
         except DataError as error:
             raise DataError(str(error).replace(str(made), path)) from None
         if format == "safetensors":
-            record = {"exported": str(Path(directory).resolve()), "code": code_version()}
-            if loss is not None:
-                record["loss"] = loss
+            record: dict[str, object] = {"exported": str(Path(directory).resolve()), "code": code_version()}
+            origin: dict[str, object] = {"loss": loss, "form": form}
+            record |= {name: value for name, value in origin.items() if value is not None}
             artifacts.record_weights(made, record)
     report(model, directory, names, preprocessing, verification)
     # 4. Report differences between the configs, and between the outputs for one random image.
@@ -196,10 +215,10 @@ def export(
         label = "INEXACT"
         verdict = ""
     remarks = [str(warning.message) for warning in inexact]
-    if preprocessing and format == "npz":
-        remarks.insert(0, f"an .npz file cannot store the preprocessing; tell its users: {preprocessing.ops}")
-    if names and format == "npz":
-        remarks.insert(0, "an .npz file cannot store class names")
+    if preprocessing and is_file:
+        remarks.insert(0, f"an .{format} file cannot store the preprocessing; tell its users: {preprocessing.ops}")
+    if names and is_file:
+        remarks.insert(0, f"an .{format} file cannot store class names")
     for remark in remarks:
         echo(f"{label}  {remark}")
     echo(f"checked  exported weights read back; outputs for one random image differ by at most {largest:.1e}{verdict}")
@@ -237,6 +256,35 @@ def verify(path: str, log: Callable[[str], None]) -> None:
     is_ours = (folder / CONFIG).is_file() and ".npz" not in file.name
     if is_ours and artifacts.check_weights(folder, log).is_verified:
         log("verified the sha256 of weights.safetensors and model.json")
+
+
+def foreign_preprocessing(path: str, config: "models.ModelConfig") -> "models.Preprocessing | None":
+    """Return the preprocessing that is recorded with weights, for images of the model's size; None if there is none.
+
+    Reports a preprocessing that cannot be used, and one for another size.
+    """
+    with warnings.catch_warnings(record=True) as unused:
+        warnings.simplefilter("always")
+        preprocessing = any_weights.recorded_preprocessing(path)
+    for warning in unused:
+        echo(f"note     {warning.message}")
+    if Path(path).suffix == ".pth" and isinstance(config, models.ViTConfig):
+        from models.extras.weights import pth
+
+        preprocessing = pth.preprocessing_of(config)
+    if preprocessing is None:
+        return None
+    if isinstance(config, models.ViTConfig):
+        preprocessing = replace(preprocessing, mean=config.pixel_mean, std=config.pixel_std)
+    if preprocessing.size == config.image_size:
+        return preprocessing
+    try:
+        scaled = preprocessing.at_size(config.image_size)
+    except ValueError as error:
+        echo(f"note     the recorded preprocessing is not used: {error}")
+        return None
+    echo(f"note     the recorded preprocessing, {preprocessing.ops}, is scaled to the image size of the weights")
+    return scaled
 
 
 def load(path: str, overrides: Mapping[str, object]) -> "models.Model":
@@ -288,10 +336,16 @@ def report(
         if len(names) < config.classes:
             line += f"; the remaining {config.classes - len(names):,} classes have no names"
         echo(line)
+    values = "values from −1 to 1"
+    mean = getattr(config, "pixel_mean", HALF)
+    std = getattr(config, "pixel_std", HALF)
+    if (mean, std) != (HALF, HALF):
+        values = f"mean {', '.join(f'{value:.4g}' for value in mean)}, std {', '.join(f'{value:.4g}' for value in std)}"
     if preprocessing is not None:
-        echo(f"pixels   {preprocessing.ops}, values from −1 to 1")
+        echo(f"pixels   {preprocessing.ops}, {values}")
     else:
-        echo(f"pixels   preprocessing not recorded; exports use the evaluation default, resize({config.image_size})")
+        default = f"resize({config.image_size})"
+        echo(f"pixels   {values}; preprocessing not recorded; exports use the evaluation default, {default}")
     for line in verification:
         echo(line)
 

@@ -130,16 +130,47 @@ def with_learned_positions(
     return learned, replace(config, positions="learned", class_slot=slots > 0)
 
 
+def without_slots(state: dict[str, Tensor], config: ViTConfig) -> tuple[dict[str, Tensor], ViTConfig]:
+    """Return an equivalent model whose prefix tokens have no position entry: each entry is added to its token."""
+    slots = config.position_slots
+    state, config = with_learned_positions(state, config, slots)
+    table = state["positions.0.table"]
+    moved = {**state, "positions.0.table": table[:, slots:]}
+    first = 0
+    for name in ("prefix.cls", "prefix.registers"):
+        if name in state:
+            count = state[name].shape[1]
+            moved[name] = state[name] + table[:, first : first + count]
+            first += count
+    return moved, replace(config, class_slot=False)
+
+
 # Our names of parameters whose presence or shape determines a field of the config.
 INFORMATIVE = (
-    *("embedding.weight", "blocks.0.mlp.up.bias", "head.bias", "pre_logits.bias"),
+    *("embedding.weight", "head.bias", "pre_logits.bias"),
     *("prefix.cls", "prefix.registers", "map_head.probe", "positions.0.table"),
+    *("blocks.0.mlp.up.weight", "blocks.0.mlp.gate_up.weight", "map_head.mlp.up.weight"),
+)
+# Presence of one parameter determines a switch: field, our name of the parameter, value if present, value if absent.
+PRESENT: tuple[tuple[str, str, object, object], ...] = (
+    ("patch_bias", "embedding.bias", True, False),
+    ("patch_norm", "patch_norm.weight", True, False),
+    ("pre_norm", "pre_norm.weight", True, False),
+    ("norm", "blocks.0.norm1.bias", "layer", "rms"),
+    ("layer_scale", "blocks.0.scale1.gamma", 1e-5, None),  # its initial value is not in the file
+    ("qk_norm", "blocks.0.attention.q_norm.weight", True, False),
+    ("attention_norm", "blocks.0.attention.norm.weight", True, False),
+    ("mlp_norm", "blocks.0.mlp.norm.weight", True, False),
+    ("block_bias", "blocks.0.attention.out.bias", True, False),
 )
 
 
-def vit_config(stored: dict[str, Tensor], layout: Layout, known: ConfigFields) -> ViTConfig:
+def vit_config(
+    stored: dict[str, Tensor], layout: Layout, known: ConfigFields, infer_switches: bool = False
+) -> ViTConfig:
     """Infer the config of stored weights; fields in `known` (from a file or the caller) override inferred ones.
 
+    With `infer_switches`, a missing parameter switches its layer off or on; otherwise the paper's ViT is expected.
     Raises ValueError if the keys do not belong to a ViT, or if neither shapes nor `known` determine a field.
     """
     # Stored shapes by our names; for a packed parameter, the shape of its first part.
@@ -148,7 +179,8 @@ def vit_config(stored: dict[str, Tensor], layout: Layout, known: ConfigFields) -
         key = layout.keys(name)[0]
         if key in stored:
             shapes[name] = tuple(stored[key].shape)
-    if "embedding.weight" not in shapes or "blocks.0.mlp.up.bias" not in shapes:
+    hidden = shapes.get("blocks.0.mlp.up.weight") or shapes.get("blocks.0.mlp.gate_up.weight")
+    if "embedding.weight" not in shapes or hidden is None:
         key = layout.keys("embedding.weight")[0]
         raise ValueError(f"no {key} and no blocks among {len(stored)} keys: not a ViT in a supported format")
 
@@ -159,10 +191,20 @@ def vit_config(stored: dict[str, Tensor], layout: Layout, known: ConfigFields) -
         width, _, rows, columns = shapes["embedding.weight"]
     config: ConfigFields = {"width": width, "patch": (rows, columns), "depth": 0, "classes": 0, "registers": 0}
     # Count blocks up to the first missing number.
-    while layout.keys(f"blocks.{config['depth']}.norm1.bias")[0] in stored:
+    while layout.keys(f"blocks.{config['depth']}.norm1.weight")[0] in stored:
         config["depth"] += 1
+    outputs = -1 if layout.kernels_last else 0  # the axis of a matrix
+    config["mlp"] = hidden[outputs]
+    if "blocks.0.mlp.up.weight" not in shapes:
+        config["activation"] = "swiglu"
+        # Both halves under one key, or each under its own.
+        config["mlp"] = hidden[outputs] * len(layout.keys("blocks.0.mlp.gate_up.weight")) // 2
+    if "map_head.mlp.up.weight" in shapes and shapes["map_head.mlp.up.weight"][outputs] != config["mlp"]:
+        config["map_mlp"] = shapes["map_head.mlp.up.weight"][outputs]
+    if infer_switches:
+        config |= switches_of(stored, layout)
     # A bias has one value per output of its layer; old files store it with leading ones in its shape.
-    biases = {"mlp": "blocks.0.mlp.up.bias", "classes": "head.bias", "representation": "pre_logits.bias"}
+    biases = {"classes": "head.bias", "representation": "pre_logits.bias"}
     for field, name in biases.items():
         if name in shapes:
             config[field] = math.prod(shapes[name])
@@ -189,6 +231,24 @@ def vit_config(stored: dict[str, Tensor], layout: Layout, known: ConfigFields) -
             raise ValueError(f"the file does not tell the number of heads of width {width}: pass heads=")
         config["heads"] = heads_by_width.get(width, width // CHANNELS_PER_HEAD)
     return checked(ViTConfig, with_positions(config, shapes.get("positions.0.table")))
+
+
+def switches_of(stored: dict[str, Tensor], layout: Layout) -> ConfigFields:
+    """Return the switches that the presence of stored parameters determines."""
+    switches: ConfigFields = {}
+    for field, name, present, absent in PRESENT:
+        switches[field] = present if layout.keys(name)[0] in stored else absent
+    # In a layout of a model without a bias of the keys, two parts make up our bias.
+    biases = layout.keys("blocks.0.attention.qkv.bias")
+    switches["qkv_bias"] = "none"
+    if biases[0] in stored:
+        switches["qkv_bias"] = "qv" if len(biases) == 2 else "all"
+    switches["last_norm"] = "none"
+    if layout.keys("norm.weight")[0] in stored:
+        switches["last_norm"] = "tokens"
+    elif layout.keys("pool_norm.weight")[0] in stored:
+        switches["last_norm"] = "pooled"
+    return switches
 
 
 def with_positions(config: ConfigFields, table: Shape | None) -> ConfigFields:

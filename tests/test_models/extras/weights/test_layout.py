@@ -46,11 +46,11 @@ def test_what_is_told_of_a_file_must_fit_it(told, message, tmp_path):
 @pytest.mark.parametrize(
     ("format", "extra", "described", "message"),
     [
-        ("timm", {"fc_norm.weight": torch.ones(32)}, {}, "normalises after pooling"),
-        ("timm", {"blocks.0.ls1.gamma": torch.ones(32)}, {}, "1 keys: unknown blocks.0.ls1.gamma 32"),
-        ("timm", {"norm_pre.weight": torch.ones(32)}, {}, "1 keys: unknown norm_pre.weight 32"),
+        ("timm", {"fc_norm.weight": torch.ones(32)}, {}, "1 keys: unknown fc_norm.weight 32"),
+        ("timm", {"blocks.0.ls1.gamma": torch.ones(32)}, {}, "missing blocks.1.ls1.gamma 32; missing blocks.1.ls2"),
+        ("timm", {"norm_pre.weight": torch.ones(32)}, {}, "1 keys: missing norm_pre.bias 32"),
         ("timm", {}, {"model_args": {"global_pool": "avgmax"}}, "pools by avgmax, which is not supported"),
-        ("timm", {}, {"model_args": {"pool_include_prefix": True}}, "has pool_include_prefix"),
+        ("timm", {}, {"model_args": {"use_post_norm": True}}, "has use_post_norm"),
         ("hf", {"vit.pooler.dense.bias": torch.ones(32)}, {}, "1 keys: unknown vit.pooler.dense.bias 32"),
         ("hf", {}, {"hidden_act": "relu"}, "hidden_act 'relu' is not one of gelu"),
     ],

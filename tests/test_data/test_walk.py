@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from data.sources.walk import HIDDEN, LOOP, NO_FILE, SYSTEM_FOLDERS, class_folders_in, files_below
+from data.walk import HIDDEN, LOOP, NO_FILE, SYSTEM_FOLDERS, class_folders_in, files_below, matching
 
 pytestmark = pytest.mark.quick
 
@@ -75,3 +75,26 @@ def test_hidden_files_broken_links_and_devices_are_counted(tmp_path: Path) -> No
     files, skipped = below(tmp_path)
     assert files == ["1.jpg"]
     assert skipped == {HIDDEN: 3, NO_FILE: 2}
+
+
+def test_files_in_any_order_are_the_same_files(tmp_path: Path) -> None:
+    tree(tmp_path, "cat/1.jpg", "cat/deep/2.jpg", "3.jpg", ".hidden.jpg", "@eaDir/4.jpg")
+    first, second = Counter(), Counter()
+    assert sorted(files_below(tmp_path, first, in_order=False)) == sorted(files_below(tmp_path, second))
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("a-{00..02}.tar", ["a-00.tar", "a-01.tar", "a-02.tar"]),
+        ("a-*.tar", ["a-00.tar", "a-01.tar"]),
+        ("{a,b}-*.tar", ["a-00.tar", "a-01.tar", "b-11.tar", "b-[1]?.tar"]),
+        ("b-[1]?.tar", ["b-[1]?.tar"]),
+        ("b-[1]*.tar", ["b-[1]?.tar"]),
+        ("c-*.tar", ["c-*.tar"]),
+    ],
+)
+def test_patterns_are_braces_and_stars_only(tmp_path: Path, pattern: str, names: list[str]) -> None:
+    tree(tmp_path, "a-00.tar", "a-01.tar", "b-[1]?.tar", "b-11.tar")
+    assert [path.name for path in matching(tmp_path / pattern)] == names

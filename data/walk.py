@@ -1,7 +1,7 @@
 """Find the files below a folder: one walk for every source of images.
 
-Links are followed, as torchvision and timm do; a link to a folder above itself is not. Hidden files, and folders that
-operating systems and storage devices create, are skipped and counted, never read as images or classes.
+Links are followed, as in torchvision and timm, except links to a folder above themselves. Hidden files, and folders
+that operating systems and storage devices create, are skipped and counted, never read as images or classes.
 
     photos/cat/1.jpg                        photos/cat/1.jpg
     photos/cat/more -> /store/more    →     photos/cat/more/7.jpg       (from the link)
@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+from braceexpand import braceexpand
 
 # Thumbnails, recycle bins, snapshots and indexes of: Synology, QNAP, Windows, ext4, zip files made on macOS, AFP.
 SYSTEM_FOLDERS = frozenset(
@@ -23,19 +25,37 @@ SYSTEM_FOLDERS = frozenset(
         *("__MACOSX", "Network Trash Folder", "Temporary Items"),
     }
 )
-HIDDEN = "hidden file"  # or a file in a hidden folder, such as .ipynb_checkpoints
+HIDDEN = "hidden file"  # includes files in hidden folders, such as .ipynb_checkpoints
 LOOP = "link to a folder above it"
 NO_FILE = "broken link or device"
 
 
-def files_below(folder: Path, skipped: Counter[str]) -> Iterator[Path]:
+def files_below(folder: Path, skipped: Counter[str], *, in_order: bool = True) -> Iterator[Path]:
     """Yield the files below a folder, sorted by name in each folder; count skipped ones by kind.
 
+    With `in_order=False`, the first files arrive before a large folder is completely listed, in any order.
     Raises OSError if a folder cannot be listed.
     """
     # Parents count as folders above too: a link in a class folder may lead to the folder of all classes.
     parents = {*folder.absolute().parents, *folder.resolve().parents}
-    yield from _walk(folder, skipped, tuple(map(_identity, parents)))
+    yield from _walk(folder, skipped, tuple(map(_identity, parents)), in_order)
+
+
+def matching(pattern: str | os.PathLike[str]) -> list[Path]:
+    """Return the files of a path with `{000..999}`, or `*` in its last part, as the shell and remote URLs expand them.
+
+    A path of an existing file, and one that matches nothing, are returned as they are.
+    """
+    if Path(pattern).exists():
+        return [Path(pattern)]
+    paths: list[Path] = []
+    for name in braceexpand(os.fspath(pattern), escape=False):
+        path = Path(name)
+        # Only `*` is a pattern; `?` and `[` are letters of a name.
+        literal = path.name.replace("[", "[[]").replace("?", "[?]")
+        matches = sorted(path.parent.glob(literal)) if "*" in path.name and not path.exists() else []
+        paths += matches or [path]
+    return paths
 
 
 def class_folders_in(root: Path, skipped: Counter[str] | None = None) -> list[str]:
@@ -51,18 +71,21 @@ def class_folders_in(root: Path, skipped: Counter[str] | None = None) -> list[st
     return names
 
 
-def _walk(folder: Path, skipped: Counter[str], above: tuple[tuple[int, int], ...]) -> Iterator[Path]:
+def _walk(folder: Path, skipped: Counter[str], above: tuple[tuple[int, int], ...], in_order: bool) -> Iterator[Path]:
     identity = _identity(folder)
     if identity in above:
         skipped[LOOP] += 1
         return
-    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+    entries: Iterable[os.DirEntry[str]] = os.scandir(folder)
+    if in_order:
+        entries = sorted(entries, key=lambda entry: entry.name)
+    for entry in entries:
         path = Path(entry.path)
         is_folder = entry.is_dir()
         if is_folder and (entry.name.startswith(".") or entry.name in SYSTEM_FOLDERS):
             _count_skipped(path, skipped)
         elif is_folder:
-            yield from _walk(path, skipped, (*above, identity))
+            yield from _walk(path, skipped, (*above, identity), in_order)
         # macOS writes a `._1.jpg` next to a 1.jpg on foreign file systems; it is no image.
         elif entry.name.startswith("."):
             skipped[HIDDEN] += 1

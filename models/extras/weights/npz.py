@@ -18,6 +18,7 @@ import os
 import re
 import warnings
 import zipfile
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ import torch
 from torch import Tensor
 
 from models.catalog import Shape, check_finite
-from models.configs import BiTConfig, ConfigFields, ModelConfig, ViTConfig, checked
-from models.weights.layout import Layout, read, units_of, vit_config, write
+from models.configs import ACTIVATIONS, HALF, SWITCHES, BiTConfig, ConfigFields, ModelConfig, ViTConfig, checked
+from models.extras.weights.layout import Layout, read, units_of, vit_config, write
 
 # Weights hardly compress: float32 by 1.1, bfloat16 stored as float32 by 2.5. But 6.3 MB can unpack to 6 GB of zeros.
 MAX_EXPANSION = 20
@@ -118,7 +119,10 @@ def layout_of(config: ModelConfig) -> Layout:
 
 
 def load(path: str | Path, overrides: ConfigFields) -> tuple[dict[str, Tensor], ModelConfig]:
-    """Return state dict and config of a file; `file.npz:img` selects the part under `img/`."""
+    """Return state dict and config of a file; `file.npz:img` selects the part under `img/`.
+
+    A file of images and texts without such a selection is read as its `img/`.
+    """
     file, _, part = str(path).partition(".npz:")
     if part:
         file += ".npz"
@@ -137,6 +141,9 @@ def load(path: str | Path, overrides: ConfigFields) -> tuple[dict[str, Tensor], 
                     inside[name.removeprefix(prefix)] = key
             if inside:
                 keys = inside
+        # big_vision's models of images and texts, such as SigLIP: img/, txt/, and the temperature and bias of the loss.
+        if not part and any(name.startswith("img/") for name in keys) and not any(map(is_of_a_vit, keys)):
+            keys = {name.removeprefix("img/"): key for name, key in keys.items() if name.startswith("img/")}
         check_sizes(arrays.zip, list(keys.values()), file)
         stored: dict[str, Tensor] = {}
         for name, key in keys.items():
@@ -152,6 +159,11 @@ def load(path: str | Path, overrides: ConfigFields) -> tuple[dict[str, Tensor], 
     stored = canonical(stored)
     config = infer(stored, overrides)
     return read(stored, config, layout_of(config)), config
+
+
+def is_of_a_vit(name: str) -> bool:
+    """Return whether a name without prefixes is that of a ViT's first layer."""
+    return name.startswith("embedding/")
 
 
 def check_sizes(archive: zipfile.ZipFile, keys: list[str], file: str) -> None:
@@ -276,11 +288,19 @@ def save(state: dict[str, Tensor], config: ModelConfig, path: str | Path) -> Non
             reasons.append(f"{config.registers} registers")
         if config.positions not in ("learned", "sincos2d") or config.positions_at != "stem":
             reasons.append(f"{config.positions} positions at {config.positions_at}")
+        for field in fields(ViTConfig):
+            value = getattr(config, field.name)
+            if field.name in SWITCHES and value != field.default:
+                reasons.append(f"{field.name}={value!r}")
+        if config.activation not in ACTIVATIONS:
+            reasons.append(f"activation {config.activation}")
     if reasons:
         raise ValueError(f"an official .npz cannot hold {', '.join(reasons)}; save as safetensors")
     # The file cannot store these two settings, and its readers use the original values.
     if isinstance(config, ViTConfig) and (config.activation != "gelu_tanh" or config.norm_eps != 1e-6):
         warnings.warn("the original computes gelu_tanh with norm_eps 1e-6: logits will differ", stacklevel=3)
+    if isinstance(config, ViTConfig) and (config.pixel_mean, config.pixel_std) != (HALF, HALF):
+        warnings.warn("the original normalises pixels to −1 … 1, these weights differently", stacklevel=3)
     tensors = write(state, config, layout_of(config))
     arrays: dict[str, Any] = {key: tensor.float().cpu().numpy() for key, tensor in tensors.items()}
     # Pass an open file: np.savez would append .npz to other names, such as the temporary name of an atomic write.

@@ -1,0 +1,105 @@
+"""`jobs data check|list|stats|repair`: bad samples are counted, shown and left out of a repaired data set."""
+
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from data.shards.packing import pack
+from data.sources.samples import Sample, digits
+from jobs.__main__ import main
+from tests.support.tars import picture
+
+pytestmark = pytest.mark.quick
+
+NAMES = ("cat", "tabby, dog")
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Path:
+    """Return a data set of 20 digits with two unreadable images and one duplicate."""
+    samples = list(digits(train=True, image_size=16))[:20]
+    samples[3] = Sample(samples[3].key, b"\xff\xd8 no jpeg", samples[3].labels)
+    samples[9] = Sample(samples[9].key, b"\xff\xd8 no jpeg", samples[9].labels)
+    samples[15] = Sample(samples[15].key, samples[0].image, samples[0].labels)
+    pack(samples, tmp_path / "broken", name="broken", shard_samples=8)
+    return tmp_path / "broken"
+
+
+def test_check_counts_bad_samples_and_a_repaired_data_set_passes(broken, tmp_path, capsys):
+    page = tmp_path / "page.html"
+    assert main(["data", "check", str(broken), "--page", str(page), "--world", "8"]) == 65
+    out = capsys.readouterr().out
+    assert "bad: 2 × " in out
+    assert "duplicates: 1" in out
+    assert "jobs data repair" in out
+    assert "3 shards for 8 workers" in out
+    assert page.read_text().startswith("<!doctype html>")
+    assert main(["data", "repair", str(broken), str(tmp_path / "mended"), "--unique"]) == 0
+    assert "17 samples in 1 shard," in (out := capsys.readouterr().out)
+    assert "3 samples excluded" in out
+    assert main(["data", "check", str(tmp_path / "mended"), "--workers", "2"]) == 0
+
+
+def test_stats_show_the_distribution_of_sizes_and_classes(shards, capsys):
+    assert main(["data", "stats", str(shards / "train")]) == 0
+    out = capsys.readouterr().out
+    assert "height: 1 % 16, median 16, 99 % 16" in out
+    assert "most: class" in out
+    assert "least: class" in out
+
+
+def test_repair_does_not_overwrite_the_original(broken, tmp_path, capsys):
+    before = json.loads((broken / "broken.index.json").read_text())
+    assert main(["data", "repair", str(broken), str(broken)]) == 65
+    assert "type another folder for the new one" in capsys.readouterr().err
+    assert json.loads((broken / "broken.index.json").read_text()) == before
+
+
+def test_repair_needs_a_name_that_can_be_a_file_name(broken, tmp_path, capsys):
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["data", "repair", str(broken), str(tmp_path / "set"), "--name", "../elsewhere"]) == 78
+    assert "expected 1 to 64 of the characters" in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before, "nothing was written, here or elsewhere"
+
+
+def test_control_characters_in_member_names_are_escaped_on_the_terminal_and_the_page(tmp_path, capsys):
+    name = "a\x1b[2J\x07\nok: well\u202e\x9b"  # below an image the page shows the last 24 characters of a name
+    image = next(iter(digits(train=True, image_size=16))).image
+    with tarfile.open(tmp_path / "theirs.tar", "w", format=tarfile.PAX_FORMAT) as tar:
+        for key, content in ((name, b"no jpeg"), (f"{name}2", image)):
+            for extension, body in (("jpg", content), ("cls", b"7")):
+                info = tarfile.TarInfo(f"{key}.{extension}")
+                info.size = len(body)
+                tar.addfile(info, io.BytesIO(body))
+    shown = r"a\x1b[2J\x07\nok: well\u202e\x9b"
+    assert main(["index", str(tmp_path / "theirs.tar"), "--name", "theirs"]) == 0
+    capsys.readouterr()
+    page = tmp_path / "page.html"
+    assert main(["data", "check", str(tmp_path / "theirs.index.json"), "--page", str(page)]) == 65
+    assert f"first {shown} of theirs.tar\n" in capsys.readouterr().out
+    assert page.read_text().count(shown) == 2, "in the summary and below the good image"
+    assert not set("\x1b\x07\u202e\x9b") & set(page.read_text())
+
+
+def test_the_samples_of_a_set_and_of_its_parts_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = [f"{NAMES[number % 2]}/{number}" for number in range(20)]
+    samples = [Sample(key, picture(number), (number % 2,)) for number, key in enumerate(keys)]
+    pack(samples, tmp_path / "all", name="all", names=NAMES, shard_samples=7)
+    parts = []
+    for part, folder in ((":80%", "train"), ("80%:", "held-out")):
+        parts += ["--part", part, "--output", str(tmp_path / folder)]
+    assert main(["subset", str(tmp_path / "all"), *parts, "--seed", "0"]) == 0
+    capsys.readouterr()
+    assert main(["data", "list", str(tmp_path / "all")]) == 0
+    rows = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    expected = [[key, f"all-{number // 7:06}.tar", NAMES[number % 2], "all"] for number, key in enumerate(keys)]
+    assert rows == expected
+    assert main(["data", "list", str(tmp_path / "train"), str(tmp_path / "held-out")]) == 0
+    listed = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    assert sorted(row[:3] for row in listed) == sorted(row[:3] for row in expected)
+    held_out = {row[0] for row in listed if row[3] == "held-out"}
+    assert len(held_out) == 4
+    assert {key.partition("/")[0] for key in held_out} == set(NAMES)

@@ -1,0 +1,109 @@
+"""Every family of transformers that is a ViT: in with its own outputs, and out again with its own bits."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import models
+from models.extras.weights.formats import form_of
+from tests.support.foreign_vits import TRANSFORMERS, images_of, outputs_of, transformers_model
+from tests.support.weights import assert_logits
+
+FILE = "model.safetensors"
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_a_family_computes_its_own_outputs_at_two_sizes(name, transformers, tmp_path):
+    sizes: tuple[tuple[int, int], ...] = ((32, 32), (48, 48))
+    for size in sizes:
+        theirs = transformers_model(transformers, name, image_size=size[0])
+        theirs.save_pretrained(tmp_path / str(size[0]))
+        ours = models.load(tmp_path / str(size[0]))
+        assert ours.config.image_size == size
+        images = images_of(size)
+        assert_logits(ours, images, outputs_of(theirs, images), 1e-5)
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_a_family_is_written_as_it_came(name, transformers, tmp_path):
+    theirs = transformers_model(transformers, name)
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = models.load(tmp_path / "theirs")
+    models.save(ours, tmp_path / "out", "hf", form=form_of(tmp_path / "theirs"))
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    kind = getattr(transformers, written["architectures"][0])
+    options = {"mask_ratio": 0.0} if "mae" in name else {}
+    again, info = kind.from_pretrained(tmp_path / "out", output_loading_info=True, **options)
+    assert not any(info.values()), info
+    images = images_of()
+    torch.testing.assert_close(outputs_of(again.eval(), images), outputs_of(theirs, images), atol=1e-6, rtol=0)
+    assert models.load(tmp_path / "out").config == ours.config
+    # Every tensor of the images' model has its own bits; transformers may write a prefix for a bare tower, or none.
+    before, after = load_file(tmp_path / "theirs" / FILE), load_file(tmp_path / "out" / FILE)
+    for key, tensor in after.items():
+        same = next((before[k] for k in (key, key.removeprefix("vision_model."), f"vit.{key}") if k in before), None)
+        # The class token of DINOv2 with registers takes over its position entry.
+        is_moved = name == "dinov2 registers" and key.endswith(("cls_token", "position_embeddings"))
+        if not is_moved and "mask_token" not in key:
+            assert same is not None and torch.equal(tensor, same), key
+
+
+@pytest.mark.parametrize("size", [(48, 48), (32, 64)])
+def test_rotary_positions_of_another_size_are_those_of_transformers(size, transformers, tmp_path):
+    theirs = transformers_model(transformers, "dinov3")
+    theirs.save_pretrained(tmp_path)
+    ours = models.load(tmp_path)
+    target = models.from_dict({**models.to_dict(ours.config), "image_size": size})
+    state, _ = models.transfer(ours.state_dict(), ours.config, target)
+    resized = models.from_config(target).eval()
+    resized.load_state_dict(state)
+    assert_logits(resized, images_of(size), outputs_of(theirs, images_of(size)), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "fields", "reason"),
+    [
+        ("dinov2", "Dinov2ForImageClassification", {}, "class token and the mean of the patches together"),
+        ("deit", "DeiTForImageClassificationWithTeacher", {}, "mean of two heads"),
+        ("clip both", "CLIPForImageClassification", {}, "mean of the patches before their last norm"),
+        ("beit", "BeitForImageClassification", {"use_relative_position_bias": True}, "relative position biases"),
+    ],
+)
+def test_a_model_that_is_not_our_vit_is_refused_with_the_reason(name, kind, fields, reason, transformers, tmp_path):
+    config = transformers_model(transformers, name).config
+    config.update({**fields, "num_labels": 5})
+    getattr(transformers, kind)(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=reason):
+        models.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["dinov2", "deit"])
+def test_a_head_that_we_cannot_compute_can_be_left_out(name, transformers, tmp_path):
+    kind = {"dinov2": "Dinov2ForImageClassification", "deit": "DeiTForImageClassificationWithTeacher"}[name]
+    theirs = getattr(transformers, kind)(transformers_model(transformers, name).config).eval()
+    theirs.save_pretrained(tmp_path)
+    backbone = getattr(theirs, name)
+    with torch.no_grad():
+        expected = backbone(images_of()).last_hidden_state[:, 0]
+    assert_logits(models.load(tmp_path, classes=0), images_of(), expected, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model_type": "swin"}, "transformers' swin is not one of vit, dinov2"),
+        ({"model_type": "siglip2_vision_model"}, r"NaFlex\), those of a fixed size have model_type siglip"),
+        ({"model_type": "dinov3_vit", "rope_theta": 10.0}, "rotary positions with base 10.0, not 100"),
+        ({"model_type": "dinov3_vit", "use_gated_mlp": True}, "is not SwiGLU"),
+        ({"model_type": "dinov3_vit", "query_bias": False}, "biases of queries, keys and values other than"),
+        ({"hidden_act": "relu"}, "hidden_act 'relu' is not one of gelu"),
+    ],
+)
+def test_a_config_that_is_not_our_vit_is_refused_with_the_reason(changes, reason, transformers, tmp_path):
+    transformers_model(transformers, "vit").save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    with pytest.raises(ValueError, match=reason):
+        models.load(tmp_path)
