@@ -6,7 +6,7 @@ from scipy import stats
 from scipy.optimize import curve_fit
 
 from benchmarks.laws import LAWS, QUANTITIES, SIZES, Case, coverage, points_of
-from pipeline.extras.power_law import fit, law_of, leave_largest_out
+from pipeline.extras.power_law import ValueTests, fit, law_of, leave_largest_out
 
 # Floor, amounts and exponents, at x = 1; the sizes and samples of a study, whose geometric mean is 1.
 PLANTED = {"floor": 0.25, "amount 1": 0.2, "amount 2": 0.3, "exponent 1": 0.35, "exponent 2": 0.45}
@@ -67,6 +67,18 @@ def test_parameters_are_not_negative_and_every_interval_contains_its_estimate():
     assert unconstrained[0] < -0.1
     for name, (value, low, high) in fit(x[:, None], y, draws=50).parameters().items():
         assert 0 <= low <= value <= high, name
+
+
+def test_percentile_at_a_bound_is_that_of_half_of_the_studies():
+    # If the true floor is 0, half of the studies prefer a negative floor, which is not allowed: their statistic is 0.
+    # The 90th percentile of all is then the 80th of the F distribution; far from the bound it is F's 90th.
+    x = np.geomspace(1e6, 1e9, 12)[:, None] / 10**7.5
+    y = 0.4 * x[:, 0] ** -0.5 * (1 + 0.02 * np.random.default_rng(3).standard_normal(12))
+    law = fit(x, y)
+    test = ValueTests(x, y, law.at(x), 1000).linear(0)
+    assert test.critical(0.0) == pytest.approx(stats.f.ppf(0.8, 1, 9), rel=0.2)
+    shifted = ValueTests(x, y + 0.5, law.at(x) + 0.5, 1000).linear(0)
+    assert shifted.critical(0.5) == pytest.approx(stats.f.ppf(0.9, 1, 9), rel=0.15)
 
 
 def test_restored_law_gives_the_same_forecast():
