@@ -315,7 +315,7 @@ def test_new_explains_training_without_labels_and_how_to_add_classes(tmp_path, c
     cases = [
         (
             photos / "eins",
-            f"and the folders 'null', 'zwei' next to it are other classes, type python -m jobs new {photos}",
+            f"and the folders 'null', 'zwei' next to it are other classes, run python -m jobs new {photos}",
         ),
         (
             flat_folder(tmp_path / "alone" / "flat", three_digits()),
@@ -345,7 +345,7 @@ def test_the_current_folder_similar_classes_and_repeated_rows_are_named(tmp_path
     with monkeypatch.context() as patch:
         patch.chdir(folder)
         assert main(["new", "."]) == 64
-    assert f"type cd {tmp_path}, then python -m jobs new input" in capsys.readouterr().err
+    assert f"run cd {tmp_path}, then python -m jobs new input" in capsys.readouterr().err
     rows = table(tmp_path / "rows", three_digits())
     rows.write_text(rows.read_text() + rows.read_text().splitlines()[-1] + "\n")
     assert main(["new", str(rows), "--output", "rows.yaml"]) == 65
