@@ -75,6 +75,7 @@ def main() -> None:
             if before != now:
                 sys.exit(f"{label} differ: {before} before, {now} now")
         ratios.append(float(str(results["now"]["seconds"])) / float(str(results["before"]["seconds"])))
+        print(f"round {number + 1}: now / before {ratios[-1]:.3f}", flush=True)
     quartiles = statistics.quantiles(ratios, n=4)
     print(f"{options.model}: weights, logits and gradients are equal bit for bit in {options.rounds} rounds")
     print(f"time of a step, now / before: {quartiles[1]:.3f} (quartiles {quartiles[0]:.3f} to {quartiles[2]:.3f})")

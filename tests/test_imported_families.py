@@ -80,21 +80,34 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensor, Ten
     return folder, batch.images.double() / 255, batch.labels[:, 0]
 
 
-def plain_loop(theirs: nn.Module, images: Tensor, labels: Tensor) -> Iterator[float]:
-    """Fine-tune timm's module by SGD with momentum and a cosine, with a head of zeros; yield the loss of each step."""
-    for parameter in theirs.get_classifier().parameters():
+def plain_loop(module: nn.Module, head: nn.Module, images: Tensor, labels: Tensor) -> Iterator[float]:
+    """Fine-tune a module by SGD with momentum and a cosine, with a head of zeros; yield the loss of each step."""
+    for parameter in head.parameters():
         nn.init.zeros_(parameter)
-    optimizer = torch.optim.SGD(theirs.parameters(), lr=RATE, momentum=0.9)
+    optimizer = torch.optim.SGD(module.parameters(), lr=RATE, momentum=0.9)
     for step in range(STEPS):
         for group in optimizer.param_groups:
             group["lr"] = RATE * (1 + np.cos(np.pi * step / STEPS)) / 2
-        loss = nn.functional.cross_entropy(theirs(images), labels)
+        loss = nn.functional.cross_entropy(module(images), labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         yield loss.item()
 
 
+@pytest.mark.parametrize("architecture", TIMM)
+def test_an_imported_module_fine_tunes_as_timm_s_does(architecture: str, timm: Any, tmp_path: Path) -> None:
+    theirs = save_timm(timm, architecture, tmp_path)
+    ours = models.load(tmp_path)
+    images = torch.randn(IMAGES, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(IMAGES) % CLASSES
+    losses = []
+    for module, head in ((ours, ours.head), (theirs, theirs.get_classifier())):
+        losses.append(list(plain_loop(module.train(), head, images, labels)))
+    np.testing.assert_allclose(losses[0], losses[1], rtol=0, atol=5e-6)
+
+
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_a_family_passes_every_stage_and_fine_tunes_as_timm_does(
     architecture: str, samples: tuple[Path, Tensor, Tensor], timm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -112,7 +125,7 @@ def test_a_family_passes_every_stage_and_fine_tunes_as_timm_does(
     config = models.load_weights(tmp_path / "weights")[1]
     mean = torch.tensor(config.pixel_mean, dtype=torch.float64)[:, None, None]
     std = torch.tensor(config.pixel_std, dtype=torch.float64)[:, None, None]
-    expected = list(plain_loop(theirs.train(), ((pixels - mean) / std).float(), labels))
+    expected = list(plain_loop(theirs.train(), theirs.get_classifier(), ((pixels - mean) / std).float(), labels))
     (stage,) = Path("run").glob("finetune-*")
     losses = [loss for record in read_metrics(stage) for loss in record["losses"]]
     np.testing.assert_allclose(losses, expected, rtol=2e-4, atol=2e-5)

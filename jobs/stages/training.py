@@ -316,7 +316,7 @@ class Training(StageKind):
 def accompany(
     companions: Sequence[Companion], task: Task, attempt_folder: Path, cluster: ClusterConfig
 ) -> Iterator[None]:
-    """Run all companions during an attempt."""
+    """Run the companions of extras, such as the spare evaluation worker, during an attempt."""
     with ExitStack() as stack:
         for companion in companions:
             stack.enter_context(companion.during_attempt(task, attempt_folder, cluster))

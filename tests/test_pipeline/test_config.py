@@ -41,8 +41,10 @@ def test_every_field_has_a_resume_tag(kind):
 def test_tags_apply_to_named_sections_and_classes_without_tags():
     cfg = TrainConfig(steps=1, data=DataConfig(mixture={"a": MixedConfig("x", 1.0)}))
     free, forbid = config.tagged(cfg, "free"), config.tagged(cfg, "forbid")
-    assert forbid["data.mixture.a.weight"] == 1.0 and "data.augment.min_area" in forbid
-    assert "data.cache.limit_bytes" in free and not any("cache" in name for name in forbid)
+    assert forbid["data.mixture.a.weight"] == 1.0
+    assert "data.augment.min_area" in forbid
+    assert "data.cache.limit_bytes" in free
+    assert not any("cache" in name for name in forbid)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +137,8 @@ def test_search_finds_all_numeric_fields():
     """The test above must not pass without checking anything."""
     fields = {f"{kind.__name__}.{field}" for kind, field, _, _ in numeric_fields()}
     expected = "TrainConfig.stall_s DataConfig.lanes ProbeConfig.shots SetConfig.classes ClusterConfig.backoff_s"
-    assert set(expected.split()) <= fields and len(fields) > 60
+    assert set(expected.split()) <= fields
+    assert len(fields) > 60
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../../x", "a/b", "a b", "é", "a\n", "x" * 65])
@@ -154,6 +157,7 @@ def test_values_override_defaults_of_nested_configs():
     )
     built = config.build(TrainConfig, {"optim": {"schedule": {"warmup_steps": 3}}, "zero": 3}, "s", defaults)
     assert (built.optim.lr, built.optim.schedule.decay, built.optim.schedule.warmup_steps) == (0.5, "cosine", 3)
-    assert built.zero == 3 and isinstance(built.data.augment, AugmentConfig)
+    assert built.zero == 3
+    assert isinstance(built.data.augment, AugmentConfig)
     with pytest.raises(dataclasses.FrozenInstanceError):
         built.zero = 1  # type: ignore[misc]

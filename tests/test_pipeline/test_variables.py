@@ -28,7 +28,8 @@ def test_values_are_recorded_as_variables_with_a_digest_and_restored() -> None:
     }
     assert restored(record, "task.json") == values
     # What the driver derives from a value is recorded in the same way, and what is recorded stays so.
-    assert "ada" not in recorded(f"{PLACE}/parts-1a2b3c4d/train") and recorded(record) == record
+    assert "ada" not in recorded(f"{PLACE}/parts-1a2b3c4d/train")
+    assert recorded(record) == record
 
 
 def test_changed_or_missing_variable_is_reported_without_its_value(monkeypatch) -> None:
@@ -37,7 +38,8 @@ def test_changed_or_missing_variable_is_reported_without_its_value(monkeypatch) 
     monkeypatch.setenv("PLACE", "/another/place")
     with_overrides({"a": "${oc.env:PLACE}/train"}, [])
     after = recorded("/another/place/train")
-    assert before != after and before.split(" (")[0] == after.split(" (")[0] == "${oc.env:PLACE}/train"
+    assert before != after
+    assert before.split(" (")[0] == after.split(" (")[0] == "${oc.env:PLACE}/train"
     for change in (lambda: None, lambda: monkeypatch.delenv("PLACE")):
         change()
         with pytest.raises(
@@ -51,7 +53,8 @@ def test_two_variables_in_one_text_are_restored_whatever_their_order(monkeypatch
     monkeypatch.setenv("INNER", f"{PLACE}/inner/of/it")
     values = with_overrides({"a": "${oc.env:INNER}:${oc.env:PLACE}", "b": "${oc.env:PLACE}:${oc.env:INNER}"}, [])
     record = recorded(values)
-    assert "ada" not in str(record) and restored(record, "task.json") == values
+    assert "ada" not in str(record)
+    assert restored(record, "task.json") == values
 
 
 @pytest.mark.parametrize("value", ["3", "1e-3", "adamw", "S/16", "random_resized_crop", "ada"])
@@ -59,4 +62,5 @@ def test_numbers_and_words_are_recorded_as_they_are(value, monkeypatch) -> None:
     """Results depend on them; in other texts they would be found by chance."""
     monkeypatch.setenv("CHOICE", value)
     with_overrides({"a": "${oc.env:CHOICE}"}, [])
-    assert noted() == {} and recorded({"b": f"{value} and more"}) == {"b": f"{value} and more"}
+    assert noted() == {}
+    assert recorded({"b": f"{value} and more"}) == {"b": f"{value} and more"}

@@ -110,8 +110,10 @@ def test_run_keeps_values_of_the_environment_out_of_its_records(recipe, tmp_path
     assert loaded.stage("pretrain").key == key
     before = artifacts.read_record(stage / "stage.json")["forbid"]
     (change,) = config.differences(recorded(before), forbidden_fields(loaded.stage("pretrain")))
-    assert change.startswith("data.train: ") and "${oc.env:PLACE}/train" in change
-    assert "ada" not in change and "bob" not in change
+    assert change.startswith("data.train: ")
+    assert "${oc.env:PLACE}/train" in change
+    assert "ada" not in change
+    assert "bob" not in change
     with pytest.raises(DataError, match=r"PLACE is not set, or has another value than when it was recorded"):
         _ = TrainedStage(stage).job
 

@@ -58,7 +58,8 @@ def test_identical_draws_give_the_interval_of_the_samples_alone() -> None:
     low, high = over_draws(np.stack([right] * 3))
     assert (low, high) == pytest.approx(wilson(right.mean(), 2000), abs=2e-4)
     all_right = over_draws(np.ones((3, 100), bool))
-    assert all_right == pytest.approx(wilson(1.0, 100)) and over_draws(np.ones((3, 0), bool)) == (0.0, 1.0)
+    assert all_right == pytest.approx(wilson(1.0, 100))
+    assert over_draws(np.ones((3, 0), bool)) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize("sizes", [[1] * 102, [10] * 102, [1, 4, 9, 50, 200]])
@@ -67,7 +68,8 @@ def test_mean_over_classes_always_has_a_nonzero_interval(sizes: list[int], accur
     labels = np.repeat(np.arange(len(sizes)), sizes)
     right = np.random.default_rng(9).random(len(labels)) < accuracy
     low, high = mean_over_classes(right, labels[:, None])
-    assert 0 <= low < high <= 1 and high - low > 0.5 / sum(sizes)
+    assert 0 <= low < high <= 1
+    assert high - low > 0.5 / sum(sizes)
     mean = np.mean([right[labels == label].mean() for label in range(len(sizes))])
     assert low <= mean <= high
     # With one class per sample, or equal and perfect classes, all samples are independent.
@@ -84,7 +86,8 @@ def test_mean_over_no_classes_has_the_interval_0_to_1(samples: int) -> None:
 def test_classes_that_are_all_right_or_all_wrong_still_have_an_interval() -> None:
     labels = np.repeat(np.arange(20), 10)
     low, high = mean_over_classes(labels % 2 == 0, labels[:, None])
-    assert 0.01 < high - low < 0.1 and low + high == pytest.approx(1.0)
+    assert 0.01 < high - low < 0.1
+    assert low + high == pytest.approx(1.0)
 
 
 def test_ends_of_a_mean_over_classes_are_just_accepted_by_a_score_test_with_several_labels() -> None:
@@ -155,7 +158,8 @@ WORLDS = {
 def test_intervals_contain_the_true_value_as_often_as_promised(world: str) -> None:
     """Expect 92 to 97 % of 800 repetitions, with two standard deviations of the count (1.5 points) on either side."""
     held, width = simulations.coverage(WORLDS[world], 800, np.random.default_rng(17))
-    assert 0.905 <= held <= 0.985 and width < 0.25
+    assert 0.905 <= held <= 0.985
+    assert width < 0.25
 
 
 RARE = {
@@ -170,4 +174,5 @@ RARE = {
 def test_intervals_of_means_that_a_rare_class_decides_hold_at_least_95_percent(world: str) -> None:
     """Three samples have four possible shares, so an interval holds either too rarely or more often than promised."""
     held, width = simulations.coverage(partial(simulations.classes, *RARE[world]), 400, np.random.default_rng(23))
-    assert held >= 0.95 - 2 * 0.011 and width < 0.6
+    assert held >= 0.95 - 2 * 0.011
+    assert width < 0.6

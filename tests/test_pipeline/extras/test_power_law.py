@@ -19,9 +19,12 @@ def test_noise_free_law_is_recovered_and_predicts_the_largest_point():
     law = fit(X, EXACT, draws=10)
     for name, (value, low, high) in law.parameters().items():
         assert value == pytest.approx(PLANTED[name], rel=1e-4), name
-        assert low <= PLANTED[name] * 1.001 and high >= PLANTED[name] * 0.999
+        assert low <= PLANTED[name] * 1.001
+        assert high >= PLANTED[name] * 0.999
     number, value, low, high = leave_largest_out(X, EXACT, draws=10)
-    assert number == len(X) - 1 and value == pytest.approx(EXACT[-1], rel=1e-5) and low <= value <= high
+    assert number == len(X) - 1
+    assert value == pytest.approx(EXACT[-1], rel=1e-5)
+    assert low <= value <= high
 
 
 def test_noisy_law_in_one_variable_agrees_with_scipy_and_scales():
@@ -43,7 +46,8 @@ def test_noisy_law_in_one_variable_agrees_with_scipy_and_scales():
 
     # 2. At the ends of the interval of the floor, the best law with this floor is just rejected by an F test at 90 %.
     value, low, high = law.parameters()["floor"]
-    assert value == pytest.approx(expected[0], rel=1e-3) and low < value < high
+    assert value == pytest.approx(expected[0], rel=1e-3)
+    assert low < value < high
     for end in (low, high):
         weights = values(x, *first)
         best, _ = curve_fit(lambda x, a, b, end=end: values(x, end, a, b), x, y, p0=expected[1:], sigma=weights)
@@ -69,7 +73,9 @@ def test_restored_law_gives_the_same_forecast():
     law = fit(X, EXACT * (1 + 0.01 * np.random.default_rng(5).standard_normal(len(X))), draws=50)
     at = np.array([[40.0, 40.0], [10.0, 10.0]])
     first, second = law.interval_at(at), law_of(law.record()).interval_at(at)
-    assert np.array_equal(first, second) and (first[0] < law.at(at)).all() and (law.at(at) < first[1]).all()
+    assert np.array_equal(first, second)
+    assert (first[0] < law.at(at)).all()
+    assert (law.at(at) < first[1]).all()
 
 
 @pytest.mark.parametrize(

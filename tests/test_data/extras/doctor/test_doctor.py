@@ -85,17 +85,22 @@ def test_check_counts_every_kind_of_fault_exactly(sick):
     assert "sha256" in problems.pop("s4.tar")
     assert set(problems.values()) == {""}
     refused = {"member type .pyd": 1, "repeated member": 1, "label too large": 1}
-    assert report.duplicates == 1 and report.shards[1].refused.counts == refused
-    assert report.shards[0].bad.first["truncated"] == "k1" and not report.ok
+    assert report.duplicates == 1
+    assert report.shards[1].refused.counts == refused
+    assert report.shards[0].bad.first["truncated"] == "k1"
+    assert not report.ok
     assert report.shards[0].damaged == (1 if library() else 0)
     text = "\n".join(report.lines())
-    assert "bad: 2 × not a JPEG, PNG or WebP, first k0 of s0.tar" in text and "empty 2 (first: [10, 11])" in text
+    assert "bad: 2 × not a JPEG, PNG or WebP, first k0 of s0.tar" in text
+    assert "empty 2 (first: [10, 11])" in text
 
 
 def test_repaired_set_passes_the_check_and_trains(sick, tmp_path):
     made = repair(sick, tmp_path / "well", unique=True, shard_samples=20)
     report = check(made, workers=2)
-    assert report.ok and report.duplicates == 0 and made.samples == report.good == check(sick).good - 1
+    assert report.ok
+    assert report.duplicates == 0
+    assert made.samples == report.good == check(sick).good - 1
     order = Order(made.shard_samples, seed=0, batch_size=8)
     batches = islice(iter(TrainLoader(made, order, image_size=16, slots=range(8), micro_batch=8)), 12)
     assert not any(batch.bad for batch in batches)
@@ -104,15 +109,20 @@ def test_repaired_set_passes_the_check_and_trains(sick, tmp_path):
 def test_healthy_set_has_no_problems(tmp_path):
     index = pack(GOOD, tmp_path, shard_samples=2)
     report = check(index)
-    assert len(report.shards) == 30 and sum(len(shard.grid) for shard in report.shards) == 24
-    assert report.ok and report.good == 60 and report.classes == Counter(s.labels[0] for s in GOOD)
+    assert len(report.shards) == 30
+    assert sum(len(shard.grid) for shard in report.shards) == 24
+    assert report.ok
+    assert report.good == 60
+    assert report.classes == Counter(s.labels[0] for s in GOOD)
 
 
 def test_report_shows_multiple_labels_and_very_narrow_images(tmp_path):
     sliver = cv2.imencode(".png", np.zeros((1, 10_000, 3), np.uint8))[1].tobytes()
     index = pack([Sample("a", sliver, (1, 2, 3), "png"), Sample("b", sliver, (0,), "png")], tmp_path)
     report = check(index)
-    assert report.ok and report.classes.total() == 4 and report.duplicates == 1
+    assert report.ok
+    assert report.classes.total() == 4
+    assert report.duplicates == 1
     assert "labels: up to 3 per sample; train with data.max_labels=3" in "\n".join(report.lines())
     assert "data:image/jpeg" in write_page(report, tmp_path / "page.html").read_text()
 
@@ -120,8 +130,11 @@ def test_report_shows_multiple_labels_and_very_narrow_images(tmp_path):
 def test_page_is_self_contained(sick, tmp_path):
     text = write_page(check(sick, decode=False), tmp_path / "report.html").read_text()
     assert text.index("<td>s2.tar") < text.index("<td>s0.tar") < text.index("<td>s5.tar"), "the worst shards come first"
-    assert "k6: 6" in text and text.count("data:image/jpeg;base64,") >= 10 and "<script" not in text
-    assert "http://" not in text and "https://" not in text
+    assert "k6: 6" in text
+    assert text.count("data:image/jpeg;base64,") >= 10
+    assert "<script" not in text
+    assert "http://" not in text
+    assert "https://" not in text
 
 
 def test_shard_statistics_agree_with_numpy():
@@ -140,7 +153,8 @@ def test_shard_statistics_agree_with_numpy():
     heights, widths = np.array([(height, width) for height, width, _ in images]).T
     sizes = np.array([len(image) for _, _, image in images])
     assert (report.good, report.size, report.most_labels) == (5, sizes.sum(), 3)
-    assert report.classes == {0: 3, 2: 3, 3: 1} and len(set(report.hashes)) == 4
+    assert report.classes == {0: 3, 2: 3, 3: 1}
+    assert len(set(report.hashes)) == 4
     expected = {
         "height": heights,
         "width": widths,
@@ -164,9 +178,11 @@ def test_report_advises_against_many_small_and_huge_shards(shards, mebibytes, ad
     shard = Shard("x.tar", samples=1, bytes=mebibytes << 20, sha256="")
     report = Report(replace(pack(GOOD[:1], tmp_path), shards=(shard,) * shards), [])
     lines = [line for line in report.lines() if line.startswith("advice: ")]
-    assert advice in "".join(lines) and len(lines) == bool(advice)
+    assert advice in "".join(lines)
+    assert len(lines) == bool(advice)
     lacking = f"advice: {shards} shards for {shards + 1} workers: some workers share a shard, fine on local disks"
-    assert report.lines(world=shards) == report.lines() and lacking in report.lines(world=shards + 1)
+    assert report.lines(world=shards) == report.lines()
+    assert lacking in report.lines(world=shards + 1)
 
 
 def test_repair_makes_repeated_keys_unique(tmp_path):

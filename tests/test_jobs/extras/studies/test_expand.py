@@ -104,7 +104,8 @@ def test_another_model_in_each_does_not_inherit_the_fields_of_the_first():
     each["bit"] = {"model": {"name": "BiT-R50x1", "classes": 5}}
     stages = expanded({"p": {"kind": "pretrain", "model": model, "sweep": {"each": each}}})
     models = {name: stage.values.get("model") for name, stage in stages.items()}
-    assert models["p.vit"] == models["p.same"] == model and models["p.deep"] == {**model, "depth": 5}
+    assert models["p.vit"] == models["p.same"] == model
+    assert models["p.deep"] == {**model, "depth": 5}
     assert models["p.bit"] == {"name": "BiT-R50x1", "image_size": 16, "classes": 5}
 
 
@@ -136,7 +137,8 @@ def test_a_chain_of_sweeps_expands_to_the_stages_written_by_hand():
     assert stages["evaluate.small.seed-0.cats"].values == {"kind": "evaluate", "init": "@finetune.small.seed-0.cats"}
     rows = [(run["row"], run["seed"]) for run in stages["evaluate"].values["runs"].values()]
     assert rows[:4] == [("small, cats", 0), ("small, dogs", 0), ("small, cats", 1), ("small, dogs", 1)]
-    assert stages["evaluate"].values["best"] == "top-1" and not stages["evaluate"].values["chooses"]
+    assert stages["evaluate"].values["best"] == "top-1"
+    assert not stages["evaluate"].values["chooses"]
     assert recipe["resize"]["init"] == "@pretrain.*", "the recipe must not be modified"
 
 
@@ -184,7 +186,7 @@ def test_each_run_of_a_chain_chooses_separately_and_the_table_has_the_values_of_
         ),
         (
             {"p": {"sweep": {"seeds": [0]}}, "q": {"sweep": {"seeds": [1]}}, "f": {"init": "@p.*", "data": "@q.*/x"}},
-            "f reads the runs of p, q, which have different suffixes: seed-0; seed-1",
+            "f reads the runs of several sweeps, p, q, whose runs have different names: seed-0; seed-1",
         ),
     ],
 )
@@ -261,7 +263,8 @@ def test_paths_in_a_sweep_become_absolute_in_a_submitted_job(tmp_path):
     ]
     for path in ("/home/me/shards/cars", "/home/me/shards/some", "/home/me/weights/a", "/home/me/shards/rest"):
         assert path in text
-    assert "'@pretrain'" in text and "- /b\n" in text
+    assert "'@pretrain'" in text
+    assert "- /b\n" in text
 
 
 @pytest.mark.parametrize("kind", [SweepConfig, TableConfig])
