@@ -391,4 +391,4 @@ def test_each_recipe_has_a_run_of_its_own(tmp_path, capsys):
     assert main(["new", str(mine), "--output", "third.yaml", "--minutes", "0.01"]) == 0
     runs = [str(load(Path(f"{name}.yaml"), []).run) for name in ("mine", "other", "third")]
     assert [Path(run).name for run in runs] == ["mine", "other", "third-2"]
-    assert "it writes runs/third-2 here" in capsys.readouterr().out
+    assert "writes runs/third-2" in capsys.readouterr().out
