@@ -40,7 +40,7 @@ TYPES: dict[object, str] = {
     int: "whole number",
     float: "number",
     bool: "`true` or `false`",
-    str: "text",
+    str: "string",
     dict: "section",
     Any: "any value",
 }
@@ -261,8 +261,10 @@ refused if the recipe sets widths of its own.
 **Inputs.** Keys that name an input (`init`, `data.train`, `data.evaluate`, …) take a path or another stage of the
 recipe: `@stage` for its weights, `@stage/name` for a set of shards made by a `pack` stage.
 
-**Environment.** `${oc.env:NAME}` is replaced when the recipe is read, and saved in clear text. A variable whose name
-or value looks like a secret is refused.
+**Environment.** `${oc.env:NAME}` is replaced when the recipe is read. Paths and other text in the records of a run and
+in its checkpoints keep the variable in place of its value, with a digest of the value; numbers and single words are
+recorded as they are. Stage keys cover the values. Logs, pages and a submitted recipe may show a value. A variable
+whose name or value looks like a secret is refused.
 
 **Sweeps.** Any stage's section can hold a `sweep`, which turns it into several stages ([studies.md](studies.md)).
 
@@ -321,10 +323,10 @@ def most_changed() -> list[str]:
     for key in all_keys(ClusterConfig):
         keys[f"cluster.{key.name}"] = key
     keys["run"] = Key("run", "`runs/<the recipe's name>`", "path", "", "")
-    keys["model.name"] = Key("model.name", "required", "text", "", "")
+    keys["model.name"] = Key("model.name", "required", "string", "", "")
     keys["model.image_size"] = Key("model.image_size", "required", "whole number", "", "")
     keys["model.classes"] = Key("model.classes", "required", "whole number", "", "")
-    keys["data.train"] = dataclasses.replace(keys["data.train"], default="required", values="text")
+    keys["data.train"] = dataclasses.replace(keys["data.train"], default="required", values="string")
     units = {"model.image_size": "pixels", "save_every": "steps", "data.augment.min_area": "0 to 1"}
     lines = ["| key | default | values, unit | meaning |", "|---|---|---|---|"]
     for row in MOST_CHANGED.splitlines():

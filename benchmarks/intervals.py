@@ -121,6 +121,7 @@ def cases(rng: np.random.Generator) -> Iterator[Case]:
         yield Case("mean over seeds", of, partial(latent, 1.3, (0.1, 0.1, 2.0), (runs, 3, 500)))
     unequal = np.array([1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 200])
     sizes = {"102 × 1": np.ones(102, int), "102 × 10": np.full(102, 10), "1, 2, 3, 5 … 200": unequal}
+    sizes |= {"990, 3": np.array([990, 3]), "4,997, 3": np.array([4997, 3]), "9 × 500, 5": np.array([500] * 9 + [5])}
     for name, size in sizes.items():
         for accuracy, alike in ((0.5, 1e6), (0.9, 10.0), (0.98, 1e6), (0.98, 10.0)):
             of = f"{name} at {accuracy:.0%}" + (", classes differ" if alike == 10 else "")

@@ -4,14 +4,16 @@
 
 The photographs of FOLDER/imagenet1k-*.tar are the test set. Copies of all photographs, transformed in many ways, are
 packed as the training set; any pair except a photograph and its own copy is false. False pairs of the same two
-photographs count once, because their copies are not independent trials. Then the roles are swapped: the copies become
-the test set. With --cifar, the search also compares FOLDER/cifar10-train-*.tar with cifar10-test-*.tar. These contain
-no copies except for the known duplicates of CIFAR, so the printed pairs must be checked by eye.
+photographs count once, because their copies are not independent trials; neither are pairs with a common photograph.
+Then the roles are swapped: the copies become the test set. With --cifar, the search also compares
+FOLDER/cifar10-train-*.tar with cifar10-test-*.tar. These contain no copies except for the known duplicates of CIFAR, so
+the printed pairs must be checked by eye.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import resource
 import sys
 import tempfile
@@ -159,6 +161,13 @@ def bound_of(found: int, trials: int) -> float:
     return float(betaincinv(found + 1, trials - found, 0.95))
 
 
+def bound_of_pairs(found: int, photographs: int) -> float:
+    """Return the upper bound of the rate among all pairs of these photographs."""
+    trials = photographs // 2
+    pairs = photographs * (photographs - 1) // 2
+    return bound_of(math.ceil(found * trials / pairs), trials)
+
+
 def show(leaks: Leaks, originals: list[str], draws: int, side: str) -> None:
     """Print how many copies of each kind were paired with their original, and the false pairs.
 
@@ -178,11 +187,17 @@ def show(leaks: Leaks, originals: list[str], draws: int, side: str) -> None:
     count = len(originals) * draws
     for way, name in enumerate(WAYS):
         print(f"| {name} | {side} | {hits[way]:,} of {count:,} | {hits[way] / count:.2%} |")
-    # Copies of one photograph are not independent trials: count each pair of photographs once.
-    unrelated = len(originals) * (len(originals) - 1) // 2
+    # Copies of one photograph are not independent trials, nor are two pairs with a photograph in common: of n
+    # photographs, n / 2 disjoint pairs are independent. The share over all pairs is their mean over all pairings, so
+    # its bound is that of n / 2 trials (Hoeffding 1963, 5a).
+    count = len(originals)
+    unrelated = count * (count - 1) // 2
     distinct = {frozenset(pair) for pair in false_pairs}
-    bound = bound_of(len(distinct), unrelated)
-    print(f"false: {len(distinct)} of {unrelated:,} distinct pairs of photographs, below {bound:.2g} at 95 %")
+    bound = bound_of_pairs(len(distinct), count)
+    print(
+        f"false: {len(distinct)} of {unrelated:,} distinct pairs of {count} photographs, which count as {count // 2} "
+        f"independent trials: below {bound:.2g} at 95 %"
+    )
     print(*false[:10], sep="\n  ")
 
 

@@ -18,12 +18,13 @@ import io
 import random
 import re
 import tokenize
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("models", "data", "pipeline", "jobs")
+LEAST_WORDS = 5  # of a message in a sample
 PER_WORDS = 10_000
 # Each is one row of the table: what is counted, and the goal per 10,000 words.
 TURNS = {
@@ -53,8 +54,8 @@ class Text:
 # ------------------------------------------------------------------------ texts
 
 
-def docstrings(path: Path, tree: ast.Module) -> Iterator[Text]:
-    """Yield the docstrings of a module, its classes and its functions."""
+def docstrings(path: Path, tree: ast.Module, shown: Callable[[str], str] | None = None) -> Iterator[Text]:
+    """Yield the docstrings of a module, its classes and its functions; by default without names of code."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node, clean=False)
@@ -62,7 +63,7 @@ def docstrings(path: Path, tree: ast.Module) -> Iterator[Text]:
                 # Not cleaned: if only examples follow the first line, that would remove their indentation.
                 margin = " " * node.body[0].col_offset
                 lines = [line.removeprefix(margin) for line in text.splitlines()]
-                yield Text(f"{path}:{getattr(node, 'lineno', 1)}", without_code("\n".join(lines)))
+                yield Text(f"{path}:{getattr(node, 'lineno', 1)}", (shown or without_code)("\n".join(lines)))
 
 
 def comments(path: Path, source: str) -> Iterator[Text]:
@@ -188,9 +189,14 @@ def main() -> None:
     columns = texts_of(options.root.resolve())
     if options.sample:
         draw = random.Random(options.seed)
-        code = [text for name in PACKAGES for text in columns.get(name, [])]
+        code = []
+        for name in PACKAGES:
+            for path in python_files(options.root.resolve() / name):
+                code += docstrings(path.relative_to(options.root.resolve()), ast.parse(path.read_text()), str)
+        # Shorter messages are mostly pieces of longer ones.
+        whole = [text for text in columns["messages"] if len(text.words.split()) >= LEAST_WORDS]
         print(f"seed {options.seed}")
-        for text in [*draw.sample(code, options.sample), *draw.sample(columns["messages"], options.sample // 2)]:
+        for text in [*draw.sample(code, options.sample), *draw.sample(whole, options.sample // 2)]:
             print(f"\n{text.place}\n{text.words}")
         return
     product = [text for name in PACKAGES for text in columns.get(name, [])]

@@ -112,7 +112,7 @@ def train_cases(task: dict[str, Any]) -> list[dict[str, Any]]:
             fault.update(parameter=part.name, element=part.start + element, before=float(view[element]))
             flip(view, element, fault["bit"])
             fault["after"] = float(view[element])
-            # Update the computing weights from the flipped master weights.
+            # Update the model weights from the flipped master weights.
             worker.engine.state.refresh()
         elif fault.get("what") in ("weight", "moment") and fault["now"] == fault["step"]:
             worker.engine.state.refresh()  # it is collective

@@ -7,6 +7,7 @@ from a bucket, record, manifest, claim or node become paths on this machine only
 """
 
 import math
+import os
 import re
 from collections.abc import Sequence
 from urllib.parse import urlsplit
@@ -14,6 +15,7 @@ from urllib.parse import urlsplit
 from data.errors import ConfigError, DataError
 
 STORES = ("s3", "gs", "az")  # schemes of object stores, whose keys may contain any character
+LONGEST_PART = 255  # bytes of the name of a file or folder (NAME_MAX of Linux)
 SHA256 = re.compile(r"[0-9a-f]{64}")
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 # KEY and TOKEN must be whole words: TOKENIZERS_PARALLELISM is not a secret.
@@ -42,18 +44,23 @@ def check_file_name(name: object, source: str, *, folders: bool = True) -> str:
     """Return a file name from outside, after checking that it stays inside the folder it will be joined to.
 
     Every name from a bucket, record, manifest, claim or another machine passes this check before it becomes a path.
-    Raises DataError, which begins with `source`, for absolute names, `..`, `.`, `//` and NUL; without `folders` also
-    for names with a slash.
+    Raises DataError, which begins with `source`, for absolute names, `..`, `.`, `//`, NUL, and parts that no Linux file
+    system accepts; without `folders` also for names with a slash.
     """
     is_inside = isinstance(name, str) and "\0" not in name
     if is_inside and isinstance(name, str):
         parts = name.split("/")
         is_inside = all(part not in ("", ".", "..") for part in parts) and (folders or len(parts) == 1)
+        try:
+            is_inside &= all(len(os.fsencode(part)) <= LONGEST_PART for part in parts)
+        except UnicodeEncodeError:  # half of a surrogate pair
+            is_inside = False
     if not is_inside or not isinstance(name, str):
         expected = "a path below the folder" if folders else "the name of a file or folder, without slashes"
         raise DataError(
             f"{source}: unsafe name {printable(repr(name)[:200])}\n"
-            f"  expected {expected}, without empty parts, '.', '..' and NUL, so that no file elsewhere is overwritten\n"
+            f"  expected {expected}, without empty parts, '.', '..' and NUL, parts of at most {LONGEST_PART} bytes,\n"
+            "  so that no file elsewhere is overwritten\n"
             "  rename or delete this entry, or find out who wrote it; then run the same command again"
         )
     return name

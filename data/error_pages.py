@@ -17,6 +17,8 @@ from data.checks import printable
 LONGEST = 1 << 18  # bytes; error pages are shorter
 MOST_SHOWN = 200  # maximum number of characters of the page's text in a message
 STARTS = (b"<?xml", b"<error", b"<!doctype html", b"<html", b"<head", b"<body", b"<listbucketresult")
+# The start of a page that is an error, unlike the XML in which a store lists its objects.
+ERROR = re.compile(rb"\s*(<\?xml[^>]*>\s*)?<(error|html|!doctype html)\b|\s*\{", re.IGNORECASE)
 TAG = re.compile(r"<(script|style).*?</\1>|<[^>]*>", re.DOTALL | re.IGNORECASE)
 WORDS_OF_JSON = ("code", "status", "reason", "title", "message", "msg", "error_description", "detail", "error", "fault")
 

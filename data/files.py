@@ -309,7 +309,7 @@ def is_own(path: Path) -> bool:
 
 
 def refuse_planted(path: Path, remedy: str) -> None:
-    """Raise StorageError if another user, or a link, holds the name `path` in a folder that everybody may write to.
+    """Raise StorageError if `path`, in a folder that everybody may write to, is a link or belongs to another user.
 
     Its owner could read and replace all files that we write there; the message ends with `remedy`.
     """

@@ -190,12 +190,12 @@ COMMANDS = CommandTable(
         },
         "Weights and evaluation": {
             "import": (
-                "jobs.commands.conversion:import_foreign",
+                "jobs.extras.conversion:import_foreign",
                 "Convert official, timm or transformers weights to ours.",
                 "vit_b16.npz weights/b16",
             ),
             "export": (
-                "jobs.commands.conversion:export",
+                "jobs.extras.conversion:export",
                 "Convert our weights for timm, transformers or big_vision.",
                 "runs/photos/pretrain exported --format timm",
             ),

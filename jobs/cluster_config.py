@@ -34,7 +34,7 @@ class WorkerRange:
 class ClusterConfig:
     # processes that train together, one per rank; a number, or a range from `least` to `most`
     workers: int | WorkerRange = 1
-    backend: Literal["ray", "processes"] = "ray"  # Ray (local or an existing cluster), or processes on this machine
+    backend: Literal["ray", "processes"] = "ray"  # Ray (embedded or existing cluster), or processes on this machine
     cpus_per_worker: int = 1  # CPUs that Ray reserves, and threads that a worker uses
     gpus_per_worker: int = 0  # GPUs that Ray reserves; 0: workers use the CPU
     gpu_memory_gb: float | None = None  # GPU memory per worker; configs that need more are refused; None: unknown

@@ -174,7 +174,7 @@ class Lease:
             if seen is not None:
                 last_number = seen.number
                 if state == "lost":
-                    self.log(f"taking over the run: no sign of life from {seen.holder}, which can no longer commit")
+                    self.log(f"taking over the run: no lease renewal by {seen.holder}, which can no longer commit")
                 self.previous_token = seen.record["token"] if seen.record is not None else ""
             # 3. If several commands try at once, one creates the number. The others try again and find its lease.
             if self.storage.create_once(LEASE.format(last_number + 1), self.content()):
@@ -323,7 +323,7 @@ def holder_state(storage: Storage, log: Log, periods: float = LOST_PERIODS) -> t
         if now is not None and now.content != seen.content:
             return "free" if now.is_released else "held", now
         if time.monotonic() > log_at:
-            log(f"waiting up to {wait_s:.0f} s for a sign of life from {seen.holder}")
+            log(f"waiting up to {wait_s:.0f} s for a lease renewal by {seen.holder}")
             log_at = math.inf
     return "lost", seen
 

@@ -130,9 +130,8 @@ class ViTConfig:
     norm_eps: float = 1e-6  # added to the variance in LayerNorm
     stem: tuple[int, ...] | None = None  # units per stage of a ResNet before the patches; None: plain ViT
     stem_width: int = 64  # channels of the stem's root
-    # Pixels from 0 to 1 are normalised to (pixel - mean) / std for each of R, G and B; the defaults give -1 to 1.
-    pixel_mean: tuple[float, float, float] = HALF
-    pixel_std: tuple[float, float, float] = HALF
+    pixel_mean: tuple[float, float, float] = HALF  # of R, G and B from 0 to 1: pixels become (pixel - mean) / std
+    pixel_std: tuple[float, float, float] = HALF  # of R, G and B; with the default mean and std, pixels are -1 to 1
     # SWITCHES: departures of later ViTs. With the defaults, none of them adds a parameter or takes time.
     patch_bias: bool = True  # whether the patch embedding has a bias (CLIP: no)
     patch_norm: bool = False  # norm of the patch embeddings, before positions and prefix tokens (AIMv2)

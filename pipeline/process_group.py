@@ -14,6 +14,7 @@ All this takes less than 0.1 s. `jobs preflight` runs the slower checks of links
 """
 
 import ctypes
+import hashlib
 import logging
 import math
 import os
@@ -257,6 +258,31 @@ def processor() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+# Variables that choose the instructions of torch, MKL, oneDNN, OpenBLAS, NumPy and OpenCV, or a product's precision.
+ARITHMETIC_VARIABLES = (
+    *("ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR", "MKL_DEBUG_CPU_TYPE", "MKL_DYNAMIC"),
+    *("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_CPU_ISA_HINTS", "ONEDNN_DEFAULT_FPMATH_MODE"),
+    *("OPENBLAS_CORETYPE", "NPY_DISABLE_CPU_FEATURES", "OPENCV_CPU_DISABLE", "OPENCV_IPP"),
+    *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG"),
+)
+
+
+def arithmetic_conditions() -> dict[str, str]:
+    """Return the conditions of this process that its sums and products depend on, besides threads and versions."""
+    values = {"processor": processor(), "instructions of torch": torch.backends.cpu.get_cpu_capability()}
+    # A virtual machine can hide instructions of the same processor. "flags" is "Features" on ARM.
+    with suppress(OSError):
+        for line in CPUINFO.read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                flags = sorted(line.partition(":")[2].split())
+                values["instructions of the processor"] = hashlib.sha256(" ".join(flags).encode()).hexdigest()[:12]
+                break
+    for name in ARITHMETIC_VARIABLES:
+        if name in os.environ:
+            values[name] = os.environ[name]
+    return values
 
 
 def memory_free() -> int:

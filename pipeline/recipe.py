@@ -9,7 +9,6 @@ Out: Recipe({"pretrain": {"optim": {"lr": 0.001}, "steps": 100}}, "recipe.yaml",
 
 import dataclasses
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,11 +20,11 @@ from yaml import YAMLError
 import models
 from data.checks import SECRET_NAME, SECRET_VALUE
 from data.errors import ConfigError
+from pipeline import variables
 from pipeline.config import MODEL
 from pipeline.values import LONGEST
 
 IN_ENVIRONMENT = "env:"  # prefix of the name of an environment variable that holds a recipe
-ENVIRONMENT_VARIABLE = re.compile(r"\$\{\s*oc\.env\s*:\s*['\"]?([A-Za-z_][A-Za-z0-9_]*)")
 SIZES = ("width", "depth", "mlp", "heads")  # keys of a model that its name already determines
 # Text that occurs in PyYAML's error messages → what Patchline's message says was expected.
 YAML_REMEDIES = {
@@ -163,6 +162,7 @@ def with_overrides(values: DictConfig | Mapping[str, object], overrides: Sequenc
     try:
         resolved = OmegaConf.to_container(merged, resolve=True)
         refuse_secret_values(unresolved, resolved)
+        variables.note(unresolved)
         return resolved  # type: ignore[return-value]
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0].rpartition("raised while resolving interpolation: ")[2].strip('"')
@@ -183,7 +183,7 @@ def refuse_secret_variables(values: object, key: str = "") -> None:
     for name, part in entries(values):
         refuse_secret_variables(part, f"{key}.{name}".lstrip("."))
     if isinstance(values, str):
-        for variable in ENVIRONMENT_VARIABLE.findall(values):
+        for variable in variables.VARIABLE.findall(values):
             # The path of a file with a secret is not secret.
             if SECRET_NAME.search(variable) and not variable.upper().endswith(("_FILE", "_PATH", "_DIR", "_FOLDER")):
                 raise secret_in_recipe(key, f"refers to {variable}, whose name looks like a secret's")
@@ -214,7 +214,7 @@ def secret_in_recipe(key: str, problem: str) -> ConfigError:
     """Build the error for a secret in a recipe; the message omits its value, because messages are stored."""
     return ConfigError(
         f"{key} {problem}\n"
-        "  expected no secrets in a recipe: its values are saved in clear text with the run's records and checkpoints\n"
+        "  expected no secrets in a recipe: commands, logs and pages show its values\n"
         "  remove it: the clients of object stores and trackers read their secrets from each node's environment"
     )
 

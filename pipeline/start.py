@@ -42,12 +42,21 @@ from pipeline.engine.settings import engine_settings
 from pipeline.health import Health
 from pipeline.hooks import Hook, HookOptions, StageEvaluator, build_config, load_classes, masked_by
 from pipeline.identity import package_versions
-from pipeline.monitoring.telemetry import Telemetry
+from pipeline.monitoring.telemetry import Telemetry, read_metrics
 from pipeline.monitoring.watchdog import Phases
-from pipeline.process_group import check_start, device_name, fetch_init, join_group, log_network, processor
+from pipeline.process_group import (
+    arithmetic_conditions,
+    check_start,
+    device_name,
+    fetch_init,
+    join_group,
+    log_network,
+    processor,
+)
 from pipeline.training_config import Phase, TrainConfig, has_one_shape, smaller_sizes
 from pipeline.training_data import batch_arithmetic, cache_line, steps_of, training_order
 from pipeline.values import counted
+from pipeline.variables import note_values, recorded
 from pipeline.worker import Group, Job, Progress, Setup, StageData, StopRequest, TrainingLog
 
 MOST_COMPILED = 64  # maximum number of compiled versions of a block; each number of tokens needs one
@@ -75,6 +84,7 @@ def read_task(task: Mapping[str, Any]) -> WorkerTask:
 
     Raises ConfigError.
     """
+    note_values(task.get("variables", {}))
     plain_config = json.loads(json.dumps(task["config"]))  # tuples become lists, as in a recipe
     hooks = task.get("hooks", {})
     return WorkerTask(build_config(plain_config, hooks), Job(**task["job"]), hooks)
@@ -296,7 +306,9 @@ def check_stage(cfg: TrainConfig, job: Job, manifest: Manifest, folder: str) -> 
     if manifest.key == job.key:
         return
     # The key also covers the stage's inputs, so it can differ although all config fields are equal.
-    changed = "; ".join(config.differences(manifest.config, config.tagged(cfg, "forbid"))) or "its inputs"
+    changed = (
+        "; ".join(config.differences(recorded(manifest.config), recorded(config.tagged(cfg, "forbid")))) or "its inputs"
+    )
     raise CheckpointError(
         f"the newest checkpoint in {folder} has stage key {manifest.key[:8]}, expected {job.key[:8]}; "
         f"changed: {changed}\n  move the checkpoint back to its own stage"
@@ -351,19 +363,38 @@ def report_start(worker: Worker, progress: Progress, manifest: Manifest | None) 
         "code": job.code,
         "versions": package_versions(),
         "threads": torch.get_num_threads(),
+        # Used by `audit`, which compares bits only under the same conditions.
+        "arithmetic": arithmetic_conditions(),
         # Used by `account`: an attempt's start-up begins with the driver's claim, before its first record.
         "claimed": job.claimed,
         "began": job.began,
         # Used by `jobs replay`, which repeats a step with the shards that its attempt read.
         "drop": cfg.data.drop,
     }
+    earlier = read_metrics(group.telemetry.directory, "start", []) if group.rank == 0 else []
     group.telemetry.report("start", record)
+    if earlier and progress.step > 0:
+        before = {name: earlier[-1].get(name, record[name]) for name in ("threads", "versions", "arithmetic")}
+        changed = config.differences(flat_values(before), flat_values({name: record[name] for name in before}))
+        if changed:
+            group.telemetry.log(
+                f"this attempt computes under other conditions than the last: {'; '.join(changed)}\n"
+                "  the last bits may differ from here on"
+            )
     if worker.data.index.remote:
         # The workers of a node have consecutive ranks, so their slots form a single range; log that of rank 0's node.
         last_local_rank = int(os.environ["LOCAL_WORLD_SIZE"]) - 1
         slots = range(arithmetic.slots(last_local_rank).stop)
         needed = cache_line(worker.data.index, worker.data.order, slots, progress.step, cfg.data)
         group.telemetry.log(f"cache of this node: {needed}")
+
+
+def flat_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values with those of inner mappings by their own names."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= value if isinstance(value, Mapping) else {name: value}
+    return flat
 
 
 def bits_line(worker: Worker, manifest: Manifest | None) -> str:

@@ -41,6 +41,7 @@ from pipeline.monitoring.telemetry import Window, account, log_line, memory_gb, 
 from pipeline.optimization import learning_rate
 from pipeline.start import Worker, read_task, set_up
 from pipeline.training_config import flops_of
+from pipeline.variables import recorded
 from pipeline.worker import Progress, handle_sigterm
 
 BAD_GRACE = 10_000  # until this many samples were seen, max_bad_fraction is relative to this number
@@ -220,8 +221,8 @@ def take_step(worker: Worker, step: int, batches: Iterator[Batch]) -> StepOutcom
 def count_step(worker: Worker, progress: Progress, outcome: StepOutcome) -> None:
     """Collective: add a completed step to the progress and the records; raise if the run cannot continue.
 
-    Raises RolledBack or Diverged after too many steps in a row with a non-finite gradient, DataError after too many
-    bad samples, CheckpointError after too many failed saves in a row.
+    Raises RolledBack or Diverged after too many consecutive steps with a non-finite gradient, DataError after too many
+    bad samples, CheckpointError after too many consecutive failed saves.
     """
     health = worker.health
     saver = worker.saver
@@ -353,7 +354,7 @@ def begin_save(worker: Worker, progress: Progress) -> None:
         world=worker.group.world,
         zero=worker.cfg.zero,
         # Only fields that must not change on resume; if the resume is refused, the error lists the differing keys.
-        config=config.tagged(worker.cfg, "forbid"),
+        config=recorded(config.tagged(worker.cfg, "forbid")),
         key=worker.job.key,
         code=worker.job.code,
         bad_samples=progress.bad_samples,

@@ -23,7 +23,8 @@ ROOT = Path(__file__).parents[1]
 def test_a_python_without_our_packages_gets_install_instructions():
     command = [sys.executable, "-S", "-m", "jobs", "new", "photos"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 69 and "type make env && source .venv/bin/activate" in done.stderr
+    assert done.returncode == 69
+    assert "type make env && source .venv/bin/activate" in done.stderr
 
 
 def test_help_does_not_import_slow_packages():
@@ -167,7 +168,9 @@ def test_options_may_be_anywhere_among_the_overrides(recipe, monkeypatch, words)
     monkeypatch.setattr("jobs.run.session.run_campaign", lambda loaded, fresh, **_: calls.append((loaded, fresh)))
     assert main(["run", *(word.format(recipe=recipe) for word in words)]) == 0
     ((document, fresh),) = calls
-    assert fresh and document.source == str(recipe) and (document.values["a"], document.values["b"]) == (1, 2)
+    assert fresh
+    assert document.source == str(recipe)
+    assert (document.values["a"], document.values["b"]) == (1, 2)
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,8 @@ def test_a_host_has_a_name_an_address_and_memory_of_its_own_and_shares_what_it_s
         assert first.run("hostname").strip() == "one" != os.uname().nodename
         first.run(f"touch /dev/shm/{x} /tmp/{x} {tmp_path}/{x}")
         assert second.run(f"ls /dev/shm /tmp/{x} {tmp_path}/{x} || true").count(x) == 2, "one error, one shared file"
-        assert not Path("/dev/shm", x).exists() and not Path("/tmp", x).exists()
+        assert not Path("/dev/shm", x).exists()
+        assert not Path("/tmp", x).exists()
         assert f"{second.address} two" in first.run("getent hosts two").replace("      ", " ")
         assert first.run([sys.executable, "-c", "import jobs; print(jobs.__file__)"]).startswith(str(ROOT))
 
@@ -193,7 +194,8 @@ time.sleep(1000)
 def test_hosts_end_with_the_process_that_booted_them_even_if_it_is_killed(tmp_path) -> None:
     links = subprocess.check_output(["ip", "link"])
     owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE)
-    assert owner.stdout is not None and owner.stdout.readline() == b"booted\n"
+    assert owner.stdout is not None
+    assert owner.stdout.readline() == b"booted\n"
     family = psutil.Process(owner.pid).children(recursive=True)
     assert sum(process.name() == "sleep" for process in family) == 2
     owner.send_signal(signal.SIGKILL)
@@ -320,7 +322,8 @@ def test_a_host_that_gives_notice_costs_no_step_and_is_no_incident(rounds, clust
         assert driver.wait(AGAIN_S) == 0, driver.said
         print(f"FAULT_SEED={SEED} round {number}: {victim} gave notice; trained again {again_s:.1f} s later")
         assert f"leaving the cluster: {victim} (its node is being drained)" in driver.said
-        assert not (stage(run) / "incidents.txt").exists() and "is slow" not in driver.said
+        assert not (stage(run) / "incidents.txt").exists()
+        assert "is slow" not in driver.said
         taken = [step for record in read_metrics(stage(run)) for step in steps_of(record)]
         assert taken == list(range(1, 201)), "every step once"
         assert_same_stage(stage(run), stage(twin))
@@ -366,7 +369,8 @@ def test_a_run_goes_on_with_fewer_workers_and_with_more_as_hosts_are_lost_for_go
     process.join(2 * AGAIN_S)
     assert process.exitcode == 0, said(alone)
     ours, theirs = (read_manifest(committed(stage(path) / "checkpoints")[0]) for path in (run, alone))
-    assert ours.ledger == theirs.ledger and ours.step == theirs.step == 1000
+    assert ours.ledger == theirs.ledger
+    assert ours.step == theirs.step == 1000
     digests = [hashlib.sha256((stage(path) / "weights.safetensors").read_bytes()).digest() for path in (run, alone)]
     assert digests[0] == digests[1]
 
@@ -456,7 +460,8 @@ def test_whoever_follows_a_submitted_run_is_told_that_the_head_is_gone_and_goes_
         follower = follow(before)
         wait_for(before, "checkpoint step 5 committed")
         assert "(process " in (told := network["h1"].run(f"{login} python -m jobs status {run}")), told
-        assert ", Ray job followed-001-" in told and "now  running, started" in told
+        assert ", Ray job followed-001-" in told
+        assert "now  running, started" in told
         network["h0"].black_hole()
         began = time.monotonic()
         assert follower.wait(AGAIN_S) == 69, before.read_text()
@@ -465,14 +470,15 @@ def test_whoever_follows_a_submitted_run_is_told_that_the_head_is_gone_and_goes_
 
         network["h0"].kill()
         told = network["h1"].run(f"{login} python -m jobs status {run}")
-        assert "end  ended unexpectedly: process " in told and " on h0, Ray job followed-001-" in told
+        assert "end  ended unexpectedly: process " in told
+        assert " on h0, Ray job followed-001-" in told
         assert f"to resume, type python -m jobs submit RECIPE run={run}" in told
         start_head()
         began = time.monotonic()
         follower = follow(after)
         wait_for(after, "resumed from step ")
         print(f"a new head: trained again {time.monotonic() - began:.0f} s after the submission")
-        assert "taking over the run: no sign of life" in after.read_text()
+        assert "taking over the run: no lease renewal" in after.read_text()
         network["h1"].run(f"{login} python -m jobs stop {run}", timeout_s=AGAIN_S, **address)
         assert follower.wait(AGAIN_S) == 75, after.read_text()
 
@@ -564,7 +570,8 @@ def test_a_link_that_is_dead_for_5_s_restarts_nothing(fault, cluster, twin, shar
     assert driver.wait(AGAIN_S) == 0, driver.said
     print(f"{fault.__name__} of {victim} for {dead_s:.1f} s at step {steps}; the next step {again_s:.1f} s later")
     assert steps < 40, "the run had ended before the link was whole"
-    assert "restarting" not in driver.said and not (stage(run) / "incidents.txt").exists()
+    assert "restarting" not in driver.said
+    assert not (stage(run) / "incidents.txt").exists()
     assert_same(run, twin)
 
 
@@ -620,12 +627,15 @@ def test_a_preflight_names_the_slow_link_and_is_content_when_it_is_mended(cluste
     assert warning is not None and "h2" in warning.groups()[:2], said_then
     assert warning[3].startswith("look at h2's cable")
     code, said_now = preflight(cluster, shared / "preflight", "cluster.workers=3", "pretrain.batch_size=24")
-    assert code == 0 and re.search("^OK   links", said_now, re.M) and "on 3 nodes" in said_now
+    assert code == 0
+    assert re.search("^OK   links", said_now, re.M)
+    assert "on 3 nodes" in said_now
     assert re.search(r"^OK   clocks      within [\d.]+ m?s of the driver's", said_now, re.M)
     assert "spare node" not in said_now
     # Two workers leave a host without one, to which an attempt after a fault may move.
     code, said_of_two = preflight(cluster, shared / "preflight", "cluster.workers=2")
-    assert code == 0 and re.search(r"^OK   workers     2 on .*; \d spare nodes? checked too", said_of_two, re.M)
+    assert code == 0
+    assert re.search(r"^OK   workers     2 on .*; \d spare nodes? checked too", said_of_two, re.M)
     assert re.search(r"^OK   run folder  the same on the driver and 3 nodes", said_of_two, re.M)
     assert not (shared / "preflight").exists()
 
@@ -637,7 +647,8 @@ def test_a_run_directory_of_each_host_alone_is_refused_by_preflight_and_by_run(c
     for name in cluster.names:
         cluster.network[name].run("mkdir -p /tmp/alone")
     code, said_here = preflight(cluster, run)
-    assert code == 69 and re.search("^FAIL workers .*the driver's folder .* did not appear on h", said_here, re.M)
+    assert code == 69
+    assert re.search("^FAIL workers .*the driver's folder .* did not appear on h", said_here, re.M)
     recipe = shared / "alone.yaml"
     recipe.write_text(SMALL)
     driver = Driver(cluster, [str(recipe), f"run={run}", "cluster.backend=ray", *OVERRIDES], shared / "alone")
@@ -666,9 +677,8 @@ def test_a_node_with_another_torch_is_left_out_and_too_few_are_refused(cluster, 
     try:
         # Whether it has a worker or is the spare one: it is named, and not rank 0 or whoever differs from it.
         code, of_two = preflight(cluster, shared / "preflight", "cluster.workers=2")
-        assert code == 69 and re.search(
-            r"^FAIL versions    (worker \d on|node) h1 has torch 2.12.0, 2 of 3 nodes have ", of_two, re.M
-        )
+        assert code == 69
+        assert re.search(r"^FAIL versions    (worker \d on|node) h1 has torch 2.12.0, 2 of 3 nodes have ", of_two, re.M)
         # A worker on every host fails with it; with two it depends on where Ray places them.
         run = shared / "unlike"
         driver = begin(cluster, run, "cluster.workers.least=2", "cluster.workers.most=3", "pretrain.batch_size=12")

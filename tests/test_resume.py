@@ -83,7 +83,8 @@ def assert_visible(scraper: Scraper, run: Path, folder: Path) -> None:
         assert (labels.get("run"), labels.get("stage")) == (run.name, "pretrain"), (name, sorted(scraper.seen))
     assert scraper.seen["ray_patchline_lease_age_s"]["run"] == run.name
     worker = scraper.seen[f"ray_{WORKER_GAUGE}"]
-    assert (worker["run"], worker["stage"]) == (run.name, "pretrain") and worker["rank"] in "01"
+    assert (worker["run"], worker["stage"]) == (run.name, "pretrain")
+    assert worker["rank"] in "01"
 
 
 def kill_by_plan(folder: Path, plan: list[tuple[int, str]], pauses: list[float]) -> None:
@@ -127,7 +128,8 @@ def test_under_ray_a_killed_worker_and_agent_leave_no_trace_either(
         killer.join(timeout=1)
         out = capsys.readouterr().out
         assert not killer.is_alive() and "dashboard: http://127.0.0." in out, f"{plan}, FAULT_SEED={SEED}\n{out}"
-        assert "worker 1 on" in out and "killed by SIGKILL; restarting from step 40" in out
+        assert "worker 1 on" in out
+        assert "killed by SIGKILL; restarting from step 40" in out
         died = "its node's agent died (killed, or crashed), together with its workers; restarting from step"
         assert out.count(died) == agents
         assert_same_stage(folder, uninterrupted)

@@ -89,7 +89,9 @@ def test_a_poisoned_sample_is_found_beside_training_and_masked_for_good(tmp_path
     assert read_manifest(newest_commit).masked == [[since, 1, POISONED - 100, POISONED - 99]]
     # It had made a spike in every epoch; without it there is none.
     spikes = [spike["step"] for spike in read_metrics(stage(run), "spike")]
-    assert spikes and max(spikes) <= since and newest() > since + 100
+    assert spikes
+    assert max(spikes) <= since
+    assert newest() > since + 100
 
     # 2. Audits before, across and behind the mask's first step, and behind the resume, on one worker and on two.
     behind = (end // 50 + 1) * 50

@@ -90,7 +90,8 @@ def test_a_campaign_under_kueue_names_the_queue_and_the_class_that_the_manifest_
     assert labels["kueue.x-k8s.io/queue-name"] == made["LocalQueue"]
     assert labels["kueue.x-k8s.io/priority-class"] == made["WorkloadPriorityClass"]
     # Kueue wants both: it takes `suspend` away, and a cluster that outlives its job would keep its places.
-    assert patch["spec"] == {"suspend": True} and job["spec"]["shutdownAfterJobFinishes"] is True
+    assert patch["spec"] == {"suspend": True}
+    assert job["spec"]["shutdownAfterJobFinishes"] is True
 
 
 MISTAKES = {ExitCode.USAGE, ExitCode.DATA, ExitCode.CONFIG}  # which another start does not cure
@@ -107,9 +108,11 @@ def test_a_submitted_campaign_is_tried_again_after_a_commit_and_a_lost_head_and_
     assert 0 < job["backoffLimit"] < 100, "others, such as a run that diverges, are tried a few times"
     (container,) = job["template"]["spec"]["containers"]
     shell, option, script = container["command"]
-    assert (shell, option) == ("sh", "-c") and subprocess.run(["sh", "-n", "-c", script]).returncode == 0
+    assert (shell, option) == ("sh", "-c")
+    assert subprocess.run(["sh", "-n", "-c", script]).returncode == 0
     words = shlex.split(script)
-    assert words[:6] == ["exec", "python", "-m", "jobs", "submit", "--wait"] and "run=$RUN" in words
+    assert words[:6] == ["exec", "python", "-m", "jobs", "submit", "--wait"]
+    assert "run=$RUN" in words
 
 
 def test_the_slurm_script_tells_its_own_child_and_requeues_by_exit_code(tmp_path) -> None:
@@ -158,9 +161,12 @@ def test_the_slurm_script_tells_its_own_child_and_requeues_by_exit_code(tmp_path
         assert job.wait(20) == expected, code
         assert log.read_text().endswith(end.format(expected, len(before) + 1))
         lines = told.read_text()
-        assert "driver -m jobs run digits run=s3://bucket/x" in lines and ("term" in lines) == (sent is not None)
+        assert "driver -m jobs run digits run=s3://bucket/x" in lines
+        assert ("term" in lines) == (sent is not None)
         assert ("scontrol requeue 17" in lines) == is_put_back, (before, code, sent)
-        assert lines.count("srun ") == 2 and "--nodelist=n0 ray start --head" in lines and "--exclude=n0" in lines
+        assert lines.count("srun ") == 2
+        assert "--nodelist=n0 ray start --head" in lines
+        assert "--exclude=n0" in lines
 
 
 def units() -> dict[str, configparser.ConfigParser]:
@@ -178,8 +184,10 @@ def test_the_units_restart_what_may_go_on_and_hand_the_token_on() -> None:
     assert found.keys() == {"patchline-head.service", "patchline-node.service", "patchline-driver@.service"}
     for name, unit in found.items():
         service = unit["Service"]
-        assert service["User"] == "patchline" and service["NoNewPrivileges"] == "yes"
-        assert service["LoadCredential"].startswith("auth_token:") and unit["Unit"]["StartLimitIntervalSec"] == "0"
+        assert service["User"] == "patchline"
+        assert service["NoNewPrivileges"] == "yes"
+        assert service["LoadCredential"].startswith("auth_token:")
+        assert unit["Unit"]["StartLimitIntervalSec"] == "0"
         is_driver = "driver" in name
         assert service["Restart"] == ("on-failure" if is_driver else "always")
         # A stop leaves the time for a commit, in which nobody is killed.
@@ -214,4 +222,5 @@ def test_systemd_finds_nothing_wrong_with_the_units_and_little_exposed(tmp_path)
 def test_the_container_has_the_versions_that_were_tested() -> None:
     text = (DEPLOY / "Containerfile").read_text()
     assert "torch===" in (ROOT / "constraints.txt").read_text()  # the build with CUDA, wherever it is installed
-    assert "USER 1000:1000" in text and "--constraint constraints.txt" in text
+    assert "USER 1000:1000" in text
+    assert "--constraint constraints.txt" in text

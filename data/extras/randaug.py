@@ -102,7 +102,10 @@ def either_way(amount: float, draws: Draws) -> float:
 
 
 def affine(picture: Image.Image, *matrix: float) -> Image.Image:
-    """Transform so that the pixel at (x, y) comes from (ax + by + c, dx + ey + f), nearest pixel, in TF coordinates."""
+    """Apply the affine transform that takes the pixel at (x, y) from (ax + by + c, dx + ey + f).
+
+    Sampling is nearest-neighbour, with TensorFlow's coordinates.
+    """
     a, b, c, d, e, f = matrix
     # TensorFlow's origin is the centre of the first pixel, Pillow's is its corner.
     pillow_matrix = (a, b, c - (a + b - 1) / 2, d, e, f - (d + e - 1) / 2)

@@ -27,6 +27,7 @@ NO_NAME = "label is a text that no class list has"  # reason for skipping a samp
 NO_TEXT = "label is not text"
 ONE_HOT = "label is a one-hot vector, not class ids"
 LABEL_REASONS = (NO_LABEL, NO_NAME, NO_TEXT, ONE_HOT)  # reasons why a sample has no class
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 INTEGRAL = re.compile(r"[0-9]+\.0+")  # a float with an integral value: 3.0
 MAX_CLASSES = 1_000_000  # larger ids count as mistakes (JFT-300M has 18,291 classes)
 
@@ -140,9 +141,12 @@ def parse_labels(raw: bytes, ids: Mapping[str, int] = NO_NAMES) -> tuple[int, ..
     integer ≥ 0 nor a known name, or if the values are a vector of zeros and ones instead of ids.
     """
     try:
-        text = raw.decode("utf-8-sig").strip()
+        text = raw.removeprefix(BYTE_ORDER_MARK).decode().strip()
     except UnicodeDecodeError as error:
         raise NoLabel(f"not UTF-8 text at byte {error.start}", reason=NO_TEXT) from None
+    # Most labels are a single id.
+    if text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS:
+        return (int(text),)
     if "\0" in text:
         raise NoLabel("label is binary, not text", reason=NO_TEXT)
     is_json = text[:1] in ("[", "{") or (text[:1] == '"' and text[-1:] == '"' and len(text) > 1)

@@ -39,7 +39,10 @@ from data.index.shard import COMPRESSED, FIELDS, IMAGES, SampleRow, label_digest
 Part = TypeVar("Part")  # the information recorded about a member
 LABELS = ("cls", "json")  # extensions of labels, in order of preference
 IGNORED = ("txt", "id", "idx", "index", "url", "width", "height")
+KNOWN = frozenset(IMAGES + LABELS + IGNORED)
+KNOWN_AS_BYTES = {extension.encode(): extension for extension in KNOWN}
 BLOCK = 512  # bytes; headers and contents begin at multiples of it (POSIX ustar)
+ZEROS = bytes(BLOCK)
 MAX_EXTENSION = 1 << 16  # bytes of a PAX or long-name header; real ones are below 1 kB, malicious ones may be larger
 MAX_KEY = 512  # bytes; a table stores all keys at the width of the longest
 MAX_LABEL = 1 << 20  # bytes; JFT images have a few labels, not a million
@@ -140,26 +143,29 @@ def walk(tar: memoryview | bytes, name: str, *, lenient: bool = False, rename: b
             if member is None:
                 result.refused.add(PARENT, stored_name)
                 continue
+            member_key, extension = split_name(member)
             # macOS writes `._1.jpg` next to 1.jpg, which is not an image.
-            if member.rpartition(b"/")[2].startswith(b"."):
+            if not member_key or member_key.endswith(b"/"):
                 result.refused.add(HIDDEN, member)
                 continue
-            member_key, extension = split_name(member)
-            if rename and is_dotted(extension):
+            is_known = extension in KNOWN
+            if not is_known and rename and is_dotted(extension):
                 member_key, extension = split_at_last_dot(member)
+                is_known = True
             if len(member_key) > MAX_KEY:
                 result.refused.add("name too long", member)
                 continue
             # A new key begins a new sample and completes the previous one.
             if member_key != key:
                 result.add(key, parts)
-                refuse_dotted(dotted, parts, result.refused)
+                if dotted:
+                    refuse_dotted(dotted, parts, result.refused)
+                    dotted = []
                 key = member_key
                 parts = {}
-                dotted = []
-            if is_dotted(extension):
+            if not is_known and is_dotted(extension):
                 dotted.append((extension, member))
-            elif extension not in IMAGES + LABELS + IGNORED:
+            elif not is_known:
                 result.refused.add_type(extension, member)
             elif extension in parts:
                 result.refused.add("repeated member", member)
@@ -228,7 +234,8 @@ def split_name(member: bytes) -> tuple[bytes, str]:
     """Split a member name like webdataset: `a/b.seg.PNG` → (`a/b`, `seg.png`)."""
     folder, slash, base = member.rpartition(b"/")
     stem, _, extension = base.partition(b".")
-    return folder + slash + stem, extension.decode("ascii", "replace").lower()
+    # Decoding takes time; most extensions are known.
+    return folder + slash + stem, KNOWN_AS_BYTES.get(extension) or extension.decode("ascii", "replace").lower()
 
 
 def refuse_dotted(dotted: Iterable[tuple[str, bytes | str]], parts: Mapping[str, object], refused: Refusals) -> None:
@@ -267,19 +274,20 @@ def members(tar: memoryview | bytes, name: str, refused: Refusals) -> Iterator[t
     truncated, a header is invalid, or data may follow its end. `name` is the name of the tar in messages.
     """
     position = 0
-    records = PaxRecords()  # records of extension headers, which apply to the next member
+    records = NO_RECORDS  # records of extension headers, which apply to the next member
     while True:
         header = bytes(tar[position : position + BLOCK])
         if len(header) < BLOCK:
             check_uncompressed(tar, name)
             raise DataError(f"{name}: truncated at byte {position}; copy or pack it again")
         # A block of zeros ends a tar.
-        if header == bytes(BLOCK):
+        if header == ZEROS:
             check_end(tar, name, position)
             return
         try:
             size = read_number(header[124:136]) if records.size is None else records.size
-            is_valid = has_checksum(header)
+            # As `has_checksum`, without a call for every member.
+            is_valid = sum(header) - sum(header[148:156]) + 256 == read_number(header[148:156])
         except ValueError:
             is_valid = False
         if not is_valid:
@@ -287,10 +295,11 @@ def members(tar: memoryview | bytes, name: str, refused: Refusals) -> Iterator[t
             raise DataError(f"{name}: no valid tar header at byte {position}; a shard must be an uncompressed tar")
         start = position + BLOCK
         kind = header[156:157]
+        is_regular = kind in REGULAR
         # Some programs give a link the size of its target, or a folder a size, and store no content.
-        if kind in WITHOUT_CONTENT and size > 0 and is_header_or_end(tar, start):
+        if not is_regular and kind in WITHOUT_CONTENT and size > 0 and is_header_or_end(tar, start):
             size = 0
-        if kind == GNU_SPARSE:
+        elif kind == GNU_SPARSE:
             start = after_sparse_map(tar, header, start)
         # Slicing past the end would silently return a truncated image.
         if start + size > len(tar):
@@ -307,7 +316,7 @@ def members(tar: memoryview | bytes, name: str, refused: Refusals) -> Iterator[t
             member = prefix + b"/" + member
 
         # An extension header describes the next member: its full name, or a size above 8 GiB.
-        if kind in EXTENSIONS:
+        if not is_regular and kind in EXTENSIONS:
             if size > MAX_EXTENSION:
                 refused.add("oversize extension header", member)
             elif kind == b"L":
@@ -318,13 +327,13 @@ def members(tar: memoryview | bytes, name: str, refused: Refusals) -> Iterator[t
 
         if records.is_sparse or kind == GNU_SPARSE:
             refused.add("sparse member", records.name or member)
-        elif kind in REGULAR:
+        elif is_regular:
             yield records.name or member, start, size
         # Folders need no report.
         elif kind != b"5":
             refused.add("link or device", records.name or member)
         # An extension header applies to one member only.
-        records = PaxRecords()
+        records = NO_RECORDS
 
 
 def has_checksum(header: bytes) -> bool:
@@ -417,7 +426,10 @@ class PaxRecords:
     is_sparse: bool = False  # the content is a map of holes and the parts between them (formats 0.0, 0.1 and 1.0)
 
 
-def read_pax(body: bytes, before: PaxRecords = PaxRecords()) -> PaxRecords:
+NO_RECORDS = PaxRecords()
+
+
+def read_pax(body: bytes, before: PaxRecords = NO_RECORDS) -> PaxRecords:
     """Add the records of a PAX header to those of an earlier extension header; unknown records are ignored.
 
     A record is `<length of the whole record> <name>=<value>\\n`. The `path` of a sparse member is a placeholder

@@ -29,11 +29,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from importlib.metadata import version
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, urlsplit
 
 from data.checks import check_file_name, redacted
-from data.error_pages import LONGEST, words_of
+from data.error_pages import ERROR, LONGEST, words_of
 from data.errors import DataError, PatchlineError, StorageError
 from data.index.names import preview
 from data.index.shard import COMPRESSED
@@ -101,6 +101,16 @@ class Denied(PermissionError):
         self.code = code
 
 
+class ErrorPage(StorageError):
+    """A store sent an error page with the status of success; the argument is the words of the page."""
+
+    def __str__(self) -> str:
+        return (
+            f"instead of the expected answer, the store sent an error page: {self.args[0]}\n"
+            "  run again when the store responds; check the endpoint, the proxy and the credentials"
+        )
+
+
 def check_url(url: str) -> None:
     """Raise DataError unless the scheme is allowed."""
     scheme = urlsplit(url).scheme
@@ -146,13 +156,23 @@ def read_range(url: str, start: int, stop: int, timeout_s: float) -> bytes:
 
 
 def refuse_error_page(url: str, content: bytes) -> None:
-    """Raise StorageError if the content is an error page, which some proxies send with a success status."""
+    """Raise StorageError if the content is an error page, which some proxies send with the status of success."""
     words = words_of(content)
     if words:
-        raise StorageError(
-            f"{redacted(url)}: instead of the file, the store sent an error page: {words}\n"
-            "  run again when the store responds; check the endpoint, the proxy and the credentials"
-        )
+        raise StorageError(f"{redacted(url)}: {ErrorPage(words)}")
+
+
+def refuse_answer(response_dict: dict[str, Any], **_: object) -> None:
+    """Raise ErrorPage if S3's answer to any request except for content is an error page; a hook of botocore.
+
+    botocore would read a page of HTML as a list without objects. Before this hook is called, it turns XML and JSON into
+    errors, which are retried.
+    """
+    body = response_dict.get("body")
+    if isinstance(body, bytes) and response_dict.get("status_code") == http.client.OK and ERROR.match(body):
+        words = words_of(body)
+        if words:
+            raise ErrorPage(words)
 
 
 def size_of(url: str, timeout_s: float) -> int:
@@ -239,6 +259,8 @@ class Retry:
                 return answer
             except FileNotFoundError:
                 raise FileNotFoundError(f"{address}: this object or its bucket does not exist") from None
+            except ErrorPage as page:
+                raise StorageError(f"{address}: {page}") from None
             except PatchlineError:
                 raise
             except Denied as error:
@@ -352,6 +374,12 @@ def client(scheme: str, timeout_s: float) -> AbstractFileSystem:
 
     package = CLIENTS[scheme]
     try:
+        if scheme == "s3":
+            from aiobotocore.session import get_session
+
+            session = get_session()
+            session.register("before-parse.s3", refuse_answer)
+            options["session"] = session
         filesystem = fsspec.filesystem(PROTOCOLS[scheme], **options)
     except ImportError:
         raise DataError(f"{scheme}:// needs a client: pip install {package}") from None

@@ -282,7 +282,7 @@ def problem_of(index: Index, *, unlabelled: bool) -> str:
                 "names: python -m jobs pack tars FOLDER NEW-FOLDER"
             )
     elif failed == tried:
-        reason = "none of the decoded samples is an image"
+        reason = "none of the sampled files could be decoded as an image"
     elif not index.classes and not unlabelled:
         reason = "no sample has a usable label"
         expected += "\n  to index images without labels for objective: masked, add --unlabelled"

@@ -109,7 +109,7 @@ class Labels(NamedTuple):
     ends: np.ndarray  # (N,) int64
 
     def any_of_sample(self, marked: np.ndarray) -> np.ndarray:
-        """Return (N,) whether a sample has a marked label; `marked` has one boolean per entry of `values`."""
+        """Return a boolean array (N,): whether each sample has a marked label; `marked` has one boolean per value."""
         has_marked = np.zeros(len(self.ends), bool)
         # Process in pieces: an array with the sample of each of three billion labels would take 24 GB.
         for first in range(0, len(self.ends), AT_ONCE):

@@ -154,7 +154,7 @@ class Agent:
                 threading.Thread(target=self._hear, args=(self.server,), name="fork server", daemon=True).start()
 
     def ping(self) -> None:
-        """Respond at once, even during `listen` and `start`, which may take minutes: the driver's sign of life."""
+        """Respond at once, even during `listen` and `start`, which may take minutes: the heartbeat."""
 
     def listen(self) -> int:
         """Return the port of the store that rank 0 of the next attempt will serve on this node."""

@@ -353,7 +353,8 @@ def recover(
         is_os_error = isinstance(exception, type) and issubclass(exception, OSError)
         raise StageFailed(
             f"{context.stage.name}: {failure}\n"
-            f"  {history.failures} attempts in a row ended without a new checkpoint; the next would start from {start}\n"
+            f"  {history.failures} attempts in a row ended without a new checkpoint; the next would "
+            f"start from {start}\n"
             f"  for the traceback, see {context.directory / 'incidents.txt'}",
             ExitCode.IO if is_os_error else ExitCode.INTERNAL,
         )

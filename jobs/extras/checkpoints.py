@@ -25,6 +25,7 @@ from pipeline.checkpoints.manifest import read_manifest, step_of
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 from pipeline.config import differences
 from pipeline.identity import code_version
+from pipeline.variables import restored
 
 if TYPE_CHECKING:  # imports torch, which takes seconds and would delay errors in the arguments
     from torch import Tensor
@@ -230,7 +231,7 @@ def export_weights(path: SavedRun, target: Target, step: Step = None, _debug: De
         exported_with: dict[str, Any] = {}
         loss: dict[str, str] = {}
         if (stage_folder / artifacts.TASK).exists():
-            task = artifacts.read_record(stage_folder / artifacts.TASK)
+            task = restored(artifacts.read_record(stage_folder / artifacts.TASK), stage_folder / artifacts.TASK)
             exported_with["class_names"] = task["job"].get("class_names", [])
             preprocess = task["config"].get("data", {}).get("preprocess")
             exported_with["preprocessing"] = preprocessing_of(preprocess, model)

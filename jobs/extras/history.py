@@ -11,6 +11,7 @@ repeated. This module does not import torch, so reading a run of a million steps
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -32,7 +33,9 @@ from jobs.run.reading import outcome_of, read_command, read_incidents, stage_fol
 from pipeline import artifacts
 from pipeline.monitoring.telemetry import Account, Record, account, read_metrics
 from pipeline.values import counted, duration
+from pipeline.variables import restored
 
+BAD_SAMPLE = re.compile(r"bad sample \d+ replaced: (?P<sample>.*): (?P<reason>[^:]*)$")
 LEASE_PERIODS = 1.2  # watch another machine's lease for 6 s only, because `report` must not wait longer
 DRAW = "-seed-"  # part of a metric's name if the metric is for a single draw of few-shot samples
 CLOCK = "%Y-%m-%d %H:%M"
@@ -139,7 +142,7 @@ class StageHistory:
         sets: dict[str, Index | str] = {}
         for name, path in paths.items():
             try:
-                sets[name] = load_index(path)
+                sets[name] = load_index(restored(path, self.folder / artifacts.TASK))
             except (DataError, OSError) as error:
                 sets[name] = f"{path} cannot be read now: {str(error).splitlines()[0]}"
         return sets
@@ -167,6 +170,16 @@ class StageHistory:
         with open(path, "rb") as file:
             file.seek(max(0, path.stat().st_size - LOG_TAIL))
             return file.read().decode(errors="replace").splitlines()
+
+    @property
+    def named_bad_samples(self) -> dict[str, list[str]]:
+        """Return the logged bad samples by reason, for the page; each worker logs its first, then every 1,000th one."""
+        samples: dict[str, list[str]] = {}
+        for line in self.log_lines:
+            match = BAD_SAMPLE.search(line)
+            if match is not None:
+                samples.setdefault(match["reason"], []).append(match["sample"])
+        return samples
 
 
 @dataclass(frozen=True)

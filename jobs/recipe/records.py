@@ -18,6 +18,7 @@ from jobs.recipe.references import known_values
 from jobs.resolved_recipe import Campaign, Stage
 from pipeline import artifacts, config
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
+from pipeline.variables import recorded
 
 # Packages whose versions may affect results.
 RECORDED_PACKAGES = ("torch", "deepspeed", "webdataset", "ray", "omegaconf", "numpy")
@@ -31,8 +32,8 @@ def stage_record(stage: Stage) -> dict[str, Any]:
         "key": stage.key,
         "model": models.to_dict(stage.model) if stage.model else None,
         "forbid": forbidden_fields(stage),
-        "config": config.plain(stage.config),
-        "warn": config.tagged(stage.config, "warn"),
+        "config": recorded(config.plain(stage.config)),
+        "warn": recorded(config.tagged(stage.config, "warn")),
         "eval_inputs": dict(stage.eval_inputs),
     }
     known = known_values(stage)
@@ -51,7 +52,7 @@ def forbidden_fields(stage: Stage) -> dict[str, object]:
     for field, key in stage.inputs.items():
         fields[f"content of {field}"] = key
     # The result is compared with a stage.json, in which tuples are lists.
-    return config.as_json(fields)
+    return recorded(config.as_json(fields))
 
 
 def changed_warnings(directory: Path, stage: Stage) -> dict[str, str]:
@@ -65,9 +66,10 @@ def changed_warnings(directory: Path, stage: Stage) -> dict[str, str]:
     record = artifacts.read_record(record_path)
     contents = record.get("eval_inputs", {})
     changes: dict[str, str] = {}
-    now = config.tagged(stage.config, "warn")
+    now = recorded(config.tagged(stage.config, "warn"))
     # Ignore recorded keys that this version of Patchline no longer has, if their value is null.
-    before = {name: value for name, value in record["warn"].items() if name in now or value is not None}
+    # Records of earlier versions have the values of environment variables.
+    before = {name: recorded(value) for name, value in record["warn"].items() if name in now or value is not None}
     for text in config.differences(before, now):
         changes[text.partition(":")[0]] = text
     for field, content in stage.eval_inputs.items():

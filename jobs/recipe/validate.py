@@ -23,6 +23,7 @@ from jobs.recipe.records import forbidden_fields, unfinished_folder
 from jobs.resolved_recipe import INPUTS, Available, Campaign, CheckResult, Stage, reference
 from pipeline import artifacts, config
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
+from pipeline.variables import recorded
 
 MOST_NAMED = 8  # missing inputs or changed keys listed in a message
 
@@ -60,7 +61,7 @@ def checks(stage: Stage, available: Available, *, fresh: bool) -> Iterator[Check
         folder = unfinished_folder(campaign, stage)
         if folder is not None and not fresh:
             record = artifacts.read_record(folder / "stage.json")
-            changes = config.differences(record["forbid"], forbidden_fields(stage))
+            changes = config.differences(recorded(record["forbid"]), forbidden_fields(stage))
             if not changes:
                 changes = [f"key: {record['key'][:8]} → {stage.key[:8]}, from another version of Patchline"]
             yield CheckResult(
@@ -118,7 +119,7 @@ def restarted_stages(campaign: Campaign, stages: Sequence[Stage]) -> Iterator[Ch
             continue
         record = artifacts.read_record(folders[0].path / RECORD)
         changes: dict[str, str] = {}
-        for change in config.differences(record["forbid"], forbidden_fields(stage)):
+        for change in config.differences(recorded(record["forbid"]), forbidden_fields(stage)):
             key = change.partition(":")[0]
             field = key.removeprefix("content of ")
             if key == field or (field not in changes and reference(stage.parents.get(field, "")) is None):

@@ -30,6 +30,7 @@ from pipeline import artifacts
 from pipeline.artifacts import DIVERGED
 from pipeline.identity import code_version
 from pipeline.monitoring.telemetry import account, read_metrics
+from pipeline.variables import recorded
 
 
 def run_stage(context: Context, *, fresh: bool) -> dict[str, Any]:
@@ -130,8 +131,8 @@ def write_provenance(context: Context, inputs: Mapping[str, object], outcome: Ma
     provenance: dict[str, Any] = {
         "stage": stage.name,
         "key": stage.key,
-        "config": dataclasses.asdict(stage.config),
-        "inputs": inputs,
+        "config": recorded(dataclasses.asdict(stage.config)),
+        "inputs": recorded(inputs),
         "code": code_version(),
         "environment": environment(),
         "command": typed_command(),

@@ -109,7 +109,7 @@ class Watchers:
 
     @contextmanager
     def failures_logged(self, watcher: Watcher | str) -> Iterator[None]:
-        """Log each different exception of a watcher once, and continue."""
+        """Log each distinct exception of a watcher once, and continue."""
         name = watcher if isinstance(watcher, str) else type(watcher).__name__
         try:
             yield

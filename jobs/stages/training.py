@@ -36,7 +36,7 @@ from jobs.resolved_recipe import (
     StageKind,
 )
 from models import ModelConfig
-from pipeline import artifacts
+from pipeline import artifacts, variables
 from pipeline.architecture import check_model, check_shape, trained_model
 from pipeline.config import require
 from pipeline.engine.settings import engine_settings
@@ -316,7 +316,7 @@ class Training(StageKind):
 def accompany(
     companions: Sequence[Companion], task: Task, attempt_folder: Path, cluster: ClusterConfig
 ) -> Iterator[None]:
-    """Run all companions during an attempt."""
+    """Run the companions of extras, such as the spare evaluation worker, during an attempt."""
     with ExitStack() as stack:
         for companion in companions:
             stack.enter_context(companion.during_attempt(task, attempt_folder, cluster))
@@ -372,9 +372,12 @@ def make_training_task(
     )
     # Send only the recipe keys of hooks that the workers load; they do not know others.
     values = plain_values(cfg, [hook.Config for hook in load_classes(hooks)])
-    task = {"config": values, "job": dataclasses.asdict(job), "hooks": hooks}
-    artifacts.write_record(context.directory / artifacts.TASK, task)
-    return task
+    fields = dataclasses.asdict(job)
+    # The run's folders stay as they are: they are where the record is.
+    inputs = {name: value for name, value in fields.items() if name not in ("run", "directory", "remote")}
+    record = {"config": variables.recorded(values), "job": fields | variables.recorded(inputs), "hooks": hooks}
+    artifacts.write_record(context.directory / artifacts.TASK, record)
+    return {"config": values, "job": fields, "hooks": hooks, "variables": variables.noted()}
 
 
 # ------------------------------------------------------------------------ checks

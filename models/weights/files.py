@@ -1,16 +1,11 @@
-"""Read and write weights: our own directories (folder.py), and by `load` and `save` other libraries' formats.
+"""Read and write weights in our own format; `load` and `save` pass other formats on to models/extras/weights.
 
-How `load` recognises a path, first match wins:
-1. a name that contains .npz is an official file;
-2. a directory with model.json, or a file in such a directory, is in our format;
-3. a .pth file is that of DINOv2, of DINOv3, or of a repository with timm's names;
-4. a .safetensors file, or a directory with model.safetensors, is timm's or Hugging Face's; config.json or keys tell.
+A directory with model.json, or a file in such a directory, is in our format, unless its name contains .npz.
 
     load("ViT-B_16.npz").config      ViTConfig(image_size=(224, 224), patch=(16, 16), classes=21843, width=768, ...)
     save(model, "out", "timm")       writes out/model.safetensors and out/config.json, which timm opens
 
-Nothing here runs code of a file: only safetensors, plain arrays and pickled tensors are read. Training uses only our
-own format, so the modules of other formats are imported when needed.
+Nothing here runs code of a file. Training uses only our own format.
 """
 
 from __future__ import annotations
@@ -20,7 +15,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +24,13 @@ from torch import Tensor, nn
 
 from models import catalog
 from models.catalog import Model, check_finite, check_weights
-from models.configs import ConfigFields, ModelConfig, ViTConfig, from_dict, to_dict
+from models.configs import ModelConfig, from_dict, to_dict
 from models.weights.folder import (
     CLASSES,
     CONFIG,
     PREPROCESSING,
-    THEIR_CONFIG,
-    THEIR_PREPROCESSOR,
-    THEIR_WEIGHTS,
     WEIGHTS,
+    foreign,
 )
 from models.weights.preprocessing import Preprocessing
 
@@ -144,86 +137,11 @@ def load(path: str | Path, **config: object) -> Model:
     file = Path(path)
     directory = file if file.is_dir() else file.parent
     # "in" instead of the suffix: big_vision's `file.npz:img` names a part of a file.
-    if ".npz" in file.name:
-        from models.weights import npz
-
-        return module(*npz.load(path, config))
-    if (directory / CONFIG).is_file():
-        # The caller's fields override saved ones; `module` rejects fields that the tensors do not fit.
-        state, saved = load_weights(directory)
-        return module(state, from_dict({**to_dict(saved), **config}))
-    if file.suffix == ".pth":
-        from models.weights import pth
-
-        return module(*pth.load(file, config))
-    if file.is_dir():
-        file = file / THEIR_WEIGHTS
-    if file.suffix != ".safetensors" or not file.is_file():
-        raise ValueError(
-            f"{path} is not a folder with {CONFIG} or {THEIR_WEIGHTS}, nor a .safetensors, .npz or .pth file\n"
-            "  convert other files to safetensors first"
-        )
-    # The file is timm's or Hugging Face's.
-    from safetensors.torch import load_file
-
-    from models.weights import hf, timm
-
-    stored = {key: tensor.float() for key, tensor in load_file(file).items()}
-    # Before the conversion, so that the error has the file's names.
-    check_finite(stored)
-    config_file = file.parent / THEIR_CONFIG
-    # A file without config.json is supported too: shapes and the library's defaults replace it.
-    described = {}
-    if config_file.is_file():
-        described = json.loads(config_file.read_text())
-    is_hf = hf.is_hf(stored, described)
-    # The caller's fields come last, so that they override those of the files.
-    pixels = pixel_fields(file.parent, described, is_hf)
-    fields = {**pixels, **config}
-    if is_hf:
-        return module(*hf.load(stored, described, fields))
-    return module(*timm.load(stored, described, fields))
-
-
-def form_of(path: str | Path) -> dict[str, Any]:
-    """Return the form of foreign weights, so that an export can have the same; empty if files do not tell it.
-
-    It is transformers' model_type, or timm's architecture with its arguments.
-    """
-    from safetensors.torch import load_file
-
-    from models.weights import timm
-
-    file = Path(path)
-    if file.is_dir():
-        file = file / THEIR_WEIGHTS
-    config_file = file.parent / THEIR_CONFIG
-    if file.suffix != ".safetensors" or not config_file.is_file():
-        return {}
-    described = json.loads(config_file.read_text())
-    if "model_type" in described:
-        return {"model_type": described["model_type"]}
-    return timm.form_of(load_file(file), described)
-
-
-def pixel_fields(folder: Path, described: dict[str, Any], is_hf: bool) -> ConfigFields:
-    """Return the mean and deviation by which timm or transformers normalises the pixels of a folder's weights."""
-    from models.weights import hf
-
-    values = described.get("pretrained_cfg", {})
-    names = ("mean", "std")
-    fields: ConfigFields = {}
-    if is_hf and described:
-        # The values with which the family's published weights were trained.
-        fields = hf.pixels_of(described)
-        values = {}
-        if (folder / THEIR_PREPROCESSOR).is_file():
-            values = json.loads((folder / THEIR_PREPROCESSOR).read_text())
-        names = ("image_mean", "image_std")
-    for ours, theirs in zip(("pixel_mean", "pixel_std"), names, strict=True):
-        if values.get(theirs):
-            fields[ours] = tuple(values[theirs])
-    return fields
+    if ".npz" in file.name or not (directory / CONFIG).is_file():
+        return module(*foreign().load(path, config))
+    # The caller's fields override saved ones; `module` rejects fields that the tensors do not fit.
+    state, saved = load_weights(directory)
+    return module(state, from_dict({**to_dict(saved), **config}))
 
 
 def save(
@@ -247,36 +165,4 @@ def save(
     if format == "safetensors":
         save_weights(model, path, writing=writing, class_names=class_names, preprocessing=preprocessing)
         return
-    if format not in ("npz", "timm", "hf", "pth"):
-        raise ValueError(f"format is {format!r}, expected one of safetensors, npz, timm, hf, pth")
-    from models.weights import hf, npz, timm
-
-    if format == "pth":
-        from models.weights import pth
-
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with writing(path) as target:
-            pth.save(model.state_dict(), model.config, target)
-        return
-    if format == "npz":
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with writing(path) as target:
-            npz.save(model.state_dict(), model.config, target)
-        return
-    if preprocessing is None:
-        size = model.config.image_size
-        preprocessing = Preprocessing(ops=f"resize({size})", size=size, resize=size)
-    if isinstance(model.config, ViTConfig):
-        preprocessing = replace(preprocessing, mean=model.config.pixel_mean, std=model.config.pixel_std)
-    if format == "timm":
-        tensors, described = timm.save(model.state_dict(), model.config, class_names, preprocessing, form)
-        texts = {THEIR_CONFIG: described}
-    else:
-        family = (form or {}).get("model_type")
-        tensors, described = hf.save(model.state_dict(), model.config, class_names, loss, family)
-        texts = {THEIR_PREPROCESSOR: json.dumps(preprocessing.for_hf(), indent=2) + "\n", THEIR_CONFIG: described}
-    path.mkdir(parents=True, exist_ok=True)
-    write_tensors(path / THEIR_WEIGHTS, tensors, writing)
-    for name, text in texts.items():
-        with writing(path / name) as target:
-            target.write_text(text)
+    foreign().save(model, path, format, writing, class_names, preprocessing, loss, form)

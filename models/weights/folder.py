@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,20 @@ PREPROCESSING = "preprocessing.json"  # how evaluation made the pixels; only if 
 THEIR_WEIGHTS = "model.safetensors"
 THEIR_CONFIG = "config.json"
 THEIR_PREPROCESSOR = "preprocessor_config.json"  # of transformers; timm stores this in config.json
+
+
+def foreign() -> Any:
+    """Import the module that reads and writes the formats of other projects, and torch.
+
+    Raises ValueError if it is not installed.
+    """
+    name = "models.extras.weights.formats"
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        if not name.startswith(error.name or name + "."):
+            raise
+        raise ValueError("weights of other projects need models/extras/weights, which is not installed") from None
 
 
 def load_class_names(path: str | Path) -> tuple[str, ...]:
@@ -41,10 +56,7 @@ def load_class_names(path: str | Path) -> tuple[str, ...]:
         if (directory / CLASSES).is_file():
             names = json.loads((directory / CLASSES).read_text())
     elif (directory / THEIR_CONFIG).is_file():
-        from models.weights import hf, timm
-
-        described = json.loads((directory / THEIR_CONFIG).read_text())
-        names = hf.class_names(described) or timm.class_names(described)
+        names = foreign().class_names(json.loads((directory / THEIR_CONFIG).read_text()))
     else:
         names = []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):

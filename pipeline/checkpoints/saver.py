@@ -243,7 +243,7 @@ class Saver:
             raise RunOwned(self.failure)
 
         # 5. Count a failed save. It does not stop the run: the weights are in memory and the storage may recover. Too
-        #    many failures in a row do.
+        #    many consecutive failures do.
         if committed is None:
             self.failures_in_a_row += 1
             failed_step = self.manifest.step

@@ -5,7 +5,7 @@
    of optimizer and checks its names: Replicas at ZeRO 0, Partitions at 1 and 2, Shards at 3.
 3. In each step `gradients` returns this worker's part of the averaged gradient, as the few flat tensors that the
    optimizer steps. The engine sums their norm over the workers and decides: `apply` steps the optimizer and updates the
-   computing weights from the master weights; `drop` discards the gradient and the step.
+   model weights from the master weights; `drop` discards the gradient and the step.
 4. For a checkpoint, `owned` returns views of what this worker owns of a parameter; `refresh` is called after a restore.
 
 DeepSpeed's own `step` would look for overflow and compute the norm parameter by parameter, reading each from the
@@ -219,7 +219,7 @@ class ZeroState(ABC):
 
     @abstractmethod
     def apply(self) -> None:
-        """Collective: step the optimizer, and update the computing weights from the master weights."""
+        """Collective: step the optimizer, and update the model weights from the master weights."""
 
     def drop(self) -> None:
         """Discard the gradient; weights and moments stay unchanged."""
@@ -231,7 +231,7 @@ class ZeroState(ABC):
         self.zero._optimizer_step(number)
 
     def refresh(self) -> None:
-        """Collective: update the computing weights from the master weights, which were changed from outside."""
+        """Collective: update the model weights from the master weights, which were changed from outside."""
         return
 
 
@@ -395,7 +395,7 @@ class Shards(ZeroState):
         zero._post_step(set())
 
     def refresh(self) -> None:
-        """Copy master weights to the computing weights, which DeepSpeed does only in its own step, and gather again."""
+        """Copy the master weights to the model weights, as DeepSpeed does only in its own step, and all-gather them."""
         zero = self.zero
         for group, flat in enumerate(self.flats):
             zero.fp16_partitioned_groups_flat[group].data.copy_(flat.data)

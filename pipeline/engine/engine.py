@@ -252,7 +252,7 @@ class Engine:
 
     @torch.no_grad()
     def restore(self, read: ReadState, kinds: tuple[str, ...] = ()) -> None:
-        """Collective: fill the state in place with what `read` returns, and update the computing weights from it."""
+        """Collective: fill the state in place with what `read` returns, and update the model weights from it."""
         world = dist.get_world_size()
         for name, start, tensors in self.fragments(kinds, held=True):
             for kind, view in tensors.items():

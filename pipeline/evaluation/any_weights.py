@@ -17,8 +17,9 @@ import safetensors
 
 import models
 from data.errors import DataError
-from models.weights.folder import CONFIG, THEIR_CONFIG, THEIR_PREPROCESSOR, THEIR_WEIGHTS
+from models.weights.folder import CONFIG, THEIR_CONFIG, THEIR_PREPROCESSOR, THEIR_WEIGHTS, foreign
 from pipeline import artifacts
+from pipeline.variables import restored
 
 # Errors raised for unreadable files; torch, numpy, safetensors and our own checks raise different types.
 UNREADABLE = (ValueError, OSError, EOFError, KeyError, TypeError, zipfile.BadZipFile, safetensors.SafetensorError)
@@ -85,7 +86,8 @@ def training_sets(path: str) -> tuple[list[dict[str, str | None]], str]:
         folder = Path(path)
         inputs = None
         if (folder / artifacts.PROVENANCE).is_file():
-            inputs = artifacts.read_record(folder / artifacts.PROVENANCE).get("inputs")
+            path_of_record = folder / artifacts.PROVENANCE
+            inputs = restored(artifacts.read_record(path_of_record).get("inputs"), path_of_record)
         # If other weights have replaced them, this record lists the sets of the other weights.
         is_other = sha256 is not None and sha256 != artifacts.recorded_sha256(folder)
         if inputs is None or is_other:
@@ -119,27 +121,26 @@ def recorded_loss(path: str) -> str | None:
     The records are those of the stage that trained them, also after a resize, an import or an export, and the
     `problem_type` of a transformers folder. Raises DataError for an altered record.
     """
-    from models.weights import hf  # imports torch
 
-    def loss_of(foreign: str) -> str | None:
+    def loss_of(weights: str) -> str | None:
+        loss: str | None = None
         with suppress(OSError, ValueError, AttributeError):  # missing, or not a JSON object
-            folder = Path(foreign) if Path(foreign).is_dir() else Path(foreign).parent
-            return hf.loss_of(json.loads((folder / THEIR_CONFIG).read_text()))
-        return None
+            folder = Path(weights) if Path(weights).is_dir() else Path(weights).parent
+            loss = foreign().loss_of(json.loads((folder / THEIR_CONFIG).read_text()))
+        return loss
 
     return recorded(path, "loss", loss_of)
 
 
 def recorded_form(path: str) -> dict[str, Any] | None:
-    """Return the form in which weights were imported (models.weights.files.form_of); None for other weights.
+    """Return the form in which weights were imported (models/extras/weights/formats.py); None for other weights.
 
     It is that of the import at the beginning of the weights' stages. Raises DataError for an altered record.
     """
-    from models.weights.files import form_of  # imports torch
 
-    def foreign_form(foreign: str) -> dict[str, Any] | None:
+    def foreign_form(weights: str) -> dict[str, Any] | None:
         try:
-            return form_of(foreign) or None
+            return foreign().form_of(weights) or None
         except UNREADABLE:
             return None
 
@@ -162,5 +163,5 @@ def recorded(path: str, name: str, read: Callable[[str], Any]) -> Any:
         value = record.get(name, record.get("config", {}).get(name))
         if value is not None or "init" not in record.get("inputs", {}):
             return value
-        path = record["inputs"]["init"]["path"]
+        path = restored(record["inputs"]["init"]["path"], folder / artifacts.PROVENANCE)
         sha256 = record["inputs"]["init"]["digest"]

@@ -27,6 +27,7 @@ from pipeline.evaluation.protocols import Protocol, probe_protocol
 from pipeline.hooks import StageEvaluator
 from pipeline.monitoring.telemetry import read_metrics
 from pipeline.training_config import TrainConfig
+from pipeline.variables import recorded
 from pipeline.worker import Job, Progress, Setup
 
 EXAMPLES = 32  # samples of an evaluation to store with their predictions
@@ -88,7 +89,7 @@ def evaluate_weights(
         with suppress(OSError):
             examples = {"step": group.step, "set": request.test, "samples": result["examples"]}
             examples["classes"] = result["class_counts"]
-            artifacts.write_record(Path(job.directory) / artifacts.EXAMPLES, examples)
+            artifacts.write_record(Path(job.directory) / artifacts.EXAMPLES, recorded(examples))
         readable = result["set"]["judged"]
         values |= {"accuracy": result["values"]["top-1"]["value"], "judged": readable}
         unreadable = result["set"]["samples"] - readable

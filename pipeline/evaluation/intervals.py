@@ -6,10 +6,10 @@ shots of a few-shot probe, the seeds of repeated runs.
     over_draws(right)                      (n,), (draws, n) or (runs, draws, n): which samples were right
     mean_over_classes(right, labels)       (n,) and (n, L): the labels of each sample, padded with −1
 
-1. Estimate the variance of the mean, and from it the effective number of samples: the number of independent samples
-   with this variance.
-2. Compute Wilson's interval (1927) for that number of samples: it stays within 0 … 1, and has a width even if all
-   samples are right.
+1. Over draws: estimate the variance of the mean, and from it the effective number of samples: the number of independent
+   samples with this variance. Compute Wilson's interval (1927) for that number: it stays within 0 … 1, and has a width
+   even if all samples are right.
+2. Over classes: generalize Wilson's interval to shares of several classes, because a rare class can decide the mean.
 
 `python -m benchmarks.intervals` simulates how often they contain the true value (docs/evaluation.md).
 """
@@ -21,6 +21,7 @@ import numpy as np
 
 CONFIDENCE = 0.95
 Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)  # normal quantile, 1.96
+HALVINGS = 35  # steps of a bisection
 
 
 def wilson(share: float, samples: float, quantile: float = Z) -> tuple[float, float]:
@@ -76,26 +77,59 @@ def over_draws(right: np.ndarray) -> tuple[float, float]:
 def mean_over_classes(right: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
     """Return the interval of the mean over classes of the share of right samples in each; the classes are fixed.
 
-    A class of n samples with k right ones has the variance p (1 − p) / n with p = (k + mean) / (n + 1): p is shrunk
-    slightly towards the mean over classes, so that neither a class with one sample nor a perfect class counts as
-    certain. The divisor 1 − n / (n + 1)² makes it unbiased if all classes are equally hard. A sample with several
-    labels counts in several classes, and these deviations add up.
+    The interval contains the means θ that a score test does not reject, as Wilson's does for a single share:
+
+    1. Each class has the share p that is most likely if the mean over classes is θ. To each class, one sample of the
+       mean share is added first: neither a class with one sample nor a perfect class counts as certain.
+    2. The variance of the observed mean is then Σ p (1 − p) / n / classes². The divisor 1 − n / (n + 1)² would make it
+       unbiased if all classes were equally hard. A class that dominates the variance needs no such correction, because
+       θ determines its p: what counts is the part of the variance that the other classes contribute. Classes that are
+       all perfect, or all wrong, need no correction either.
+    3. Reject θ if it differs from the observed mean by more than 1.96 standard deviations and half a step. A step of
+       the mean is one sample of the class that dominates the variance, and vanishes with many classes.
+
+    A sample with several labels counts in several classes, and its deviations add up.
     """
     row, column = np.nonzero(labels >= 0)
     label = labels[row, column]
-    counts = np.bincount(label)
-    classes = int((counts > 0).sum())
+    present, label = np.unique(label, return_inverse=True)
+    classes = len(present)
     if classes == 0:
         return 0.0, 1.0
+    counts = np.bincount(label).astype(np.float64)  # each (classes,) from here on
     hits = np.bincount(label, weights=right[row])
-    shares = hits / np.maximum(counts, 1)
-    mean = float(shares.sum()) / classes
-    smoothed = (hits + mean) / (counts + 1)
-    deviations = np.sqrt(smoothed * (1 - smoothed) / (1 - counts / (counts + 1) ** 2))
-    # The weight of each sample in the mean, and how far it moves the mean.
-    weights = np.bincount(row, 1 / (classes * counts[label]))
-    moves = np.bincount(row, deviations[label] / (classes * counts[label]))
-    variance = float(np.square(moves).sum())
-    if variance == 0:
-        return wilson(mean, 1 / float(np.square(weights).sum()))
-    return wilson(mean, mean * (1 - mean) / variance)
+    mean = float((hits / counts).mean())
+    has_several = len(row) > len(np.unique(row))
+    # A prior of exactly 0 or 1 would fix the share of all classes.
+    prior = min(max(mean, 1 / (2 * len(row) + 2)), 1 - 1 / (2 * len(row) + 2))
+
+    def at(multiplier: float) -> tuple[float, float]:
+        """Return θ for a Lagrange multiplier of the constraint, and the largest accepted distance from the mean."""
+        # The root in 0 … 1 of: multiplier · p² − (counts + 1 + multiplier) · p + hits + prior = 0.
+        middle = counts + 1 + multiplier
+        shares = 2 * (hits + prior) / (middle + np.sqrt(np.maximum(middle**2 - 4 * multiplier * (hits + prior), 0.0)))
+        shares = shares.clip(1e-12, 1 - 1e-12)
+        variances = shares * (1 - shares) / counts
+        parts = variances / variances.sum()
+        if 0 < mean < 1:
+            variances /= 1 - (1 - parts) * counts / (counts + 1) ** 2
+        variance = float(variances.sum())
+        if has_several:
+            moves = np.bincount(row, np.sqrt(variances / counts)[label])
+            variance = float(np.square(moves).sum())
+        half_step = float((parts**2 / counts).sum()) / (2 * classes)
+        return float(shares.mean()), Z * math.sqrt(variance) / classes + half_step
+
+    ends = []
+    for sign in (1, -1):
+        # A larger multiplier moves θ further from the mean: halve the range of its logarithm.
+        inside, outside = math.log(1e-4), math.log(1e9)
+        for _ in range(HALVINGS):
+            middle = (inside + outside) / 2
+            theta, distance = at(sign * math.exp(middle))
+            if sign * (mean - theta) <= distance:
+                inside = middle
+            else:
+                outside = middle
+        ends.append(at(sign * math.exp(inside))[0])
+    return max(0.0, min(mean, ends[0])), min(1.0, max(mean, ends[1]))

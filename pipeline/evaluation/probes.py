@@ -96,7 +96,7 @@ class Regression(NamedTuple):
 
 
 def predict(fitted: LinearMap | Regression, store: FeatureStore, rows: np.ndarray, beat: Beat) -> np.ndarray:
-    """Return the class with the largest score for each of the rows of a store."""
+    """Return the highest-scoring class for each row of a store."""
     predicted = []
     for _, features in store.blocks(rows):
         predicted.append(fitted.scores(features).argmax(1).cpu().numpy())

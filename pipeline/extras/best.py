@@ -45,7 +45,7 @@ class BestConfig(TrainConfig):
     # metric, such as accuracy or 5shot: export the weights with its highest value instead of the last weights; every
     # evaluated step is then saved as a checkpoint, and the best one is kept regardless of keep; null: export the last
     keep_best: str | None = None
-    patience: int = 0  # end the stage after this many evaluations in a row without a better keep_best; 0: never
+    patience: int = 0  # end the stage after this many evaluations without a better keep_best; 0: never
 
     RESUME: ClassVar[Tags] = tags(forbid="keep_best patience")
     LATER: ClassVar[tuple[str, ...]] = ("keep_best", "patience")

@@ -388,7 +388,7 @@ def damaged_lines(lines: Iterable[bytes]) -> dict[int, str]:
     """
     is_sealed = False  # a line above had a digest
     problems: dict[int, str] = {}
-    without_digest = 0  # number of the line before, if it has no digest and is torn if a note follows
+    without_digest = 0  # number of the line before, if it has no digest; it is incomplete if a note follows
     for number, line_with_break in enumerate(lines, 1):
         line = line_with_break.rstrip(b"\r\n")
         if without_digest and not is_note(line):

@@ -11,6 +11,7 @@ from data.index.index import Index
 from data.index.shard import Shard
 from data.shards.packing import pack
 from data.sources.samples import Sample, digits
+from models import ViTConfig
 from pipeline.evaluation.features import FeatureStore
 from pipeline.evaluation.probes import Inputs
 
@@ -54,6 +55,8 @@ def unreadable(features: np.ndarray | None, labels: np.ndarray, folder: Path, mi
 
 class Sums(nn.Module):
     """Features are sums of pixels over rows and columns, whose bits depend on how a batch is made up."""
+
+    config = ViTConfig()  # for the normalisation of pixels
 
     def __init__(self) -> None:
         super().__init__()

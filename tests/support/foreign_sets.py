@@ -327,3 +327,40 @@ TABLES: dict[str, Case] = {
     "a missing file": table_of([*rows_of([0, 1, 0]), ("../im/9.jpg", 0)], None),
     "other columns": table_of(rows_of([0, 1, 0]), keyed([0, 1, 0]), "csv", "filename,category"),
 }
+
+
+# ------------------------------------------------------------------------------------------------ parquet with images
+
+
+def parquet_of(labels: Sequence[object], classes: Sequence[Class] | None) -> Case:
+    """Return the case of a Parquet file with embedded images and these labels."""
+
+    def make(root: Path) -> tuple[Path, Samples | None]:
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        images = [{"bytes": image(number), "path": None} for number in range(len(labels))]
+        path = root / "t.parquet"
+        parquet.write_table(pa.table({"image": images, "label": list(labels)}), path)
+        if classes is None:
+            return path, None
+        return path, {f"t-{number:08d}": found for number, found in enumerate(classes)}
+
+    return make
+
+
+PARQUETS: dict[str, Case] = {
+    "ids": parquet_of([0, 1, 2, 0], [0, 1, 2, 0]),
+    "names": parquet_of(["cat", "dog", "cat"], ["cat", "dog", "cat"]),
+    "floats": parquet_of([0.0, 1.0, 0.0], [0, 1, 0]),
+    "truth values": parquet_of([True, False, True], ["True", "False", "True"]),
+    "names without letters": parquet_of(["🐱", "!", "🐱"], ["🐱", "!", "🐱"]),
+    "lists of ids": parquet_of([[0, 2], [1], [2]], [(0, 2), 1, 2]),
+    "lists of names": parquet_of([["cat"], ["dog"], ["cat", "dog"]], ["cat", "dog", ("cat", "dog")]),
+    "one-hot vectors": parquet_of([[1, 0, 0], [0, 1, 0], [0, 0, 1]], None),
+    "one-hot vectors of two": parquet_of([[1, 0], [0, 1], [1, 0]], None),
+    "fractions": parquet_of([0.5, 0.25, 0.5], None),
+    "negative ids": parquet_of([-1, 0, 1], None),
+    "a missing label": parquet_of([0, None, 1], None),
+    "ids and names": parquet_of(["0", "cat", "1"], None),
+}

@@ -39,7 +39,9 @@ def header(
     fields = [name.ljust(100, b"\0"), mode, owner, owner, size_field, mtime, b" " * 8, kind, link.ljust(100, b"\0")]
     fields += [magic, names[0].ljust(32, b"\0"), names[1].ljust(32, b"\0"), device, device, prefix.ljust(155, b"\0")]
     block = b"".join(fields).ljust(BLOCK, b"\0")
-    assert len(block) == BLOCK and len(name) <= 100 and len(prefix) <= 155
+    assert len(block) == BLOCK
+    assert len(name) <= 100
+    assert len(prefix) <= 155
     return block[:148] + (checksum % sum(block)).encode() + block[156:]
 
 

@@ -284,7 +284,8 @@ def _start_shell(command: list[str]) -> subprocess.Popen[bytes]:
     """Start what says "ready" and ends when its standard input closes."""
     pipe = subprocess.PIPE
     shell = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, cwd=ROOT)
-    assert shell.stdout is not None and shell.stderr is not None
+    assert shell.stdout is not None
+    assert shell.stderr is not None
     ready, _, _ = select.select([shell.stdout], [], [], BOOT_TIMEOUT_S)
     if not ready or shell.stdout.readline() != b"ready\n":
         shell.kill()

@@ -15,7 +15,7 @@ import torch
 
 import models
 from models.configs import ViTConfig
-from models.weights import timm as weights_timm
+from models.extras.weights import timm as weights_timm
 from models.weights.files import module
 
 # The files of timm whose models are Vision Transformers of the paper's kind: one sequence of equal blocks.

@@ -30,8 +30,11 @@ def test_what_is_put_is_what_another_client_reads(run, bucket, tmp_path) -> None
     folder.put("a.json", b"[]")
     folder.put_file("b/file", tmp_path / "file")
     assert objects(bucket, run) == {"a.json": b"[]", "b/file": content}
-    assert folder.list() == {"a.json": 2, "b/file": 100_000} and folder.list("b") == {"b/file": 100_000}
-    assert folder.read("a.json") == b"[]" and folder.read("nothing") is None and folder.list("nothing") == {}
+    assert folder.list() == {"a.json": 2, "b/file": 100_000}
+    assert folder.list("b") == {"b/file": 100_000}
+    assert folder.read("a.json") == b"[]"
+    assert folder.read("nothing") is None
+    assert folder.list("nothing") == {}
     folder.fetch("b/file", tmp_path / "fetched", 100_000)
     assert (tmp_path / "fetched").read_bytes() == content
     folder.delete(["b/file", "nothing"])
@@ -67,7 +70,8 @@ def test_a_refusal_that_does_not_name_its_condition_is_one(run, proxy) -> None:
         return 412
 
     proxy.fault_of_any = refuse
-    assert not Bucket(run, SCRATCH).create_once("name", b"another's") and len(asked) == 1
+    assert not Bucket(run, SCRATCH).create_once("name", b"another's")
+    assert len(asked) == 1
     assert Bucket(run, SCRATCH).create_once("name", b"mine")
 
 
@@ -124,7 +128,8 @@ def test_each_request_of_a_listing_is_retried_alone(run, proxy, bucket, monkeypa
     assert Bucket(run, SCRATCH, 2).list("many") == {f"many/{number:04d}": 1 for number in range(25)}
     assert len(asked) == 6, "three pages, each asked twice"
     asked.clear()
-    assert Bucket(run, SCRATCH, 2).list("empty") == {} and len(asked) == 2
+    assert Bucket(run, SCRATCH, 2).list("empty") == {}
+    assert len(asked) == 2
     asked.clear()
     assert Bucket(run, SCRATCH, 2).list("console") == {}
     proxy.fault_of_any = lambda method, path: None
@@ -153,7 +158,8 @@ def test_a_denial_is_named_by_its_cause_within_the_limit(status, code, remedy, r
     folder = Bucket(run, SCRATCH, 100_000)
     with pytest.raises(StorageError, match=rf"{run}/a.json: denied after \d+ attempts: {code}; {remedy}") as error:
         folder.put("a.json", b"{}")
-    assert error.value.exit_code == 69 and "very-secret" not in str(error.value)
+    assert error.value.exit_code == 69
+    assert "very-secret" not in str(error.value)
     # The next request of this process knows that the limit has passed.
     asked = len(requests)
     with pytest.raises(StorageError, match=f"denied after 1 attempts: {code}"):
@@ -231,15 +237,18 @@ def test_the_other_stores_clients_do_what_a_run_asks_of_them(scheme, proxy, tmp_
         (tmp_path / "file").write_bytes(b"content")
         folder.put_file("a/file", tmp_path / "file")
         folder.fetch("a/file", tmp_path / "fetched", 7)
-        assert (tmp_path / "fetched").read_bytes() == b"content" and folder.list("a") == {"a/file": 7}
+        assert (tmp_path / "fetched").read_bytes() == b"content"
+        assert folder.list("a") == {"a/file": 7}
         folder.delete(["a/file", "nothing"])
-        assert folder.list("a") == {} and folder.read("a/file") is None
+        assert folder.list("a") == {}
+        assert folder.read("a/file") is None
         if scheme == "gs":
             with pytest.raises(StorageError, match="replaced an existing object although the request forbade it"):
                 folder.check_exclusive_create("attempts/000000.json")
         else:
             folder.check_exclusive_create("attempts/000000.json")
-            assert folder.create_once("name", b"mine") and not folder.create_once("name", b"another's")
+            assert folder.create_once("name", b"mine")
+            assert not folder.create_once("name", b"another's")
             assert folder.read("name") == b"mine"
     urls.forget_credentials()
 

@@ -38,9 +38,11 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path) -> None:
     with pytest.raises(RuntimeError), files.atomic_file(path) as temporary:
         temporary.write_text("half")
         raise RuntimeError("the writer fails half way")
-    assert path.read_text() == "old" and os.listdir(tmp_path) == ["file.json"]
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["file.json"]
     files.write_atomically(path, b"new")
-    assert path.read_bytes() == b"new" and os.listdir(tmp_path) == ["file.json"]
+    assert path.read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["file.json"]
 
 
 @pytest.mark.parametrize(
@@ -66,7 +68,8 @@ def test_files_of_another_node_are_waited_for(appear_at, sizes, is_patient, unse
 
     monkeypatch.setattr(files, "time", SimpleNamespace(monotonic=lambda: seconds[0], sleep=sleep))
     left, waited_s = files.wait_until_seen(seen, {"a": 3, "b": None}, is_patient=is_patient)
-    assert left == unseen and waited_s == pytest.approx(waited, abs=0.11)
+    assert left == unseen
+    assert waited_s == pytest.approx(waited, abs=0.11)
 
 
 def test_every_file_has_the_mode_that_the_umask_gives(tmp_path) -> None:
@@ -106,10 +109,12 @@ def test_a_small_file_keeps_room_for_what_is_written_on_a_full_disk(tmp_path, mo
     size = path.stat().st_size
     monkeypatch.setattr(os, "rename", refusing(os.rename, errno.ENOSPC, lambda *_: True))
     files.write_with_reserve(path, '{"message": "the disk is full"}', 100)
-    assert json.loads(path.read_text()) == {"message": "the disk is full"} and path.stat().st_size == size
+    assert json.loads(path.read_text()) == {"message": "the disk is full"}
+    assert path.stat().st_size == size
     with pytest.raises(OSError, match="No space left"):
         files.write_with_reserve(path, "x" * (size + 1), 100)
-    assert json.loads(path.read_text()) == {"message": "the disk is full"} and os.listdir(tmp_path) == ["status.json"]
+    assert json.loads(path.read_text()) == {"message": "the disk is full"}
+    assert os.listdir(tmp_path) == ["status.json"]
 
 
 @pytest.mark.parametrize("offset", [0, 8], ids=["aligned", "not-aligned"])
@@ -158,7 +163,7 @@ def test_a_run_directory_that_is_a_file_is_named(tmp_path) -> None:
     (tmp_path / "run").write_text("")
     for run in (tmp_path / "run", tmp_path / "run" / "digits"):
         with (
-            pytest.raises(ConfigError, match=f"{tmp_path}/run is a file\n  expected the folder"),
+            pytest.raises(ConfigError, match=f"{tmp_path}/run is a file\n  expected a run directory"),
             Lease(Folder(run), print),
         ):
             pass
@@ -203,7 +208,8 @@ def test_storage_without_locks_is_named_with_its_path_and_what_to_do(code, tmp_p
     no_locks = r"the file system of .* has no locks \(flock\)"
     with pytest.raises(StorageError, match=no_locks) as refusal, files.locked(tmp_path / "lock"):
         pass
-    assert str(tmp_path) in str(refusal.value) and "PATCHLINE_CACHE" in str(refusal.value)
+    assert str(tmp_path) in str(refusal.value)
+    assert "PATCHLINE_CACHE" in str(refusal.value)
 
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.ENOTSUP])
@@ -211,7 +217,8 @@ def test_storage_without_hard_links_is_named_with_its_path_and_what_to_do(code, 
     monkeypatch.setattr(os, "link", refusing(os.link, code, lambda *_: True))
     with pytest.raises(StorageError, match="has no hard links") as refusal:
         claim_attempt(Folder(tmp_path))
-    assert str(tmp_path) in str(refusal.value) and "run=/elsewhere" in str(refusal.value)
+    assert str(tmp_path) in str(refusal.value)
+    assert "run=/elsewhere" in str(refusal.value)
 
 
 def test_what_nfs_did_and_then_refused_because_the_answer_was_lost_is_done(tmp_path, monkeypatch) -> None:
@@ -229,7 +236,8 @@ def test_what_nfs_did_and_then_refused_because_the_answer_was_lost_is_done(tmp_p
     monkeypatch.setattr(os, "link", link_again)
     monkeypatch.setattr(os, "rename", rename_again)
     storage = Folder(tmp_path)
-    assert claim_attempt(storage) == 1 and claim_attempt(storage) == 2
+    assert claim_attempt(storage) == 1
+    assert claim_attempt(storage) == 2
     assert storage.create_once("attempts/000002.json", b"another's") is False
     storage.put("status.json", b"old")
     storage.put("status.json", b"new")
@@ -240,7 +248,8 @@ def test_what_nfs_did_and_then_refused_because_the_answer_was_lost_is_done(tmp_p
     )
     assert storage.publish("saved", "step-0000000005", 1, b"manifest")
     assert storage.published("saved") == ["step-0000000005"]
-    assert storage.delete_set("saved", "step-0000000005") is None and storage.published("saved") == []
+    assert storage.delete_set("saved", "step-0000000005") is None
+    assert storage.published("saved") == []
     with pytest.raises(FileNotFoundError):
         files.rename(tmp_path / "missing", tmp_path / "status.json")
     assert not list(tmp_path.rglob(".tmp-*"))
@@ -315,7 +324,8 @@ def test_a_lock_is_free_the_moment_its_process_is_killed(tmp_path) -> None:
 def test_only_one_creates_a_file_exclusively(tmp_path) -> None:
     assert files.create_exclusively(tmp_path / "000001.json", "first")
     assert not files.create_exclusively(tmp_path / "000001.json", "second")
-    assert (tmp_path / "000001.json").read_text() == "first" and os.listdir(tmp_path) == ["000001.json"]
+    assert (tmp_path / "000001.json").read_text() == "first"
+    assert os.listdir(tmp_path) == ["000001.json"]
 
 
 def test_a_new_process_finds_the_repository_first_and_keeps_the_folders_of_its_parent(monkeypatch) -> None:
@@ -457,8 +467,11 @@ def explained_on(mount: str, after: str, folder: Path) -> str:
 def test_full_or_read_only_disk_is_explained_by_its_cause(tmp_path, mount, after, found, typed):
     text = explained_on(mount, after.format(tmp_path), tmp_path)
     lines = text.splitlines()
-    assert len(lines) == 3 and f"{tmp_path}/" in lines[0]
-    assert found in lines[0] and lines[1].startswith("  expected") and typed.format(tmp_path) in lines[2]
+    assert len(lines) == 3
+    assert f"{tmp_path}/" in lines[0]
+    assert found in lines[0]
+    assert lines[1].startswith("  expected")
+    assert typed.format(tmp_path) in lines[2]
 
 
 def test_file_size_limit_is_explained_by_its_cause(tmp_path):
@@ -466,7 +479,8 @@ def test_file_size_limit_is_explained_by_its_cause(tmp_path):
     text = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
     assert f"File too large: {tmp_path}/0 (3.0 kB needed, " in text
     assert "this process may only write files up to 2.0 kB (ulimit -f))\n" in text
-    assert "type ulimit -f unlimited" in text and "free some space" not in text
+    assert "type ulimit -f unlimited" in text
+    assert "free some space" not in text
 
 
 def test_limit_of_open_files_is_explained_by_its_cause(tmp_path):
@@ -492,9 +506,11 @@ def test_limit_of_open_files_is_explained_by_its_cause(tmp_path):
 
 def test_quota_and_missing_permission_are_explained_by_their_cause(tmp_path):
     quota = files.explain(OSError(errno.EDQUOT, "Disk quota exceeded", str(tmp_path / "file")))
-    assert "free on the disk, but this user's quota of bytes or files is used up)" in quota and "quota -s" in quota
+    assert "free on the disk, but this user's quota of bytes or files is used up)" in quota
+    assert "quota -s" in quota
     refused = files.explain(PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "run" / "file")))
-    assert f"(this user: {os.geteuid()})" in refused and f"type ls -ld {tmp_path} " in refused
+    assert f"(this user: {os.geteuid()})" in refused
+    assert f"type ls -ld {tmp_path} " in refused
 
 
 def test_user_without_a_home_folder_is_told_to_set_one(monkeypatch):

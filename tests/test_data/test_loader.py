@@ -65,9 +65,13 @@ def equal(columns, other_columns) -> bool:
 
 def test_a_batch_is_uint8_images_labels_and_ids(index, order):
     batch = next(iter(TrainLoader(index, order, image_size=24, slots=range(8, 16), micro_batch=5, max_labels=3)))
-    assert batch.images.shape == (5, 3, 24, 24) and batch.images.dtype == torch.uint8
-    assert batch.labels.shape == (5, 3) and (batch.labels[:, 0] >= 0).all() and (batch.labels[:, 1:] == -1).all()
-    assert batch.ids.tolist() == np.stack(order.batch(0), 1)[8:13].tolist() and batch.bad == ()
+    assert batch.images.shape == (5, 3, 24, 24)
+    assert batch.images.dtype == torch.uint8
+    assert batch.labels.shape == (5, 3)
+    assert (batch.labels[:, 0] >= 0).all()
+    assert (batch.labels[:, 1:] == -1).all()
+    assert batch.ids.tolist() == np.stack(order.batch(0), 1)[8:13].tolist()
+    assert batch.bad == ()
 
 
 @pytest.mark.parametrize(
@@ -84,9 +88,8 @@ def test_a_micro_batch_takes_whole_pages_and_its_arrays_share_nothing(b, image_s
         assert not array.any()
         array[...] = -1 if array.dtype == np.int64 else 255
         written += array.nbytes
-    assert not any(memory[: layout.bytes]) and memory.count(255) == written == b * (
-        3 * image_size**2 + 8 * max_labels + 24
-    )
+    assert not any(memory[: layout.bytes])
+    assert memory.count(255) == written == b * (3 * image_size**2 + 8 * max_labels + 24)
 
 
 @pytest.mark.parametrize("processes", [0, 2])
@@ -197,7 +200,8 @@ def test_seed_and_epoch_change_the_pixels_of_a_sample(index):
     again = second[0][[place[tuple(row[1:].tolist())] for row in first[2]]]
     assert (first[0] == again).flatten(1).all(1).float().mean() < 0.1
     other = run(index, order, steps=1, slots=range(300), seed=6)
-    assert torch.equal(first[2], other[2]) and not torch.equal(first[0], other[0])
+    assert torch.equal(first[2], other[2])
+    assert not torch.equal(first[0], other[0])
 
 
 def test_without_crop_and_flip_the_pixels_are_the_image_s_own(index, order):
@@ -264,8 +268,10 @@ def test_evaluation_sees_every_sample_once_at_any_world_size(index, world):
         batches = list(part)
         assert len(batches) == len(part) == len(sets[0])
         for batch in batches:
-            assert batch.images.shape == (16, 3, 32, 32) and batch.images.dtype == torch.uint8
-            assert (batch.labels[batch.mask] >= 0).all() and (batch.labels[~batch.mask] == -1).all()
+            assert batch.images.shape == (16, 3, 32, 32)
+            assert batch.images.dtype == torch.uint8
+            assert (batch.labels[batch.mask] >= 0).all()
+            assert (batch.labels[~batch.mask] == -1).all()
             seen += batch.ids[batch.mask].tolist()
     assert sorted(seen) == [[shard, n] for shard, count in enumerate(index.shard_samples) for n in range(count)]
 
@@ -276,15 +282,20 @@ def test_evaluation_gives_the_same_batches_with_threads_and_masks_what_is_bad(tm
     batches = list(EvaluationSet(index, "resize(24)", batch_size=8, threads=1))
     with_threads = list(EvaluationSet(index, "resize(24)", batch_size=8, threads=4))
     for a, b in zip(batches, with_threads, strict=True):
-        assert torch.equal(a.images, b.images) and torch.equal(a.ids, b.ids) and torch.equal(a.mask, b.mask)
+        assert torch.equal(a.images, b.images)
+        assert torch.equal(a.ids, b.ids)
+        assert torch.equal(a.mask, b.mask)
     assert [problem.key for batch in batches for problem in batch.bad] == [good[7].key]
     assert torch.cat([batch.mask for batch in batches]).tolist() == [n != 7 and n < 30 for n in range(32)]
-    assert not batches[0].images[7].any() and (batches[0].labels[7] == -1).all()
+    assert not batches[0].images[7].any()
+    assert (batches[0].labels[7] == -1).all()
 
 
 def test_the_float_squash_stays_float(index):
     batch = next(iter(EvaluationSet(index, "decode|resize_float(48)", batch_size=4)))
-    assert batch.images.dtype == torch.float32 and batch.images.shape == (4, 3, 48, 48) and batch.images.max() > 200
+    assert batch.images.dtype == torch.float32
+    assert batch.images.shape == (4, 3, 48, 48)
+    assert batch.images.max() > 200
 
 
 def children() -> set[int]:
@@ -313,7 +324,8 @@ def test_a_dead_or_hung_process_is_replaced_and_the_sequence_goes_on(index, orde
     victim = (children() - before).pop()
     os.kill(victim, blow)
     taken += [next(batches) for _ in range(32 - 5)]
-    assert victim not in children() and len(children() - before) == 2
+    assert victim not in children()
+    assert len(children() - before) == 2
     batches.close()
     assert children() == before
     for name, column in zip(("images", "labels", "ids"), whole, strict=True):
@@ -355,7 +367,8 @@ def test_a_batch_is_not_overwritten_while_a_part_of_it_is_held_and_others_are_no
     batches.close()
     assert torch.equal(held, whole[0][20:, :, 3:5])
     # The process of the part that is held has no other place to lend, so that it copies; the second one lends all.
-    assert lent == [number % 2 == 0 and processes == 2 for number in range(11)] and is_shared(held.data_ptr())
+    assert lent == [number % 2 == 0 and processes == 2 for number in range(11)]
+    assert is_shared(held.data_ptr())
 
 
 def test_the_training_loop_is_lent_all_its_batches(index, order, tmp_path):
@@ -403,7 +416,8 @@ def test_processes_end_with_a_loader_that_is_killed(index, order, tmp_path):
     deadline = time.monotonic() + 20
     while any(map(runs, workers)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert len(workers) == 2 and not any(map(runs, workers))
+    assert len(workers) == 2
+    assert not any(map(runs, workers))
 
 
 def test_decoding_processes_import_neither_torch_nor_webdataset():
@@ -443,6 +457,8 @@ def test_shared_memory_is_bounded_and_waits_are_split(index, order):
     wait = next(batches).wait
     added = sum(shared_memory().values()) - sum(before.values())
     assert 2 * 3 * 6 * 32 * 32 * 3 <= added <= 2 * 3 * (6 * 32 * 32 * 3 + 3 * 4096)
-    assert wait.storage_s > 0 and wait.decode_s > 0 and wait.transfer_s > 0
+    assert wait.storage_s > 0
+    assert wait.decode_s > 0
+    assert wait.transfer_s > 0
     batches.close()
     assert shared_memory() == before

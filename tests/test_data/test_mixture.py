@@ -85,7 +85,8 @@ def test_a_mixture_trains_on_its_exact_shares_and_resumes_as_if_never_stopped(mi
     cfg = config.build(TrainConfig, task["config"], "config")
     trained = training_order(cfg, [load_index(path) for path in task["job"]["train"]])
     _, labels, _, bad, _ = rebuild(cfg, *trained, 16, 7)
-    assert ((labels[:, 0] >= 5) == high[7]).all() and not bad
+    assert ((labels[:, 0] >= 5) == high[7]).all()
+    assert not bad
 
     (folder / "done.json").unlink()
     shutil.rmtree(last)
@@ -119,10 +120,12 @@ def test_a_lost_shard_ends_the_run_unless_the_config_drops_it_and_then_the_count
     assert main(["run", str(mixed), "pretrain.data.drop=[low-000003.tar]"]) == 0
     said = capsys.readouterr().out
     assert "data.drop: excluding 1 shards with 50 of 1,442 samples" in said
-    assert "resuming with changed settings" in said and "resumed from step 16" in said
+    assert "resuming with changed settings" in said
+    assert "resumed from step 16" in said
     mended = ids(20)
     high = late[:, 1] < number - 3
-    assert (mended[:, 1] != number).all() and np.array_equal(mended[high], late[high])
+    assert (mended[:, 1] != number).all()
+    assert np.array_equal(mended[high], late[high])
     lost.rename(shards / "low" / "low-000003.tar")
     assert np.array_equal(ids(4), early), "computed before the shard was lost"
     capsys.readouterr()
@@ -136,7 +139,9 @@ def test_a_dropped_shard_is_named_as_far_as_it_takes_to_tell_it_from_others(shar
     with pytest.raises(DataError, match=r"2 shards match train-000000\.tar, expected one"):
         exclude(sets, ["train-000000.tar"])
     first, second = exclude(sets, ["other/train/train-000000.tar"])
-    assert first == sets[0] and second.shards[0].samples == 0 and second.digest != sets[1].digest
+    assert first == sets[0]
+    assert second.shards[0].samples == 0
+    assert second.digest != sets[1].digest
 
 
 def test_plan_counts_every_set_of_a_mixture(recipe, shards, capsys):
@@ -193,4 +198,5 @@ def test_joined_sets_are_read_each_from_its_own_tables(shards):
             assert (image == images[0][number]).all()
         else:
             assert (image == images[1][number - sets[0].samples]).all()
-    assert joined.classes == 10 and sum(joined.class_counts) == 1797
+    assert joined.classes == 10
+    assert sum(joined.class_counts) == 1797

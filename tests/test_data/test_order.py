@@ -33,7 +33,8 @@ def test_every_sample_is_used_exactly_once_an_epoch(sizes, lanes, batch, block, 
     for epoch in range(3):
         part = seen[epoch * sum(sizes) : (epoch + 1) * sum(sizes)]
         assert (part[:, 0] == epoch).all()
-        assert len(part) == len(every) and set(map(tuple, part[:, 1:].tolist())) == every
+        assert len(part) == len(every)
+        assert set(map(tuple, part[:, 1:].tolist())) == every
 
 
 @settings(max_examples=100, deadline=None)
@@ -48,7 +49,8 @@ def test_a_dropped_tail_leaves_out_less_than_a_batch(sizes, lanes, batch, block)
     for epoch in range(2):
         steps = range(epoch * steps_per_epoch, (epoch + 1) * steps_per_epoch)
         seen = np.concatenate([np.stack(order.batch(step), 1) for step in steps])
-        assert (seen[:, 0] == epoch).all() and len(np.unique(seen, axis=0)) == len(seen)
+        assert (seen[:, 0] == epoch).all()
+        assert len(np.unique(seen, axis=0)) == len(seen)
         assert sum(sizes) - len(seen) < batch
 
 
@@ -106,7 +108,8 @@ def test_epochs_and_seeds_are_shuffled_differently():
 def test_a_step_far_into_300_million_samples_needs_neither_replay_nor_memory():
     order = Order([10_000] * 30_000, seed=0, batch_size=4096)
     far = order.batch(700_000)
-    assert len(np.unique(np.stack(far), axis=1).T) == 4096 and far[0][0] == 700_000 * 4096 // 300_000_000
+    assert len(np.unique(np.stack(far), axis=1).T) == 4096
+    assert far[0][0] == 700_000 * 4096 // 300_000_000
     held = sum(array.nbytes for arrays in order._shard_orders.values() for array in arrays) + order.shard_samples.nbytes
     assert held < 2_000_000
 
@@ -172,7 +175,8 @@ def test_a_mixture_takes_its_shares_of_every_batch_and_each_set_once_an_epoch():
         for epoch in range(len(seen) // total):
             assert set(map(tuple, seen[seen[:, 0] == epoch][:, 1:].tolist())) == every
             assert (seen[:, 0] == epoch).sum() == total
-    assert mixture.replacement(3, 7, 0) == tuple(batches[3][7]) and mixture.replacement(3, 7, 1)[1] >= 2
+    assert mixture.replacement(3, 7, 0) == tuple(batches[3][7])
+    assert mixture.replacement(3, 7, 1)[1] >= 2
 
 
 @settings(max_examples=60, deadline=None)
@@ -188,16 +192,19 @@ def test_any_mixture_has_exact_shares_and_every_sample_once_in_each_set_s_epoch(
     try:
         mixture = Mixture(sizes, groups=groups, weights=weights, seed=0, batch_size=batch)
     except ValueError as error:
-        assert min(weights) / sum(weights) * batch < 1 and "no sample in a batch" in str(error)
+        assert min(weights) / sum(weights) * batch < 1
+        assert "no sample in a batch" in str(error)
         return
     exact = np.array(weights) / sum(weights) * batch
-    assert sum(mixture.shares) == batch and (abs(np.array(mixture.shares) - exact) < 1).all()
+    assert sum(mixture.shares) == batch
+    assert (abs(np.array(mixture.shares) - exact) < 1).all()
     seen = np.concatenate([np.stack(mixture.batch(n), 1) for n in range(step, step + 8)])
     assert len(np.unique(seen, axis=0)) == len(seen)
     assert (seen[:, 2] < np.array(sizes)[seen[:, 1]]).all()
     group = np.searchsorted(mixture.starts, seen[:, 1], side="right") - 1
     first = group[:batch]
-    assert (group.reshape(8, batch) == first).all() and np.bincount(first).tolist() == mixture.shares
+    assert (group.reshape(8, batch) == first).all()
+    assert np.bincount(first).tolist() == mixture.shares
     for half in (first[: batch // 2], first[batch // 2 :]):  # a worker's slots have every set's share, to within one
         for number, share in enumerate(mixture.shares):
             assert abs((half == number).sum() - share * len(half) / batch) <= len(sets)

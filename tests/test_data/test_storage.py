@@ -62,7 +62,8 @@ def group(run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> savers.W
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert claim_attempt(Bucket(run, SCRATCH)) == 1
     made = savers.WorkerGroup(tmp_path / "run", remote=run)
-    assert made.save(10) and made.save(20)
+    assert made.save(10)
+    assert made.save(20)
     return made
 
 
@@ -81,7 +82,8 @@ def start(run: str, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Cho
 
 def assert_is_step(chosen: Chosen | None, step: int) -> None:
     """The state is that of the step, as savers.FakeEngine made it up."""
-    assert chosen is not None and chosen.manifest.step == step
+    assert chosen is not None
+    assert chosen.manifest.step == step
     reader = Reader(chosen.folder, chosen.manifest.files)
     assert torch.equal(reader("w", "master", 0, 96), savers.known("w", "master", 0, 96) + step)
 
@@ -177,7 +179,9 @@ def test_of_a_flipped_bit_the_one_before_is_loaded(file, group, run, bucket, tmp
     bucket.put_object(Key=name, Body=bytes(content))
     chosen, said = start(run, tmp_path / "other", monkeypatch)
     assert_is_step(chosen, 10)
-    assert len(said) == 1 and file in said[0] and "trying the previous checkpoint" in said[0]
+    assert len(said) == 1
+    assert file in said[0]
+    assert "trying the previous checkpoint" in said[0]
     assert objects(bucket, run)[key(20, file)] == content, "a person may want to look at it"
     assert key(20, REFUSED) in objects(bucket, run)
     # It is not tried again.
@@ -188,12 +192,14 @@ def test_of_a_flipped_bit_the_one_before_is_loaded(file, group, run, bucket, tmp
 
 def test_a_missing_and_a_cut_file_make_the_one_before_be_loaded(group, run, bucket, tmp_path, monkeypatch) -> None:
     prefix = run.removeprefix(f"s3://{BUCKET}/")
-    assert group.save(30) and group.save(40)
+    assert group.save(30)
+    assert group.save(40)
     bucket.put_object(Key=f"{prefix}/{key(40, 'rank-00001.safetensors')}", Body=b"half")
     bucket.Object(f"{prefix}/{key(30, 'rank-00000.safetensors')}").delete()
     chosen, said = start(run, tmp_path / "other", monkeypatch)
     assert_is_step(chosen, 20)
-    assert "4 bytes, expected " in said[0] and "missing ['rank-00000.safetensors']" in said[1]
+    assert "4 bytes, expected " in said[0]
+    assert "missing ['rank-00000.safetensors']" in said[1]
 
 
 def test_a_transfer_that_flips_a_bit_is_made_again_and_blames_no_checkpoint(group, run, tmp_path, monkeypatch) -> None:
@@ -209,7 +215,8 @@ def test_a_transfer_that_flips_a_bit_is_made_again_and_blames_no_checkpoint(grou
     monkeypatch.setattr(Bucket, "read_range", read_badly)
     chosen, said = start(run, tmp_path / "other", monkeypatch)
     assert_is_step(chosen, 20)
-    assert said == [] and not flips
+    assert said == []
+    assert not flips
 
 
 def test_a_node_with_a_bad_disk_is_named_and_nothing_is_refused(group, run, bucket, tmp_path, monkeypatch) -> None:
@@ -247,7 +254,8 @@ def test_saves_and_starts_outlast_a_store_that_fails_often(group, run, proxy, tm
     monkeypatch.setattr(bucket_module, "ATTEMPTS", 30)
     monkeypatch.setattr(bucket_module, "TIMEOUT_S", 0.5)
     made = savers.WorkerGroup(tmp_path / "run", remote=run)
-    assert made.save(30) and made.save(40)
+    assert made.save(30)
+    assert made.save(40)
     assert_is_step(start(run, tmp_path / "other", monkeypatch)[0], 40)
 
 
@@ -255,7 +263,8 @@ def test_a_store_that_is_away_costs_a_save_and_blames_no_checkpoint(group, run, 
     monkeypatch.setattr(bucket_module, "ATTEMPTS", 2)
     proxy.fault_of_any = lambda method, path: 503
     made = savers.WorkerGroup(tmp_path / "run", remote=run)
-    assert made.save(30) is None and "no response after 2 attempts" in made.savers[0].failure
+    assert made.save(30) is None
+    assert "no response after 2 attempts" in made.savers[0].failure
     monkeypatch.setattr(restore, "dist", ALONE)
     with pytest.raises(CheckpointError, match=r"cannot read the checkpoints: .*\n  nothing was changed"):
         choose_together(StageCheckpoints(Bucket(run, tmp_path / "other"), STAGE), 1, print)
@@ -276,9 +285,11 @@ def test_where_a_file_cannot_be_put_the_store_is_asked_for_little_else(group, pr
     proxy.fault_of_any = refuse
     assert group.save(30) is None
     failure = group.savers[0].failure
-    assert "rank-00000.safetensors: no response after 10 attempts" in failure and "rank-00001" in failure
+    assert "rank-00000.safetensors: no response after 10 attempts" in failure
+    assert "rank-00001" in failure
     of_files = [path for path in asked if "/rank-0000" in path]
-    assert len(of_files) == 20 and len(asked) <= 23
+    assert len(of_files) == 20
+    assert len(asked) <= 23
 
 
 def test_a_stop_that_a_worker_has_heard_asks_a_store_that_is_gone_for_nothing(
@@ -338,9 +349,11 @@ def test_a_commit_whose_answers_are_lost_outlives_a_save_of_the_same_step(
     monkeypatch.setattr(bucket_module, "ATTEMPTS", 2)
     group.checkpoints.storage.retry.attempts = 2
     proxy.fault_of_any = lambda method, path: "deaf" if path.endswith("30-000001/MANIFEST.json") else None
-    assert group.save(30) is None and "no response after 2 attempts" in group.savers[0].failure
+    assert group.save(30) is None
+    assert "no response after 2 attempts" in group.savers[0].failure
     proxy.fault_of_any = lambda method, path: 503 if method == "PUT" and "30-000001/rank-00001" in path else None
-    assert group.save(30) is None and "rank-00001" in group.savers[0].failure
+    assert group.save(30) is None
+    assert "rank-00001" in group.savers[0].failure
     proxy.fault_of_any = lambda method, path: None
     assert_is_step(start(run, tmp_path / "other", monkeypatch)[0], 30)
 
@@ -362,7 +375,9 @@ def test_old_checkpoints_are_deleted_and_what_died_is_swept(run, bucket, tmp_pat
 
 
 def test_of_old_checkpoints_the_milestones_stay_and_two_at_least_are_kept(group, run, tmp_path) -> None:
-    assert group.save(30) and group.save(40) and group.save(50)
+    assert group.save(30)
+    assert group.save(40)
+    assert group.save(50)
     deleted = StageCheckpoints(Bucket(run, tmp_path / "run"), STAGE).prune(keep=1, keep_every=20)
     assert deleted == ["step-0000000030-000001", "step-0000000010-000001"]
     assert committed_steps(run) == [50, 40, 20]
@@ -463,7 +478,7 @@ def test_what_was_not_put_before_a_kill_is_still_there_in_the_same_folder(run, m
     with synced(Bucket(run, machines[0]), said.append):
         assert (machines[0] / "log.txt").read_text() == "never put\n"
         assert Bucket(run, SCRATCH).read("log.txt") == b"never put\n", "workers on other nodes may need it"
-    assert said[-1].startswith("taking over the run: no sign of life")
+    assert said[-1].startswith("taking over the run: no lease renewal")
 
 
 def test_an_owner_that_is_dead_is_followed_and_puts_nothing_when_it_wakes_up(run, machines, bucket) -> None:
@@ -471,7 +486,7 @@ def test_an_owner_that_is_dead_is_followed_and_puts_nothing_when_it_wakes_up(run
     frozen = left_elsewhere(run, machines[0])
     (machines[0] / "log.txt").write_text("of the frozen one")
     with synced(Bucket(run, machines[1]), said.append):
-        assert "taking over the run: no sign of life" in said[-1]
+        assert "taking over the run: no lease renewal" in said[-1]
         (machines[1] / "log.txt").write_text("of the new one")
         with pytest.raises(RunOwned):
             sync.Sync(Bucket(run, machines[0]), frozen, print).put()
@@ -488,7 +503,8 @@ def test_a_reader_leaves_the_folder_of_another_node_of_a_run_that_lives_as_it_is
         before = files_of(machines[1])
         with readable_run(Bucket(run, machines[1])) as folder:
             assert files_of(folder) == {"log.txt": "of the driver\n"}
-        assert files_of(machines[1]) == before and not folder.exists()
+        assert files_of(machines[1]) == before
+        assert not folder.exists()
         with readable_run(Bucket(run, machines[0])) as folder:
             assert folder != machines[1]
 
@@ -528,7 +544,8 @@ def test_fetched_weights_are_those_of_their_record_or_are_fetched_again(run, buc
             Bucket(run, other.parent).ensure_local(f"stage/{name}", record["bytes"], record["sha256"])
 
     fetch_weights()
-    assert (other / "weights.safetensors").read_bytes() == b"good weights" and not flips
+    assert (other / "weights.safetensors").read_bytes() == b"good weights"
+    assert not flips
     Bucket(run, SCRATCH).put("stage/weights.safetensors", b"baad weights")
     fetch_weights()
     (other / "weights.safetensors").unlink()
@@ -556,7 +573,8 @@ def test_the_record_of_a_finished_stage_is_put_after_its_files_and_none_after_a_
         for name in ("done.json", *(f"weights-{number}" for number in range(9))):
             (machines[0] / "stage" / name).write_text("first")
         put()
-        assert len(names) == 10 and names[-1] == "stage/done.json"
+        assert len(names) == 10
+        assert names[-1] == "stage/done.json"
         for number in range(9):
             (machines[0] / "stage" / f"weights-{number}").write_text("second time")
         put()
@@ -579,15 +597,16 @@ def test_status_and_checkpoints_read_a_run_in_a_store(group, run, bucket, tmp_pa
     assert main(["status", run]) == 0
     said = capsys.readouterr().out
     assert f"run  {run}\nend  stopped at step 20 (exit 75, noon)\n" in said
-    assert "step 20/90  loss 2.5000" in said and "last checkpoint step 20" in said
+    assert "step 20/90  loss 2.5000" in said
+    assert "last checkpoint step 20" in said
 
     group.begin(30)
     assert main(["checkpoints", "list", run]) == 0
     said = capsys.readouterr().out
-    assert "step-0000000020-000001" in said and "world 2  ZeRO 2  attempt 1  ledger 000000000000" in said
-    assert (
-        ".tmp-0000000030-000001  uncommitted save, in progress or interrupted" in said and "step-0000000030" not in said
-    )
+    assert "step-0000000020-000001" in said
+    assert "world 2  ZeRO 2  attempt 1  ledger 000000000000" in said
+    assert ".tmp-0000000030-000001  uncommitted save, in progress or interrupted" in said
+    assert "step-0000000030" not in said
 
     bucket.put_object(Key=f"{prefix}/{key(20, 'rank-00001.safetensors')}", Body=b"half")
     assert main(["checkpoints", "verify", f"{run}/{STAGE}"]) == 74
@@ -597,7 +616,9 @@ def test_status_and_checkpoints_read_a_run_in_a_store(group, run, bucket, tmp_pa
     # Nothing is deleted in favour of a bad one.
     assert main(["checkpoints", "prune", run]) == 74
     assert committed_steps(run) == [20, 10]
-    assert group.finish() and group.save(40) and group.save(50)
+    assert group.finish()
+    assert group.save(40)
+    assert group.save(50)
     capsys.readouterr()
     assert main(["checkpoints", "prune", run, "--keep", "2"]) == 0
     assert committed_steps(run) == [50, 40]
@@ -614,4 +635,5 @@ def test_commands_that_read_folders_name_what_to_type(run, capsys) -> None:
 def test_a_run_in_a_store_packs_nothing(run, tmp_path, capsys) -> None:
     assert main(["plan", "digits", f"run={run}", f"cluster.scratch={tmp_path}"]) == 78
     said = capsys.readouterr().err
-    assert f"shards is a pack stage, but run is {run}" in said and "python -m jobs index s3://BUCKET/SET" in said
+    assert f"shards is a pack stage, but run is {run}" in said
+    assert "python -m jobs index s3://BUCKET/SET" in said

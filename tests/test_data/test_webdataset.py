@@ -44,7 +44,9 @@ def written_by_webdataset(folder: Path, count: int = 23, suffix: str = "tar") ->
 def test_what_shard_writer_writes_is_indexed_and_read_sample_by_sample(tmp_path):
     samples = written_by_webdataset(tmp_path / "theirs")
     index = build_index(tmp_path / "theirs", name="theirs")
-    assert index.shard_samples.tolist() == [7, 7, 7, 2] and index.class_counts == (8, 8, 7) and not index.refused.counts
+    assert index.shard_samples.tolist() == [7, 7, 7, 2]
+    assert index.class_counts == (8, 8, 7)
+    assert not index.refused.counts
     reader = ShardReader(index)
     read = []
     for shard, count in enumerate(index.shard_samples.tolist()):
@@ -107,4 +109,5 @@ def test_webdataset_decodes_what_is_packed_here_as_any_of_its_shards(tmp_path):
     decoded = list(pipeline)
     assert len(decoded) == index.samples
     for (pixels, label), sample in zip(decoded, threes, strict=True):
-        assert label == 3 and np.array_equal(pixels, decode(sample.read()))
+        assert label == 3
+        assert np.array_equal(pixels, decode(sample.read()))

@@ -73,7 +73,8 @@ def test_folder_next_to_its_recipe_suggests_the_recipe(capsys, tmp_path, monkeyp
 def test_hints_and_records_use_the_typed_program_name(capsys, monkeypatch, tmp_path, program, other):
     first = program.replace("python -m jobs", "jobs/__main__.py")
     monkeypatch.setattr(sys, "argv", [f"/somewhere/bin/{first}", "train", "x"])
-    assert main(["train", "x"]) == 64 and main(["evaluate", str(tmp_path), "a=1"]) == 64
+    assert main(["train", "x"]) == 64
+    assert main(["evaluate", str(tmp_path), "a=1"]) == 64
     (tmp_path / "status.json").touch()
     assert main(["run", str(tmp_path)]) == 78
     said = capsys.readouterr().err
@@ -84,7 +85,8 @@ def test_hints_and_records_use_the_typed_program_name(capsys, monkeypatch, tmp_p
         f"it is a run directory: type its recipe; for its progress, type {program} status {tmp_path}",
     ):
         assert line in said
-    assert other not in said and "trial" not in said
+    assert other not in said
+    assert "trial" not in said
     assert typed_command().startswith("patchline train x" if program == "patchline" else "python ")
 
 
@@ -95,7 +97,9 @@ def test_an_unexpected_error_is_reported_as_a_bug_and_debug_prints_the_traceback
     monkeypatch.setattr("jobs.commands.status.print_status", fail)
     assert main(["status", "x"]) == 70
     err = capsys.readouterr().err
-    assert "error: ZeroDivisionError: by zero" in err and "a bug" in err and "Traceback" not in err
+    assert "error: ZeroDivisionError: by zero" in err
+    assert "a bug" in err
+    assert "Traceback" not in err
     assert main(["status", "--debug", "x"]) == 70
     assert "Traceback" in capsys.readouterr().err
 

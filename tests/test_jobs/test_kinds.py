@@ -86,12 +86,14 @@ def test_a_new_kind_needs_one_file_and_one_line(with_rounded, recipe, shards, ca
     recipe.write_text(recipe.read_text() + added)
     assert main(["plan", str(recipe)]) == 0
     planned = capsys.readouterr().out
-    assert "rounded (rounded, key " in planned and "  reads   init = @pretrain" in planned
+    assert "rounded (rounded, key " in planned
+    assert "  reads   init = @pretrain" in planned
     assert "rounded: 3 digits lose accuracy" in planned
 
     assert main(["run", str(recipe)]) == 0
     out = capsys.readouterr().out
-    assert "rounded: 3 digits lose accuracy" in out and "rounded: key " in out
+    assert "rounded: 3 digits lose accuracy" in out
+    assert "rounded: key " in out
     loaded = campaigns.load(recipe, [])
     rounded, before = (models.load_weights(loaded.directory(loaded.stage(name)))[0] for name in ("rounded", "pretrain"))
     # With three binary digits after the first, the relative error is at most 1/8.

@@ -76,7 +76,8 @@ def test_a_folder_with_the_name_of_a_stage_is_not_a_stage(run):
 def test_if_no_stage_or_several_stages_match_the_stages_are_listed(run):
     with pytest.raises(DataError, match="no stage 'finetnue'; did you mean 'finetune'") as error:
         find_stage(f"{run}/finetnue")
-    assert str(error.value).count("finished 1970") == 4 and "finetune-00000005, not finished" in str(error.value)
+    assert str(error.value).count("finished 1970") == 4
+    assert "finetune-00000005, not finished" in str(error.value)
     with pytest.raises(DataError, match=f"{run}/shards has no weights"):
         find_stage(f"{run}/shards")
     with pytest.raises(
@@ -157,8 +158,10 @@ def test_a_recipe_can_read_data_sets_of_another_run_by_name(tmp_path, shards, ca
     taken = tmp_path / "x" / "parts-0000000a"
     for name in ("pretrain.seed-0", "pretrain.seed-1"):
         data = campaign.stage(name).config.data
-        assert data.mixture["a.b"].train == f"{taken}/train" and data.evaluate == f"{taken}/test"
-        assert data.mixture["other"].train == f"{shards}/test" and not campaign.stage(name).missing
+        assert data.mixture["a.b"].train == f"{taken}/train"
+        assert data.evaluate == f"{taken}/test"
+        assert data.mixture["other"].train == f"{shards}/test"
+        assert not campaign.stage(name).missing
     # Each path is said once, whatever the number of runs.
     assert capsys.readouterr().err.count("parts-0000000a, finished 1970") == 2
     with pytest.raises(DataError, match=r"x/parts has no data set 'tarin'"):

@@ -83,7 +83,9 @@ def test_life_of_a_holder_is_known_at_once_here_and_by_watching_elsewhere(
     began = time.monotonic()
     found, seen = holder_state(Folder(tmp_path / "run"), lambda text: None)
     took_s = time.monotonic() - began
-    assert found == state and seen is not None and f"process {process.pid} on " in seen.holder
+    assert found == state
+    assert seen is not None
+    assert f"process {process.pid} on " in seen.holder
     assert took_s < LOST_S / 2 or (waits and (state == "held" or took_s >= LOST_S)), took_s
 
 
@@ -114,13 +116,17 @@ def test_missing_released_and_torn_leases_are_distinguished(tmp_path) -> None:
     with Lease(storage, print) as first:
         assert first.number == 1
     state, seen = holder_state(storage, print)
-    assert state == "free" and seen is not None and seen.is_released
+    assert state == "free"
+    assert seen is not None
+    assert seen.is_released
     with Lease(storage, print) as second:
         assert (second.number, second.previous_token) == (2, first.record["token"])
         assert sorted(storage.list("leases")) == ["leases/000002.json"], "older leases are deleted"
     (tmp_path / "run" / "leases" / "000002.json").write_text('{"token": ')
     state, seen = holder_state(storage, print)
-    assert state == "lost" and seen is not None and "truncated or altered" in seen.holder
+    assert state == "lost"
+    assert seen is not None
+    assert "truncated or altered" in seen.holder
 
 
 def test_holder_that_lost_the_run_is_informed_once_and_does_not_touch_the_new_lease(tmp_path) -> None:
@@ -163,7 +169,8 @@ def test_holder_can_be_stopped_through_the_storage(holder, tmp_path) -> None:
     said: list[str] = []
     ownership.stop_holder(storage, seen, said.append, 30.0)
     process.join(10)
-    assert process.exitcode == 0 and "has ended; for its result, type" in said[-1]
+    assert process.exitcode == 0
+    assert "has ended; for its result, type" in said[-1]
     assert sorted(storage.list("leases")) == ["leases/000001.json"]
 
 
@@ -174,7 +181,8 @@ def test_lease_is_renewed_on_a_full_disk(tmp_path, monkeypatch) -> None:
         for count in range(9, 12):
             lease.record["renewals"] = 10**count
             lease.renew()
-            assert file.stat().st_size == size and newest_lease(lease.storage).record["renewals"] == 10**count + 1
+            assert file.stat().st_size == size
+            assert newest_lease(lease.storage).record["renewals"] == 10**count + 1
 
 
 def test_taking_a_lease_keeps_the_temporary_files_of_other_commands(tmp_path: Path) -> None:

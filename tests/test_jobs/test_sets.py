@@ -82,7 +82,8 @@ def test_sources_return_their_class_names(tmp_path, source, names):
     assert source_names(cfg) == names
     if source == "parquet-texts":
         assert main(["pack", "parquet", str(path), str(tmp_path / "set")]) == 0
-        assert load_index(tmp_path / "set").names == names and load_index(tmp_path / "set").class_counts == (1, 1)
+        assert load_index(tmp_path / "set").names == names
+        assert load_index(tmp_path / "set").class_counts == (1, 1)
 
 
 def test_the_key_of_a_recipe_without_class_names_is_unchanged():

@@ -6,8 +6,8 @@ import math
 import pytest
 
 import models
-from models.weights import layout as weights_map
-from models.weights import npz as weights_npz
+from models.extras.weights import layout as weights_map
+from models.extras.weights import npz as weights_npz
 from tests.support.golden import GOLDEN, needs_golden
 
 STATS = GOLDEN / "init_stats.json"

@@ -42,12 +42,14 @@ def test_half_the_patches_are_corrupted_80_10_10():
     torch.nn.init.constant_(corruption.token, 7.0)
     patches = torch.arange(400.0).view(1, 400, 1).expand(50, 400, 32) / 1000
     changed, places = corruption(patches, seeded(0))
-    assert places.shape == (50, 200) and all(len(set(row.tolist())) == 200 for row in places)
+    assert places.shape == (50, 200)
+    assert all(len(set(row.tolist())) == 200 for row in places)
     untouched = torch.ones(50, 400, dtype=torch.bool).scatter(1, places, False)
     assert torch.equal(changed[untouched], patches[untouched])
     before, after = (x[torch.arange(50)[:, None], places, 0] for x in (patches, changed))
     share_masked, share_same = after.eq(7).float().mean().item(), after.eq(before).float().mean().item()
-    assert share_masked == pytest.approx(0.8, abs=0.02) and share_same == pytest.approx(0.1, abs=0.02)
+    assert share_masked == pytest.approx(0.8, abs=0.02)
+    assert share_same == pytest.approx(0.1, abs=0.02)
     swapped = after[after.ne(7) & after.ne(before)] * 1000
     assert swapped.unique().numel() > 300  # other patches of the image, from all over it
 
@@ -76,7 +78,8 @@ def test_downsized_patches_are_cells_in_reading_order():
     images[:, 2, 8 + 2, 16 + 4 : 16 + 6] = images[:, 2, 8 + 3, 16 + 4 : 16 + 6] = 1.0  # last patch, row 1, column 2
     classes = masked.targets(images, config)
     assert classes.shape == (1, 6, 16)
-    assert classes.nonzero().tolist() == [[0, 5, 1 * 4 + 2]] and classes.max() == 7
+    assert classes.nonzero().tolist() == [[0, 5, 1 * 4 + 2]]
+    assert classes.max() == 7
 
 
 def test_pixels_are_those_of_the_patch():
@@ -99,7 +102,8 @@ def test_no_image_costs_nothing_and_the_loss_of_two_is_the_sum_of_theirs(target)
     parts = [masked.objective(model, images[at], seeded(1))[0] for at in (slice(0, 1), slice(1, 2), slice(0, 0))]
     torch.testing.assert_close(masked.objective(model, images, seeded(1))[0], sum(parts))
     parts[2].backward()
-    assert parts[2] == 0 and all(not p.grad.any() for p in model.parameters() if p.grad is not None)
+    assert parts[2] == 0
+    assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
 
 
 def test_the_loss_falls_below_guessing():
@@ -134,7 +138,8 @@ def test_finetuning_takes_the_vit_out(tmp_path):
 def test_masked_training_can_move_to_larger_images():
     source = build()
     state, report = models.transfer(source.state_dict(), source.config, models.config_of("Masked-mu/8", 48, depth=2))
-    assert [name for name, *_ in report.resized] == ["vit.positions.0.table"] and not report.dropped
+    assert [name for name, *_ in report.resized] == ["vit.positions.0.table"]
+    assert not report.dropped
     assert state["vit.positions.0.table"].shape == (1, 37, 32)
 
 

@@ -149,7 +149,8 @@ def test_weight_decay_is_for_kernels_alone():
     assert decayed < {name for name, _ in model.named_parameters()}
     for name, parameter in model.named_parameters():
         assert (name in decayed) == (parameter.ndim in (2, 4)), name
-    assert "blocks.0.attention.qkv.weight" in decayed and "map_head.probe" not in decayed
+    assert "blocks.0.attention.qkv.weight" in decayed
+    assert "map_head.probe" not in decayed
 
 
 @pytest.mark.parametrize("name", ["mu/8", "Axial-mu/8", "R+mu/16", "BiT-R50x1"])
@@ -202,7 +203,8 @@ def test_a_switched_model_moves_to_another_size_with_only_its_table_resized(opti
     _, report = models.transfer(model.state_dict(), model.config, target)
     resized = [name for name, _, _ in report.resized]
     assert resized == ([] if options.get("positions") == "none" else ["positions.0.table"])
-    assert not report.new and not report.dropped
+    assert not report.new
+    assert not report.dropped
 
 
 def test_dropout_and_stochastic_depth_act_in_training_only():
@@ -244,7 +246,8 @@ def test_evaluation_under_inference_mode_does_not_spoil_training(options):
         expected = model.eval()(IMAGES)
     logits = model.train()(IMAGES)
     logits.sum().backward()
-    assert torch.equal(logits, expected) and model.embedding.weight.grad.abs().sum() > 0
+    assert torch.equal(logits, expected)
+    assert model.embedding.weight.grad.abs().sum() > 0
 
 
 @pytest.mark.slow

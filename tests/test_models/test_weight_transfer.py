@@ -32,7 +32,8 @@ def test_a_table_of_any_shape_resizes_and_its_prefix_stays():
     assert torch.equal(wide[:2], table[:2])
     torch.testing.assert_close(wide[2], table[2])  # corners stay corners
     single = models.resize_positions(torch.randn(1, 1, 4), (1, 1), (3, 2), prefix_tokens=0)
-    assert single.shape == (1, 6, 4) and single.eq(single[:, :1]).all()
+    assert single.shape == (1, 6, 4)
+    assert single.eq(single[:, :1]).all()
     assert torch.equal(models.resize_positions(single, [3, 2], (3, 2), 0), single)
     assert models.resize_positions(torch.randn(9, 4), 3, 2, prefix_tokens=0).shape == (4, 4)  # squares
     with pytest.raises(ValueError, match="new_grid must be one positive whole number or two"):
@@ -95,11 +96,13 @@ def test_the_report_names_every_parameter_and_prints():
     assert report.resized == (("positions.0.table", (1, 17, 32), (1, 37, 32)),)
     assert report.new == (("head.weight", None, (5, 32)), ("head.bias", None, (5,)))
     assert len(report.kept) + len(report.resized) + len(report.new) == len(state)
-    assert state["head.weight"].eq(0).all() and state["head.bias"].eq(0).all()
+    assert state["head.weight"].eq(0).all()
+    assert state["head.bias"].eq(0).all()
     assert torch.equal(state["positions.0.table"][:, 0], source.state_dict()["positions.0.table"][:, 0])
     lines = str(report).splitlines()
     assert lines[0] == f"kept {len(report.kept)} parameters unchanged"
-    assert "1x17x32 -> 1x37x32" in lines[1] and lines[-1].startswith("similarity of neighbouring positions")
+    assert "1x17x32 -> 1x37x32" in lines[1]
+    assert lines[-1].startswith("similarity of neighbouring positions")
     assert report.drift[1] > report.drift[0]  # interpolation makes neighbours alike
 
 
@@ -109,7 +112,8 @@ def test_the_same_classes_keep_the_head_unless_a_new_one_is_asked_for():
     target = models.config_of("mu/4", 24, 5)
     kept, _ = models.transfer(source.state_dict(), source.config, target)
     fresh, report = models.transfer(source.state_dict(), source.config, target, new_head=True)
-    assert kept["head.weight"].eq(1).all() and fresh["head.weight"].eq(0).all()
+    assert kept["head.weight"].eq(1).all()
+    assert fresh["head.weight"].eq(0).all()
     assert {name for name, *_ in report.dropped} == {"head.weight", "head.bias"}
 
 
@@ -119,7 +123,8 @@ def test_pooling_changes_and_the_class_token_goes():
     assert ("prefix.cls", (1, 1, 32), None) in report.dropped
     assert torch.equal(state["positions.0.table"], source.state_dict()["positions.0.table"][:, 1:])
     back, report = models.transfer(state, models.config_of("mu/4", 16, 5, pool="gap"), source.config)
-    assert back["positions.0.table"][:, 0].eq(0).all() and ("prefix.cls", None, (1, 1, 32)) in report.new
+    assert back["positions.0.table"][:, 0].eq(0).all()
+    assert ("prefix.cls", None, (1, 1, 32)) in report.new
 
 
 @pytest.mark.parametrize("registers", [0, 2])
@@ -167,4 +172,6 @@ def test_a_resnet_keeps_its_weights_at_another_size():
     target = models.config_of("BiT-R50x1", 96, 3, units=(1, 1), width=32)
     state, report = models.transfer(source.state_dict(), source.config, target)
     check_weights(state, target)
-    assert report.resized == () and report.drift is None and len(report.new) == 2
+    assert report.resized == ()
+    assert report.drift is None
+    assert len(report.new) == 2

@@ -83,7 +83,7 @@ def test_workers_share_a_gpu_if_the_environment_allows_it(text, expected, monkey
         workers_per_gpu()
 
 
-@pytest.mark.parametrize("source", ["data/images/jpeg.cpp", "data/order.py", "models/weights/npz.py"])
+@pytest.mark.parametrize("source", ["data/images/jpeg.cpp", "data/order.py", "models/extras/weights/npz.py"])
 def test_changed_source_changes_the_code_version(source, tmp_path, monkeypatch) -> None:
     for package in identity.PACKAGES:
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))

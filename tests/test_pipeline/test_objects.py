@@ -45,14 +45,16 @@ def sent(value: object) -> Any:
 @pytest.mark.parametrize("value", VALUES, ids=str)
 def test_object_arrives_as_it_was_sent(value) -> None:
     received = sent(value)
-    assert received == value and type(received) is type(value)
+    assert received == value
+    assert type(received) is type(value)
 
 
 def test_numbers_of_arrays_and_tensors_arrive_bit_for_bit() -> None:
     array = np.array([[1, 2**62], [-3, 4]])
     tensor = torch.tensor([0.1, math.nan, -math.inf])
     received = sent({"array": array, "tensor": tensor, "scalar": np.int64(7)})
-    assert received["array"].dtype == array.dtype and received["array"].tolist() == array.tolist()
+    assert received["array"].dtype == array.dtype
+    assert received["array"].tolist() == array.tolist()
     assert received["tensor"].numpy().tobytes() == tensor.numpy().tobytes()
     assert int(received["scalar"]) == 7
 
@@ -60,7 +62,8 @@ def test_numbers_of_arrays_and_tensors_arrive_bit_for_bit() -> None:
 @pytest.mark.parametrize("kind", [ClusterError, MismatchedNodes, RunOwned, NewerSchema])
 def test_error_arrives_with_its_class_and_message(kind) -> None:
     received = sent([kind("two nodes differ")])[0]
-    assert type(received) is kind and str(received) == "two nodes differ"
+    assert type(received) is kind
+    assert str(received) == "two nodes differ"
 
 
 class Attack:

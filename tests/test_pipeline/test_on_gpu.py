@@ -245,8 +245,10 @@ def test_run_trains_in_bf16_commits_and_is_evaluated(device, recipe):
     run_campaign(loaded, only="pretrain", quiet=True)
     folder = loaded.directory(loaded.stage("pretrain"))
     losses = [loss for record in read_metrics(folder) for loss in record["losses"]]
-    assert len(losses) == 24 and losses[-1] < losses[0]
+    assert len(losses) == 24
+    assert losses[-1] < losses[0]
     assert read_metrics(folder, "evaluate")[-1]["accuracy"] > 0.1
     said = (folder / "log.txt").read_text()
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    assert f"workers on {name}" in said and "checkpoint step 24 committed" in said
+    assert f"workers on {name}" in said
+    assert "checkpoint step 24 committed" in said

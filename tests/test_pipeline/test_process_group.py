@@ -1,7 +1,11 @@
 """Start checks: incompatible workers are refused, other differences are logged."""
 
+import json
+import os
 import re
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -182,3 +186,23 @@ def test_workers_that_share_a_gpu_use_gloo_and_others_nccl(addresses, backend, t
         preflights.choose_backend, {"addresses": addresses}, cluster=TWO, name="group", directory=tmp_path
     )
     assert asked == [backend, backend]
+
+
+def test_instructions_are_part_of_the_conditions_of_arithmetic() -> None:
+    """Two processes, one of which must not use AVX, differ in what torch uses and in the variable that forbids it."""
+    code = (
+        "import json; from pipeline.process_group import arithmetic_conditions; "
+        "print(json.dumps(arithmetic_conditions()))"
+    )
+    values = []
+    for variables in ({}, {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"}):
+        environment = {**os.environ, **variables}
+        output = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+        )
+        values.append(json.loads(output.stdout.splitlines()[-1]))
+    here, other = values
+    assert other["instructions of torch"] == "DEFAULT"
+    assert (other["ATEN_CPU_CAPABILITY"], other["MKL_CBWR"]) == ("default", "COMPATIBLE")
+    assert "MKL_CBWR" not in here
+    assert here["processor"] == other["processor"]

@@ -124,7 +124,8 @@ def check_devices(seen: dict[str, Any]) -> None:
     assert seen["copies"] == [], "copies for which the host waits"
     assert seen["is_snapshot_pinned"]
     # Computing waits for the stream of the copies, whose memory is marked as used on another stream.
-    assert seen["too_early"] == [] and seen["unrecorded"] == 0
+    assert seen["too_early"] == []
+    assert seen["unrecorded"] == 0
     # The norm, and the numbers that workers agree on: loss, bad samples, stop, written.
     assert seen["reads"] == {"update": 5}
 
@@ -141,7 +142,8 @@ def check_types_and_shapes(seen: dict[str, Any], width: int, hidden: int, blocks
     assert f"blocks.{blocks}" not in outputs
     assert outputs["embedding"] == ["bfloat16", IMAGES, tokens - 1, width]
     assert outputs["logits"] == ["bfloat16", IMAGES, 1000]
-    assert "float64" not in seen["dtypes"]["forward"] and "float16" not in seen["dtypes"]["forward"]
+    assert "float64" not in seen["dtypes"]["forward"]
+    assert "float16" not in seen["dtypes"]["forward"]
     for name, types in seen["sums"].items():
         is_sum = "reduce" in name
         assert set(types) <= ({"float32", "float64"} if is_sum else {"bfloat16"}), name

@@ -45,7 +45,7 @@ MIXTURE = {"train": None, "mixture": {"a": {"train": "x", "weight": 9}, "b": {"t
         ({"steps": 1, "passes": 1.0}, "set either steps or passes"),
         ({"steps": 0}, "steps is 0, expected more than 0"),
         ({"steps": 1, "exact_parts": 6}, r"exact_parts is 6, expected 0 \(off\), 1, 2, 4, 8"),
-        ({"steps": 1, "exact_parts": 128}, r"4096 is not a multiple of 128 × micro_batch 64 = 8192"),
+        ({"steps": 1, "exact_parts": 128}, r"a multiple of 128 × micro_batch 64 = 8192; batch_size is 4096"),
         ({"steps": 1, "exact_parts": 2, "uneven": True}, "exact_parts 2 needs uneven=false"),
         ({"steps": 1, "exact_parts": 2, "deepspeed": "ds.json"}, "remove exact_parts or deepspeed"),
         ({"steps": 1, "keep": 1}, "keep is 1, expected 2 or more"),

@@ -38,7 +38,8 @@ def test_uneven_slots_cover_the_batch_once():
     arithmetic = batch_arithmetic(TrainConfig(steps=1, batch_size=100, micro_batch=8, uneven=True), 7)
     slots = [arithmetic.slots(rank) for rank in range(7)]
     assert [slot for part in slots for slot in part] == list(range(100))
-    assert {len(part) for part in slots} == {14, 15} and arithmetic.accumulation == 2
+    assert {len(part) for part in slots} == {14, 15}
+    assert arithmetic.accumulation == 2
 
 
 def test_passes_are_converted_to_steps_as_in_the_original():

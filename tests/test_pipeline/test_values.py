@@ -41,7 +41,8 @@ pytestmark = pytest.mark.quick
 )
 def test_value_is_read_as_people_write_it(written: object, hint: Any, key: str, value: object) -> None:
     read = read_value(written, hint, key)
-    assert read == value and type(read) is type(value)
+    assert read == value
+    assert type(read) is type(value)
 
 
 @pytest.mark.parametrize(

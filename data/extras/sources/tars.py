@@ -165,7 +165,7 @@ def tars_classes(source: str | os.PathLike[str] | Sequence[str], *, with_labels:
 # The names are requested twice, to number the classes and to read the samples.
 @lru_cache(maxsize=8)
 def names_in_labels(states: tuple[tuple[Path, int, int], ...]) -> Names:
-    """Return the sorted labels of tars, given as (path, bytes, time of change), if all of them are texts."""
+    """Return the sorted label names in tars, each given as (path, size in bytes, mtime); () if a label is not text."""
     texts: Refusals = Refusals()
     samples = 0
     for path, _, _ in states:

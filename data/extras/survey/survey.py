@@ -39,12 +39,13 @@ from data.extras.sources.tables import (
     first_of,
     label_text,
     naming_parquet,
+    parquet_classes,
     table_columns,
     table_entries,
 )
 from data.images.decode import BadImage, read_header
 from data.index.document import SUFFIX, load_index
-from data.index.names import PAIRS, NoLabel, are_pairs, gap_in_ids, parse_labels, preview
+from data.index.names import NO_NAMES, PAIRS, NoLabel, are_pairs, gap_in_ids, ids_of, parse_labels, preview
 from data.index.shard import COMPRESSED, IMAGES, is_image
 from data.index.tar import DOTTED, first_part, mapped, walk
 from data.sources.folders import files_of, images_below, keys_of, refuse_loop
@@ -518,21 +519,32 @@ def inspect_parquet(place: str, unlabelled: bool, report: Report) -> FoundSet:
         return inspect_table(str(files[0]), unlabelled, report)
     image_set = FoundSet("parquet", place)
     names: Sequence[str] = ()
+    ids: Mapping[str, int] | None = None
+    invalid = ""  # the first label that packing would refuse
     for path in files:
         file = ImageParquet(path, unlabelled=True)
         names = names or file.names
+        if ids is None and file.label_column and not unlabelled:
+            ids = NO_NAMES if file.names else ids_of(parquet_classes(place))
         if not file.label_column or unlabelled:
             with naming_parquet(path):
                 image_set.images += parquet.read_metadata(path).num_rows
         else:
-            for row in file.rows([file.label_column]):
-                image_set.count(label_text(row[file.label_column]))
+            for number, row in enumerate(file.rows([file.label_column])):
+                text = label_text(row[file.label_column])
+                image_set.count(text)
+                try:
+                    parse_labels(text, ids or NO_NAMES)
+                except NoLabel as error:
+                    invalid = invalid or f"{path}: row {number}: {error}"
                 report(image_set.images)
         for _, row in zip(range(OPENED // len(files) + 1), file.rows([file.image_column]), strict=False):
             image = row[file.image_column]
             if isinstance(image, dict):
                 image = image.get("bytes")
             image_set.open(image or b"")
+    if invalid and image_set.labelled:
+        raise DataError(invalid)
     if image_set.are_ids and names:
         count_of_id = image_set.class_counts
         image_set.class_counts = Counter()

@@ -26,7 +26,7 @@ from data.errors import DataError, UsageError
 from data.files import write_atomically
 from data.images.decode import BadImage, decode
 from data.images.preprocess import preprocess
-from jobs.commands.conversion import load, verify
+from jobs.extras.conversion import load, verify
 from jobs.extras.given_images import encoded_images
 from jobs.terminal import ProgressMeter, activity, echo
 from models.catalog import normalise

@@ -113,8 +113,8 @@ def show_pair(mine: ComparedStage, other: ComparedStage, title: str) -> None:
         while not any(fnmatchcase(name, pattern) for pattern in subjects[number]["facts"].split()):
             number += 1
         is_slight = False
-        if isinstance(fact.value, int | float) and isinstance(other_fact.value, int | float) and name != "seed":
-            is_slight = math.isclose(fact.value, other_fact.value, rel_tol=SLIGHT)
+        if name not in ("seed", "sweep.held_out"):
+            is_slight = is_slightly_different(fact.value, other_fact.value)
         differing.setdefault((is_slight, number), []).append(name)
 
     # 2. Print a paragraph for each subject.
@@ -152,6 +152,17 @@ def show_pair(mine: ComparedStage, other: ComparedStage, title: str) -> None:
                 echo(fill(text, WIDTH, initial_indent=f"    {line:6} ", **LINES))
     if unknown:
         echo(f"not compared, because one side does not specify a value: {', '.join(unknown)}")
+
+
+def is_slightly_different(value: Any, other: Any) -> bool:
+    """Return whether two numbers differ by less than 5 %; values near 1, such as betas, by their distance from 1."""
+    if not (isinstance(value, int | float) and isinstance(other, int | float)):
+        return False
+    is_slight = math.isclose(value, other, rel_tol=SLIGHT)
+    if 0.5 < value <= 1 and 0.5 < other <= 1:
+        # A beta of 0.999 averages over 1 / (1 − 0.999) = 1,000 steps, one of 0.95 over 20.
+        is_slight = math.isclose(1 - value, 1 - other, rel_tol=SLIGHT)
+    return is_slight
 
 
 def keys_to_type(name: str, mine: ComparedStage, other: ComparedStage, fact: Fact) -> Iterator[str]:

@@ -38,6 +38,9 @@ class Fact:
         slack = max(self.slack, other.slack)
         if slack:
             return bool(abs(self.value - other.value) <= slack)
+        if isinstance(self.value, tuple) and isinstance(other.value, tuple):
+            # The best of several values does not depend on their order.
+            return sorted(map(repr, self.value)) == sorted(map(repr, other.value))
         if isinstance(self.value, tuple) and not isinstance(other.value, tuple):
             return other.value in self.value
         if isinstance(other.value, tuple) and not isinstance(self.value, tuple):

@@ -12,7 +12,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,32 @@ from pipeline.training_data import steps_of
 
 EVALUATING = (evaluate.Evaluate.name, fewshot.FewShot.name)
 NONE = "none"  # value of a fact that is known to be absent
+# Lists whose order has no meaning.
+SETS = ("shots", "seeds", "k", "l2", "drop", "protocols")
+# Schedules are compared at this number of steps. They are equal if at most SPAN of these rates differ by more than
+# RATE, so that a drop may fall on the other side of a compared step.
+COMPARED_STEPS = 2000
+SPAN = 0.002
+RATE = 0.05
 # Evaluation protocols with a settings section, which matters only if the protocol is used.
 WITH_SETTINGS = ("fewshot", "linear", "knn", "logistic")
+
+
+@dataclass(frozen=True, eq=False)
+class RateCurve:
+    """The learning rate of a stage over all of its steps, relative to its peak."""
+
+    rates: tuple[float, ...]  # at COMPARED_STEPS steps after the warm-up
+    end: str
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether the curves agree, except for single steps."""
+        if not isinstance(other, RateCurve) or self.end != other.end:
+            return False
+        differing = 0
+        for rate, other_rate in zip(self.rates, other.rates, strict=True):
+            differing += not math.isclose(rate, other_rate, rel_tol=RATE)
+        return differing <= SPAN * len(self.rates)
 
 
 @dataclass(frozen=True)
@@ -51,6 +75,7 @@ class ComparedStage:
     sets: Mapping[str, Index | None]  # field → data set; None if it is not on this machine
     choices: Mapping[str, list[Any]] = field(default_factory=dict)  # for sweeps: field → candidate values
     seeds: int = 1  # number of runs that differ only by seed
+    has_held_out: bool | None = None  # of a sweep: whether it chooses values on other samples than those of its results
 
     @property
     def samples(self) -> int | None:
@@ -143,6 +168,7 @@ def of_campaign(campaign: Campaign) -> Iterator[ComparedStage]:
             sets=sets,
             choices=choices,
             seeds=seeds,
+            has_held_out=None if chooser is None else chooser is not table,
         )
 
 
@@ -183,10 +209,13 @@ def of_run(path: Path, kinds: Kinds) -> Iterator[ComparedStage]:
 
 
 def facts_of(stage: ComparedStage, other: ComparedStage) -> dict[str, Fact]:
-    """Return the facts of a stage by field name. Schedules are compared at the peak learning rate of `other`."""
+    """Return the facts of a stage by field name.
+
+    Schedules are compared at the peak learning rate and after the warm-up of `other`.
+    """
     facts = {}
     if stage.kind.trains:
-        facts.update(facts_of_training(stage, other.config.optim.lr))
+        facts.update(facts_of_training(stage, other.config.optim.lr, other.config.optim.schedule.warmup_steps))
     else:
         facts.update(facts_of_evaluation(stage))
     for name, index in stage.sets.items():
@@ -201,6 +230,13 @@ def fact_of_field(value: Any, keys: Mapping[str, Any] | None = None) -> Fact:
     return Fact(NONE if value is None else value, config.shown(value), keys=keys)
 
 
+def without_order(name: str, value: Any) -> Any:
+    """Return the value of a field, sorted if it is a list whose order has no meaning."""
+    if isinstance(value, list) and name.rpartition(".")[2] in SETS:
+        return sorted(value)
+    return value
+
+
 def facts_of_evaluation(stage: ComparedStage) -> dict[str, Fact]:
     """Return the facts of an evaluation: its protocols with their settings, and its preprocessing."""
     cfg = stage.config
@@ -212,15 +248,19 @@ def facts_of_evaluation(stage: ComparedStage) -> dict[str, Fact]:
         is_free = section in ("micro_batch", "cache", "stall_s")
         is_unused = section in WITH_SETTINGS and section not in cfg.protocols
         if not (is_path or is_free or is_unused):
-            facts[name] = Fact(value, config.shown(value))
+            facts[name] = Fact(without_order(name, value), config.shown(value))
     if stage.kind.name == evaluate.Evaluate.name:
         facts["protocols"] = Fact(sorted(cfg.protocols), ", ".join(sorted(cfg.protocols)))
     facts["preprocess"] = fact_of_ops(cfg.preprocess, stage.image_size)
     return facts
 
 
-def facts_of_training(stage: ComparedStage, peak: float) -> dict[str, Fact]:
-    """Return the facts of training. Schedules use the learning rate `peak`, because an end such as 1e-5 is absolute."""
+def facts_of_training(stage: ComparedStage, peak: float, warmup_steps: int) -> dict[str, Fact]:
+    """Return the facts of training.
+
+    Schedules are evaluated at `peak`, because an end such as 1e-5 is absolute, and with this warm-up: their own peak
+    and warm-up are separate facts.
+    """
     cfg = stage.config
     optim = cfg.optim
     schedule = optim.schedule
@@ -257,7 +297,7 @@ def facts_of_training(stage: ComparedStage, peak: float) -> dict[str, Fact]:
         values["evaluate_every"] = cfg.evaluate_every
     if cfg.probe.train is not None:
         for name in ("shots", "seeds", "l2"):
-            values[f"probe.{name}"] = config.plain(cfg.probe)[name]
+            values[f"probe.{name}"] = without_order(name, config.plain(cfg.probe)[name])
     # Mixup combines images of the same micro-batch, so it has no effect on micro-batches of one image.
     if cfg.mixup and min(cfg.micro_batch, math.ceil(cfg.batch_size / stage.workers)) == 1:
         values["mixup"] = 0.0
@@ -285,7 +325,7 @@ def facts_of_training(stage: ComparedStage, peak: float) -> dict[str, Fact]:
         images = stage.steps * cfg.batch_size
         facts["images"] = Fact(images, f"{images:,}", slack=cfg.batch_size)
 
-    # 5. The optimizer. Different keys can give the same curve, so compare schedules by their rates after the warm-up.
+    # 5. The optimizer. Different keys can give the same curve, so compare schedules by their rates.
     decay = optim.weight_decay
     of_head = optim.head_weight_decay
     if of_head is None:
@@ -302,18 +342,26 @@ def facts_of_training(stage: ComparedStage, peak: float) -> dict[str, Fact]:
         facts["optim.weight_decay"] = Fact(NONE, NONE, keys=decay_keys)
     steps = stage.steps or 10 * (schedule.warmup_steps + schedule.cooldown_steps + 1)
     end = f"{learning_rate(steps, steps, peak, schedule):.2g}"
-    shape = []
-    for quarter in (0.25, 0.5, 0.75):
-        step = schedule.warmup_steps + quarter * (steps - schedule.warmup_steps)
-        shape.append(round(learning_rate(step, steps, peak, schedule) / peak, 2))
+    compared = replace(schedule, warmup_steps=warmup_steps)
+    rates = []
+    for number in range(COMPARED_STEPS):
+        step = warmup_steps + (number + 0.5) / COMPARED_STEPS * (steps - warmup_steps)
+        rates.append(learning_rate(step, steps, peak, compared) / peak)
     words = schedule.decay
     if schedule.cooldown_steps:
         words += f", the last {schedule.cooldown_steps:,} steps linear to 0"
     schedule_keys = flat(config.plain(schedule), "optim.schedule.")
     warmup = schedule_keys.pop("optim.schedule.warmup_steps")
-    facts["optim.schedule.decay"] = Fact([shape, end], f"{words}, ends at {end}", keys=schedule_keys)
+    facts["optim.schedule.decay"] = Fact(RateCurve(tuple(rates), end), f"{words}, ends at {end}", keys=schedule_keys)
     facts["optim.schedule.warmup_steps"] = Fact(warmup, f"{warmup:,} steps, {warmup / steps:.1%} of all")
-    # 6. A sweep chooses the best of several values.
+    if schedule.drops:
+        facts["optim.schedule.decay"] = replace(
+            facts["optim.schedule.decay"], words=f"{words}, drops after {list(schedule.drops)}, ends at {end}"
+        )
+    # 6. A sweep chooses the best of several values, on held-out samples or on those of its results.
+    if stage.has_held_out is not None:
+        words = "on held-out samples" if stage.has_held_out else "on the samples of the results"
+        facts["sweep.held_out"] = Fact(stage.has_held_out, words, keys={})
     for name, choices in stage.choices.items():
         words = f"the best of {', '.join(map(str, choices))}"
         facts[name] = Fact(tuple(choices), words, keys={f"sweep.grid.{name}": choices})

@@ -65,7 +65,7 @@ def leaks(
     if weights is not None:
         import torch
 
-        from jobs.commands.conversion import load, verify
+        from jobs.extras.conversion import load, verify
 
         verify(weights, log=lambda text: None)  # raises if the file's digest is wrong
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

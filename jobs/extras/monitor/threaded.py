@@ -47,7 +47,7 @@ class ThreadedWatcher(Watcher):
         """Show the state of the command; runs in the thread at every interval and once at the end."""
 
     def start(self, log: Callable[[str], None]) -> None:
-        """Start the thread; it also shows messages stored before."""
+        """Start the thread; it also shows messages that were stored before it started."""
         self.log = log
         self.thread = threading.Thread(target=self.work, name=self.name, daemon=True)
         self.thread.start()
@@ -102,7 +102,7 @@ class ThreadedWatcher(Watcher):
 
     @contextmanager
     def failures_logged(self) -> Iterator[None]:
-        """Log each different exception of the block once, and continue."""
+        """Log each distinct exception of the block once, and continue."""
         try:
             yield
         except Exception as error:

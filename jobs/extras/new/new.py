@@ -215,7 +215,7 @@ def describe(image_set: FoundSet) -> None:
 
 
 def inputs_of(sets: Sets) -> tuple[dict[str, dict[str, Any]], dict[str, str], str]:
-    """Return the sets to pack, the quoted paths for training and evaluation, and the path of what is held out from."""
+    """Return the sets to pack, the quoted paths for training and evaluation, and the path of the set to split."""
     places = {}
     packed = {}
     for set_name, image_set in (("train", sets.train), ("test", sets.test)):

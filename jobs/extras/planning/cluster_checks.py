@@ -236,7 +236,7 @@ def links(facts: ClusterFacts) -> Iterator[CheckVerdict]:
     count = f"{len(slow)} pairs are up to"
     if len(slow) == 1:
         count = "it is"
-    yield CheckVerdict("WARN", f"{text}; {count} {worst:.0f} × slower than the fastest pair of the same kind", remedy)
+    yield CheckVerdict("WARN", f"{text}; {count} {worst:.0f} × as slow as the fastest pair of the same kind", remedy)
 
 
 def run_folder(facts: ClusterFacts) -> Iterator[CheckVerdict]:

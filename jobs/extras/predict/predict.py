@@ -28,7 +28,7 @@ from data.extras.pages import page
 from data.files import write_atomically
 from data.images.decode import BadImage, decode
 from data.images.preprocess import preprocess
-from jobs.commands.conversion import class_names, load, verify
+from jobs.extras.conversion import class_names, load, verify
 from jobs.extras.given_images import encoded_images
 from jobs.terminal import ProgressMeter, echo
 from models.catalog import normalise

@@ -6,8 +6,8 @@
 3. `compare` compares the result with the records of the run: every loss and gradient norm, the trace of each step in
    exact mode (pipeline/engine/exact.py), the ledger, and every bit of weights and optimizer moments in the commit.
 4. If a stretch differs, repeat it once more: if this machine gives two different results, the cause is unclear.
-5. `classify` determines the cause: other data (the ledger differs), other hardware (tiny differences from the first
-   step on, under other conditions), or silent corruption (the preceding steps agree).
+5. `classify` determines the cause: other data (the ledger differs), other hardware or libraries (tiny differences under
+   other conditions, which an audit cannot tell from a flipped low bit), or silent corruption.
 6. Write audit.json with the checked steps, the machine and the code version; sign it with `ssh-keygen` if a key is
    given.
 """
@@ -40,7 +40,9 @@ NAMED = 8  # maximum number of differing states that a finding lists, largest fi
 NOISE = 1e-8  # second moments below this fraction of a parameter's largest belong to gradients that are zero in theory
 LAST_BITS = 1e-4  # relative difference of a loss or norm that other hardware can cause in the first steps
 SIGNED_AS = "patchline"  # namespace of the signature
-CONDITIONS = ("hardware", "threads", "versions", "code")  # fields of an attempt's start on which bits may depend
+# Fields of an attempt's start on which bits may depend.
+CONDITIONS = ("hardware", "threads", "versions", "arithmetic", "code")
+OTHER_HARDWARE = "other hardware or libraries: cannot judge"
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,8 @@ def audit(
 ) -> None:
     """Repeat stretches of a run, print a line for each, and write audit.json.
 
-    Raises DataError if a stretch differs; also UsageError and the errors of a run.
+    Raises DataError if a stretch differs, ClusterError if it may differ because of this machine's other conditions;
+    also UsageError and the errors of a run.
     """
     replays = Replays("audit", run, output, overrides)
     stage = replays.stage
@@ -174,7 +177,14 @@ def audit(
                 f"ssh-keygen cannot sign with {key}: {answer.stderr.strip()}\n  expected a private SSH key"
             )
         verify = f"ssh-keygen -Y verify -f ALLOWED_SIGNERS -I NAME -n {SIGNED_AS} -s {report}.sig < {report}"
-        echo(f"signed: {report}.sig; to verify it, type {verify}")
+        echo(f"signed: {report}.sig; to verify it, type: {verify}")
+    if differing and all(finding.verdict == OTHER_HARDWARE for finding in differing):
+        conditions = sorted({name for finding in differing for name in finding.conditions})
+        raise ClusterError(
+            f"cannot judge {replays.name} here: this machine differs from that of the run in {', '.join(conditions)}, "
+            f"which changes the last bits; both values are in {report}\n"
+            "  repeat the audit under the conditions of the run: the same processor, libraries, threads and variables"
+        )
     if differing:
         raise DataError(
             f"{replays.name} differs from a repetition of its steps: {differing[0]}\n"
@@ -211,6 +221,9 @@ def compare(before: TrainedStage, after: TrainedStage, finding: Finding) -> None
     start_before = before.start_of(finding.last)
     finding.world = start["world"]
     for name in CONDITIONS:
+        # Earlier versions did not record the arithmetic.
+        if name == "arithmetic" and name not in start_before:
+            continue
         if start_before.get(name) != start[name]:
             finding.conditions[name] = [start_before.get(name), start[name]]
 
@@ -315,7 +328,8 @@ def classify(finding: Finding) -> str:
     """Return the probable cause of a difference."""
     if finding.what == "ledger":
         return "other data"
-    is_from_the_first = finding.step == finding.start + 1 and finding.what != "state"
-    if is_from_the_first and finding.conditions and finding.size < LAST_BITS:
-        return "other hardware"
+    # Other instructions, threads or libraries round differently, in the first step or a later one. They cannot change a
+    # loss or a gradient by more than its last bits at once.
+    if finding.conditions and finding.size < LAST_BITS:
+        return OTHER_HARDWARE
     return "silent corruption"

@@ -45,7 +45,9 @@ def audit(
     ] = 0.01,
     first: First = None,
     last: Last = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the draw; default: random, stored in audit.json.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed for the choice of stretches; default: random, stored in audit.json.")
+    ] = None,
     output: Output = None,
     key: Annotated[str | None, typer.Option(metavar="FILE", help="SSH key that signs audit.json.")] = None,
     _debug: Debug = False,

@@ -1,4 +1,4 @@
-"""Find the trained stage named by a command's argument, for commands that repeat steps."""
+"""Find the training stage named by a command's argument, for commands that repeat steps."""
 
 from pathlib import Path
 

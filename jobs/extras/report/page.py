@@ -33,6 +33,7 @@ from jobs.extras.studies.chart import study_chart
 from pipeline import artifacts
 from pipeline.evaluation.intervals import wilson
 from pipeline.values import amount, duration
+from pipeline.variables import restored
 
 DETAILED = 6  # number of newest training stages shown in detail; a sweep can have hundreds
 MOST_RESULTS = 6  # maximum number of results in the first line of the report
@@ -219,7 +220,7 @@ def stage_values(stage: StageHistory, album: Album) -> dict[str, Any]:
     if path.exists():
         try:
             examples = artifacts.read_record(path)
-            evaluated_set = load_index(examples["set"])
+            evaluated_set = load_index(restored(examples["set"], path))
             predictions = album.predictions(stage, examples, evaluated_set)
             # Records written before 2026-11-23 have no counts per class.
             for label, samples, correct, other, confusions in examples.get("classes", []):

@@ -244,8 +244,9 @@ def parents_of(name: str, stars: Collection[str], tables_above: Mapping[str, Map
         runs = {run_name.removeprefix(f"{star}."): run for run_name, run in tables_above[star].items()}
         require(
             not parents or parents.keys() == runs.keys(),
-            f"{name} reads the runs of {', '.join(sorted(stars))}, which have different suffixes: "
-            f"{', '.join(parents)}; {', '.join(runs)}\n  expected one of the sweeps to read the runs of the other",
+            f"{name} reads the runs of several sweeps, {', '.join(sorted(stars))}, whose runs have different names: "
+            f"{', '.join(parents)}; {', '.join(runs)}\n"
+            "  expected sweeps over the same values, so that their runs match by name",
         )
         parents = parents or runs
     return parents

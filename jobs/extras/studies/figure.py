@@ -36,12 +36,13 @@ import models
 from data.errors import ConfigError, DataError
 from data.files import write_atomically
 from jobs.extras.studies import table as sweep
-from jobs.extras.studies.axes import axes_at
+from jobs.extras.studies.axes import AT_A_STEP, axes_at
 from jobs.resolved_recipe import Available, Campaign, CheckResult, Context, Reads, Stage, StageKind, reference
+from jobs.stages.training import planned_steps
 from models.checks import did_you_mean
 from pipeline import artifacts
 from pipeline.config import Tags, require, tags
-from pipeline.extras.power_law import fit, leave_largest_out
+from pipeline.extras.power_law import DRAWS, EXPONENTS, check_points, fit, leave_largest_out
 from pipeline.extras.recorded_config import recorded_config
 from pipeline.monitoring.telemetry import read_metrics
 
@@ -65,7 +66,7 @@ class FigureConfig:
     curve: bool = False  # y from metrics.jsonl: loss, accuracy and so on; x: steps, samples, seconds or exaflops
     paper: dict[str, str] = field(default_factory=dict)  # table, x and y of published values (studies/paper.csv)
     fit: tuple[str, ...] = ()  # axes of a power law: one or two
-    draws: int = 200  # simulated studies for the intervals of the law
+    draws: int = DRAWS  # simulated studies for each tested value of the law
     stamp: str = ""  # note below the figure, e.g. "scaled down: other data, other sizes"
 
     RESUME: ClassVar[Tags] = tags(forbid="tables title x y series groups rows log curve paper fit draws stamp")
@@ -226,10 +227,57 @@ class Figure(StageKind):
                     f"{stage.name}.tables.{name} is {value}, which is not a sweep\n"
                     "  expected a section with `sweep`; to turn a single stage into a sweep, add sweep: {seeds: [0]}"
                 )
+        if cfg.fit:
+            check_fit(stage, available)
         return ()
 
 
 # ------------------------------------------------------------------------------------------------ points
+
+
+def check_fit(stage: Stage, available: Available) -> None:
+    """Raise ConfigError if the planned runs cannot determine the law; checks nothing that is unknown before they run.
+
+    Otherwise, the fit would only fail after all of them have trained.
+    """
+    cfg: FigureConfig = stage.config
+    planned: list[list[float]] = []  # of each point, its values on the axes of the fit
+    for name, value in cfg.tables.items():
+        link = reference(value)
+        # Tables of other runs exist already, and the values of other axes are known after the runs.
+        if link is None or not set(cfg.fit) <= set(AT_A_STEP):
+            return
+        if cfg.x.startswith(f"{name}."):
+            continue
+        seen = set()
+        for run_name, run in available.campaign.stage(link[0]).config.runs.items():
+            if run.row in seen or (cfg.rows and not fnmatchcase(run.row, cfg.rows)):
+                continue
+            seen.add(run.row)
+            trained = available.campaign.stage(run_name)
+            if not trained.kind.trains or trained.model is None:
+                return
+            last = planned_steps(trained.config, available)
+            if last is None:
+                return
+            steps = [last]
+            # A curve has a point for each evaluation; losses are reported more often.
+            every = trained.config.log_every if cfg.y == "loss" else trained.config.evaluate_every
+            if cfg.curve and every:
+                steps = sorted({last, *range(every * (trained.config.first_step // every + 1), last + 1, every)})
+            for step in steps:
+                axes = axes_at(trained.config, trained.model, step, last)
+                planned.append([axes[axis] for axis in cfg.fit])
+    values = [list(column) for column in zip(*planned, strict=True)]
+    try:
+        check_points(values or [[] for _ in cfg.fit])
+    except ValueError as error:
+        counts = ", ".join(f"{len(set(column))} of {axis}" for axis, column in zip(cfg.fit, values, strict=False))
+        raise ConfigError(
+            f"{stage.name}.fit: the runs of {', '.join(cfg.tables.values())} cannot determine a law: {error}\n"
+            f"  they have these numbers of different values: {counts or 'none'}\n"
+            "  add runs of other sizes or lengths to the sweep, or remove fit"
+        ) from None
 
 
 def read_rows(cfg: FigureConfig, campaign: Campaign) -> list[FigureRow]:
@@ -358,9 +406,7 @@ def fitted(cfg: FigureConfig, points: Sequence[Point], *, is_share: bool) -> dic
     if is_share:
         y = 1 - y
         of = f"1 - {cfg.y}"
-    # With a fixed seed, a study always gets the same intervals.
-    rng = np.random.default_rng(0)
-    law = fit(x, y, rng, cfg.draws)
+    law = fit(x, y, cfg.draws)
     result: dict[str, Any] = {
         "axes": dict(zip(cfg.fit, law.scale.tolist(), strict=True)),
         "of": of,
@@ -369,7 +415,7 @@ def fitted(cfg: FigureConfig, points: Sequence[Point], *, is_share: bool) -> dic
         "law": law.record(),  # for the forecasts of other stages (jobs/extras/studies/law.py)
     }
     try:
-        number, forecast, low, high = leave_largest_out(x, y, rng, cfg.draws)
+        number, forecast, low, high = leave_largest_out(x, y, cfg.draws)
         row = points[number]["row"]
         result["largest"] = {"row": row, "foretold": forecast, "low": low, "high": high, "was": float(y[number])}
     except ValueError as error:
@@ -413,7 +459,10 @@ def as_markdown(figure: Mapping[str, Any]) -> Iterator[str]:
         yield f"{law['of']} = floor + Σ amount · (axis / scale)^−exponent, with scale {scale}; 90 % intervals:"
         yield ""
         for name, (value, low, high) in law["parameters"].items():
-            yield f"- {name} {value:.4g} [{low:.4g}, {high:.4g}]"
+            bounds = EXPONENTS if name.startswith("exponent") else (0.0, np.inf)
+            is_open = low <= 1.001 * bounds[0] or high >= 0.999 * bounds[1]
+            note = ", which these points do not bound on both sides" if is_open else ""
+            yield f"- {name} {value:.4g} [{low:.4g}, {high:.4g}]{note}"
         largest = law["largest"]
         if "unknown" in largest:
             yield f"- no forecast of the largest point from the others: {largest['unknown']}"

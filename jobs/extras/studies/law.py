@@ -242,8 +242,8 @@ def forecast_of(cfg: BranchConfig, context: Context, step: int | None = None) ->
     at = step or steps
     axes = axes_at(cfg, context.model, at, steps)
     x = np.array([[axes[axis] for axis in figure["fit"]["axes"]]])
-    # The law describes the error, 1 − metric. A fixed seed makes the forecast reproducible.
-    (low,), (high,) = law.interval_at(x, np.random.default_rng(0))
+    # The law describes the error, 1 − metric.
+    (low,), (high,) = law.interval_at(x)
     (error,) = law.at(x)
     return Forecast(figure["y"], at, value=float(1 - error), low=float(1 - high), high=float(1 - low))
 

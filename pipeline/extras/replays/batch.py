@@ -30,6 +30,7 @@ from pipeline.extras.recorded_config import recorded_config
 from pipeline.monitoring.telemetry import Record, read_metrics, steps_in
 from pipeline.training_config import TrainConfig, phase_at
 from pipeline.training_data import steps_of, training_loader, training_order
+from pipeline.variables import restored
 
 # B images of the global batch, S image side, L largest number of labels of a sample
 
@@ -66,7 +67,8 @@ class TrainedStage:
     @cached_property
     def task(self) -> Mapping[str, Any]:
         """Return the task of the newest attempt's workers: the config and the job."""
-        return artifacts.read_record(self.folder / artifacts.TASK)
+        path = self.folder / artifacts.TASK
+        return restored(artifacts.read_record(path), path)
 
     @property
     def job(self) -> Mapping[str, Any]:

@@ -43,7 +43,8 @@ def test_all_parts_can_be_rehearsed_on_a_cpu(tmp_path: Path, monkeypatch) -> Non
 
     with tarfile.open(out / "logs.tar.gz") as archive:
         logs = archive.getnames()
-    assert "steps-mu16.log" in logs and any(name.endswith("metrics.jsonl") for name in logs)
+    assert "steps-mu16.log" in logs
+    assert any(name.endswith("metrics.jsonl") for name in logs)
 
     (page,) = out.glob("gpu-*.md")
     text = page.read_text()

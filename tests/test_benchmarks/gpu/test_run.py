@@ -76,7 +76,8 @@ def test_page_grows_with_every_part_and_explains_failures(tmp_path):
 
 def test_part_over_its_time_limit_is_killed_with_its_children_and_keeps_its_rows(tmp_path):
     outcomes = run_of(tmp_path, [part("a", "hang", limit_s=2), part("b", "report")]).run()
-    assert outcomes[0].state == "stopped" and outcomes[0].reason == "time limit of 2 s"
+    assert outcomes[0].state == "stopped"
+    assert outcomes[0].reason == "time limit of 2 s"
     assert outcomes[0].rows == [{"value": 3}], "the line that was not complete is left out"
     assert outcomes[1].state == "done"
     child = int((tmp_path / "work" / "a.log").read_text())

@@ -69,7 +69,8 @@ def test_batch_of_the_device_decoder_is_equal_up_to_rounding(index, processes, m
     theirs = batches(index, "gpu", processes=processes)
     refused = replaced = 0
     for batch, other in zip(ours, theirs, strict=True):
-        assert torch.equal(batch.ids, other.ids) and torch.equal(batch.labels, other.labels)
+        assert torch.equal(batch.ids, other.ids)
+        assert torch.equal(batch.labels, other.labels)
         assert sorted(bad.key for bad in batch.bad) == sorted(bad.key for bad in other.bad)
         replaced += len(batch.bad)
         for image, same, sample in zip(batch.images, other.images, batch.ids[:, 2].tolist(), strict=True):
@@ -89,7 +90,8 @@ def test_images_rejected_by_both_decoders_have_the_same_replacement(index, monke
     monkeypatch.setattr("data.extras.gpu_decoding.torchcodec", lambda: refuse)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     for batch, other in zip(batches(index, "cpu"), batches(index, "gpu"), strict=True):
-        assert torch.equal(batch.images, other.images) and torch.equal(batch.ids, other.ids)
+        assert torch.equal(batch.images, other.images)
+        assert torch.equal(batch.ids, other.ids)
         assert batch.bad == other.bad
 
 
@@ -126,5 +128,6 @@ def test_nvjpeg_gives_the_same_crops_and_leaves_them_on_the_gpu(index):
     pytest.importorskip("torchcodec", reason="TorchCodec is not installed: pip install torchcodec, for torch's CUDA")
     for batch, other in zip(batches(index, "cpu"), batches(index, "gpu"), strict=True):
         assert other.images.device.type == "cuda"
-        assert torch.equal(batch.ids, other.ids) and torch.equal(batch.labels, other.labels)
+        assert torch.equal(batch.ids, other.ids)
+        assert torch.equal(batch.labels, other.labels)
         assert (batch.images.int() - other.images.cpu().int()).abs().float().mean() < 3

@@ -159,7 +159,8 @@ def test_without_a_compiler_decoding_goes_on_and_says_so(monkeypatch, tmp_path, 
     try:
         out = np.empty((32, 32, 3), np.uint8)
         augment(encoded(scene(60, 60)), 32, Draws(0), AugmentConfig(), out)
-        assert library() is None and "no-such-compiler" in caplog.text
+        assert library() is None
+        assert "no-such-compiler" in caplog.text
     finally:
         library.cache_clear()
 
@@ -179,7 +180,8 @@ def test_a_kept_binding_that_has_changed_is_compiled_anew(monkeypatch, tmp_path,
         caplog.clear()
     # A whole one is taken as it is.
     written_at = path.stat().st_mtime_ns
-    assert decoding.compile_binding() == path and path.stat().st_mtime_ns == written_at
+    assert decoding.compile_binding() == path
+    assert path.stat().st_mtime_ns == written_at
     assert not caplog.text
 
 
@@ -225,7 +227,8 @@ def test_the_last_offset_is_never_drawn():
     """TensorFlow's sampler draws offsets below `height - h`, though that one would be inside too."""
     for number in range(300):
         y, x, h, w = boxes(number, 12, 15, AugmentConfig())
-        assert (y == 0 or y + h < 12) and (x == 0 or x + w < 15)
+        assert y == 0 or y + h < 12
+        assert x == 0 or x + w < 15
 
 
 def test_a_random_crop_comes_from_everywhere():
@@ -286,7 +289,8 @@ def test_a_reduced_box_lies_inside_and_moves_by_half_a_pixel_at_most():
             moved = np.array(reduced) - np.array(box) / denominator
             assert np.abs(moved[2:]).max() <= 0.5
             # At the far edges there may be no pixel left to round up to.
-            assert moved[:2].max() <= 0.5 and moved[:2].min() >= -1
+            assert moved[:2].max() <= 0.5
+            assert moved[:2].min() >= -1
 
 
 @pytest.mark.parametrize("size", [24, 200])

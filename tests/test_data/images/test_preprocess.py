@@ -31,7 +31,8 @@ def test_op_strings_match_the_original(case):
     config = json.loads(str(golden["cases_json"]))[str(case)]
     expected = golden[f"out_{case}"]
     image = preprocess(golden[f"in_{case}"], config["pp"])
-    assert image.shape == expected.shape and image.dtype == expected.dtype
+    assert image.shape == expected.shape
+    assert image.dtype == expected.dtype
     np.testing.assert_array_equal(image, expected)
 
 
@@ -114,7 +115,12 @@ def test_the_inception_crop_is_distributed_as_the_original():
 def test_a_box_lies_inside_any_image(height, width):
     for n in range(200):
         y, x, h, w = inception_box(height, width, Draws(n), AugmentConfig())
-        assert y >= 0 and x >= 0 and h > 0 and w > 0 and y + h <= height and x + w <= width
+        assert y >= 0
+        assert x >= 0
+        assert h > 0
+        assert w > 0
+        assert y + h <= height
+        assert x + w <= width
 
 
 def test_unknown_ops_and_crops_of_small_images_are_refused():

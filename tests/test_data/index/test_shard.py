@@ -74,15 +74,19 @@ def test_a_large_index_is_mapped_and_says_what_its_json_says(path, state, monkey
     mapped = load_index(path)
     assert isinstance(mapped.shards, MappedShards)
     assert [[s.name, s.samples, s.bytes, s.sha256, s.table] for s in mapped.shards] == ROWS
-    assert mapped.shards[-1] == Shard(*ROWS[-1]) and mapped.shards[7:9] == (Shard(*ROWS[7]), Shard(*ROWS[8]))
+    assert mapped.shards[-1] == Shard(*ROWS[-1])
+    assert mapped.shards[7:9] == (Shard(*ROWS[7]), Shard(*ROWS[8]))
     assert mapped.shard_samples.tolist() == [row[1] for row in ROWS]
     assert (mapped.samples, mapped.bytes) == (sum(row[1] for row in ROWS), sum(row[2] for row in ROWS))
-    assert mapped.location(3) == f"{path.parent}/tars/größe/train-000003.tar" and not mapped.remote
-    assert same(mapped, held(path, monkeypatch)) and same(load_index(path), mapped)
+    assert mapped.location(3) == f"{path.parent}/tars/größe/train-000003.tar"
+    assert not mapped.remote
+    assert same(mapped, held(path, monkeypatch))
+    assert same(load_index(path), mapped)
     with pytest.raises(IndexError):
         mapped.shards[6000]
     # Half of the file's bytes are digests: what is asked of all shards is not a copy.
-    assert not mapped.shard_samples.flags.owndata and len(list(state.glob("*.columns"))) == 1
+    assert not mapped.shard_samples.flags.owndata
+    assert len(list(state.glob("*.columns"))) == 1
 
 
 def test_an_index_that_changed_is_mapped_anew(path, state):
@@ -94,8 +98,10 @@ def test_an_index_that_changed_is_mapped_anew(path, state):
     content["seal"] = sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     path.write_text(json.dumps(content, indent=1))
     after = load_index(path)
-    assert after.digest == content["digest"] != before.digest and len(after.shards) == 6001
-    assert after.remote and len(list(state.glob("*.columns"))) == 2
+    assert after.digest == content["digest"] != before.digest
+    assert len(after.shards) == 6001
+    assert after.remote
+    assert len(list(state.glob("*.columns"))) == 2
     path.write_text(path.read_text().replace('"größe/train-000004.tar"', '"größe/train-999999.tar"'))
     path.write_text(path.read_text().replace("\\u00f6", "o", 1))
     with pytest.raises(DataError, match="its digest does not match its contents"):
@@ -113,7 +119,8 @@ def test_columns_that_were_altered_are_not_believed(path, state, at, caplog):
         file.write_bytes(content)
         caplog.clear()
         assert list(load_index(path).shards) == ROWS_HELD
-        assert "truncated or altered; writing it again from" in caplog.text and file.read_bytes() == whole
+        assert "truncated or altered; writing it again from" in caplog.text
+        assert file.read_bytes() == whole
     assert mapped.shards[0].name == ROWS[0][0]
 
 
@@ -144,7 +151,8 @@ def test_many_processes_at_once_read_the_json_once(path, monkeypatch):
     monkeypatch.setattr(document, "read_json", lambda *args: calls.append(args) or read(*args))
     with ThreadPoolExecutor(8) as pool:
         loaded = list(pool.map(load_index, [path] * 8))
-    assert len(calls) == 1 and all(same(other, loaded[0]) for other in loaded)
+    assert len(calls) == 1
+    assert all(same(other, loaded[0]) for other in loaded)
 
 
 def test_columns_that_nobody_has_opened_for_a_month_go_when_others_are_made(path, state):
@@ -158,23 +166,29 @@ def test_columns_that_nobody_has_opened_for_a_month_go_when_others_are_made(path
     os.utime(kept, (month_ago, month_ago))
     os.utime(recent, (days_ago, days_ago))
     # To load an index is to use its columns; nothing is made, so nothing goes.
-    assert same(load_index(path), mapped) and unused.exists()
+    assert same(load_index(path), mapped)
+    assert unused.exists()
     path.write_text(json.dumps(json.loads(path.read_text())))
     assert same(load_index(path), mapped)
-    assert not unused.exists() and not lock.exists() and recent.exists()
-    assert kept.exists() and len(list(state.glob("*.columns"))) == 3
+    assert not unused.exists()
+    assert not lock.exists()
+    assert recent.exists()
+    assert kept.exists()
+    assert len(list(state.glob("*.columns"))) == 3
     # Who has mapped what goes keeps it, and may still send it to another process.
     os.utime(kept, (month_ago, month_ago))
     path.write_text(json.dumps(json.loads(path.read_text()), indent=2))
     assert same(load_index(path), mapped)
-    assert not kept.exists() and mapped.shards[17] == ROWS_HELD[17]
+    assert not kept.exists()
+    assert mapped.shards[17] == ROWS_HELD[17]
     assert same(pickle.loads(pickle.dumps(mapped)), mapped)
 
 
 def test_where_columns_cannot_be_kept_the_shards_are_held_and_it_is_said(path, monkeypatch, caplog):
     monkeypatch.setenv("PATCHLINE_CACHE", "/proc/x")
     read = load_index(path)
-    assert isinstance(read.shards, tuple) and [shard.name for shard in read.shards] == [row[0] for row in ROWS]
+    assert isinstance(read.shards, tuple)
+    assert [shard.name for shard in read.shards] == [row[0] for row in ROWS]
     assert "cannot store its columns in /proc/x/patchline/indexes" in caplog.text
     assert "set PATCHLINE_CACHE to a writable folder" in caplog.text
 
@@ -183,7 +197,8 @@ def test_sets_are_joined_and_shards_left_out_as_in_a_small_index(path, monkeypat
     small = held(path, monkeypatch)
     names = ["train-000007.tar", "train-005999.tar"]
     (dropped,) = exclude([load_index(path)], names)
-    assert same(dropped, exclude([small], names)[0]) and dropped.digest != small.digest
+    assert same(dropped, exclude([small], names)[0])
+    assert dropped.digest != small.digest
     assert (dropped.shards[7].samples, dropped.shards[7].bytes, dropped.shard_samples[5999]) == (0, 0, 0)
     joined = join([dropped, small], [1.0, 2.0])
     places = [small.location(number) for number in range(6000)] * 2
@@ -211,7 +226,8 @@ def test_a_loader_gives_the_same_batches_from_a_mapped_index(tmp_path, monkeypat
         taken.append([next(batches) for _ in range(3)])
         batches.close()
     for small, large in zip(*taken, strict=True):
-        assert torch.equal(small.images, large.images) and torch.equal(small.ids, large.ids)
+        assert torch.equal(small.images, large.images)
+        assert torch.equal(small.ids, large.ids)
 
 
 def test_a_decoding_process_that_cannot_map_the_index_says_so(path, monkeypatch):
@@ -230,5 +246,6 @@ def test_a_process_keeps_two_epochs_of_the_order_and_nothing_of_the_index(path):
     for step in range(200):  # three epochs
         order.batch(step)
     kept = [array for arrays in order._shard_orders.values() for array in arrays]
-    assert sum(array.nbytes for array in kept) == 2 * 6000 * (4 + 8) and order.shard_samples.base is not None
+    assert sum(array.nbytes for array in kept) == 2 * 6000 * (4 + 8)
+    assert order.shard_samples.base is not None
     assert os.path.getsize(mapped.shards.path) > 6000 * (2 * 8 + 2 * 64)

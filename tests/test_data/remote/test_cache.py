@@ -97,7 +97,8 @@ def test_storage_that_never_answers_is_named_without_secrets(faulty, tmp_path, c
     outcome = "denied" if code == 403 else "no response"
     with pytest.raises(StorageError, match=rf"://images/set/train-000000.tar: {outcome} after 3 attempts") as error:
         cache.path(faulty.index.location(0), faulty.index.shards[0])
-    assert "very-secret" not in str(error.value) and "train-000000.tar: request failed (" in caplog.text
+    assert "very-secret" not in str(error.value)
+    assert "train-000000.tar: request failed (" in caplog.text
     assert ("check the credentials in the environment" in str(error.value)) == (code == 403)
 
 
@@ -124,7 +125,8 @@ def test_decoding_processes_wait_for_a_shard_as_long_as_it_grows(faulty, local, 
     monkeypatch.setattr(cache_module, "PIECE", size // 16)
     cache = CacheConfig(str(tmp_path), fetchers=8, **PATIENT)
     images = take(faulty.index, cache, steps=1, processes=1, timeout_s=2.0)
-    assert torch.equal(images, take(local, None, steps=1)) and len(calls) > 16
+    assert torch.equal(images, take(local, None, steps=1))
+    assert len(calls) > 16
 
 
 @pytest.mark.parametrize("storage", ["s3"], indirect=True)
@@ -160,7 +162,8 @@ def test_who_stops_does_not_wait_for_shards_that_are_still_coming(local, tmp_pat
     assert first.wait(10)
     prefetcher.stop()
     prefetcher.thread.join()
-    assert len(asked) == 1 and [part.stat().st_size > 0 for part in tmp_path.glob("*.part")] == [True]
+    assert len(asked) == 1
+    assert [part.stat().st_size > 0 for part in tmp_path.glob("*.part")] == [True]
 
 
 def test_a_missing_shard_and_a_replaced_one_are_data_errors(faulty, tmp_path):
@@ -169,7 +172,8 @@ def test_a_missing_shard_and_a_replaced_one_are_data_errors(faulty, tmp_path):
         cache.path(f"{faulty.set}/absent.tar", faulty.index.shards[0])
     with pytest.raises(DataError, match="sha256 differs from the index"):
         cache.path(faulty.index.location(0), replace(faulty.index.shards[0], sha256="0" * 64))
-    assert not list(tmp_path.glob("*.tar")) and not any(part.stat().st_size for part in tmp_path.glob("*.part"))
+    assert not list(tmp_path.glob("*.tar"))
+    assert not any(part.stat().st_size for part in tmp_path.glob("*.part"))
 
 
 def test_tars_are_indexed_where_they_are_and_no_copy_stays(faulty, local, tmp_path, monkeypatch):
@@ -204,7 +208,8 @@ def test_an_index_command_that_the_storage_stopped_goes_on_without_fetching_agai
     assert f"{faulty.set}/train-000005.tar: no response after 8 attempts" in capsys.readouterr().err
     faulty.fault = lambda path: None
     faulty.gets.clear()
-    assert main(command) == 0 and len(faulty.gets) == 3
+    assert main(command) == 0
+    assert len(faulty.gets) == 3
     assert f"400 samples in 8 shards, 10 classes, digest {local.digest[:12]}" in capsys.readouterr().out
 
 
@@ -212,7 +217,8 @@ def test_the_doctor_looks_at_remote_sets_too(faulty, tmp_path, monkeypatch):
     monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path))
     gone = replace(faulty.index.shards[0], name="absent.tar", sha256="0" * 64)
     report = check(replace(faulty.index, shards=(gone, *faulty.index.shards[1:3])), decode=False)
-    assert report.good == 100 and "this shard or its bucket does not exist" in report.shards[0].problem
+    assert report.good == 100
+    assert "this shard or its bucket does not exist" in report.shards[0].problem
 
 
 def test_the_doctor_keeps_shards_where_it_is_told_and_goes_on_where_one_does_not_come(
@@ -223,7 +229,8 @@ def test_the_doctor_keeps_shards_where_it_is_told_and_goes_on_where_one_does_not
     command = ["data", "check", str(faulty.index.tables), "--cache", str(tmp_path / "cache")]
     assert main(command) == 65
     said = capsys.readouterr().out
-    assert "train-000001.tar: no response after 8 attempts" in said and "350 good samples" in said
+    assert "train-000001.tar: no response after 8 attempts" in said
+    assert "350 good samples" in said
     copies = list((tmp_path / "cache").glob("*.tar"))
     assert len(copies) == 7
 
@@ -232,7 +239,8 @@ def test_the_doctor_keeps_shards_where_it_is_told_and_goes_on_where_one_does_not
     content[-2000] ^= 1
     copies[0].write_bytes(content)
     faulty.fault = lambda path: None
-    assert main(command) == 0 and "400 good samples" in capsys.readouterr().out
+    assert main(command) == 0
+    assert "400 good samples" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("storage", ["s3"], indirect=True)
@@ -251,9 +259,11 @@ def test_a_run_reads_remote_sets_through_the_cache_that_its_recipe_names(faulty,
     faulty.fault = lambda path: 503 if len(faulty.gets) % 3 == 1 else None
     run_campaign(loaded, only="pretrain", quiet=True)
     said = (loaded.directory(loaded.stage("pretrain")) / "log.txt").read_text()
-    assert "cache of this node: 8 remote shards (0.00" in said and "the cache holds 200 GiB" in said
+    assert "cache of this node: 8 remote shards (0.00" in said
+    assert "the cache holds 200 GiB" in said
     assert {path.stem for path in cache.glob("*.tar")} <= {shard.sha256 for shard in local.shards}
-    assert list(cache.glob("*.tar")) and len(faulty.gets) > 1
+    assert list(cache.glob("*.tar"))
+    assert len(faulty.gets) > 1
     order, ledger = Order(local.shard_samples, seed=0, batch_size=16), Ledger.start(local.digest, 0)
     for step in range(3):
         ledger = ledger.update(step, *order.batch(step))
@@ -285,7 +295,8 @@ def test_a_key_in_the_url_that_runs_read_from_is_refused_too(local, tmp_path):
     ):
         with pytest.raises(DataError, match=message) as error:
             build_index(local.directory, output=tmp_path, at=at)
-        assert "secret" not in str(error.value) and not list(tmp_path.iterdir())
+        assert "secret" not in str(error.value)
+        assert not list(tmp_path.iterdir())
 
 
 def fake_storage(monkeypatch, content: bytes) -> list[tuple[int, int]]:
@@ -346,7 +357,9 @@ def test_a_shard_that_is_evicted_before_it_is_open_is_fetched_again(tmp_path, lo
         return fetched
 
     monkeypatch.setattr(Cache, "path", evicting)
-    assert reader.read(0, 3) == ShardReader(local).read(0, 3) and len(calls) == 2 and asked
+    assert reader.read(0, 3) == ShardReader(local).read(0, 3)
+    assert len(calls) == 2
+    assert asked
 
 
 def test_a_shard_that_is_evicted_before_its_use_is_noted_is_fetched_again(tmp_path, local, monkeypatch):
@@ -365,7 +378,8 @@ def test_a_shard_that_is_evicted_before_its_use_is_noted_is_fetched_again(tmp_pa
 
     monkeypatch.setattr(Cache, "has", evicting)
     assert ShardReader(replace(local, directory="s3://b"), cache=cfg).read(0, 3) == ShardReader(local).read(0, 3)
-    assert evicted and len(asked) == 2 * requests_of_a_fetch
+    assert evicted
+    assert len(asked) == 2 * requests_of_a_fetch
 
 
 def test_a_loader_that_does_not_listen_holds_no_download_up(tmp_path, monkeypatch):
@@ -378,7 +392,8 @@ def test_a_loader_that_does_not_listen_holds_no_download_up(tmp_path, monkeypatc
     fetching = threading.Thread(target=cache.path, args=("s3://b/x.tar", shard_of(content)), daemon=True)
     fetching.start()
     fetching.join(60)
-    assert not fetching.is_alive() and unread.poll()
+    assert not fetching.is_alive()
+    assert unread.poll()
 
 
 def test_a_cache_folder_that_cannot_be_made_is_named(local, tmp_path):
@@ -477,7 +492,8 @@ def test_an_abandoned_download_makes_room_and_one_at_work_does_not(tmp_path, mon
             pieces = fake_storage(monkeypatch, content)
             cache.path("s3://b/x", shard_of(content))
             asked += len(pieces)
-        assert part.exists() == (age == 0) and asked == asks
+        assert part.exists() == (age == 0)
+        assert asked == asks
 
 
 def test_a_cache_without_room_is_named_with_the_way_out(tmp_path, monkeypatch):

@@ -155,6 +155,20 @@ def test_an_error_page_instead_of_a_tar_is_quoted_at_once(
     assert len(s3.gets) == 1  # with retries, this would take a minute
 
 
+def test_a_page_of_html_instead_of_a_list_is_quoted_at_once(
+    s3: Proxy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+    s3.fault_of_any = lambda method, path: asked.append(path) or SIGN_IN
+    for source in ("s3://images/set", "s3://images/set/*.tar"):
+        asked.clear()
+        assert main(["index", source, "--output", str(tmp_path / "out")]) == 69
+        assert f"{source}: instead of the expected answer, the store sent an error page: {PAGES[SIGN_IN]}" in (
+            capsys.readouterr().err
+        )
+        assert len(asked) == 1
+
+
 def test_an_error_page_instead_of_a_known_shard_is_quoted_at_once_and_not_stored(s3: Proxy, tmp_path: Path) -> None:
     cache = CacheConfig(str(tmp_path / "cache"), timeout_s=5.0)
     index = build_index("s3://images/set", output=tmp_path / "index", name="train", cache=cache)

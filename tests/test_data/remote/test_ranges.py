@@ -74,8 +74,10 @@ def take(index: Index, cfg: CacheConfig | None, steps: int = 3, **options) -> li
 
 def assert_same(taken: list, expected: list) -> None:
     for ours, theirs in zip(taken, expected, strict=True):
-        assert torch.equal(ours.images, theirs.images) and torch.equal(ours.labels, theirs.labels)
-        assert torch.equal(ours.ids, theirs.ids) and not ours.bad
+        assert torch.equal(ours.images, theirs.images)
+        assert torch.equal(ours.labels, theirs.labels)
+        assert torch.equal(ours.ids, theirs.ids)
+        assert not ours.bad
 
 
 def lengths_asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -101,7 +103,8 @@ def test_the_first_batch_costs_a_range_a_sample_instead_of_its_shards(faulty, lo
         row = local.table(shard)[sample]
         ends = [int(row[name]) + int(row[f"{name}_size"]) for name in ("image", "label")]
         expected += max(ends) - min(int(row["image"]), int(row["label"]))
-    assert len(asked) == len(faulty.gets) == BATCH and sum(asked) == expected
+    assert len(asked) == len(faulty.gets) == BATCH
+    assert sum(asked) == expected
     assert not list((tmp_path / "a").glob("*.tar"))
 
     faulty.gets.clear()
@@ -150,7 +153,9 @@ def test_a_sample_that_is_not_what_was_indexed_is_fetched_with_its_shard(faulty,
     pattern = (
         r"s3://images/set/train-00000\d.tar: a sample could not be read by range \(sample '\S+' differs from the index"
     )
-    assert len(said) == 1 and re.match(pattern, said[0]) and said[0].endswith("waiting for whole shards")
+    assert len(said) == 1
+    assert re.match(pattern, said[0])
+    assert said[0].endswith("waiting for whole shards")
     # No range is asked for once that is known: only those that were on their way.
     assert len(wrong) <= BATCH
 
@@ -176,7 +181,8 @@ def test_a_sample_whose_halves_are_of_two_versions_of_the_shard_is_not_believed(
     faulty.fault = fault
     # Of the image a half is the first version's: the other one's has other bytes there.
     assert by_range.read(0, 0) == ShardReader(local).read(0, 0) != ShardReader(local).read(1, 0)
-    assert "differs from the index" in by_range.given_up and len(faulty.gets) == 3
+    assert "differs from the index" in by_range.given_up
+    assert len(faulty.gets) == 3
     by_range.stop()
     # Where it stays overwritten, the shard says so.
     overwrite(Bucket="images", Key=key, Body=other)
@@ -199,7 +205,8 @@ def test_a_store_that_ignores_ranges_is_named(faulty, local, tmp_path, monkeypat
     pattern = (
         rf"\(s3://images/set/train-000000.tar: the store ignores byte ranges: requested \d+ bytes, received {size};"
     )
-    assert re.search(pattern, by_range.given_up) and by_range.given_up.endswith("waiting for whole shards")
+    assert re.search(pattern, by_range.given_up)
+    assert by_range.given_up.endswith("waiting for whole shards")
     monkeypatch.setattr(cache_module, "PIECE", size // 2)
     with pytest.raises(
         DataError,
@@ -220,7 +227,8 @@ def test_an_answer_without_its_last_byte_is_asked_for_again(faulty, local, tmp_p
 
     monkeypatch.setattr(cache_module, "read_range", one_byte_short)
     assert_same(take(faulty.index, CacheConfig(str(tmp_path), **PATIENT), steps=1), take(local, None, steps=1))
-    assert len(last_bytes) == BATCH and not list(tmp_path.glob("*.tar"))
+    assert len(last_bytes) == BATCH
+    assert not list(tmp_path.glob("*.tar"))
 
 
 def test_a_loader_that_is_iterated_again_reads_by_range_again(faulty, local, tmp_path):
@@ -243,7 +251,8 @@ def test_a_loader_that_is_iterated_again_reads_by_range_again(faulty, local, tmp
     reader_that_gave_up.ranges.give_up("s3://images/set/train-000000.tar", "too slow")
     reader_that_gave_up.stop()
     reader_that_gave_up.resume()
-    assert "too slow" in reader_that_gave_up.given_up and not reader_that_gave_up.ranges.stopped
+    assert "too slow" in reader_that_gave_up.given_up
+    assert not reader_that_gave_up.ranges.stopped
 
 
 def test_ranges_that_do_not_come_are_given_up_once_and_shards_are_waited_for(
@@ -260,7 +269,8 @@ def test_ranges_that_do_not_come_are_given_up_once_and_shards_are_waited_for(
     taken = take(faulty.index, CacheConfig(str(tmp_path), **PATIENT), steps=2)
     assert_same(taken, take(local, None, steps=2))
     said = [record.getMessage() for record in caplog.records if "by range" in record.getMessage()]
-    assert len(said) == 1 and "no response after 3 attempts, last error TimeoutError" in said[0]
+    assert len(said) == 1
+    assert "no response after 3 attempts, last error TimeoutError" in said[0]
     assert len(faulty.gets) == len(list(tmp_path.glob("*.tar"))), "each shard once, and nothing else"
 
 
@@ -342,7 +352,8 @@ def test_decoding_processes_read_by_range_too(faulty, local, tmp_path, monkeypat
     monkeypatch.setattr(DecoderProcess, "restart", lambda self: pytest.fail("a process died, or was silent"))
     cfg = CacheConfig(str(tmp_path / "cache"), **PATIENT)
     assert_same(take(faulty.index, cfg, steps=2, processes=1, prefetch=1), take(local, None, steps=2))
-    assert len(faulty.gets) >= 2 * BATCH and not list((tmp_path / "cache").glob("*.tar"))
+    assert len(faulty.gets) >= 2 * BATCH
+    assert not list((tmp_path / "cache").glob("*.tar"))
 
 
 def test_who_waits_for_a_range_shows_signs_of_life_and_does_not_wait_for_ever(faulty, tmp_path, monkeypatch):
@@ -358,7 +369,8 @@ def test_who_waits_for_a_range_shows_signs_of_life_and_does_not_wait_for_ever(fa
     by_range = ShardReader(faulty.index, cache=CacheConfig(str(tmp_path), **PATIENT), by_range=True)
     by_range.cache.progress = lambda: signs.append(time.monotonic())
     sample = by_range.read(0, 0)
-    assert len(signs) > 5 and not by_range.given_up
+    assert len(signs) > 5
+    assert not by_range.given_up
 
     monkeypatch.setattr(ranges, "LONGEST_S", 0.05)
     assert by_range.read(0, 0) == sample, "out of the whole shard"
@@ -399,4 +411,5 @@ def test_a_reader_that_is_stopped_does_not_begin_to_fetch_whole_shards(faulty, t
     monkeypatch.setattr(ranges.Ranges, "request", lambda self, place, url, row: self.stop())
     with pytest.raises(StorageError, match="stopped before the sample arrived"):
         by_range.read(0, 0)
-    assert not faulty.gets and not by_range.given_up
+    assert not faulty.gets
+    assert not by_range.given_up

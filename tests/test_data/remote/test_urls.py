@@ -59,7 +59,8 @@ def test_a_store_is_asked_again_after_pauses_that_double(attempts, failures, pau
                 StorageError, match=f"^s3://set: no response after {attempts} attempts, last error TimeoutError; run"
             ):
                 Retry(attempts, 0.5).patiently("s3://set", ask)
-    assert clock.pauses == pauses and clock.seconds == asked[-1]
+    assert clock.pauses == pauses
+    assert clock.seconds == asked[-1]
     waits = [later - earlier for earlier, later in pairwise(asked)]
     assert waits == pytest.approx(pauses)
     assert len(caplog.messages) == (failures > WARN_AT_ATTEMPT)

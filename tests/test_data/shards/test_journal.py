@@ -38,7 +38,8 @@ def test_a_killed_packing_goes_on_and_ends_with_the_same_bytes(tmp_path):
     pack(samples(25), tmp_path / "whole", shard_samples=5)
     with pytest.raises(KeyboardInterrupt):
         pack(dying(), tmp_path / "killed", shard_samples=5)
-    assert len(list((tmp_path / "killed").glob("*.tar"))) == 3 and not list((tmp_path / "killed").glob("*.json"))
+    assert len(list((tmp_path / "killed").glob("*.tar"))) == 3
+    assert not list((tmp_path / "killed").glob("*.json"))
     kept = (tmp_path / "killed" / "train-000000.tar").stat().st_mtime_ns
     pack(samples(25), tmp_path / "killed", shard_samples=5)
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
@@ -132,4 +133,5 @@ def test_a_stopped_packing_is_not_taken_for_a_set(tmp_path):
     with pytest.raises(DataError, match=r"set\.index\.json\.partial belongs to an unfinished packing or indexing"):
         load_index(tmp_path)
     made = pack([replace(sample, labels=(0,)) for sample in wrong], tmp_path, name="set", shard_samples=5, classes=5)
-    assert made.samples == 6 and not list(tmp_path.glob(".tmp-*"))
+    assert made.samples == 6
+    assert not list(tmp_path.glob(".tmp-*"))

@@ -49,8 +49,10 @@ def contents(folder):
 
 def test_the_same_samples_give_the_same_bytes(tmp_path):
     first, second = (pack(samples(25), tmp_path / name, shard_samples=10) for name in "ab")
-    assert first.digest == second.digest and contents(tmp_path / "a") == contents(tmp_path / "b")
-    assert first.shard_samples.tolist() == [10, 10, 5] and first.class_counts == (5, 5, 5, 5, 5)
+    assert first.digest == second.digest
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+    assert first.shard_samples.tolist() == [10, 10, 5]
+    assert first.class_counts == (5, 5, 5, 5, 5)
 
 
 def test_a_shard_that_is_left_out_may_be_missing(tmp_path):
@@ -124,7 +126,8 @@ def test_shards_are_cut_by_bytes_too(tmp_path):
 
 def test_several_labels_are_kept_and_counted_once_each(tmp_path):
     made = pack([Sample("a", picture(0), (1, 3)), Sample("b", picture(0), (3,))], tmp_path)
-    assert made.class_counts == (0, 1, 0, 2) and ShardReader(made).read(0, 0)[2] == b"1 3"
+    assert made.class_counts == (0, 1, 0, 2)
+    assert ShardReader(made).read(0, 0)[2] == b"1 3"
 
 
 def test_class_folders_are_labelled_by_sorted_name_and_mixed(tmp_path):
@@ -150,12 +153,15 @@ def test_tables_of_paths_and_labels(tmp_path, kind):
         rows = pyarrow.table({"path": ["a.jpg", "b.jpg"], "label": [[3], [1, 2]]})
         parquet.write_table(rows, tmp_path / "t.parquet")
     made = {sample.key: sample for sample in path_table(tmp_path / f"t.{kind}")}
-    assert made["a"].labels == (3,) and made["b"].labels == (1, 2) and made["b"].read() == picture(2)
+    assert made["a"].labels == (3,)
+    assert made["b"].labels == (1, 2)
+    assert made["b"].read() == picture(2)
 
 
 def test_digits_split_is_stratified_and_fixed():
     train, test = list(digits(True)), list(digits(False))
-    assert len(train) + len(test) == 1797 and not {s.key for s in train} & {s.key for s in test}
+    assert len(train) + len(test) == 1797
+    assert not {s.key for s in train} & {s.key for s in test}
     assert set(Counter(s.labels[0] for s in test).values()) <= set(range(34, 37))
 
 
@@ -213,10 +219,12 @@ def test_links_pickles_and_devices_are_counted_and_never_samples(tmp_path):
         add("x" * 200 + ".cls", b"2")
     (tmp_path / "t.tar").write_bytes(buffer.getvalue())
     index = build_index(tmp_path, name="t")
-    assert index.samples == 2 and index.class_counts == (1, 0, 1)
+    assert index.samples == 2
+    assert index.class_counts == (1, 0, 1)
     assert ShardReader(index).read(0, 1)[0] == "x" * 200
     text = (tmp_path / "t.index.json").read_text()
-    assert '"link or device": 2' in text and '"member type .pyd": 1' in text
+    assert '"link or device": 2' in text
+    assert '"member type .pyd": 1' in text
     assert '"name with a folder ..": 2' in text
 
 
@@ -230,7 +238,8 @@ def test_packing_in_parallel_gives_the_same_bytes(tmp_path):
     in_parallel = pack(samples(47), tmp_path / "four", shard_samples=5, workers=4, report=report)
     assert alone == replace(in_parallel, directory=alone.directory)
     assert contents(tmp_path / "one") == contents(tmp_path / "four")
-    assert reports[-1][1] == 47 and sorted(reports) == reports
+    assert reports[-1][1] == 47
+    assert sorted(reports) == reports
 
 
 @pytest.mark.parametrize(
@@ -289,7 +298,8 @@ def test_what_a_finished_set_has_lost_is_packed_again(tmp_path, lost):
         (tmp_path / lost).write_bytes(before[lost][:-1] + b"x")
     else:
         (tmp_path / lost).unlink()
-    assert pack(samples(12), tmp_path, shard_samples=5) == finished and contents(tmp_path) == before
+    assert pack(samples(12), tmp_path, shard_samples=5) == finished
+    assert contents(tmp_path) == before
 
 
 def test_a_source_never_holds_its_output(tmp_path, capsys):
@@ -303,7 +313,8 @@ def test_a_source_never_holds_its_output(tmp_path, capsys):
     for output in (folder, folder / "shards", folder / "cat" / "deeper", tmp_path / "link"):
         assert main(["pack", "folder", str(folder), str(output)]) == 65
         said = capsys.readouterr().err
-        assert f"{output} is inside the source folder " in said and "photos-shards" in said
+        assert f"{output} is inside the source folder " in said
+        assert "photos-shards" in said
     assert sorted(folder.rglob("*")) == before
     tar.write_bytes(tar_of({"1.jpg": picture(1), "1.cls": b"0"}))
     assert main(["pack", "tars", str(folder / "cat" / "x-*.tar"), str(folder / "cat"), "--name", "x"]) == 65
@@ -332,13 +343,16 @@ def test_packing_and_indexing_count_what_is_no_image_by_the_same_reasons_as_the_
     (folder / "f.jpg").symlink_to("/nowhere.jpg")
     assert main(["pack", "folder", str(folder.parent), str(tmp_path / "set"), "--name", "x"]) == 0
     packed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("refused: ")]
-    assert "not packed" in caplog.text and "1 × broken link or device" in caplog.text
+    assert "not packed" in caplog.text
+    assert "1 × broken link or device" in caplog.text
     assert main(["index", str(tmp_path / "set"), "--output", str(tmp_path / "index"), "--name", "x"]) == 0
     indexed = capsys.readouterr().out.splitlines()
-    assert packed and set(packed) <= set(indexed)
+    assert packed
+    assert set(packed) <= set(indexed)
     expected = Counter({"not a JPEG, PNG or WebP": 9, "no image": 1, "truncated": 1, "image too large": 1})
     made = load_index(tmp_path / "set")
-    assert made.refused.counts == expected and made.refused.first["truncated"] == "cat/c of x-000000.tar"
+    assert made.refused.counts == expected
+    assert made.refused.first["truncated"] == "cat/c of x-000000.tar"
     assert check(made).bad.counts == expected
     # Asked to, both decode all of it: what has a header and an end may still be none.
     whole = cv2.imencode(".png", np.zeros((9, 9, 3), np.uint8))[1].tobytes()
@@ -399,7 +413,8 @@ def test_restart_markers_change_bytes_but_no_pixel(tmp_path):
     noise = np.random.default_rng(0).integers(0, 256, (100, 80, 3), dtype=np.uint8)
     image = cv2.imencode(".jpg", noise)[1].tobytes()
     packed = ShardReader(pack([Sample("a", image, (0,)), Sample("b", b"junk", (0,))], tmp_path, restarts=True))
-    assert b"\xff\xd0" in packed.read(0, 0)[1] and packed.read(0, 1)[1] == b"junk"
+    assert b"\xff\xd0" in packed.read(0, 0)[1]
+    assert packed.read(0, 1)[1] == b"junk"
     assert np.array_equal(decode(packed.read(0, 0)[1]), decode(image))
 
 

@@ -54,7 +54,8 @@ def held(index: Index) -> list[int]:
         for sample in range(samples):
             key, image, label = reader.read(shard, sample)
             number = int(key[1:])
-            assert image == picture(10 * number, 16) and int(label) == LABELS[number]
+            assert image == picture(10 * number, 16)
+            assert int(label) == LABELS[number]
             numbers.append(number)
     return numbers
 
@@ -84,8 +85,10 @@ def test_shots_are_those_that_the_few_shot_probe_of_big_vision_draws(tmp_path, p
     index = make_subset(parent, tmp_path / "s", Rule(shots=3, seed=5))
     assert held(index) == sorted(drawn)
     # The tars, the ids and their names are those of the whole set; what is counted is what is chosen.
-    assert index.class_counts == (3, 3, 3, 3, 0) and index.names == NAMES
-    assert index.location(0) == parent.location(0) and not list((tmp_path / "s").glob("*.tar"))
+    assert index.class_counts == (3, 3, 3, 3, 0)
+    assert index.names == NAMES
+    assert index.location(0) == parent.location(0)
+    assert not list((tmp_path / "s").glob("*.tar"))
     assert set(chosen(parent, tmp_path / "s1", shots=1, seed=5)) < set(drawn), "nested"
     assert chosen(parent, tmp_path / "s2", shots=3, seed=6) != sorted(drawn)
 
@@ -109,7 +112,8 @@ def test_classes_lists_and_parts_choose_what_a_loop_would(tmp_path, parent):
 def test_two_parts_share_no_sample_and_are_together_the_whole(tmp_path, parent, seed):
     train = chosen(parent, tmp_path / "train", part=":80%", seed=seed)
     held_out = chosen(parent, tmp_path / "held-out", part="80%:", seed=seed)
-    assert len(train) == 20 and sorted(train + held_out) == list(range(25))
+    assert len(train) == 20
+    assert sorted(train + held_out) == list(range(25))
     assert (train == list(range(20))) == (seed is None)
 
 
@@ -119,7 +123,8 @@ def test_a_seed_s_part_has_its_share_of_every_class_and_smaller_parts_lie_in_lar
     for seed in range(1, 13):
         half = chosen(parent, tmp_path / f"half{seed}", part=":52%", seed=seed)
         fifth = chosen(parent, tmp_path / f"fifth{seed}", part=":20%", seed=seed)
-        assert len(half) == 13 and set(fifth) < set(half)
+        assert len(half) == 13
+        assert set(fifth) < set(half)
         for label in range(4):
             assert abs(sum(LABELS[n] == label for n in half) - 0.52 * LABELS.count(label)) < 2
         drawn.add(tuple(half))
@@ -279,7 +284,8 @@ def test_parts_of_a_set_are_made_in_one_pass_over_its_tables_and_no_tar_is_opene
         make_subset(parent, tmp_path / "alone" / name, Rule(part=part))
     drawn = {name: chosen(parent, tmp_path / "drawn" / name, part=part, seed=4) for name, part in parts.items()}
     kept = chosen(parent, tmp_path / "kept", keep=(0, "cat"), shots=3, seed=1)
-    assert len(kept) == 6 and {LABELS[n] for n in kept} == {0, 2}
+    assert len(kept) == 6
+    assert {LABELS[n] for n in kept} == {0, 2}
     hollow(parent)
 
     def words(names: str, *more: str) -> list[str]:
@@ -349,7 +355,8 @@ def test_the_digest_stands_for_the_samples_and_not_for_the_way_they_were_chosen(
     digests = Counter()
     for seed in range(4):
         digests[make_subset(parent, tmp_path / f"s{seed}", Rule(shots=1, seed=seed)).digest] += 1
-    assert len(digests) == 4 and parent.digest not in digests
+    assert len(digests) == 4
+    assert parent.digest not in digests
     by_rule = make_subset(parent, tmp_path / "rule", Rule(keep=(0,)))
     (tmp_path / "list.txt").write_text("".join(f"s{n:02d}\n" for n, own in enumerate(LABELS) if own == 0))
     by_list = make_subset(parent, tmp_path / "list", Rule(only=str(tmp_path / "list.txt")))
@@ -357,7 +364,8 @@ def test_the_digest_stands_for_the_samples_and_not_for_the_way_they_were_chosen(
     # A subset of a subset lies in the same tars; what it was made of is said, and types back.
     twice = make_subset(by_rule, tmp_path / "twice", Rule(shots=2, seed=0))
     assert held(twice) == held(make_subset(parent, tmp_path / "once", Rule(keep=(0,), shots=2, seed=0)))
-    assert twice.origin.digest == by_rule.digest and twice.origin.rule == {"shots": 2, "seed": 0}
+    assert twice.origin.digest == by_rule.digest
+    assert twice.origin.rule == {"shots": 2, "seed": 0}
     assert f"subset {tmp_path}/rule/rule.index.json --shots=2 --seed=0 --output" in twice.command
 
 
@@ -384,10 +392,12 @@ def test_training_evaluation_and_the_doctor_take_a_subset_as_any_set(tmp_path, p
     batches = list(EvaluationSet(index, batch_size=3, ops="resize(8)"))
     assert torch_labels(batches) == [LABELS[number] for number in numbers]
     report = check(index)
-    assert report.ok and report.good == len(numbers)
+    assert report.ok
+    assert report.good == len(numbers)
     assert join([index, parent], [1, 1]).samples == len(numbers) + 25
     dropped = exclude([index], [index.shards[0].name])[0]
-    assert dropped.digest != index.digest and dropped.samples < index.samples
+    assert dropped.digest != index.digest
+    assert dropped.samples < index.samples
     # A sample that rots is bad, and named.
     tar = Path(index.location(0))
     row = index.table(0)[0]
@@ -408,7 +418,8 @@ def test_of_a_subset_without_a_table_no_sample_is_good_and_none_is_packed(tmp_pa
     else:
         shutil.copy(parent.tables / table.name, table)
     report = check(index)
-    assert report.good == intact and not report.ok
+    assert report.good == intact
+    assert not report.ok
     assert f"type: {index.command}" in "\n".join(report.lines(1))
     with pytest.raises(DataError, match=r"train-000001\.npy(?s:.*)jobs subset .*--shots=2 --seed=0"):
         repair(index, tmp_path / "repaired", name="s")
@@ -466,7 +477,8 @@ def test_a_subset_of_tars_behind_a_url_names_the_url(tmp_path, parent, monkeypat
 
     monkeypatch.setattr("data.remote.cache.Cache.opened", opened)
     index = make_subset(remote, tmp_path / "few", Rule(shots=1, seed=0))
-    assert index.remote and index.location(0) == f"{at}/{index.shards[0].name}"
+    assert index.remote
+    assert index.location(0) == f"{at}/{index.shards[0].name}"
     assert held(index) == chosen(parent, tmp_path / "local", shots=1, seed=0)
 
 
@@ -599,7 +611,8 @@ few:
     campaign = load(recipe(0), [])
     few = campaign.stage("few")
     index = load_index(campaign.path_of("@few/train-2shot"))
-    assert index.class_counts == (2, 2, 2, 2) and index.names == NAMES[:4]
+    assert index.class_counts == (2, 2, 2, 2)
+    assert index.names == NAMES[:4]
     assert load_index(campaign.path_of("@few/rest")).samples == 24
     assert main(["run", str(recipe(0))]) == 0
     assert "few: skipped" in (said := capsys.readouterr().out) or "finished" in said

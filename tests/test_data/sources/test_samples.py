@@ -54,7 +54,8 @@ def test_the_sets_of_the_recipe_keep_their_digests(tmp_path):
 def test_the_file_has_its_licence_beside_it_and_both_are_packaged():
     licence = DIGITS_FILE.with_name("digits.LICENSE").read_text()
     assert sha256(DIGITS_FILE.read_bytes()).hexdigest() in licence
-    assert "CC BY 4.0" in licence and "BSD 3-Clause License" in licence
+    assert "CC BY 4.0" in licence
+    assert "BSD 3-Clause License" in licence
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["tool"]["setuptools"]["package-data"]["data.sources"] == ["digits.csv.gz", "digits.LICENSE"]
 
@@ -68,4 +69,5 @@ def test_no_module_needs_what_is_no_dependency():
                     imported.update(alias.name.split(".")[0] for alias in node.names)
                 elif isinstance(node, ast.ImportFrom) and node.module:
                     imported.add(node.module.split(".")[0])
-    assert "numpy" in imported and not imported & {"sklearn", "pandas", "h5py", "tensorflow", "tensorflow_datasets"}
+    assert "numpy" in imported
+    assert not imported & {"sklearn", "pandas", "h5py", "tensorflow", "tensorflow_datasets"}

@@ -83,7 +83,8 @@ def test_cause_of_death_follows_from_record_exit_code_and_kernel_counter(
     server.close()
     wait_until(lambda: under_test.server is None, 10)
     other, ended = under_test.poll(0, 5.0, {}).workers
-    assert ended.death == death and other.death == "its node's fork server died (killed, or crashed)"
+    assert ended.death == death
+    assert other.death == "its node's fork server died (killed, or crashed)"
 
 
 def test_start_request_contains_all_that_a_worker_needs(served, tmp_path) -> None:
@@ -93,16 +94,21 @@ def test_start_request_contains_all_that_a_worker_needs(served, tmp_path) -> Non
     assert under_test.start(order_of(shared, 0, 1)) is False
     first, second = server.recv(), server.recv()
     assert (first.info.rank, second.info.rank, first.is_shared) == (0, 1, True)
-    assert first.environment == {**os.environ, "GIVEN": "to all"} and first.directory == os.getcwd()
-    assert first.folder == shared and first.node_folder == under_test.node_folder != under_test.base
-    assert first.node_folder.is_dir() and first.umask == agent.current_umask()
+    assert first.environment == {**os.environ, "GIVEN": "to all"}
+    assert first.directory == os.getcwd()
+    assert first.folder == shared
+    assert first.node_folder == under_test.node_folder != under_test.base
+    assert first.node_folder.is_dir()
+    assert first.umask == agent.current_umask()
     for rank in (0, 1):
         hear(under_test, server, Forked(rank, 4_100_000 + rank))
         hear(under_test, server, WorkerEnded(4_100_000 + rank, 0))
     # The next attempt has a new node folder. With a token, the attempt's folder is not the driver's.
     earlier = under_test.node_folder
     assert under_test.start(order_of(tmp_path / "stage" / "attempts" / "a", 1, token="other")) is True
-    assert server.recv().is_shared is False and under_test.node_folder != earlier and not earlier.exists()
+    assert server.recv().is_shared is False
+    assert under_test.node_folder != earlier
+    assert not earlier.exists()
     hear(under_test, server, Forked(1, 4_100_001))
     hear(under_test, server, WorkerEnded(4_100_001, 0))
 
@@ -120,7 +126,8 @@ def test_store_uses_the_port_of_the_fork_server(served) -> None:
             server.close()
 
     threading.Thread(target=answer, args=(34530,), daemon=True).start()
-    assert under_test.listen() == 34530 and orders == [Listen("127.0.0.1")]
+    assert under_test.listen() == 34530
+    assert orders == [Listen("127.0.0.1")]
     dying = threading.Thread(target=answer, daemon=True)
     dying.start()
     with pytest.raises(RuntimeError, match=r"the fork server of .* has died"):
@@ -156,7 +163,9 @@ def test_ending_an_attempt_does_not_wait_for_ended_workers(served, tmp_path) -> 
     folder = under_test.node_folder
     began = time.monotonic()
     under_test.end()
-    assert time.monotonic() - began < agent.END_S / 2 and under_test.workers == {} and not folder.exists()
+    assert time.monotonic() - began < agent.END_S / 2
+    assert under_test.workers == {}
+    assert not folder.exists()
 
 
 def test_ending_an_attempt_kills_living_workers_and_waits_for_the_fork_server(served, tmp_path) -> None:
@@ -175,11 +184,13 @@ def test_ending_an_attempt_kills_living_workers_and_waits_for_the_fork_server(se
 
 def test_stop_returns_whether_any_worker_has_started(served, tmp_path) -> None:
     under_test, server = served
-    assert under_test.stop() is False and not (under_test.base / agent.STOP_FILE).exists()
+    assert under_test.stop() is False
+    assert not (under_test.base / agent.STOP_FILE).exists()
     under_test.start(order_of(tmp_path, 0, 1))
     for rank in (0, 1):
         hear(under_test, server, Forked(rank, 4_100_000 + rank))
-    assert under_test.stop() is False and (under_test.node_folder / agent.STOP_FILE).exists()
+    assert under_test.stop() is False
+    assert (under_test.node_folder / agent.STOP_FILE).exists()
     worker_file(under_test.node_folder, 1, ".json").write_text('{"started": 1.0}')
     worker_file(under_test.node_folder, 0, ".sigterm").touch()
     assert under_test.stop() is True
@@ -251,6 +262,35 @@ def test_planted_agent_folder_neither_damages_a_file_nor_blocks_the_start(attack
     monkeypatch.setattr(agent, "MEMORY", shared)
     Agent().close()
     assert (victim / "lock").read_text() == "precious"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("attack", [plant_link_to_file, plant_link_to_folder, plant_pipe, plant_folder, plant_file])
+def test_another_local_user_can_neither_damage_a_file_nor_block_the_start(attack, tmp_path, monkeypatch) -> None:
+    """A process of another user plants it in a folder that everybody may write to, like /dev/shm."""
+    victim = tmp_path / "victim"
+    victim.mkdir(mode=0o700)
+    (victim / "lock").write_text("precious")
+    for folder in (tmp_path, *tmp_path.parents[:3]):
+        folder.chmod(folder.stat().st_mode | 0o111)
+    shared = tmp_path / "shm"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.setgid(65534)
+            os.setuid(65534)
+            attack(shared / "pl-agent-attack", victim)
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    monkeypatch.setattr(agent, "MEMORY", shared)
+    Agent().close()
+    assert (victim / "lock").read_text() == "precious"
+    assert os.path.lexists(shared / "pl-agent-attack"), "what belongs to another user stays"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")

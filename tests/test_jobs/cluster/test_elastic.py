@@ -150,7 +150,8 @@ def test_largest_world_with_stable_room_is_chosen() -> None:
     cluster.now = 60
     assert not is_due(growth)
     cluster.step += 1
-    assert is_due(growth) and growth.target == 8
+    assert is_due(growth)
+    assert growth.target == 8
 
 
 def test_growth_is_postponed_after_a_failed_growth() -> None:
@@ -178,7 +179,8 @@ def test_unanswered_check_is_repeated_later(monkeypatch) -> None:
     asked: list[None] = []
     growth = Growth((4,), 0.0, no_answer, lambda: 0)
     growth.watch()
-    assert asked == [None] and not growth.is_due()
+    assert asked == [None]
+    assert not growth.is_due()
 
 
 def test_larger_attempt_without_a_commit_falls_back_and_postpones_growth_longer_each_time() -> None:

@@ -46,10 +46,12 @@ def test_gpus_are_counted_only_for_workers_with_gpus(monkeypatch, tmp_path) -> N
     monkeypatch.setattr(os, "environ", dict(os.environ))
     try:
         embedded.start(ClusterConfig())
-        assert embedded.is_too_small(ON_GPUS) and not embedded.is_too_small(ClusterConfig())
+        assert embedded.is_too_small(ON_GPUS)
+        assert not embedded.is_too_small(ClusterConfig())
         # The cluster without GPUs is replaced by one with GPUs.
         embedded.start(ON_GPUS)
-        assert not embedded.is_too_small(ON_GPUS) and not embedded.is_too_small(ClusterConfig())
+        assert not embedded.is_too_small(ON_GPUS)
+        assert not embedded.is_too_small(ClusterConfig())
     finally:
         embedded.end()
     assert [embedded.GPUS in command for command in commands] == [False, True]

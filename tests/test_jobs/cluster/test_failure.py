@@ -76,7 +76,8 @@ def test_worker_out_of_open_files_is_blamed_before_the_peers_that_lost_it(tmp_pa
     left(group, 2, **PEER_LOST | {"ended": 1.4, "kind": kind, "error": error})
     failure = group.evidence().first_failure()
     assert (failure.rank, failure.node) == (2, "n2")
-    assert "Too many open files\n" in failure.cause and "type ulimit -n 65536 on that node" in failure.cause
+    assert "Too many open files\n" in failure.cause
+    assert "type ulimit -n 65536 on that node" in failure.cause
 
 
 def test_failed_collective_names_the_lost_peer_without_the_librarys_message(tmp_path) -> None:
@@ -230,7 +231,8 @@ def test_driver_that_was_itself_frozen_does_not_give_up_an_agent(tmp_path) -> No
         link.asked = now[0]
         now[0] += 3600.0
         group.check_nodes([link], 6)
-    assert not link.loss and not nodes.given_up
+    assert not link.loss
+    assert not nodes.given_up
 
 
 @pytest.mark.parametrize("workers", [2, 4, 8, 16])
@@ -251,7 +253,9 @@ def test_number_of_requests_per_round_grows_only_with_the_nodes(workers, tmp_pat
     for link in group.links:
         link.agent = dataclasses.replace(link.agent, call=poll)
     group.poll(0.0)
-    assert polls == ["poll"] * workers and nodes.times == 1 and len(group.evidence().losses) == workers
+    assert polls == ["poll"] * workers
+    assert nodes.times == 1
+    assert len(group.evidence().losses) == workers
     group.poll(0.0)
     assert len(polls) == workers and nodes.times == 1, "a lost node gets no more requests"
 
@@ -342,7 +346,8 @@ def test_leaving_nodes_are_recorded_with_their_workers(drained, sigterm_ranks, e
     noted = {rank: (event.node, event.node_id, event.why) for rank, event in group.drain_events.items()}
     assert noted == events
     # A head that never answers must not keep the driver from ending.
-    assert daemons and all(daemons)
+    assert daemons
+    assert all(daemons)
     requests = [request for request in nodes.asked if request[1] != "ping"]
     assert requests[:4] == [("n0", "listen"), ("n0", "start"), ("n1", "start"), ("n2", "start")]
     assert nodes.asked[-3:] == [("n0", "end"), ("n1", "end"), ("n2", "end")]

@@ -197,7 +197,8 @@ def test_changes_are_sent_again_after_the_drivers_disk_was_full(pair, monkeypatc
         assert pair.look() == ["attempts/attempt-000002/rank-00000.json", "log.txt"]
         assert pair.acknowledged == {}
     pair.look()
-    assert pair.same("log.txt") and pair.same(ATTEMPT / "rank-00000.json")
+    assert pair.same("log.txt")
+    assert pair.same(ATTEMPT / "rank-00000.json")
 
 
 # ------------------------------------------------------------------------ on hosts, under Ray

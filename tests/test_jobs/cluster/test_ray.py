@@ -61,7 +61,9 @@ def test_dashboard_address_is_refused(monkeypatch) -> None:
 )
 def test_errors_of_ray_are_explained_with_advice(text, reason) -> None:
     lines = str(explain(RuntimeError(text), "h:6379")).splitlines()
-    assert reason in lines[0] and "h:6379" in lines[0] and len(lines) == 3
+    assert reason in lines[0]
+    assert "h:6379" in lines[0]
+    assert len(lines) == 3
 
 
 @pytest.mark.parametrize(
@@ -90,4 +92,5 @@ def test_failed_start_of_an_embedded_cluster_is_explained_with_advice(answer, re
         ClusterError, match=rf"^the embedded Ray cluster did not start: {reason}\n  it needs .*\n  to run without Ray"
     ):
         connect(ClusterConfig())
-    assert processes_started[0].returncode == 0 and not embedded.is_started()
+    assert processes_started[0].returncode == 0
+    assert not embedded.is_started()

@@ -326,7 +326,8 @@ def test_workers_of_a_node_share_a_bundle_unless_only_smaller_ones_fit(nodes, mo
         ours = nodes_in(four)
         first, second = ours.places(4)
         assert (first, ours.places(4)) == (large.node_id, {first: {0: 3}, second: {1: 1}})
-        assert ours.places(2) == {first: {0: 2}} and ours.nodes_held(3) == {first}
+        assert ours.places(2) == {first: {0: 2}}
+        assert ours.nodes_held(3) == {first}
         # Another program uses two of the three CPUs.
         ours.release()
         selector = [{"ray.io/node-id": large.node_id}]
@@ -334,7 +335,8 @@ def test_workers_of_a_node_share_a_bundle_unless_only_smaller_ones_fit(nodes, mo
         assert other.wait(30)
         group = reserve(four, "/runs/a")
         assert [bundle["CPU"] for bundle in placement_group_table(group)["bundles"].values()] == [1.0] * 4
-        assert sum(map(len, ours.places(4).values())) == 4 and len(ours.places(4)) == 4
+        assert sum(map(len, ours.places(4).values())) == 4
+        assert len(ours.places(4)) == 4
     finally:
         nodes_in(four).release()
         if other is not None:
@@ -350,7 +352,8 @@ def test_excluded_node_is_never_used_and_exclusion_needs_enough_other_nodes(node
     assert ours.exclude({odd}, 3) == 2 and not ours.excluded, "three workers need it"
     assert ours.exclude({odd}, 2) == 2
     assert odd not in placement_group_table(reserve(two, "/runs/a"))["bundles_to_node_id"].values()
-    assert ours.room() == 2 and odd not in ours.status()[1]
+    assert ours.room() == 2
+    assert odd not in ours.status()[1]
     with pytest.raises(ClusterError, match=r"room for 2 of 3 workers .*; the whole cluster has room for only 2"):
         reserve(ClusterConfig(workers=3, wait_s=1), "/runs/a")
     assert set(ours.identities()) >= nodes.alive(), "excluded nodes are queried too"
@@ -504,9 +507,11 @@ def test_frozen_agent_is_named_and_replaced_and_its_node_avoided(phase, nodes, t
 
     (failed,) = [line for line in said if "restarting" in line]
     assert "its node's agent has not responded for 12 s, but the node accepts connections" in failed, said
-    assert f" on {os.uname().nodename}" in failed and "stuck" not in failed
+    assert f" on {os.uname().nodename}" in failed
+    assert "stuck" not in failed
     workers = records(context.attempt_folder(attempt + 1))
-    assert len(workers) == 2 and victim[0] not in {worker["node_id"] for worker in workers}
+    assert len(workers) == 2
+    assert victim[0] not in {worker["node_id"] for worker in workers}
     wait_until(lambda: not agents[victim[0]].is_running(), 30)
 
 

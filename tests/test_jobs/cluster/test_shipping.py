@@ -70,7 +70,8 @@ def test_secret_is_neither_shipped_nor_measured_but_named(name, root) -> None:
     assert set(shipped_by_ray(root)) == {"train.py"}
     assert dict(checkout.sizes) == {"train.py": 8}
     # A folder of secrets is named as a folder.
-    assert len(checkout.secrets) == 1 and name.startswith(checkout.secrets[0])
+    assert len(checkout.secrets) == 1
+    assert name.startswith(checkout.secrets[0])
     assert checkout.secrets[0] in secrets_line(checkout)
 
 

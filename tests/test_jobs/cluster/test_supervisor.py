@@ -176,7 +176,7 @@ ENDINGS = [
     (
         [dataclasses.replace(DIES, commits=5)] + [DIES] * 4,
         70,
-        "4 attempts in a row have made no .*; the next .* from step 5",
+        "4 attempts in a row ended without .*; the next .* from step 5",
     ),
     ([Ends("DataError: shard 7", 65, "DataError")], 65, "^pretrain: shard 7$"),
     ([Ends("Preempted: stopped at step 9", 75, "Preempted", stops=True)], 75, "^stopped at step 9$"),
@@ -197,7 +197,8 @@ def test_stage_that_cannot_continue_ends_with_its_cause(script, exit_code, messa
     stand = Stand(tmp_path, list(script))
     with pytest.raises((StageFailed, Preempted), match=message) as caught:
         stand.supervise(monkeypatch)
-    assert caught.value.exit_code == exit_code and not stand.script
+    assert caught.value.exit_code == exit_code
+    assert not stand.script
     # A requested stop or move is not an incident.
     asked = [ends for ends in script if ends.exit_code == 75]
     assert (tmp_path / "pretrain-1" / "incidents.txt").exists() == (asked == [])
@@ -207,14 +208,16 @@ def test_stop_is_noticed_during_the_wait_for_a_restart(tmp_path, monkeypatch) ->
     stand = Stand(tmp_path, [DIES, DIES, Ends()], stops_at=1007.0)
     with pytest.raises(Preempted, match="stopped while waiting to restart from the beginning"):
         stand.supervise(monkeypatch)
-    assert len(stand.script) == 1 and 1007 <= stand.seconds < 1007.5
+    assert len(stand.script) == 1
+    assert 1007 <= stand.seconds < 1007.5
 
 
 def test_stop_before_the_first_attempt_leaves_no_files(tmp_path, monkeypatch) -> None:
     stand = Stand(tmp_path, [Ends()], is_stopped=True)
     with pytest.raises(Preempted, match="stopped before the workers started, at the beginning"):
         stand.supervise(monkeypatch)
-    assert len(stand.script) == 1 and not (tmp_path / "pretrain-1" / "attempts").exists()
+    assert len(stand.script) == 1
+    assert not (tmp_path / "pretrain-1" / "attempts").exists()
 
 
 def test_a_stage_moves_off_nodes_grows_and_falls_back_without_a_restart(tmp_path, monkeypatch) -> None:
@@ -243,7 +246,8 @@ def test_a_stage_moves_off_nodes_grows_and_falls_back_without_a_restart(tmp_path
         ("stay on", "id2"),
         ("reserve", (2,)),
     ]
-    assert stand.worlds == [2, 2, 4, 2] and stand.seconds == 1000
+    assert stand.worlds == [2, 2, 4, 2]
+    assert stand.seconds == 1000
 
 
 @pytest.mark.parametrize(
@@ -261,7 +265,8 @@ def test_out_of_memory_incident_suggests_settings(cause, tmp_path) -> None:
         else "; to use less memory, decrease micro_batch or data.processes, or increase checkpoint_blocks"
     )
     text = (context.directory / "incidents.txt").read_text().splitlines()
-    assert text[0].endswith(f" attempt 3: worker 2 on n2: {cause}{remedy}") and text[1:] == ["stacks"]
+    assert text[0].endswith(f" attempt 3: worker 2 on n2: {cause}{remedy}")
+    assert text[1:] == ["stacks"]
 
 
 LOOKS = [
@@ -301,12 +306,14 @@ def test_workers_are_asked_to_commit_before_a_move_growth_or_stop(
     attempt = Attempt(stand.context(), 1, group, watch, growth, can_commit=True)  # type: ignore[arg-type]
     group.node_names = ["n0", "n1"]
     attempt.look()
-    assert len(stops_asked) == asked and len(looks) == (not ended)
+    assert len(stops_asked) == asked
+    assert len(looks) == (not ended)
     said_slow = "worker 1 on n1 is slow: late"
     assert stand.log == ([] if ended else [said_slow]) + said
     # The new number of workers is logged once, and the stop is requested repeatedly.
     attempt.look()
-    assert len(stops_asked) == 2 * asked and len([line for line in stand.log if "room" in line]) == len(said)
+    assert len(stops_asked) == 2 * asked
+    assert len([line for line in stand.log if "room" in line]) == len(said)
 
 
 def test_stuck_worker_ends_the_attempt(tmp_path) -> None:
@@ -355,10 +362,10 @@ class NodesByHand:
     ("versions", "code", "least", "left_out", "said"),
     [
         ("132", {}, 2, set(), ": a tie, each on 1 of 3 nodes"),
-        ("322", {}, 4, {"id0"}, "excluded from this campaign: n0 (node n0 has torch 3, 2 of 3 nodes 2); "),
-        ("322", {}, 5, {"id0"}, "\n  without n0 the cluster has room for 4 of 5 workers"),
+        ("322", {}, 4, {"id0"}, "excluded from this campaign: n0 (node n0 has torch 3, 2 of 3 nodes have 2); "),
+        ("322", {}, 5, {"id0"}, "\n  without n0, the cluster has room for only 4 of 5 workers"),
         ("2232", {1: "b" * 64}, 4, {"id1", "id2"}, "excluded from this campaign: n1, n2 (node n1 runs "),
-        ("22", {0: "b" * 64, 1: "b" * 64}, 1, {"id0", "id1"}, "\n  without n0, n1 the cluster has room for 0 of 1"),
+        ("22", {0: "b" * 64, 1: "b" * 64}, 1, {"id0", "id1"}, "\n  without n0, n1, the cluster has room for only 0"),
         # The differing node has left meanwhile, or the workers run on a single machine.
         ("22", {}, 1, set(), "worker 1 on n1 has torch 3"),
         ("", {}, 1, set(), "worker 1 on n1 has torch 3"),

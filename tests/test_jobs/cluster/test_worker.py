@@ -39,7 +39,8 @@ def test_missing_attempt_folder_is_reported_with_exit_code_69(tmp_path, monkeypa
     spec = worker.WorkerSpec(info, b"", tmp_path / "elsewhere", tmp_path, {}, "", 0, is_shared=True)
     with pytest.raises(ClusterError, match=r"the driver's folder .* did not appear on") as caught:
         worker._prepare(spec)
-    assert caught.value.exit_code == 69 and "type run=/shared/NAME" in str(caught.value)
+    assert caught.value.exit_code == 69
+    assert "type run=/shared/NAME" in str(caught.value)
 
 
 # Forks no server: this process becomes the worker, until it has written its record.
@@ -77,6 +78,7 @@ def test_worker_whose_log_is_on_a_full_disk_records_how_it_ended(tmp_path, funct
         process.wait()
         os.close(news)
     record = json.loads(worker.worker_file(node, 1, ".json").read_text())
-    assert "ended" in record and record.get("kind") == kind
+    assert "ended" in record
+    assert record.get("kind") == kind
     assert record.get("exit_code") == (75 if kind == "SystemExit" else None)
     assert ("Traceback" in record.get("traceback", "")) == (kind is not None)

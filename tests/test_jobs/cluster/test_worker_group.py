@@ -165,22 +165,28 @@ def test_workers_find_their_ranks_and_each_other(backend, two, tmp_path) -> None
 
     cluster = dataclasses.replace(two[backend], environment={"GIVEN": "to every worker"})
     value = run(worker_functions.add_ranks, {"x": 3}, cluster, tmp_path, look)
-    assert value["sum"] == 1.0 and value["given"] == 3
+    assert value["sum"] == 1.0
+    assert value["given"] == 3
     assert [value[name] for name in worker_functions.NAMES[:5]] == ["0", "2", "0", "2", "0"]
-    assert value["threads"] == 1 and value["cwd"] == os.getcwd()
-    assert value["GIVEN"] == "to every worker" and "GIVEN" not in os.environ
+    assert value["threads"] == 1
+    assert value["cwd"] == os.getcwd()
+    assert value["GIVEN"] == "to every worker"
+    assert "GIVEN" not in os.environ
     # Ray's worker runs the function in a thread; its malloc settings must not reach the processes that it starts.
-    assert value["malloc"] == "" and value["GLIBC_TUNABLES"] == os.environ.get("GLIBC_TUNABLES")
+    assert value["malloc"] == ""
+    assert value["GLIBC_TUNABLES"] == os.environ.get("GLIBC_TUNABLES")
     # The fork server of these tests may have started in another directory.
     assert value["frees_at_once"] or backend == "processes"
     assert value["MASTER_ADDR"].startswith("127.")  # an embedded worker group stays on this machine
-    assert ticks and not alive(tmp_path / "attempt")
+    assert ticks
+    assert not alive(tmp_path / "attempt")
     # The agent is the only actor, and its fork server imports torch: no process of Ray does.
     assert not any(has_torch.values()), has_torch
     assert has_torch.keys() - OF_EVERY_NODE == ({"RayAgent"} if backend == "ray" else set())
     if backend == "ray":
         scripts = {Path(word).name for word in answers(family_of(), lambda process: process.cmdline()[:3])}
-        assert "dashboard.py" in scripts and not scripts & NOT_NEEDED_OF_HEAD
+        assert "dashboard.py" in scripts
+        assert not scripts & NOT_NEEDED_OF_HEAD
 
 
 @pytest.mark.parametrize(("backend", "act", "cause", "exit_code"), FAILURES)
@@ -230,14 +236,16 @@ def test_lost_node_and_lost_agent_are_distinguished(two, monkeypatch) -> None:
         ]
         raylet.close()
         assert nodes.losses_of([(node, None)]) == ["its node does not respond"]
-        assert {"before", "n"} <= nodes.avoided.keys() and nodes.reservation is None
+        assert {"before", "n"} <= nodes.avoided.keys()
+        assert nodes.reservation is None
         # Sixteen silent nodes cost one request to Ray and a single timeout.
         rows = [row | {"NodeID": str(number)} for number in range(16)]
         questions: list[float] = []
         patched.setattr(ray, "nodes", lambda: questions.append(time.monotonic()) or rows)
         patched.setattr("jobs.cluster.ray_nodes.takes_connections", lambda _: time.sleep(0.2))
         silent = [(dataclasses.replace(node, node_id=str(number)), None) for number in range(16)]
-        assert set(nodes.losses_of(silent)) == {"its node does not respond"} and len(questions) == 1
+        assert set(nodes.losses_of(silent)) == {"its node does not respond"}
+        assert len(questions) == 1
         assert time.monotonic() - questions[0] < 16 * 0.2
 
 
@@ -723,7 +731,8 @@ def test_every_endpoint_of_an_embedded_cluster_requires_a_token(two) -> None:
                     told.setdefault(name, set()).add(method)
     ray.kill(holder)
     print(answers, told)
-    assert answers["http 401"] > 50 and answers["grpc UNAUTHENTICATED"] > 100
+    assert answers["http 401"] > 50
+    assert answers["grpc UNAUTHENTICATED"] > 100
     for name, endpoints in told.items():
         assert endpoints <= OPEN_PATHS | OPEN_CALLS, name
 
@@ -735,7 +744,9 @@ def test_every_endpoint_of_an_embedded_cluster_requires_a_token(two) -> None:
 def test_exception_in_on_tick_ends_the_worker_group_and_disconnecting_ends_the_cluster(backend, two, tmp_path) -> None:
     if backend == "ray":
         info = connect(two["ray"])
-        assert info.embedded and info.dashboard.startswith("http://127.0.0.1:") and info.nodes == 1
+        assert info.embedded
+        assert info.dashboard.startswith("http://127.0.0.1:")
+        assert info.nodes == 1
 
     def give_up_on_a_hang() -> None:
         if len(list((tmp_path / "attempt").glob("rank-*.json"))) == 2:

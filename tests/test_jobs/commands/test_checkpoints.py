@@ -38,7 +38,8 @@ def test_list_shows_every_folder_newest_first(run, capsys) -> None:
         ".tmp-old-step-0000000002",
         "old checkpoint, partially deleted; the next start deletes the rest",
     ]
-    assert lines[0] == "stage:" and [line.split()[0] for line in lines[1:]] == list(names)
+    assert lines[0] == "stage:"
+    assert [line.split()[0] for line in lines[1:]] == list(names)
     assert "0.0 MB in 2 files  world 2  ZeRO 2  attempt 1  ledger " in lines[1]
 
 

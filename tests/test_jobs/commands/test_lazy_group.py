@@ -131,7 +131,7 @@ def test_a_shell_completes_commands_and_options(
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit):
         main([])
-    assert capsys.readouterr().out.split() == ["preflight"]
+    assert capsys.readouterr().out.split() == ["preflight", "predict"]
     monkeypatch.setenv("COMP_WORDS", "patchline run --fr")
     monkeypatch.setenv("COMP_CWORD", "2")
     with pytest.raises(SystemExit):

@@ -49,7 +49,8 @@ def test_packing_class_folders_twice_gives_the_same_data_set(photos, tmp_path, c
     assert "12 samples in 3 shards, 2 classes, digest " in capsys.readouterr().out
     first = load_index(tmp_path / "set")
     assert main(command) == 0
-    assert load_index(tmp_path / "set").digest == first.digest and first.class_counts == (6, 6)
+    assert load_index(tmp_path / "set").digest == first.digest
+    assert first.class_counts == (6, 6)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +274,8 @@ def test_a_signal_stops_a_pack_stage_soon(tmp_path, number):
     wait_until(lambda: any(tmp_path.glob("run/shards-*/train/.tmp-*.tar")), timeout_s=60)
     stop(process, number)
     status = json.loads((tmp_path / "run/status.json").read_text())
-    assert status["exit_code"] == 75 and "stopped by" in status["message"]
+    assert status["exit_code"] == 75
+    assert "stopped by" in status["message"]
     assert not list(tmp_path.glob("run/shards-*/train/.tmp-*")), "nothing half written stays"
     assert main(["run", str(recipe)]) == 0
     whole = pack(digits(train=True, image_size=16), tmp_path / "whole", shard_samples=700, names=DIGITS)

@@ -49,18 +49,21 @@ def test_status_distinguishes_killed_and_running_commands(tmp_path: Path, capsys
     lease.take()
     end, stage = shown()
     assert f" on {socket.gethostname()} (process {os.getpid()}): python -m jobs run x.yaml" in end
-    assert end.startswith("now  running, started 20") and "started, no step yet" in stage
+    assert end.startswith("now  running, started 20")
+    assert "started, no step yet" in stage
     lease.record["pid"] = 2**22 + 1  # above Linux's largest pid
     lease.renew()
     end, stage = shown()
     seen = (
         f"last reported at {lease.record['renewed']} (that machine's clock); to resume, type python -m jobs run x.yaml"
     )
-    assert end.startswith("end  ended unexpectedly: process 4194305 on ") and end.endswith(seen)
+    assert end.startswith("end  ended unexpectedly: process 4194305 on ")
+    assert end.endswith(seen)
     assert "ended before its first report" in stage
     Telemetry(tmp_path / "pretrain-1", rank=0, attempt=1).report("train", REPORT)
     _end, stage = shown()
-    assert "not running, " in stage and "eta" not in stage
+    assert "not running, " in stage
+    assert "eta" not in stage
     write_status(tmp_path, 65, "too many bad samples", "python -m jobs run x.yaml")
     assert "not running, " in shown()[1]
 

@@ -67,23 +67,30 @@ def test_wrong_arguments_are_refused_with_the_correct_command(run, capsys, argum
 def test_verify_names_the_damaged_checkpoint_and_exits_74(run, capsys) -> None:
     assert main(["checkpoints", "verify", str(run)]) == 74
     out, err = capsys.readouterr()
-    assert f"{stage(run).name}/step-0000000012  intact" in out and "/step-0000000008  DAMAGED: " in out
+    assert f"{stage(run).name}/step-0000000012  intact" in out
+    assert "/step-0000000008  DAMAGED: " in out
     assert "rank-00001.safetensors: its sha256 differs from the manifest" in out
-    assert "damaged checkpoints: 1" in err and len(committed(stage(run) / "checkpoints")) == 3
+    assert "damaged checkpoints: 1" in err
+    assert len(committed(stage(run) / "checkpoints")) == 3
 
 
 def test_inspect_prints_the_manifest_and_every_parameter(run, capsys) -> None:
     assert main(["checkpoints", "inspect", str(run), "--step", "4"]) == 0
     out = capsys.readouterr().out
-    assert "step          4" in out and "samples_seen  64" in out and "ledger " in out
+    assert "step          4" in out
+    assert "samples_seen  64" in out
+    assert "ledger " in out
     (row,) = [line for line in out.splitlines() if line.startswith("head.bias")]
-    assert row.split()[1] == "10" and all(f"|{kind}|" in row for kind in ("master", "exp_avg", "exp_avg_sq"))
+    assert row.split()[1] == "10"
+    assert all(f"|{kind}|" in row for kind in ("master", "exp_avg", "exp_avg_sq"))
 
 
 def test_diff_shows_the_changes_between_two_steps(run, capsys) -> None:
     assert main(["checkpoints", "diff", str(run), "--step", "12", "--with-step", "4"]) == 0
     out = capsys.readouterr().out
-    assert "step: 4 → 12" in out and "head.bias master: largest difference" in out and "\n  0 of " in out
+    assert "step: 4 → 12" in out
+    assert "head.bias master: largest difference" in out
+    assert "\n  0 of " in out
     assert main(["checkpoints", "diff", str(run), "--step", "4", "--with-step", "8"]) == 74  # step 8 is damaged
     assert main(["checkpoints", "diff", str(run)]) == 64
 
@@ -91,11 +98,13 @@ def test_diff_shows_the_changes_between_two_steps(run, capsys) -> None:
 def test_export_writes_the_same_weights_as_the_stage(run, tmp_path, capsys) -> None:
     assert main(["checkpoints", "export", str(run), "--to", str(tmp_path / "out")]) == 0
     ours, theirs = (models.load_weights(str(folder)) for folder in (tmp_path / "out", stage(run)))
-    assert ours[1] == theirs[1] and ours[0].keys() == theirs[0].keys()
+    assert ours[1] == theirs[1]
+    assert ours[0].keys() == theirs[0].keys()
     assert all(torch.equal(ours[0][name], theirs[0][name]) for name in ours[0])
     assert main(["checkpoints", "export", str(run)]) == 64
 
 
 def test_a_missing_step_is_refused_with_the_steps_that_exist(run, capsys) -> None:
     assert main(["checkpoints", "inspect", str(run), "--step", "5"]) == 64
-    assert "has no checkpoint of step 5" in (err := capsys.readouterr().err) and "12, 8, 4" in err
+    assert "has no checkpoint of step 5" in (err := capsys.readouterr().err)
+    assert "12, 8, 4" in err

@@ -79,5 +79,5 @@ def test_a_run_is_read_with_its_steps_and_state(shards: Path, tmp_path: Path) ->
 
 def test_a_path_without_a_run_is_refused_with_the_runs_next_to_it(shards: Path, tmp_path: Path) -> None:
     make_run(tmp_path / "runs" / "x", shards, steps=4)
-    with pytest.raises(UsageError, match=r"no run at .*y\n[\s\S]*runs next to it: x$"):
+    with pytest.raises(UsageError, match=r"no run at .*y\n[\s\S]*\n  runs in .*/runs: x$"):
         read_run(tmp_path / "runs" / "y")

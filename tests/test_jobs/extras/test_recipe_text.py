@@ -1,11 +1,17 @@
 """A resolved recipe as text, and conversions between nested sections and dotted names."""
 
+from hashlib import sha256
+from pathlib import Path
+
 import pytest
 import yaml
 
 from data.errors import ConfigError
+from jobs.commands.campaigns import shipped
 from jobs.extras.recipe_text import flat, resolved, with_fields
 from tests.support import campaigns
+
+ROOT = Path(__file__).parents[3]
 
 
 def test_a_resolved_recipe_contains_every_default_and_gives_the_same_keys(recipe, tmp_path):
@@ -51,3 +57,15 @@ def test_with_fields_changes_a_copy_and_creates_missing_sections():
 def test_with_fields_refuses_a_path_through_a_value():
     with pytest.raises(ConfigError, match=r"p sets optim\.lr, but optim is 3, not a section"):
         with_fields({"optim": 3}, {"optim.lr": 2}, "p")
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_all_defaults_of_a_recipe_are_recorded(name):
+    """The full text is recorded for each recipe; for studies, which repeat defaults for up to 60 runs, its sha256."""
+    text = resolved(campaigns.load(ROOT / "jobs" / "recipes" / f"{name}.yaml", []))
+    if name.startswith("studies/"):
+        recorded = dict(line.split() for line in (ROOT / "tests" / "recipes" / "studies.txt").read_text().splitlines())
+        assert recorded[name] == sha256(text.encode()).hexdigest(), f"python -m jobs plan {name} --resolved | sha256sum"
+        return
+    expected = ROOT / "tests" / "recipes" / f"{name}.yaml"
+    assert text == expected.read_text(), f"python -m jobs plan jobs/recipes/{name}.yaml --resolved > {expected}"

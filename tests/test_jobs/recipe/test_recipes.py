@@ -94,13 +94,17 @@ def test_the_overrides_in_the_recipes_give_every_line_of_table_3(name):
         cfg = stage.config
         assert (line[1], int(line[2])) == (model, passes) == (cfg.model["name"], cfg.passes)
         assert (cfg.optim.lr, cfg.optim.schedule.decay, cfg.optim.weight_decay) == (lr, decay, weight_decay)
-        assert cfg.optim.name == "adam" and cfg.batch_size == 4096 and cfg.optim.schedule.warmup_steps == 10_000
+        assert cfg.optim.name == "adam"
+        assert cfg.batch_size == 4096
+        assert cfg.optim.schedule.warmup_steps == 10_000
         # All heads start with the same bias; in table 3, gradients are clipped only for ImageNet (SPEC 2.1).
-        assert stage.model.head_bias == -10 and cfg.loss == "sigmoid"
+        assert stage.model.head_bias == -10
+        assert cfg.loss == "sigmoid"
         assert cfg.optim.clip == (1 if name == "vit_i1k" else 0)
         if not model.startswith("BiT"):
             width = WIDTHS[model.removeprefix("R50+")[0]]
-            assert stage.model.dropout == dropout and stage.model.representation == stage.model.width == width
+            assert stage.model.dropout == dropout
+            assert stage.model.representation == stage.model.width == width
         # The stated cost; the paper's ResNets and one hybrid differ from the paper's formula (SPEC 2.8).
         images = round(cfg.passes * cfg.data.samples)
         assert flops_an_image(model, 224) * images / 1e18 == pytest.approx(float(line[4]), rel=0.055)
@@ -140,7 +144,8 @@ def test_expected_results_in_recipes_are_those_of_the_paper():
         cells = re.search(rf"{weights} ([\d. |]+)", table_9)
         assert cells is not None
         *accuracies, mean = cells[1].replace("|", "").rstrip(" .").split()
-        assert [row[column] for row in told] == accuracies and mean in text
+        assert [row[column] for row in told] == accuracies
+        assert mean in text
 
 
 def test_recipes_clip_gradients_as_the_paper_does():
@@ -222,7 +227,8 @@ def test_the_cost_of_a_run_is_that_in_the_recipe(name):
     text = (RECIPES / "transfer" / f"{name}.yaml").read_text()
     line = re.search(r"^# exaFLOPs per run .*: (B/32.*)\.$", text, re.M)
     steps = re.search(r"^  steps: (\d+)$", text, re.M)
-    assert line is not None and steps is not None
+    assert line is not None
+    assert steps is not None
     for entry in line[1].split(", "):
         model, flops = entry.split()
         images = int(steps[1]) * 512
@@ -268,10 +274,13 @@ def test_bit_hyperrule_has_the_published_settings_for_each_data_set():
             cfg = loaded.stage(f"finetune.seed-{seed}").config
             schedule = cfg.optim.schedule
             assert (schedule.decay, schedule.warmup_steps) == ("constant", warmup)
-            assert [*schedule.drops, cfg.steps] == steps and cfg.mixup == mixup
+            assert [*schedule.drops, cfg.steps] == steps
+            assert cfg.mixup == mixup
             assert (cfg.data.augment.crop, cfg.data.augment.squash) == ("random", squash)
             optim = (cfg.optim.name, cfg.optim.lr, cfg.optim.momentum, cfg.optim.weight_decay, cfg.optim.clip)
-            assert optim == ("sgd", 0.003, 0.9, 0, 0) and (cfg.batch_size, cfg.loss) == (512, "softmax")
+            assert optim == ("sgd", 0.003, 0.9, 0, 0)
+            assert (cfg.batch_size, cfg.loss) == (512, "softmax")
             assert cfg.model["classes"] == TABLE_4[name][3]
-            assert name.removesuffix("net") in cfg.data.train and name.removesuffix("net") in cfg.data.evaluate
+            assert name.removesuffix("net") in cfg.data.train
+            assert name.removesuffix("net") in cfg.data.evaluate
         assert loaded.stage("resize").config.image_size == crop

@@ -1,11 +1,19 @@
 """The content of stage.json, and the changes that are detected with it."""
 
+import json
+import re
 import shutil
 from pathlib import Path
 
+import pytest
+
+from data.errors import DataError
 from jobs.recipe.records import changed_warnings, environment, forbidden_fields, stage_record, unfinished_folder
 from jobs.resolved_recipe import Campaign
-from pipeline import artifacts
+from jobs.run.session import run_campaign
+from pipeline import artifacts, config, variables
+from pipeline.extras.replays.batch import TrainedStage
+from pipeline.variables import recorded
 from tests.support import campaigns
 
 
@@ -56,3 +64,61 @@ def test_the_environment_has_the_versions_of_packages():
     import torch
 
     assert environment()["torch"] == torch.__version__.split("+")[0] or environment()["torch"] == torch.__version__
+
+
+# ------------------------------------------------------------------------ values of environment variables
+
+
+def files_with(text: str, folder: Path) -> list[str]:
+    """Return the names of the files below a folder that contain a text."""
+    names = []
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and text.encode() in path.read_bytes():
+            names.append(path.relative_to(folder).as_posix())
+    return names
+
+
+def test_run_keeps_values_of_the_environment_out_of_its_records(recipe, tmp_path, shards, monkeypatch, capsys) -> None:
+    place = tmp_path / "private place of ada"
+    shutil.copytree(shards, place)
+    changes = ["pretrain.steps=8"]
+    for name, part in (("train", "train"), ("evaluate", "test")):
+        changes.append(f"pretrain.data.{name}=${{oc.env:PLACE}}/{part}")
+    monkeypatch.setenv("PLACE", str(place))
+    monkeypatch.setattr(variables, "_values", {})
+    run_campaign(campaigns.load(recipe, changes), only="pretrain")
+    (stage,) = (tmp_path / "run").glob("pretrain-*")
+    key = artifacts.read_record(stage / "stage.json")["key"]
+    # The command's last lines suggest an evaluation of the set, and the run's log has what a command prints.
+    assert files_with("private place", tmp_path / "run") == ["log.txt"]
+    manifest = json.loads((next(stage.glob("checkpoints/step-*")) / "MANIFEST.json").read_text())
+    task = artifacts.read_record(stage / artifacts.TASK)
+    for train in (manifest["config"]["data.train"], task["config"]["data"]["train"], task["job"]["train"][0]):
+        assert re.fullmatch(r"\$\{oc\.env:PLACE\}/train \(sha256 [0-9a-f]{8}\)", train)
+
+    # The finished stage is skipped, and its steps can be repeated.
+    capsys.readouterr()
+    run_campaign(campaigns.load(recipe, changes), only="pretrain")
+    assert "skipped, finished with the same config and inputs" in capsys.readouterr().out
+    assert TrainedStage(stage).job["train"] == [str(place / "train")]
+
+    # The same sets in another place have the same key. The change is shown, but neither value.
+    other = tmp_path / "another place of bob"
+    shutil.copytree(place, other)
+    monkeypatch.setenv("PLACE", str(other))
+    loaded = campaigns.load(recipe, changes)
+    assert loaded.stage("pretrain").key == key
+    before = artifacts.read_record(stage / "stage.json")["forbid"]
+    (change,) = config.differences(recorded(before), forbidden_fields(loaded.stage("pretrain")))
+    assert change.startswith("data.train: ")
+    assert "${oc.env:PLACE}/train" in change
+    assert "ada" not in change
+    assert "bob" not in change
+    with pytest.raises(DataError, match=r"PLACE is not set, or has another value than when it was recorded"):
+        _ = TrainedStage(stage).job
+
+    # A record of an earlier version has the value itself.
+    monkeypatch.setenv("PLACE", str(place))
+    loaded = campaigns.load(recipe, changes)
+    old = {**forbidden_fields(loaded.stage("pretrain")), "data.train": str(place / "train")}
+    assert config.differences(recorded(old), forbidden_fields(loaded.stage("pretrain"))) == []

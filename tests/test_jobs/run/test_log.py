@@ -117,7 +117,8 @@ def test_bar_moves_while_lines_are_queued_and_lines_fit_100_columns():
     assert "pretrain  loss 0.0067" in written and "150/150 eta" in written, "the bar's last state"
     words = [line for line in lines if "images" in line]
     assert len(words) > 1 and max(map(len, words)) <= 100, "continued lines are indented"
-    assert words[0].startswith("  [pretrain] images") and words[1].startswith("      images")
+    assert words[0].startswith("  [pretrain] images")
+    assert words[1].startswith("      images")
 
 
 def test_bar_moves_with_the_workers_steps_between_two_reports(tmp_path: Path, monkeypatch):

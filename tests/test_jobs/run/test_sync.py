@@ -145,7 +145,7 @@ def test_run_killed_during_a_save_resumes_on_another_machine_with_the_same_bits(
     proxy.fault = lambda path: chance.choice([500, "short"]) if chance.random() < 0.1 else None
     assert drive("two", f"run={run}").wait(600) == 0
     said = (tmp_path / "two.log").read_text()
-    assert "taking over the run: no sign of life" in said
+    assert "taking over the run: no lease renewal" in said
     assert "attempt 2: resumed from step 15 (attempt 1, 2 workers" in said
     assert outcome(folder_of(tmp_path / "two")) == outcome(tmp_path / "run")
     assert losses(folder_of(tmp_path / "two")) == losses(tmp_path / "run")
@@ -171,7 +171,8 @@ def test_stopped_run_resumes_on_another_machine_at_once(proxy, drive, tmp_path) 
     assert first.wait(300) == 75
     assert drive("two", f"run={run}", *longer).wait(300) == 0
     said = (tmp_path / "two.log").read_text()
-    assert "resumed from step" in said and "sign of life" not in said
+    assert "resumed from step" in said
+    assert "lease renewal" not in said
     assert outcome(folder_of(tmp_path / "two")) == outcome(tmp_path / "run")
 
 
@@ -223,10 +224,12 @@ def test_credentials_that_expire_during_a_run_are_named_or_renewed(renewed_after
     print(f"exit code {exit_code} after {seconds:.0f} s\n{said}")
     if renewed_after_s == math.inf:
         assert exit_code in (69, 74)
-        assert "denied after" in said and "ExpiredToken; the credentials have expired: renew them" in said
+        assert "denied after" in said
+        assert "ExpiredToken; the credentials have expired: renew them" in said
         assert seconds < 240, "30 s for the first denied request, at most a few for each other one"
     else:
-        assert exit_code == 0 and "FAILED" not in said
+        assert exit_code == 0
+        assert "FAILED" not in said
 
 
 CREDENTIALS = """
@@ -264,7 +267,8 @@ def test_run_on_hosts_without_shared_storage_survives_a_lost_host(small, shards,
         network[worker_host(cluster)].kill()
         assert driver.wait(600) == 0, driver.said
         print(driver.said)
-        assert "restarting from step" in driver.said and "attempt 2: resumed from step" in driver.said
+        assert "restarting from step" in driver.said
+        assert "attempt 2: resumed from step" in driver.said
         cluster.head.run(f"cp -r /tmp/scratch {tmp_path}/head")
         made = outcome(folder_of(tmp_path / "head"))
         expected = outcome(tmp_path / "run")
@@ -308,10 +312,11 @@ def test_run_is_taken_over_from_a_driver_with_a_dead_link_which_then_ends_with_7
         began = time.monotonic()
         told = network["h1"].run(f"python -m jobs status {run}")
         print(f"load {os.getloadavg()[0]:.0f}: status took {time.monotonic() - began:.1f} s: {told}")
-        assert "end  ended unexpectedly: process " in told and " on h0, started 20" in told
+        assert "end  ended unexpectedly: process " in told
+        assert " on h0, started 20" in told
         assert "(that machine's clock); to resume, type python -m jobs run " in told
         second = drive("h1")
-        wait_for(log_of("h1"), "taking over the run: no sign of life from process ")
+        wait_for(log_of("h1"), "taking over the run: no lease renewal by process ")
         wait_for(log_of("h1"), "attempt 2: resumed from step ")
 
         network["h0"].mend()
@@ -323,7 +328,8 @@ def test_run_is_taken_over_from_a_driver_with_a_dead_link_which_then_ends_with_7
         assert second.poll() is None
         told = network["h0"].run(f"python -m jobs stop {run}")
         assert second.wait(120) == 75 and "it has ended; for its result, type " in told, log_of("h1").read_text()
-        assert log_of("h1").read_text().count("attempt ") and "restarting" not in log_of("h1").read_text()
+        assert log_of("h1").read_text().count("attempt ")
+        assert "restarting" not in log_of("h1").read_text()
 
 
 def worker_host(cluster: RayHosts) -> str:
@@ -342,15 +348,18 @@ def wait_for(log: Path, text: str) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("key", ["../outside.json", "pretrain//status.json", "/status.json"])
+@pytest.mark.parametrize(
+    "key", ["../outside.json", "pretrain//status.json", "/status.json", f"pretrain/{300 * 'x'}", "../../etc/\u202ecron"]
+)
 def test_hostile_object_names_write_nothing_on_this_machine(key, tmp_path: Path, proxy: Proxy) -> None:
     import boto3
 
     boto3.client("s3").put_object(Bucket="images", Key=f"runs/hostile/{key}", Body=b"attack")
     local = tmp_path / "scratch" / "run"
     local.mkdir(parents=True)
-    with pytest.raises(DataError, match="unsafe name"):
+    with pytest.raises(DataError, match="unsafe name") as error:
         fetch_small_files(Bucket("s3://images/runs/hostile", local), lambda name: True)
+    assert str(error.value).isprintable() or "\u202e" not in str(error.value), "no character that turns the line around"
     assert list((tmp_path / "scratch").rglob("*")) == [local]
 
 

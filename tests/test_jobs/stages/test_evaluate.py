@@ -117,7 +117,8 @@ def test_two_workers_evaluate_every_sample_once(
             "samples": index.samples,
             "judged": index.samples,
         }
-        assert (result["train"] is not None) == (name in FEATURES) and result["leaks"] == "not checked"
+        assert (result["train"] is not None) == (name in FEATURES)
+        assert result["leaks"] == "not checked"
     assert [entry["name"] for entry in by_protocol["per-class"]["classes"]] == list(DIGITS)
     shots = by_protocol["fewshot"]["shots"]["5shot"]["0"]
     starts = np.cumsum([0, *load_index(world / "train").shard_samples])
@@ -162,7 +163,8 @@ def test_an_unreadable_data_set_is_named(world: Path, tmp_path: Path, capsys: py
     words = [str(world / "weights"), str(tmp_path / "test"), *LOCAL, "cluster.workers=2", "--output", output]
     assert main(["evaluate", *words]) == 65
     said = capsys.readouterr().err
-    assert f"{tmp_path / 'test'}: worker 1: DataError" in said and shard.name in said
+    assert f"{tmp_path / 'test'}: worker 1: DataError" in said
+    assert shard.name in said
     assert "run the same command again" in said
 
 
@@ -274,7 +276,8 @@ def test_workers_receive_the_leaked_samples_of_each_data_set(
     document = judged(world, tmp_path / "out", f"leaks={tmp_path / 'leaks.json'}")
     assert workers.leaked == [[3, 102, 354]]
     (result,) = document["results"]
-    assert result["leaks"]["train"] == [compared] and result["leaks"]["path"] == str(tmp_path / "leaks.json")
+    assert result["leaks"]["train"] == [compared]
+    assert result["leaks"]["path"] == str(tmp_path / "leaks.json")
     judged(world, tmp_path / "out")
     assert workers.leaked == [[3, 102, 354], None], "without the document is another question"
 
@@ -515,7 +518,8 @@ def test_foreign_weights_have_their_model_and_class_names(world: Path, tmp_path:
         options = {"train": str(world / "train"), "test": str(world / "test")}
         section = {"init": str(GOLDEN / name), "sets": {"test": options}, "protocols": ["knn"], **overrides}
         loaded = campaign.resolve(Recipe({"evaluate": section}, "the test", str(tmp_path / "run")), campaigns.KINDS)
-        assert loaded.stages[0].model == expected.config and not loaded.stages[0].missing
+        assert loaded.stages[0].model == expected.config
+        assert not loaded.stages[0].missing
         keys.add(loaded.stages[0].key)
     assert len(keys) == 2
 

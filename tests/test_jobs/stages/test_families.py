@@ -80,7 +80,8 @@ def test_every_stage_works_with_every_model_family(family: str, tmp_path: Path) 
     # After two SGD steps a new head is still close to zero; a kept head would not be.
     assert after["head.weight"].abs().max() < 0.2
     accuracy = artifacts.read_done(loaded.directory(loaded.stage("evaluate")))["metrics"]["top-1"]
-    assert 0 <= accuracy <= 1 and accuracy == pytest.approx(round(accuracy * 50) / 50)
+    assert 0 <= accuracy <= 1
+    assert accuracy == pytest.approx(round(accuracy * 50) / 50)
 
 
 @pytest.mark.parametrize("name", ["cifar10", "imagenet", "vtab", "bit_hyperrule"])
@@ -94,5 +95,6 @@ def test_transfer_recipes_work_with_every_model_family(family: str, name: str, t
     runs = [stage for stage in loaded.stages if stage.kind.trains]
     assert runs
     for stage in runs:
-        assert stage.model is not None and stage.model.classes == stage.config.model["classes"]
+        assert stage.model is not None
+        assert stage.model.classes == stage.config.model["classes"]
         assert stage.model.family == ("vit" if family in ("hybrid", "masked") else family)

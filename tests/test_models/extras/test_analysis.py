@@ -101,7 +101,8 @@ def test_components_rebuild_the_filters_they_come_from():
     centred = filters - filters.mean(0)
     basis = components.flatten(1)
     torch.testing.assert_close(centred @ basis.T @ basis, centred)
-    assert explained.sum().item() == pytest.approx(1) and (explained.diff() <= 0).all()
+    assert explained.sum().item() == pytest.approx(1)
+    assert (explained.diff() <= 0).all()
     assert components.shape == (32, 3, 4, 4)  # no more than there are filters
 
 

@@ -18,7 +18,8 @@ def test_our_own_directory_round_trip(name, tmp_path):
     models.save(model, tmp_path / "out")
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["model.json", "weights.safetensors"]
     state, config = models.load_weights(tmp_path / "out")
-    assert config == model.config and set(state) == set(model.state_dict())
+    assert config == model.config
+    assert set(state) == set(model.state_dict())
     assert equal_weights(models.load(tmp_path / "out"), model)
     assert models.load(tmp_path / "out", head_bias=-3.0).config.head_bias == -3.0
 

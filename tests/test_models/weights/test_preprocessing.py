@@ -15,8 +15,10 @@ import models
 from data.images.decode import decode
 from data.images.preprocess import preprocess
 from jobs.__main__ import main
+from models.catalog import normalise
 from models.weights.preprocessing import REMAINING
 from pipeline.architecture import preprocessing_of
+from tests.support.foreign_vits import save_timm, transformers_model
 from tests.support.weights import random_model
 
 PHOTOS = Path(sklearn.datasets.__file__).parent / "images"  # of scikit-learn, 640×427
@@ -101,6 +103,116 @@ def test_an_image_file_becomes_the_same_pixels_and_logits(ops, format, files, tm
         assert apart < (0.65 if remaining else 0.1) * wrong, (name, apart, wrong)
 
 
+def test_every_preprocessing_of_timm_makes_its_own_pixels(timm, files):
+    """All distinct settings of timm's pretrained ViTs, on a photograph."""
+    from timm.data import create_transform
+
+    settings = {}
+    for name in timm.list_models(module=["vision_transformer", "eva", "deit", "beit"], pretrained=True):
+        cfg = timm.get_pretrained_cfg(name).to_dict()
+        fields = ("input_size", "interpolation", "crop_pct", "crop_mode", "mean", "std")
+        settings.setdefault(tuple(cfg[field] for field in fields), {field: cfg[field] for field in fields})
+    assert len(settings) > 40
+    refused = []
+    for described in settings.values():
+        try:
+            recorded = models.Preprocessing.from_timm(described, described["input_size"][1:])
+        except ValueError as error:
+            refused.append(str(error))
+            continue
+        expected = create_transform(**described, is_training=False)(Image.open(files["china"]).convert("RGB"))
+        pixels = preprocess(decode(files["china"].read_bytes()), recorded.ops).astype(np.float64) / 255
+        found = ((pixels - recorded.mean) / recorded.std).transpose(2, 0, 1)
+        assert abs(found - expected.numpy()).max() < 1e-5, described
+        # And back: the same settings, apart from the interpolation that timm chooses at random in training.
+        told = recorded.for_timm()
+        assert models.Preprocessing.from_timm(told, recorded.size) == recorded
+    assert len(refused) <= 2
+    assert all("crop_mode border" in reason for reason in refused)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("ViTImageProcessor", {}),
+        ("CLIPImageProcessor", {}),
+        ("BitImageProcessor", {"size": {"shortest_edge": 256}, "image_mean": [0.485, 0.456, 0.406]}),  # DINOv2
+        ("SiglipImageProcessor", {}),
+        ("DeiTImageProcessor", {}),
+        ("BeitImageProcessor", {}),
+        ("DINOv3ViTImageProcessor", {}),
+    ],
+)
+def test_every_image_processor_makes_its_own_pixels(kind, fields, transformers, files, tmp_path):
+    processor = getattr(transformers, kind)(**fields)
+    processor.save_pretrained(tmp_path)
+    recorded = models.load_preprocessing(tmp_path)
+    for name, file in files.items():
+        expected = processor(Image.open(file).convert("RGB"), return_tensors="np")["pixel_values"][0]
+        pixels = preprocess(decode(file.read_bytes()), recorded.ops).astype(np.float64) / 255
+        found = ((pixels - recorded.mean) / recorded.std).transpose(2, 0, 1)
+        # torchvision and Pillow round differently: by one level of 255 when they shrink, and by two when they enlarge.
+        levels = abs(found - expected) * 255 * np.array(recorded.std)[:, None, None]
+        assert levels.max() < (2.01 if name == "small" else 1.01), name
+    assert models.Preprocessing.from_hf(recorded.for_hf()) == recorded
+
+
+@pytest.mark.parametrize(
+    ("described", "reason"),
+    [
+        ({"image_processor_type": "FlavaImageProcessor"}, "FlavaImageProcessor is not one of ViT, CLIP"),
+        ({"image_processor_type": "ViTImageProcessor", "do_resize": False}, "not resized"),
+        ({"image_processor_type": "ViTImageProcessor", "rescale_factor": 1.0}, "multiplied by 1.0, not by 1/255"),
+        ({"image_processor_type": "ViTImageProcessor", "resample": 4}, "filter number 4"),
+        ({"image_processor_type": "CLIPImageProcessor", "do_center_crop": False}, "not cropped"),
+        ({"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 200}}, "padded from 200×200"),
+    ],
+)
+def test_a_preprocessing_without_ops_is_not_used_and_the_reason_is_reported(described, reason, tmp_path):
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(described))
+    with pytest.warns(UserWarning, match=reason):
+        assert models.load_preprocessing(tmp_path) is None
+
+
+def test_a_preprocessing_of_another_size_keeps_its_fraction_of_the_image():
+    dinov2 = models.Preprocessing.from_timm({"crop_pct": 0.875}, (224, 224))
+    assert dinov2.at_size((518, 518)).ops == "resize_pillow(592, 'bicubic')|center_crop(518)"
+    squashed = models.Preprocessing.from_timm({"crop_pct": 1.0, "crop_mode": "squash"}, (224, 224))
+    assert squashed.at_size((32, 48)).ops == "resize_pillow((32, 48), 'bicubic')"
+    with pytest.raises(ValueError, match="makes images of 16×16, not 32×32"):
+        models.Preprocessing("resize(16)", (16, 16), (16, 16)).at_size((32, 32))
+
+
+@pytest.mark.parametrize("library", ["timm", "transformers"])
+def test_an_imported_folder_seals_its_preprocessing_and_is_exported_with_it(library, files, tmp_path, request, capsys):
+    theirs = request.getfixturevalue(library)
+    format = {"timm": "timm", "transformers": "hf"}[library]
+    if library == "timm":
+        save_timm(theirs, "vit_base_patch14_reg4_dinov2", tmp_path / "theirs")
+    else:
+        transformers_model(theirs, "vit").save_pretrained(tmp_path / "theirs")
+        processor = theirs.CLIPImageProcessor(size={"shortest_edge": 40}, crop_size=32)
+        processor.save_pretrained(tmp_path / "theirs")
+    assert main(["import", str(tmp_path / "theirs"), str(tmp_path / "ours")]) == 0
+    record = json.loads((tmp_path / "ours" / "provenance.json").read_text())
+    assert "preprocessing.json" in record["files"]
+    assert "model.json" in record["files"]
+    assert main(["export", str(tmp_path / "ours"), str(tmp_path / "out"), "--format", format]) == 0
+    assert "differ by at most 0.0e+00: the weights are exact" in capsys.readouterr().out
+    ours = models.load(tmp_path / "ours")
+    recorded = models.load_preprocessing(tmp_path / "ours")
+    image = Image.open(files["china"]).convert("RGB")
+    for folder in ("theirs", "out"):
+        module, pixels_of = opened(theirs, format, tmp_path / folder)
+        pixels = preprocess(decode(files["china"].read_bytes()), recorded.ops)
+        found = normalise(
+            torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None], ours.config, torch.float32, torch.device("cpu")
+        )
+        expected = torch.from_numpy(np.asarray(pixels_of(image)))[None]
+        assert abs(found - expected).max() < (1e-5 if library == "timm" else 2 / 255 / 0.26)
+        assert abs(logits_of(module, expected[0]) - logits_of(ours, expected[0])).max() < 1e-5
+
+
 def cropped(file: Path) -> np.ndarray:
     """What timm makes of an image unless told otherwise: bicubic, crop_pct 0.875, the middle cut out."""
     image = Image.open(file).convert("RGB")
@@ -148,7 +260,9 @@ def test_ops_that_a_library_has_not_are_refused_and_nothing_is_written(
     arguments = ["export", str(tmp_path / "ours"), str(tmp_path / "out"), "--format", format]
     assert main(arguments) == 64
     said = capsys.readouterr().err
-    assert message in said and "--preprocess" in said and not (tmp_path / "out").exists()
+    assert message in said
+    assert "--preprocess" in said
+    assert not (tmp_path / "out").exists()
     # The way out that is named.
     height, width = model.config.image_size
     assert main([*arguments, "--preprocess", f"resize(({height}, {width}))"]) == 0

@@ -87,9 +87,11 @@ def test_disk_that_fills_up_ends_the_run_and_status_reports_path_and_bytes(tmp_p
     )
     assert end is not None, said
     assert float(end[2]) < float(end[1]), "the first save that failed may have left some room behind"
-    assert "free space under" in said and "then run the same command again" in said
+    assert "free space under" in said
+    assert "then run the same command again" in said
     assert said.count("end  pretrain: 2 consecutive saves failed") == 2, "status tells it, on the full disk and after"
-    assert "killed, or lost with its machine" not in said and "without a word" not in said
+    assert "killed, or lost with its machine" not in said
+    assert "without a word" not in said
 
 
 def test_read_only_disk_is_reported_with_a_remedy(tmp_path: Path, shards: Path) -> None:

@@ -48,7 +48,8 @@ def test_digests_of_a_save_match_its_files(tmp_path, monkeypatch) -> None:
         content = (step / name).read_bytes()
         chunks = [content[start : start + 512] for start in range(0, len(content), 512)]
         assert 256 < len(content) <= 1024, "two chunks of 512 bytes, the second shorter"
-        assert record["sha256"] == sha256(content).hexdigest() and record["bytes"] == len(content)
+        assert record["sha256"] == sha256(content).hexdigest()
+        assert record["bytes"] == len(content)
         assert record["chunk_bytes"] == 512
         assert record["chunks"] == "".join(xxhash.xxh3_64(chunk).hexdigest() for chunk in chunks)
 
@@ -68,14 +69,16 @@ def test_checkpoints_are_ordered_by_step_and_attempt_not_by_clock(tmp_path) -> N
             os.utime(group.folder / step / "MANIFEST.json", (then, then))
         assert [p.name for p in committed(group.folder)] == expected
         found = group.checkpoints_anew().choose(3, print)
-        assert found is not None and found[1].attempt == 2
+        assert found is not None
+        assert found[1].attempt == 2
     assert group.checkpoints.prune(2, 0) == expected[2:]
 
 
 def test_folder_renamed_to_another_step_is_refused(group) -> None:
     os.rename(group.folder / "step-0000000010", group.folder / "step-0000000090")
     step, said = savers.pick(group.folder)
-    assert step == 20 and "describes step 10, but its folder is named step-0000000090" in said[0]
+    assert step == 20
+    assert "describes step 10, but its folder is named step-0000000090" in said[0]
 
 
 def test_manifest_records_the_real_state(group) -> None:

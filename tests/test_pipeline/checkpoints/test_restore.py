@@ -38,7 +38,7 @@ ALL = (0, 1, 2, 3)
     ],
 )
 def test_every_topology_loads_what_another_saved_bit_for_bit(topologies, tmp_path) -> None:
-    """Load from each world size and ZeRO stage at each other: masters, moments and computing weights are equal."""
+    """Load from each world size and ZeRO stage at each other: masters, moments and model weights are equal."""
     values = [
         run_worker_group(
             act,
@@ -53,7 +53,8 @@ def test_every_topology_loads_what_another_saved_bit_for_bit(topologies, tmp_pat
     count = sum(map(len, topologies.values()))
     assert [value["wrong"] for value in values] == [[]] * len(topologies)
     assert sum(value["loads"] for value in values) == count**2
-    assert len({tuple(value["elements"]) for value in values}) == 1 and len(values[0]["elements"]) == 1
+    assert len({tuple(value["elements"]) for value in values}) == 1
+    assert len(values[0]["elements"]) == 1
     assert {len(value["outputs"]) for value in values} == {1}, "the weights in use differ from the masters"
     assert len({value["outputs"][0] for value in values}) == 1
     print(f"{count**2} loads bit-equal")
@@ -108,21 +109,23 @@ def test_damage_found_by_one_worker_makes_all_load_the_previous_checkpoint(cases
     for (zero, file), first, second in zip(cases, *everybody, strict=True):
         if not file:
             # The bytes on disk are right: no checkpoint is to blame, and none is quarantined.
-            assert first["error"] == second["error"] != "" and first["left"] == names
-            assert "rank-00001.safetensors: bytes 0 to " in first["error"] and "read by worker 1 on" in first["error"]
-            assert (
-                "rank 0 on" in first["error"]
-                and "read the same checkpoint without errors\n  nothing was changed" in first["error"]
-            )
+            assert first["error"] == second["error"] != ""
+            assert first["left"] == names
+            assert "rank-00001.safetensors: bytes 0 to " in first["error"]
+            assert "read by worker 1 on" in first["error"]
+            assert "rank 0 on" in first["error"]
+            assert "read the same checkpoint without errors\n  nothing was changed" in first["error"]
             continue
         for outcome in (first, second):
             assert (outcome["step"], outcome["wrong"], outcome["error"]) == (10, 0, ""), (zero, file, outcome)
             assert outcome["left"] == ["bad-0000000020-000002", "step-0000000010"]
         (line,) = first["said"]
-        assert file in line and "kept as bad-0000000020-000002; trying the previous checkpoint" in line
+        assert file in line
+        assert "kept as bad-0000000020-000002; trying the previous checkpoint" in line
         assert second["said"] == [], "rank 0 speaks for all"
         if zero == 2:  # worker 1 reads only its own file
-            assert "(read by worker 1 on" in line and "the file has changed" in line
+            assert "(read by worker 1 on" in line
+            assert "the file has changed" in line
 
 
 def test_start_fails_if_all_checkpoints_have_damaged_data(group) -> None:

@@ -66,7 +66,9 @@ def test_flipped_bit_is_reported_and_the_previous_checkpoint_loaded(group, tmp_p
         file.write_bytes(blob)
         step, said = savers.pick(group.folder)
         assert step == 10, f"bit {bit} of {file.name} went unnoticed (FAULT_SEED={SEED})"
-        assert len(said) == 1 and file.name in said[0] and "kept as bad-0000000020-000002" in said[0]
+        assert len(said) == 1
+        assert file.name in said[0]
+        assert "kept as bad-0000000020-000002" in said[0]
         assert (group.folder / "bad-0000000020-000002" / file.name).exists()
         savers.back(group.folder, good)
         found += 1
@@ -139,7 +141,9 @@ def test_poisoned_pickle_in_any_file_is_refused_without_running_it(group, tmp_pa
                 if resealed:  # digests that match: only the file format prevents the attack
                     savers.reseal(newest)
                 step, said = savers.pick(group.folder)
-                assert step == 10 and name in said[0] and not sentinel.exists()
+                assert step == 10
+                assert name in said[0]
+                assert not sentinel.exists()
                 savers.back(group.folder, good)
 
 
@@ -162,7 +166,8 @@ def test_commit_of_a_frozen_former_owner_is_refused(tmp_path) -> None:
 def test_former_owner_with_deleted_files_commits_nothing(group) -> None:
     group.begin(30)
     assert savers.pick(group.folder)[0] == 20  # another start deletes the save in flight
-    assert group.finish() is None and "sees no such file there after 0 s" in group.savers[0].failure
+    assert group.finish() is None
+    assert "sees no such file there after 0 s" in group.savers[0].failure
     assert savers.pick(group.folder)[0] == 20
 
 
@@ -215,7 +220,8 @@ def test_worker_with_a_separate_disk_prevents_the_commit(apart, tmp_path) -> Non
     )
     folders = [path.name for path in (tmp_path / "run" / "stage" / "checkpoints").iterdir()]
     if apart:
-        assert isinstance(failure, str) and re.match(r"worker 1 on \S+ wrote .*rank-00001.safetensors", failure)
+        assert isinstance(failure, str)
+        assert re.match(r"worker 1 on \S+ wrote .*rank-00001.safetensors", failure)
         assert folders == []
     else:
         assert (failure, folders) == ("", ["step-0000000010"])
@@ -329,7 +335,8 @@ def test_loop_continues_and_saves_while_an_old_checkpoint_is_deleted(deleting, s
     assert [step_of(path) for path in committed(deleting.folder)] == [30, 20], "no start takes what is half deleted"
     assert (deleting.folder / OLD).is_dir()
     deleting.begin(40)  # fits next to the old one, so it is written
-    assert deleting.finish_only() is not None and (deleting.folder / OLD).is_dir()
+    assert deleting.finish_only() is not None
+    assert (deleting.folder / OLD).is_dir()
     slow_disk.may_delete.set()
     deleting.savers[0].wait_for_deleting()
     assert [step_of(path) for path in committed(deleting.folder)] == [40, 30], "one deletion after the other"
@@ -355,7 +362,8 @@ def test_hanging_deletion_is_logged_and_does_not_block_a_save_that_fits(deleting
     monkeypatch.setattr(saver, "DELETING_S", 0.1)
     said = heard(deleting)
     deleting.begin(40)
-    assert deleting.finish_only() is not None and not said
+    assert deleting.finish_only() is not None
+    assert not said
 
     def check_room(checkpoints: object, manifest: Manifest, needed_bytes: int) -> None:
         raise CheckpointError("full")
@@ -415,7 +423,8 @@ def test_commit_fails_if_the_rename_is_not_durable_and_the_step_can_be_saved_aga
         sync(path)
 
     monkeypatch.setattr(folder_storage, "sync", refuse)
-    assert group.save(30) is None and "Input/output error" in group.savers[0].failure
+    assert group.save(30) is None
+    assert "Input/output error" in group.savers[0].failure
     assert sorted(path.name for path in group.folder.iterdir()) == ["step-0000000010", "step-0000000020"]
     assert group.save(30) is not None
     assert committed(group.folder)[0].name == "step-0000000030"

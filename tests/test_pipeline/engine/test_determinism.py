@@ -8,7 +8,12 @@ import torch
 from benchmarks.gpu import kernels
 from benchmarks.gpu.kernels import deterministic_kernels, price_of_determinism
 from data.errors import ConfigError
-from pipeline.engine.determinism import CUBLAS_VARIABLE, Conditions, resume_line, use_deterministic_kernels
+from pipeline.engine.determinism import (
+    CUBLAS_VARIABLE,
+    Conditions,
+    resume_line,
+    use_deterministic_kernels,
+)
 
 pytestmark = pytest.mark.quick
 

@@ -65,7 +65,8 @@ def in_one_process(count: int = 6) -> tuple[list[float], dict[str, torch.Tensor]
 
 @pytest.mark.parametrize("case", CASES)
 def test_restored_state_equals_the_saved_one_and_repeats_the_losses_bit_for_bit(results, case):
-    assert results[case]["back"] and results[case]["repeats"]
+    assert results[case]["back"]
+    assert results[case]["repeats"]
     assert results[case]["updates"] == 3
 
 
@@ -195,8 +196,11 @@ def test_allowed_settings_of_a_deepspeed_file_change_no_bit(results, zero, preci
     )
     plain = results[zero, precision, 2]
     assert tuned["bucket"] == 50
-    assert tuned["end"] == plain["end"] and tuned["losses"] == plain["losses"]
-    assert tuned["back"] and tuned["repeats"] and tuned["unharmed"]
+    assert tuned["end"] == plain["end"]
+    assert tuned["losses"] == plain["losses"]
+    assert tuned["back"]
+    assert tuned["repeats"]
+    assert tuned["unharmed"]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -308,4 +312,5 @@ def test_malloc_that_does_not_keep_freed_memory_is_reported(monkeypatch, mallopt
     library = SimpleNamespace() if mallopt is None else SimpleNamespace(mallopt=mallopt)
     monkeypatch.setattr(process_group.ctypes, "CDLL", lambda name: library)
     said = process_group.keep_freed_memory()
-    assert said.startswith(expected) and bool(said) == bool(expected)
+    assert said.startswith(expected)
+    assert bool(said) == bool(expected)

@@ -21,4 +21,6 @@ def test_vit_h14_takes_an_optimizer_step_under_zero(tmp_path):
         directory=tmp_path,
     )
     print(outcome)
-    assert outcome["updates"] == 1 and outcome["moved"] > 0 and outcome["loss"] == pytest.approx(6.9, abs=0.5)
+    assert outcome["updates"] == 1
+    assert outcome["moved"] > 0
+    assert outcome["loss"] == pytest.approx(6.9, abs=0.5)

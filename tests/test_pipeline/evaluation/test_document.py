@@ -39,7 +39,8 @@ def test_few_shot_reports_mean_deviation_and_interval_of_its_seeds(tmp_path: Pat
         assert (entry["value"], entry["sd"]) == pytest.approx((shares.mean(), shares.std(ddof=1)))
         assert (entry["low"], entry["high"]) == over_draws(expected)
         assert entry["seeds"] == pytest.approx(dict(zip("345", shares, strict=True)))
-        assert entry["samples"] == expected.shape[1] and entry["interval"] == "95 %, over 3 draws and test samples"
+        assert entry["samples"] == expected.shape[1]
+        assert entry["interval"] == "95 %, over 3 draws and test samples"
     assert np.array_equal(document.right_of(entries[0][0]), right)
 
 
@@ -47,8 +48,10 @@ def test_single_draw_says_that_its_variance_is_unknown(tmp_path: Path) -> None:
     store = store_of(None, np.zeros(10, int), tmp_path)
     (protocol,) = protocols_of(("fewshot",), SimpleNamespace(fewshot=FewShotConfig((1,), (7,))), {})
     entry = document.result_of(Outcome({"1shot": [np.arange(10) < 8]}), protocol, store, None, None)["values"]["1shot"]
-    assert (entry["low"], entry["high"]) == pytest.approx((0.4902, 0.9433), abs=1e-4) and "sd" not in entry
-    assert "a single draw cannot show the variance between draws" in entry["interval"] and entry["seeds"] == {"7": 0.8}
+    assert (entry["low"], entry["high"]) == pytest.approx((0.4902, 0.9433), abs=1e-4)
+    assert "sd" not in entry
+    assert "a single draw cannot show the variance between draws" in entry["interval"]
+    assert entry["seeds"] == {"7": 0.8}
 
 
 def test_shots_are_listed_by_shard_and_position(tmp_path: Path) -> None:

@@ -39,7 +39,8 @@ def test_rank_0_stores_the_same_bits_at_any_world_size(with_a_bad_one: Index, tm
     assert alone.rows.tolist() == [row for row in range(150) if row != 77], "every good sample once, in order"
     for world in (2, 3, 4, 16):
         store = collected(with_a_bad_one, world, tmp_path)
-        assert np.array_equal(store.rows, alone.rows) and np.array_equal(store.labels, alone.labels)
+        assert np.array_equal(store.rows, alone.rows)
+        assert np.array_equal(store.labels, alone.labels)
         assert torch.equal(store.features(store.rows), alone.features(alone.rows))
         assert np.array_equal(store.predictions, alone.predictions)
     assert not list(tmp_path.iterdir()), "the file has no name: nothing is left behind"
@@ -62,9 +63,12 @@ def test_rank_0_receives_the_batches_of_all_ranks(
         samples = EvaluationSet(with_a_bad_one, "resize(16)", batch_size=16, rank=rank, world=3)
         collect(model, store.watching(samples), store, torch.float32, CPU, best=5)
         assert (len(store.rows) > 0) == (rank == 0)
-    assert not sent[1] and not sent[2] and np.array_equal(store.rows, alone.rows)
+    assert not sent[1]
+    assert not sent[2]
+    assert np.array_equal(store.rows, alone.rows)
     assert torch.equal(store.features(store.rows), alone.features(alone.rows))
-    assert np.array_equal(store.labels, alone.labels) and np.array_equal(store.predictions, alone.predictions)
+    assert np.array_equal(store.labels, alone.labels)
+    assert np.array_equal(store.predictions, alone.predictions)
 
 
 @pytest.mark.parametrize(("count", "size"), [(12, 4), (13, 4), (11, 4), (3, 4), (4, 4), (5, 1), (0, 4)])
@@ -96,4 +100,5 @@ def test_full_disk_is_detected_at_the_first_batch(
         for batch in store.watching(samples):
             passed += 1
             store.keep(torch.arange(16), batch.labels, torch.ones(16, 4))
-    assert passed == 1 and refusal.value.filename == str(tmp_path)
+    assert passed == 1
+    assert refusal.value.filename == str(tmp_path)

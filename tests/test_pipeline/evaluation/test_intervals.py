@@ -5,7 +5,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from scipy import stats
+from scipy import optimize, stats
 
 from benchmarks import intervals as simulations
 from pipeline.evaluation.intervals import mean_over_classes, over_draws, wilson
@@ -58,7 +58,8 @@ def test_identical_draws_give_the_interval_of_the_samples_alone() -> None:
     low, high = over_draws(np.stack([right] * 3))
     assert (low, high) == pytest.approx(wilson(right.mean(), 2000), abs=2e-4)
     all_right = over_draws(np.ones((3, 100), bool))
-    assert all_right == pytest.approx(wilson(1.0, 100)) and over_draws(np.ones((3, 0), bool)) == (0.0, 1.0)
+    assert all_right == pytest.approx(wilson(1.0, 100))
+    assert over_draws(np.ones((3, 0), bool)) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize("sizes", [[1] * 102, [10] * 102, [1, 4, 9, 50, 200]])
@@ -67,7 +68,8 @@ def test_mean_over_classes_always_has_a_nonzero_interval(sizes: list[int], accur
     labels = np.repeat(np.arange(len(sizes)), sizes)
     right = np.random.default_rng(9).random(len(labels)) < accuracy
     low, high = mean_over_classes(right, labels[:, None])
-    assert 0 <= low < high <= 1 and high - low > 0.5 / sum(sizes)
+    assert 0 <= low < high <= 1
+    assert high - low > 0.5 / sum(sizes)
     mean = np.mean([right[labels == label].mean() for label in range(len(sizes))])
     assert low <= mean <= high
     # With one class per sample, or equal and perfect classes, all samples are independent.
@@ -84,27 +86,58 @@ def test_mean_over_no_classes_has_the_interval_0_to_1(samples: int) -> None:
 def test_classes_that_are_all_right_or_all_wrong_still_have_an_interval() -> None:
     labels = np.repeat(np.arange(20), 10)
     low, high = mean_over_classes(labels % 2 == 0, labels[:, None])
-    assert 0.01 < high - low < 0.1 and low + high == pytest.approx(1.0)
+    assert 0.01 < high - low < 0.1
+    assert low + high == pytest.approx(1.0)
 
 
-def test_variance_of_a_mean_over_classes_matches_a_plain_sum_with_several_labels() -> None:
+def test_ends_of_a_mean_over_classes_are_just_accepted_by_a_score_test_with_several_labels() -> None:
     rng = np.random.default_rng(21)
     labels = np.stack([rng.integers(4, size=60), rng.integers(4, 7, size=60), np.full(60, -1)], axis=1)
     labels[::3, 1] = -1
     right = rng.random(60) < 0.7
     classes = {label: [i for i in range(60) if label in labels[i]] for label in range(7)}
-    shares = {label: np.mean([right[i] for i in members]) for label, members in classes.items()}
-    mean = np.mean(list(shares.values()))
-    deviation = {}
-    for label, members in classes.items():
-        n = len(members)
-        p = (shares[label] * n + mean) / (n + 1)
-        deviation[label] = np.sqrt(p * (1 - p) / (1 - n / (n + 1) ** 2))
-    variance = 0.0
-    for i in range(60):
-        variance += sum(deviation[c] / (7 * len(classes[c])) for c in labels[i] if c >= 0) ** 2
-    expected = wilson(mean, mean * (1 - mean) / variance)
-    assert mean_over_classes(right, labels) == pytest.approx(expected, abs=1e-12)
+    hits = {label: sum(right[i] for i in members) for label, members in classes.items()}
+    mean = np.mean([hits[label] / len(members) for label, members in classes.items()])
+
+    def share(label: int, multiplier: float) -> float:
+        """Maximize the likelihood, with one more sample of the mean share, minus the multiplier times the share."""
+        n = len(classes[label]) + 1
+        k = hits[label] + mean
+        return optimize.brentq(lambda p: k / p - (n - k) / (1 - p) - multiplier, 1e-9, 1 - 1e-9, xtol=1e-14)
+
+    for end in mean_over_classes(right, labels):
+
+        def miss(multiplier: float, end: float = end) -> float:
+            return np.mean([share(label, multiplier) for label in classes]) - end
+
+        multiplier = optimize.brentq(miss, -1e4, 1e4)
+        p = {label: share(label, multiplier) for label in classes}
+        assert np.mean(list(p.values())) == pytest.approx(end, abs=1e-9)
+        raw = {label: p[label] * (1 - p[label]) / len(members) for label, members in classes.items()}
+        part = {label: value / sum(raw.values()) for label, value in raw.items()}
+        deviation = {}
+        step = 0.0
+        for label, members in classes.items():
+            n = len(members)
+            correction = 1 - (1 - part[label]) * n / (n + 1) ** 2
+            deviation[label] = np.sqrt(p[label] * (1 - p[label]) / correction)
+            step += part[label] ** 2 / (7 * n)
+        variance = 0.0
+        for i in range(60):
+            variance += sum(deviation[c] / (7 * len(classes[c])) for c in labels[i] if c >= 0) ** 2
+        assert abs(end - mean) == pytest.approx(1.959964 * np.sqrt(variance) + step / 2, abs=1e-6)
+
+
+def test_a_rare_class_decides_the_interval_of_the_mean() -> None:
+    """Of 4,997 and 3 samples, half of the mean is known, and the other half is a share of 3 samples."""
+    labels = np.repeat([0, 1], [4997, 3])[:, None]
+    for hits in (1, 2):
+        right = np.concatenate([np.arange(4997) < 4500, np.arange(3) < hits])
+        low, high = mean_over_classes(right, labels)
+        # scipy's Wilson interval with a continuity correction of half a sample.
+        rare = stats.binomtest(hits, 3).proportion_ci(0.95, method="wilsoncc")
+        known = 4500 / 4997
+        assert (low, high) == pytest.approx(((known + rare.low) / 2, (known + rare.high) / 2), abs=0.03)
 
 
 UNEQUAL = np.array([1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 200])
@@ -125,4 +158,21 @@ WORLDS = {
 def test_intervals_contain_the_true_value_as_often_as_promised(world: str) -> None:
     """Expect 92 to 97 % of 800 repetitions, with two standard deviations of the count (1.5 points) on either side."""
     held, width = simulations.coverage(WORLDS[world], 800, np.random.default_rng(17))
-    assert 0.905 <= held <= 0.985 and width < 0.25
+    assert 0.905 <= held <= 0.985
+    assert width < 0.25
+
+
+RARE = {
+    "990 and 3": (np.array([990, 3]), 0.95, 1e6),
+    "4,997 and 3, classes differ": (np.array([4997, 3]), 0.8, 10.0),
+    "nine of 500 and one of 5": (np.array([500] * 9 + [5]), 0.8, 1e6),
+    "nine of 500 and one of 5, near 1": (np.array([500] * 9 + [5]), 0.98, 1e6),
+}
+
+
+@pytest.mark.parametrize("world", RARE)
+def test_intervals_of_means_that_a_rare_class_decides_hold_at_least_95_percent(world: str) -> None:
+    """Three samples have four possible shares, so an interval holds either too rarely or more often than promised."""
+    held, width = simulations.coverage(partial(simulations.classes, *RARE[world]), 400, np.random.default_rng(23))
+    assert held >= 0.95 - 2 * 0.011
+    assert width < 0.6

@@ -114,12 +114,15 @@ def test_next_attempt_repeats_stopped_evaluations_and_logs_skipped_ones(alone, t
     assert alone.said == [skipped, "evaluate step 10: stopped; it will be evaluated later"], "20 is taken again"
     evaluator = Evaluating(alone.job)
     assert evaluator.resume(alone, progress)
-    assert evaluator.evaluated == [10] and not requested_steps(tmp_path)
+    assert evaluator.evaluated == [10]
+    assert not requested_steps(tmp_path)
 
 
 def test_repeated_step_is_evaluated_only_once(alone, tmp_path) -> None:
     evaluator = Evaluating(alone.job, "spare")
     async_evaluation.request(tmp_path, 10)
-    assert not evaluator.request(alone, 10) and requested_steps(tmp_path) == []
+    assert not evaluator.request(alone, 10)
+    assert requested_steps(tmp_path) == []
     (tmp_path / async_evaluation.SPARE_FILE).touch()
-    assert evaluator.request(alone, 10) and requested_steps(tmp_path) == [10]
+    assert evaluator.request(alone, 10)
+    assert requested_steps(tmp_path) == [10]

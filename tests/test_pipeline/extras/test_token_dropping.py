@@ -146,7 +146,10 @@ def test_keeping_all_patches_equals_the_plain_model_and_gap_averages_kept_patche
 def test_kept_patches_depend_only_on_sample_and_step():
     ids = torch.tensor([[epoch, shard, sample] for epoch in (0, 1) for shard in (0, 3) for sample in range(50)])
     kept = kept_patches(7, 100, ids, patches=16, kept=6)
-    assert kept.shape == (200, 6) and (kept.diff(dim=1) > 0).all() and kept.min() >= 0 and kept.max() < 16
+    assert kept.shape == (200, 6)
+    assert (kept.diff(dim=1) > 0).all()
+    assert kept.min() >= 0
+    assert kept.max() < 16
     # Whatever the micro-batch that a sample stands in.
     order = torch.randperm(200, generator=torch.Generator().manual_seed(0))
     assert torch.equal(kept_patches(7, 100, ids[order][:31], 16, 6), kept[order][:31])
@@ -161,8 +164,10 @@ def test_every_patch_and_every_pair_is_kept_equally_often():
     alone = Counter(kept.flatten().tolist())
     pairs = Counter((first, second) for row in kept.tolist() for first in row for second in row if first < second)
     # A patch is kept with 4/9, a pair with 4·3/(9·8); five standard deviations.
-    assert len(alone) == 9 and all(abs(count - 4000 * 4 / 9) < 5 * 31.5 for count in alone.values())
-    assert len(pairs) == 36 and all(abs(count - 4000 / 6) < 5 * 23.6 for count in pairs.values())
+    assert len(alone) == 9
+    assert all(abs(count - 4000 * 4 / 9) < 5 * 31.5 for count in alone.values())
+    assert len(pairs) == 36
+    assert all(abs(count - 4000 / 6) < 5 * 23.6 for count in pairs.values())
 
 
 # ------------------------------------------------------------------------------------------------ phases and FLOPs
@@ -299,7 +304,8 @@ def test_resume_across_image_sizes_is_bitwise_equal_to_an_uninterrupted_run(reci
     assert (folder / "weights.safetensors").read_bytes() == weights
     assert losses_of(folder)[-16:] == losses[8:]
     repeated = json.loads((folder / "done.json").read_text())
-    assert repeated["ledger"] == done["ledger"] and repeated["samples_seen"] == done["samples_seen"] == 24 * 16
+    assert repeated["ledger"] == done["ledger"]
+    assert repeated["samples_seen"] == done["samples_seen"] == 24 * 16
 
 
 @pytest.mark.slow

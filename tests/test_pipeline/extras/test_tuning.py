@@ -30,7 +30,8 @@ def test_tuning_is_merged_and_derived_settings_may_be_auto(tmp_path: Path):
     )
     assert merged["zero_optimization"] == {"stage": 2, "overlap_comm": False}
     assert (merged["gradient_clipping"], merged["gradient_accumulation_steps"]) == (1.0, 2)
-    assert "fp16" not in merged and "train_batch_size" not in merged
+    assert "fp16" not in merged
+    assert "train_batch_size" not in merged
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,8 @@ def test_auto_and_values_equal_to_the_recipe_change_nothing(content: dict[str, A
 def test_other_settings_are_refused_with_a_replacement(content, message, tmp_path: Path):
     with pytest.raises(ConfigError) as refusal:
         settings_with(json.dumps(content), tmp_path)
-    assert message in str(refusal.value) and "ds.json" in str(refusal.value)
+    assert message in str(refusal.value)
+    assert "ds.json" in str(refusal.value)
 
 
 def test_type_of_sums_can_be_chosen_only_with_precision_bf16(tmp_path: Path):
@@ -135,5 +137,6 @@ def test_plan_and_run_both_refuse_before_anything_starts(command: str, recipe: P
     file.write_text('{"fp16": {"enabled": true}}')
     assert main([command, str(recipe), f"pretrain.deepspeed={file}"]) == 78
     error = capsys.readouterr().err
-    assert "pretrain: deepspeed file" in error and "set precision=bf16 or precision=fp32" in error
+    assert "pretrain: deepspeed file" in error
+    assert "set precision=bf16 or precision=fp32" in error
     assert not list((recipe.parent / "run").glob("*/checkpoints/step-*"))

@@ -26,7 +26,9 @@ def test_uninterrupted_stage_spends_its_time_on_start_data_checkpoints_and_compu
     records = [start(1, 0, 100.0, 105.0), window(1, 10, 120.0), window(1, 20, 130.0, evaluated_s=2.0)]
     spent = account(records)
     assert (spent.start, spent.data, spent.checkpoint, spent.compute, spent.other) == (10.0, 2.0, 1.0, 15.0, 2.0)
-    assert spent.wall == 30.0 and spent.ratio == pytest.approx(0.5) and spent.lost == spent.recovery == 0
+    assert spent.wall == 30.0
+    assert spent.ratio == pytest.approx(0.5)
+    assert spent.lost == spent.recovery == 0
     assert spent.line() == (
         "training steps: 50.0% of 30s; "
         "overhead: start-up 33.3%, evaluation and shutdown 6.7%, data loading 6.7%, checkpoints 3.3%"
@@ -45,7 +47,9 @@ def test_repeated_steps_are_lost_and_the_restart_is_recovery() -> None:
         window(2, 25, 155.0),
     ]
     spent = account(records)
-    assert spent.lost == 5.0 and spent.recovery == 15.0 and spent.compute == pytest.approx(2.5 * 8.5)
+    assert spent.lost == 5.0
+    assert spent.recovery == 15.0
+    assert spent.compute == pytest.approx(2.5 * 8.5)
     assert spent.wall == pytest.approx(55.0)
 
 
@@ -56,7 +60,8 @@ def test_pause_after_a_stop_is_not_counted_but_a_restart_after_a_failure_is_reco
     records = [start(1, 0, 100.0, 105.0), window(1, 20, 130.0), resumed, window(2, 30, 3750.0)]
     spent = account([*records, failed, window(3, 40, 3780.0)])
     assert (spent.start, spent.stopped, spent.recovery, spent.lost) == (20.0, 3600.0, 10.0 + 20.0, 0.0)
-    assert spent.wall == pytest.approx(80.0) and spent.ratio == pytest.approx(25.5 / 80.0)
+    assert spent.wall == pytest.approx(80.0)
+    assert spent.ratio == pytest.approx(25.5 / 80.0)
     assert spent.line().endswith("; no command was running for another 1h00m")
 
 
@@ -70,11 +75,14 @@ def test_clock_jumping_back_subtracts_no_time() -> None:
     records = [start(1, 0, 4100.0, 105.0), window(1, 20, 130.0), start(2, 20, 140.0, 143.0)]
     back = [{**record, "time": record["time"] - 3600} for record in [records[2], window(2, 30, 155.0)]]
     spent = account([*records[:2], *back])
-    assert spent.start == spent.recovery == 0.0 and spent.compute > 0 and spent.ratio < 1
+    assert spent.start == spent.recovery == 0.0
+    assert spent.compute > 0
+    assert spent.ratio < 1
 
 
 def test_stage_without_steps_has_ratio_zero() -> None:
-    assert account([]).ratio == 0.0 and account([start(1, 0, 100.0, 105.0)]).wall == 5.0
+    assert account([]).ratio == 0.0
+    assert account([start(1, 0, 100.0, 105.0)]).wall == 5.0
 
 
 # ------------------------------ compared with plain loops, on files with faults

@@ -76,7 +76,8 @@ def test_torn_last_line_is_skipped_and_the_newest_record_found_at_the_end(tmp_pa
         file.write('{"kind": "train", "st')
     assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3, 4]
     last = last_metrics(tmp_path)
-    assert last is not None and (last["step"], last["attempt"]) == (4, 3)
+    assert last is not None
+    assert (last["step"], last["attempt"]) == (4, 3)
     assert last_metrics(tmp_path / "nothing") is None
 
 
@@ -90,15 +91,21 @@ def test_non_finite_numbers_are_null_in_the_file_and_nan_when_read(tmp_path: Pat
     telemetry.close()
 
     _, first, second = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert '"loss": null' in first and '"losses": [1.5, null]' in first
+    assert '"loss": null' in first
+    assert '"losses": [1.5, null]' in first
     assert '"grad_norm": null, "recent": [{"step": 6, "loss": null, "grad_norm": null}]' in second
 
     older, train = read_metrics(tmp_path)
-    assert math.isnan(train["loss"]) and train["losses"][0] == 1.5 and math.isnan(train["losses"][1])
-    assert train["mfu"] is None and "loss nan" in log_line(train)
-    assert math.isnan(older["loss"]) and older["losses"] == [math.inf]
+    assert math.isnan(train["loss"])
+    assert train["losses"][0] == 1.5
+    assert math.isnan(train["losses"][1])
+    assert train["mfu"] is None
+    assert "loss nan" in log_line(train)
+    assert math.isnan(older["loss"])
+    assert older["losses"] == [math.inf]
     (spike,) = read_metrics(tmp_path, "spike")
-    assert math.isnan(spike["grad_norm"]) and math.isnan(spike["recent"][0]["grad_norm"])
+    assert math.isnan(spike["grad_norm"])
+    assert math.isnan(spike["recent"][0]["grad_norm"])
 
 
 def test_log_line_shows_the_speed_of_all_steps_since_the_previous_line() -> None:
@@ -118,7 +125,8 @@ def test_log_line_shows_the_speed_of_all_steps_since_the_previous_line() -> None
     since_line.extend(after_save)
     values = since_line.values(samples=50, flops=0.0, peak=None, steps_left=5)
     assert values["images_per_s"] == pytest.approx(50 / 10, rel=0.01)
-    assert values["losses"] == [3.0, 2.9, 2.8, 2.7, 2.6] and values["grad_norm"] == 0.2
+    assert values["losses"] == [3.0, 2.9, 2.8, 2.7, 2.6]
+    assert values["grad_norm"] == 0.2
     assert values["eta_s"] == pytest.approx(10, rel=0.01)
 
 
@@ -140,7 +148,9 @@ def test_tensorboard_opens_on_the_loss(tmp_path: Path):
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     curves = sorted(events.Tags()["scalars"])  # in the order of TensorBoard's page
-    assert curves[0] == "1 train/1 loss" and "2 evaluate/accuracy" in curves and "checkpoint/took_s" in curves
+    assert curves[0] == "1 train/1 loss"
+    assert "2 evaluate/accuracy" in curves
+    assert "checkpoint/took_s" in curves
 
 
 def test_log_line_contains_no_terminal_control_sequences(tmp_path):

@@ -132,7 +132,8 @@ def test_slow_worker_is_named_but_not_in_an_even_group(group, watch, clock) -> N
         watch.find_stall(awake)
         group[2].enter("backward", 7), group[2].enter("reduce", 7)
     slow = watch.slow()
-    assert slow is not None and slow.rank == 2
+    assert slow is not None
+    assert slow.rank == 2
     assert slow.cause == "in 100% of the checks, all other workers were waiting for it"
     assert watch.slow() is None, "said again without new looks"
 
@@ -212,7 +213,8 @@ def test_phase_file_counts_a_workers_own_work(tmp_path, monkeypatch) -> None:
         now[0] += seconds
     place = read_phase(tmp_path, 0)
     worker.close()
-    assert place is not None and (place.own_s, place.turns) == (6.0, 2)
+    assert place is not None
+    assert (place.own_s, place.turns) == (6.0, 2)
 
 
 @pytest.mark.parametrize("letter", ["a", "é", "𝄞"])
@@ -221,7 +223,8 @@ def test_long_shard_name_is_cut_at_the_start(letter, group, watch) -> None:
         worker.enter("data", 10**9, 244 * letter + "-000123.tar")
     assert watch.find_stall(awake) is None
     place = str(watch.places[2])
-    assert place.startswith(f"data of step {10**9 + 1}, shard …{letter}") and place.endswith(f"{letter}-000123.tar")
+    assert place.startswith(f"data of step {10**9 + 1}, shard …{letter}")
+    assert place.endswith(f"{letter}-000123.tar")
 
 
 def test_evaluation_phase_names_the_shard_being_read(tmp_path, shards, monkeypatch) -> None:
@@ -248,7 +251,8 @@ def test_evaluation_phase_names_the_shard_being_read(tmp_path, shards, monkeypat
 
     monkeypatch.setattr(ShardReader, "read", reading)
     assert sum(batch.mask.sum() for batch in evaluator.batches(index)) == index.samples == len(named)
-    assert named[0] == index.shards[0].name and f"{index.shards[0].name} … {index.shards[1].name}" in named
+    assert named[0] == index.shards[0].name
+    assert f"{index.shards[0].name} … {index.shards[1].name}" in named
     worker.close()
 
 

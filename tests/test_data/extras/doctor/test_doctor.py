@@ -19,6 +19,7 @@ from data.loader import TrainLoader
 from data.order import Order
 from data.shards.indexing import build_index
 from data.shards.packing import pack
+from data.shards.reader import ShardReader
 from data.sources.samples import Sample, digits
 from tests.support.tars import write_tar
 
@@ -84,17 +85,22 @@ def test_check_counts_every_kind_of_fault_exactly(sick):
     assert "sha256" in problems.pop("s4.tar")
     assert set(problems.values()) == {""}
     refused = {"member type .pyd": 1, "repeated member": 1, "label too large": 1}
-    assert report.duplicates == 1 and report.shards[1].refused.counts == refused
-    assert report.shards[0].bad.first["truncated"] == "k1" and not report.ok
+    assert report.duplicates == 1
+    assert report.shards[1].refused.counts == refused
+    assert report.shards[0].bad.first["truncated"] == "k1"
+    assert not report.ok
     assert report.shards[0].damaged == (1 if library() else 0)
     text = "\n".join(report.lines())
-    assert "bad: 2 × not a JPEG, PNG or WebP, first k0 of s0.tar" in text and "empty 2 (first: [10, 11])" in text
+    assert "bad: 2 × not a JPEG, PNG or WebP, first k0 of s0.tar" in text
+    assert "empty 2 (first: [10, 11])" in text
 
 
 def test_repaired_set_passes_the_check_and_trains(sick, tmp_path):
     made = repair(sick, tmp_path / "well", unique=True, shard_samples=20)
     report = check(made, workers=2)
-    assert report.ok and report.duplicates == 0 and made.samples == report.good == check(sick).good - 1
+    assert report.ok
+    assert report.duplicates == 0
+    assert made.samples == report.good == check(sick).good - 1
     order = Order(made.shard_samples, seed=0, batch_size=8)
     batches = islice(iter(TrainLoader(made, order, image_size=16, slots=range(8), micro_batch=8)), 12)
     assert not any(batch.bad for batch in batches)
@@ -103,15 +109,20 @@ def test_repaired_set_passes_the_check_and_trains(sick, tmp_path):
 def test_healthy_set_has_no_problems(tmp_path):
     index = pack(GOOD, tmp_path, shard_samples=2)
     report = check(index)
-    assert len(report.shards) == 30 and sum(len(shard.grid) for shard in report.shards) == 24
-    assert report.ok and report.good == 60 and report.classes == Counter(s.labels[0] for s in GOOD)
+    assert len(report.shards) == 30
+    assert sum(len(shard.grid) for shard in report.shards) == 24
+    assert report.ok
+    assert report.good == 60
+    assert report.classes == Counter(s.labels[0] for s in GOOD)
 
 
 def test_report_shows_multiple_labels_and_very_narrow_images(tmp_path):
     sliver = cv2.imencode(".png", np.zeros((1, 10_000, 3), np.uint8))[1].tobytes()
     index = pack([Sample("a", sliver, (1, 2, 3), "png"), Sample("b", sliver, (0,), "png")], tmp_path)
     report = check(index)
-    assert report.ok and report.classes.total() == 4 and report.duplicates == 1
+    assert report.ok
+    assert report.classes.total() == 4
+    assert report.duplicates == 1
     assert "labels: up to 3 per sample; train with data.max_labels=3" in "\n".join(report.lines())
     assert "data:image/jpeg" in write_page(report, tmp_path / "page.html").read_text()
 
@@ -119,8 +130,11 @@ def test_report_shows_multiple_labels_and_very_narrow_images(tmp_path):
 def test_page_is_self_contained(sick, tmp_path):
     text = write_page(check(sick, decode=False), tmp_path / "report.html").read_text()
     assert text.index("<td>s2.tar") < text.index("<td>s0.tar") < text.index("<td>s5.tar"), "the worst shards come first"
-    assert "k6: 6" in text and text.count("data:image/jpeg;base64,") >= 10 and "<script" not in text
-    assert "http://" not in text and "https://" not in text
+    assert "k6: 6" in text
+    assert text.count("data:image/jpeg;base64,") >= 10
+    assert "<script" not in text
+    assert "http://" not in text
+    assert "https://" not in text
 
 
 def test_shard_statistics_agree_with_numpy():
@@ -139,7 +153,8 @@ def test_shard_statistics_agree_with_numpy():
     heights, widths = np.array([(height, width) for height, width, _ in images]).T
     sizes = np.array([len(image) for _, _, image in images])
     assert (report.good, report.size, report.most_labels) == (5, sizes.sum(), 3)
-    assert report.classes == {0: 3, 2: 3, 3: 1} and len(set(report.hashes)) == 4
+    assert report.classes == {0: 3, 2: 3, 3: 1}
+    assert len(set(report.hashes)) == 4
     expected = {
         "height": heights,
         "width": widths,
@@ -163,9 +178,11 @@ def test_report_advises_against_many_small_and_huge_shards(shards, mebibytes, ad
     shard = Shard("x.tar", samples=1, bytes=mebibytes << 20, sha256="")
     report = Report(replace(pack(GOOD[:1], tmp_path), shards=(shard,) * shards), [])
     lines = [line for line in report.lines() if line.startswith("advice: ")]
-    assert advice in "".join(lines) and len(lines) == bool(advice)
+    assert advice in "".join(lines)
+    assert len(lines) == bool(advice)
     lacking = f"advice: {shards} shards for {shards + 1} workers: some workers share a shard, fine on local disks"
-    assert report.lines(world=shards) == report.lines() and lacking in report.lines(world=shards + 1)
+    assert report.lines(world=shards) == report.lines()
+    assert lacking in report.lines(world=shards + 1)
 
 
 def test_repair_makes_repeated_keys_unique(tmp_path):
@@ -178,3 +195,33 @@ def test_repair_makes_repeated_keys_unique(tmp_path):
         images = {name: tar.extractfile(name).read() for name in tar.getnames() if name.endswith(GOOD[0].extension)}
     assert list(images) == ["s/k0.jpg", "s/k1.jpg", "s/k0-2.jpg"]
     assert list(images.values()) == [GOOD[number].image for number in (0, 1, 2)]
+
+
+def test_a_sample_that_has_changed_is_named_and_a_repaired_set_lacks_it(tmp_path):
+    index = pack(GOOD[:50], tmp_path / "set", name="set", shard_samples=20)
+    tar = tmp_path / "set" / "set-000000.tar"
+    content = bytearray(tar.read_bytes())
+    content[content.index(GOOD[4].image) + 200] ^= 1
+    tar.write_bytes(content)
+    report = check(index)
+    assert report.bad.counts == {"bytes changed since indexing": 1}
+    assert report.good == 49
+    repaired = repair(index, tmp_path / "repaired")
+    keys = [ShardReader(repaired).read(0, row)[0] for row in range(repaired.shard_samples[0])]
+    assert len(keys) == 49
+    assert GOOD[4].key not in keys
+
+
+def test_a_table_with_a_flipped_bit_or_of_another_set_is_reported(tmp_path):
+    index = pack(GOOD[:50], tmp_path / "set", name="set", shard_samples=20)
+    pack(GOOD[5:55], tmp_path / "other", name="set", shard_samples=20)
+    table = tmp_path / "set" / "set-000000.npy"
+    content = table.read_bytes()
+    flipped = content[:200] + bytes([content[200] ^ 1]) + content[201:]
+    for changed in (flipped, (tmp_path / "other" / table.name).read_bytes()):
+        table.write_bytes(changed)
+        report = check(index)
+        assert not report.ok
+        assert "set-000000.npy: not a valid table of set-000000.tar: its sha256" in "\n".join(report.lines(1))
+    table.write_bytes(content)
+    assert check(index).ok

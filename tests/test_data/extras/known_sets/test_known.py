@@ -75,7 +75,9 @@ def test_flowers_follow_the_official_matlab_files(tmp_path):
             expected[f"image_{number:05d}"] = (picture(number), str(label).encode())
         assert packed(tmp_path, "flowers102", folder, "--split", split) == expected
     names = load_index(tmp_path / "set0").names
-    assert len(names) == 102 and names[0] == "pink primrose" and names[101] == "blackberry lily"
+    assert len(names) == 102
+    assert names[0] == "pink primrose"
+    assert names[101] == "blackberry lily"
     (folder / "setid.mat").write_bytes((folder / "setid.mat").read_bytes()[:150])
     with pytest.raises(DataError, match=r"setid\.mat: no array 'trnid'"):
         list(listed_samples(FLOWERS, folder, "train"))
@@ -179,7 +181,8 @@ def test_published_sizes_agree_with_the_papers():
         published = archive.published[split]
         assert (published.samples, published.classes) == numbers
     real = known_archive("imagenet-validation", real=Path("real.json"))
-    assert real is not None and real.published["train"].samples == 46_837
+    assert real is not None
+    assert real.published["train"].samples == 46_837
 
 
 def test_pickled_or_damaged_cifar_and_parquet_without_bytes_are_rejected(tmp_path, capsys):

@@ -250,7 +250,9 @@ def test_task_is_packed_with_class_names_and_unknown_task_is_rejected(tmp_path, 
         patch.setitem(VTAB, "clevr_count", as_large)
         assert main([*command, "--task", "clevr_count"]) == 0
     index = load_index(tmp_path / "set")
-    assert index.samples == 6 and index.names[:2] == ("3 objects", "4 objects") and len(index.names) == 8
+    assert index.samples == 6
+    assert index.names[:2] == ("3 objects", "4 objects")
+    assert len(index.names) == 8
     assert main([*command, "--task", "clevr"]) == 64
     assert (
         "task is clevr, source is vtab\n  expected source vtab with one of its tasks: caltech101"

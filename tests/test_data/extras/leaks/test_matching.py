@@ -3,7 +3,9 @@
 import cv2
 import numpy as np
 import pytest
+from scipy import stats
 
+from benchmarks.leaks import bound_of_pairs
 from data.extras.leaks.matching import ALIKE, TestSignatures, best_of, candidates, likeness
 from data.extras.leaks.signature import BOXES, MIRRORED, signature
 
@@ -67,3 +69,10 @@ def test_copy_has_high_likeness_and_other_image_does_not(images, tests):
     values = {pair.test: likeness(pair, copy, tests) for pair in pairs if pair.is_whole_train and not pair.is_synced}
     assert values[1] > 0.9
     assert all(value < 0.88 for test, value in values.items() if test != 1)
+
+
+def test_the_bound_of_false_pairs_counts_photographs_and_not_pairs():
+    # Without a false pair, 150 independent trials bound the rate p by (1 - p)^150 = 5 %.
+    assert bound_of_pairs(0, 300) == pytest.approx(1 - 0.05 ** (1 / 150))
+    # 1 % of 44,850 pairs is 1.5 of 150 trials, which counts as 2.
+    assert bound_of_pairs(448, 300) == pytest.approx(stats.binomtest(2, 150).proportion_ci(0.9).high)

@@ -190,7 +190,8 @@ def test_full_disk_ends_the_command_with_a_reason(tmp_path, sets):
     script = f"mount -t tmpfs -o size=240k none {disk} && {shlex.join(command)} --output {disk}/leaks"
     done = subprocess.run([*IN_A_NAME_SPACE, "sh", "-c", script], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == ExitCode.IO and "No space left on device" in done.stderr, done.stderr
-    assert "signatures-" in done.stderr and "free some space" in done.stderr
+    assert "signatures-" in done.stderr
+    assert "free some space" in done.stderr
 
 
 def sprite(number: int) -> np.ndarray:
@@ -216,7 +217,8 @@ def test_similar_test_images_are_compared_only_by_pixels(tmp_path, capsys):
     assert pixels != samples[7].image
     assert leaks_command(train, test, tmp_path) == ExitCode.DATA
     said = capsys.readouterr().err
-    assert "of 435 pairs of different test images have similar low frequencies" in said and "--fits 1" in said
+    assert "of 435 pairs of different test images have similar low frequencies" in said
+    assert "--fits 1" in said
     assert not (tmp_path / "leaks" / "leaks.json").exists()
     with pytest.raises(DataError, match="copies cannot be recognised by their pictures"):
         find_leaks({"train": train}, {"test": test}, tmp_path / "leaks")
@@ -240,7 +242,8 @@ def test_share_of_similar_test_images_does_not_depend_on_their_order(monkeypatch
     # Every second one of them has 30 paintings, and twice the share.
     monkeypatch.setattr(search, "SAMPLED", 120)
     alike, compared = search.alike_among(matching.TestSignatures(*arrays))
-    assert compared == 7140 and alike / compared == pytest.approx(360 / 28_680, rel=0.25)
+    assert compared == 7140
+    assert alike / compared == pytest.approx(360 / 28_680, rel=0.25)
 
 
 def framed(image: np.ndarray, colour: int, top: int, bottom: int, left: int, right: int) -> np.ndarray:
@@ -276,7 +279,8 @@ def test_borders_are_trimmed_exactly_and_images_never_vanish():
         assert np.array_equal(trimmed(np.clip(bordered + noise, 0, 255).astype(np.uint8)), inside)
     flat = np.full((50, 60), 9, np.uint8)
     small = framed(inside[:20, :20], 0, 100, 100, 100, 100)
-    assert trimmed(flat).shape == (50, 60) and trimmed(small).shape == (220, 220)
+    assert trimmed(flat).shape == (50, 60)
+    assert trimmed(small).shape == (220, 220)
 
 
 def test_pairs_name_the_right_one_of_several_sets(tmp_path, sets):
@@ -285,7 +289,8 @@ def test_pairs_name_the_right_one_of_several_sets(tmp_path, sets):
     other = pack([Sample("t0", jpeg(painting(3)), (0,))], tmp_path / "other", name="test")
     leaks = find_leaks({"few": few, "t": test}, {"other": other, "test": test}, tmp_path / "leaks")
     of_copies = {(pair.train[1], pair.test_set, pair.test[1]) for pair in leaks.pairs if pair.train_set == 0}
-    assert ("crop3", 0, "t0") in of_copies and ("crop3", 1, "t3") in of_copies
+    assert ("crop3", 0, "t0") in of_copies
+    assert ("crop3", 1, "t3") in of_copies
     assert np.flatnonzero(in_pairs(leaks, other, "test")).tolist() == [0]
     # Test images are in the second training set themselves, which holds the very same samples.
     assert int(in_pairs(leaks, test, "test").sum()) == 14
@@ -299,14 +304,16 @@ def test_command_writes_document_report_and_page(tmp_path, sets, capsys):
     assert f"train {train.tables}: 29 of 61 samples leak" in printed
     assert "exact 9  perceptual 20" in printed
     page = (tmp_path / "leaks" / "leaks.html").read_text()
-    assert page.count("<figure>") == 29 and "mirrored2" in page
+    assert page.count("<figure>") == 29
+    assert "mirrored2" in page
     assert (tmp_path / "leaks" / "report.txt").read_text() in printed
     # And as it says, training without them.
     assert f"--but {tmp_path}/leaks/leaks.json" in printed
     subset = ["subset", str(train.tables), "--but", f"{tmp_path}/leaks/leaks.json", "--output", str(tmp_path / "clean")]
     assert main(subset) == 0
     clean = find_leaks({"clean": load_index(tmp_path / "clean")}, {"test": test}, tmp_path / "again")
-    assert clean.pairs == () and clean.looked_at["train"] == 32
+    assert clean.pairs == ()
+    assert clean.looked_at["train"] == 32
 
 
 def test_search_finds_planted_copies_of_photographs(tmp_path):
@@ -390,7 +397,8 @@ def test_features_find_more_pairs_than_pixels_and_a_killed_search_resumes(tmp_pa
     distances = [match.distance for record in embeddings.records.values() for match in record.matches]
     assert sorted(distances) == pytest.approx(sorted(np.maximum(0, 1 - cosines[cosines >= 0.9])), abs=1e-4)
     by_features = {pair for pair, kind in found(leaks).items() if kind == "embedding"}
-    assert by_features == alike - expected().keys() and by_features
+    assert by_features == alike - expected().keys()
+    assert by_features
 
 
 def test_journal_of_a_killed_search_of_other_sets_is_ignored(tmp_path):
@@ -407,7 +415,8 @@ def test_journal_of_a_killed_search_of_other_sets_is_ignored(tmp_path):
     embeddings = leak_embedding.find_alike(Thumb(), ("w", "d" * 64), [train], [test], folder, **options)
     leaks = find_leaks({"train": train}, {"test": test}, folder, embeddings=embeddings)
     assert found(leaks)["copy", "s2"] == "exact"
-    assert {train_key for train_key, _ in found(leaks)} == {"copy", "x"} and leaks.looked_at["train"] == 2
+    assert {train_key for train_key, _ in found(leaks)} == {"copy", "x"}
+    assert leaks.looked_at["train"] == 2
 
 
 def thumbs(index) -> tuple[list[str], np.ndarray]:

@@ -9,6 +9,7 @@ import pytest
 from data.decoder import BatchLayout, Decoder, DecodeTask
 from data.errors import DataError
 from data.extras.survey.survey import survey
+from data.files import ROOT
 from data.images.augment import AugmentConfig
 from data.images.decode import BadImage
 from data.index.document import load_index
@@ -16,7 +17,7 @@ from data.index.shard import IMAGES
 from data.order import Order
 from data.shards.reader import ShardReader, read_labels
 from jobs.__main__ import main
-from tests.support.foreign_sets import FOLDERS, TABLES, TARS, Samples, image
+from tests.support.foreign_sets import FOLDERS, PARQUETS, TABLES, TARS, Samples, image
 
 RECIPE = """
 run: {run}
@@ -139,10 +140,13 @@ def test_tars_are_read_alike_by_index_pack_and_new(case: str, tmp_path: Path) ->
         assert samples_in(tmp_path / "stream", with_tar=True) == of_pack
 
 
-@pytest.mark.parametrize(("source", "case"), [*(("folder", case) for case in FOLDERS), *(("table", c) for c in TABLES)])
-def test_folders_and_tables_are_read_alike_by_pack_and_new(source: str, case: str, tmp_path: Path) -> None:
+SOURCES = {"folder": FOLDERS, "table": TABLES, "parquet": PARQUETS}
+
+
+@pytest.mark.parametrize(("source", "case"), [(source, case) for source in SOURCES for case in SOURCES[source]])
+def test_folders_tables_and_parquets_are_read_alike_by_pack_and_new(source: str, case: str, tmp_path: Path) -> None:
     (tmp_path / "set").mkdir()
-    path, expected = (FOLDERS if source == "folder" else TABLES)[case](tmp_path / "set")
+    path, expected = SOURCES[source][case](tmp_path / "set")
     codes = {
         "pack": packed(source, path, tmp_path / "pack"),
         "pack in small shards": packed(source, path, tmp_path / "small", "--shard-samples", "2"),
@@ -163,7 +167,7 @@ def test_folders_and_tables_are_read_alike_by_pack_and_new(source: str, case: st
 
 # ------------------------------------------------------------------------------------------------ others' cases
 
-CASES = Path(__file__).parents[4] / "shared" / "cases" / "data"
+CASES = ROOT.parent / "shared" / "cases" / "data"
 
 
 @pytest.mark.skipif(not CASES.is_dir(), reason="the cases are not on this machine")

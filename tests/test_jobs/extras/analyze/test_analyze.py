@@ -29,7 +29,8 @@ def test_analyze_writes_figures_and_numbers_for_a_folder_of_images(tmp_path, pho
     assert "analyzed 2 images of 16×24 px in 3 layers" in capsys.readouterr().out
     numbers = json.loads((output / "analysis.json").read_text())
     assert [Path(name).name for name in numbers["images"]] == ["0.png", "1.png"]
-    assert np.shape(numbers["attention_distance"]) == (3, 2) and np.shape(numbers["attention_maps"]) == (2, 2, 3)
+    assert np.shape(numbers["attention_distance"]) == (3, 2)
+    assert np.shape(numbers["attention_maps"]) == (2, 2, 3)
     similarity = analysis.position_similarity(models.load(weights)).numpy()
     np.testing.assert_allclose(numbers["position_similarity"], similarity, rtol=1e-5)
     assert np.shape(numbers["explained_variance"]) == (28,)
@@ -46,14 +47,16 @@ def test_distances_are_means_over_the_images(tmp_path, photos):
         numbers = json.loads((tmp_path / "out/analysis.json").read_text())
         distances.append(np.array([numbers["attention_distance"], numbers["attention_distance_renormalised"]]))
     np.testing.assert_allclose((distances[0] + distances[1]) / 2, distances[2], rtol=1e-5)
-    assert not np.allclose(distances[0], distances[1]) and (distances[2][1] > distances[2][0]).all()
+    assert not np.allclose(distances[0], distances[1])
+    assert (distances[2][1] > distances[2][0]).all()
 
 
 def test_a_hybrid_without_position_embeddings_has_no_similarity_and_no_filters(tmp_path, photos):
     weights = save_model(tmp_path, "R26+S/32", 64, depth=1, positions="relative", stem=(1,), stem_width=32)
     assert main(["analyze", weights, str(photos), "--output", str(tmp_path / "out")]) == 0
     numbers = json.loads((tmp_path / "out/analysis.json").read_text())
-    assert numbers["position_similarity"] is None and numbers["explained_variance"] is None
+    assert numbers["position_similarity"] is None
+    assert numbers["explained_variance"] is None
 
 
 def test_a_limited_selection_of_images_covers_all_folders(photos):
@@ -70,4 +73,5 @@ def test_images_are_read_from_shards(tmp_path):
     shard = str(tmp_path / "shards/test-000000.tar")
     assert main(["analyze", save_model(tmp_path), shard, "--limit", "3", "--output", str(tmp_path / "out")]) == 0
     names = json.loads((tmp_path / "out/analysis.json").read_text())["images"]
-    assert len(names) == 3 and all(name.startswith("test-000000.tar:") for name in names)
+    assert len(names) == 3
+    assert all(name.startswith("test-000000.tar:") for name in names)

@@ -86,12 +86,14 @@ def test_evaluation_during_training_has_the_values_of_the_training_loop(loop, ru
     assert finish(run, *EVERY_16, *sets, SPARE, patch="spare_core") == 0, said(run)
     assert_same(run, loop)
     assert evaluated(run) == evaluated(loop)
-    assert evaluated(run).keys() == {16, 32, 40} and evaluated(run)[16]["judged"] == load_index(shards / "test").samples
+    assert evaluated(run).keys() == {16, 32, 40}
+    assert evaluated(run)[16]["judged"] == load_index(shards / "test").samples
     assert where(run) == {16: "spare", 32: "spare", 40: "training"}
     assert where(loop) == dict.fromkeys((16, 32, 40), "training")
     log = (stage(run) / "log.txt").read_text()
     assert log.count("evaluate step 16  accuracy 0.") == log.count("evaluate step 32  accuracy 0.") == 1
-    assert "during training, on " in log and "evaluation during training: " not in log
+    assert "during training, on " in log
+    assert "evaluation during training: " not in log
     assert (stage(loop) / "log.txt").read_text().count("evaluation during training: ") == 1, "its cost is logged once"
     kept = {folder: {step_of(path) for path in committed(stage(folder) / "checkpoints")} for folder in (run, loop)}
     assert kept[run] >= {16, 32}, "a spare worker needs a commit"
@@ -106,14 +108,16 @@ def test_the_values_equal_those_of_the_loop_with_other_settings(options, run, se
     expected = evaluated(run)
     shutil.rmtree(stage(run))
     assert finish(run, *EVERY_16, *sets, *settings, SPARE, patch="spare_core") == 0, said(run)
-    assert where(run)[16] == "spare" and evaluated(run) == expected
+    assert where(run)[16] == "spare"
+    assert evaluated(run) == expected
 
 
 @pytest.mark.slow
 def test_without_a_spare_core_the_loop_evaluates_and_logs_the_cost(loop, run, sets) -> None:
     assert finish(run, *EVERY_16, *sets, SPARE, "cluster.cpus_per_worker=1") == 0, said(run)
     assert_same(run, loop)
-    assert evaluated(run) == evaluated(loop) and set(where(run).values()) == {"training"}
+    assert evaluated(run) == evaluated(loop)
+    assert set(where(run).values()) == {"training"}
     log = (stage(run) / "log.txt").read_text()
     assert log.count("% of the time; evaluate_on=spare, but nothing was spare") == 1
     assert not requested_steps(stage(run))
@@ -127,10 +131,13 @@ def test_an_evaluator_that_dies_or_hangs_does_not_affect_training(how, cause, lo
     stall = "pretrain.stall_s=6"
     assert finish(run, *EVERY_16, *sets, SPARE, stall, patch=f"evaluator_dies {how}") == 0, said(run)
     assert_same(run, loop)
-    assert evaluated(run) == evaluated(loop) and where(run)[16] == "spare"
+    assert evaluated(run) == evaluated(loop)
+    assert where(run)[16] == "spare"
     assert f"evaluate step 16: the spare worker failed ({cause}" in said(run), said(run)
-    assert "try 1 of 3" in said(run) and "restarting" not in said(run)
-    assert len(list(run.parent.glob("struck-*"))) == 1 and not (stage(run) / "incidents.txt").exists()
+    assert "try 1 of 3" in said(run)
+    assert "restarting" not in said(run)
+    assert len(list(run.parent.glob("struck-*"))) == 1
+    assert not (stage(run) / "incidents.txt").exists()
 
 
 @pytest.mark.slow
@@ -139,7 +146,8 @@ def test_an_evaluator_that_always_dies_is_given_up_with_a_message(loop, run, set
     assert_same(run, loop)
     assert evaluated(run)[40] == evaluated(loop)[40]
     failed = {record["step"] for record in read_metrics(stage(run), "evaluate_failed")}
-    assert 16 in failed and failed | evaluated(run).keys() == {16, 32, 40}
+    assert 16 in failed
+    assert failed | evaluated(run).keys() == {16, 32, 40}
     assert "evaluate step 16 FAILED on a spare worker (killed by SIGKILL)" in said(run), said(run)
 
 
@@ -159,7 +167,8 @@ def test_the_next_command_finishes_pending_evaluations(number, exit_code, loop, 
     os.kill(process.pid, number)
     process.join(60)
     assert process.exitcode == exit_code, said(run)
-    assert requested_steps(stage(run)) == [16, 32] and evaluated(run).keys() == {40}
+    assert requested_steps(stage(run)) == [16, 32]
+    assert evaluated(run).keys() == {40}
     assert exit_code != 75 or "but the evaluation of steps 16, 32 has not; run the same command again" in said(run)
     (run.parent / "go").touch()
     assert finish(run, *EVERY_16, *sets, SPARE, patch="slow_evaluator") == 0, said(run)
@@ -280,7 +289,8 @@ def test_only_the_two_newest_waiting_commits_are_evaluated_and_the_others_are_sk
     made.places.has_room = False
     made.commit(10, 20, 30)
     made.evaluations.poll()
-    assert made.places.evaluated == [] and requested_steps(tmp_path) == [20, 30]
+    assert made.places.evaluated == []
+    assert requested_steps(tmp_path) == [20, 30]
     assert not (made.attempt / async_evaluation.SPARE_FILE).exists(), "the loop must evaluate the next step itself"
     made.places.has_room = True
     for _ in range(3):
@@ -288,10 +298,12 @@ def test_only_the_two_newest_waiting_commits_are_evaluated_and_the_others_are_sk
     made.commit(40, 50, 60)
     for _ in range(3):
         made.evaluations.poll()
-    assert made.places.evaluated == [20, 30, 50, 60] and (made.attempt / async_evaluation.SPARE_FILE).exists()
+    assert made.places.evaluated == [20, 30, 50, 60]
+    assert (made.attempt / async_evaluation.SPARE_FILE).exists()
     expected = {step: "evaluate" for step in (20, 30, 50, 60)}
     assert made.answers() == {**expected, 10: "evaluate_skipped", 40: "evaluate_skipped"}
-    assert not made.answers() and not requested_steps(tmp_path)
+    assert not made.answers()
+    assert not requested_steps(tmp_path)
 
 
 def test_spikes_are_searched_in_order_and_the_samples_found_are_masked_once(tmp_path, monkeypatch) -> None:
@@ -373,7 +385,8 @@ def test_an_evaluation_is_retried_after_a_death_or_lost_resources_but_not_after_
     assert "try 1 of 3" in made.log_lines[1]
     made.commit(20)
     made.evaluations.poll()
-    assert made.answers() == {20: "evaluate_failed"} and (made.attempt / async_evaluation.SPARE_FILE).exists()
+    assert made.answers() == {20: "evaluate_failed"}
+    assert (made.attempt / async_evaluation.SPARE_FILE).exists()
     made.commit(30)
     for _ in range(3):
         made.evaluations.poll()
@@ -435,7 +448,8 @@ def test_a_thread_that_outlives_its_attempt_stays_stopped_and_gets_no_second_thr
         made.evaluations.end()
     first = made.evaluations.thread
     with made.during_attempt():
-        assert made.evaluations.thread is first and made.evaluations.has_ended.is_set()
+        assert made.evaluations.thread is first
+        assert made.evaluations.has_ended.is_set()
         has_answer.set()
         first.join(10)
         assert not first.is_alive(), "the next attempt must not clear its stop event"
@@ -453,7 +467,8 @@ def test_a_result_is_kept_until_its_record_is_written(tmp_path, monkeypatch) -> 
     with monkeypatch.context() as patched:
         patched.setattr(Telemetry, "_append", lambda *args: False)
         made.evaluations.report_records()
-    assert "could not report evaluation results" in made.log_lines[-1] and "step-0000000010.json" in made.log_lines[-1]
+    assert "could not report evaluation results" in made.log_lines[-1]
+    assert "step-0000000010.json" in made.log_lines[-1]
     made.evaluations.report_records()
     assert [record["step"] for record in read_metrics(tmp_path, "evaluate_skipped")] == [10]
     assert async_evaluation.records(tmp_path) == []
@@ -472,9 +487,11 @@ def test_on_ray_a_free_cpu_evaluates_with_the_same_values(run, sets) -> None:
     shutil.rmtree(stage(run))
     assert finish(run, *one, "cluster.backend=ray", SPARE) == 0, said(run)
     assert where(run) == {16: "spare", 32: "spare", 40: "training"}, said(run)
-    assert evaluated(run) == expected and step_losses(stage(run)) == losses
+    assert evaluated(run) == expected
+    assert step_losses(stage(run)) == losses
     assert (stage(run) / "weights.safetensors").read_bytes() == weights
-    assert not (stage(run) / "incidents.txt").exists() and "retried" not in said(run)
+    assert not (stage(run) / "incidents.txt").exists()
+    assert "retried" not in said(run)
 
 
 @pytest.mark.slow
@@ -518,7 +535,8 @@ def test_borrowed_ray_resources_are_returned_on_demand_and_a_dead_evaluator_is_r
 
         with pytest.raises(NoPlace):
             run_until("wanted", ask)
-        assert requests and ray.get(requests[0].ready(), timeout=20) is not None
+        assert requests
+        assert ray.get(requests[0].ready(), timeout=20) is not None
         assert not place.is_free()
         remove_placement_group(requests[0])
 
@@ -547,6 +565,8 @@ def test_borrowed_ray_resources_are_returned_on_demand_and_a_dead_evaluator_is_r
             assert time.monotonic() < deadline, "the CPUs are not all in use"
             time.sleep(0.1)
         place.has_training_ended = True
-        assert place.is_free() and place.take() and not place.is_wanted()
+        assert place.is_free()
+        assert place.take()
+        assert not place.is_wanted()
     finally:
         disconnect()

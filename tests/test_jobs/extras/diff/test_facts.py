@@ -17,7 +17,9 @@ pytestmark = pytest.mark.quick
         (Fact((1, 2), "the best of 1, 2"), Fact(2, "2"), True),
         (Fact(3, "3"), Fact((1, 2), "the best of 1, 2"), False),
         (Fact((1, 2), ""), Fact((1, 2), ""), True),
+        (Fact((1, 2), ""), Fact((2, 1), ""), True),
         (Fact((1, 2), ""), Fact((1, 3), ""), False),
+        (Fact([1, 2], ""), Fact([2, 1], ""), False),
     ],
 )
 def test_facts_are_equal_within_their_slack_or_if_one_of_several_values_matches(first, second, is_equal) -> None:

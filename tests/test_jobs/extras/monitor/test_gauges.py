@@ -24,11 +24,15 @@ DEPLOY = Path(__file__).parents[4] / "deploy" / "monitoring"
 def test_unknown_and_non_finite_values_have_no_gauge_and_is_finite_reports_them(tmp_path) -> None:
     message = StageReader(two_attempts(tmp_path)).read("waiting")
     values = values_of(replace(message, time=1060.0))
-    assert values["loss"] == 2.8410 and values["checkpoint_age_s"] == 120.0 and values["report_age_s"] == 60.0
+    assert values["loss"] == 2.8410
+    assert values["checkpoint_age_s"] == 120.0
+    assert values["report_age_s"] == 60.0
     assert (values["waiting"], values["restarts"], values["incidents"], values["is_finite"]) == (1.0, 1.0, 1.0, 1.0)
-    assert "mfu" not in values and "lr" not in values
+    assert "mfu" not in values
+    assert "lr" not in values
     values = values_of(replace(message, report={**REPORT, "loss": math.nan}))
-    assert values["is_finite"] == 0.0 and "loss" not in values
+    assert values["is_finite"] == 0.0
+    assert "loss" not in values
     assert set(values) <= {*OF_REPORT, *OF_DRIVER}
 
 

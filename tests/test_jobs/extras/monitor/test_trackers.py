@@ -137,7 +137,8 @@ def test_the_run_of_a_finished_stage_is_closed_after_all_records_are_sent(stage)
     tracker.show(StageReader(second).read("working"))
     tracker.show(StageReader(second).read("ended"))
     opened = ["open pretrain id-0 of code c0de", "close id-0", "open finetune id-2 of code c0de", "close id-2"]
-    assert listener.events == opened and listener.runs == {"id-0": list(range(1, 11)), "id-2": [1]}
+    assert listener.events == opened
+    assert listener.runs == {"id-0": list(range(1, 11)), "id-2": [1]}
 
 
 def test_records_are_sent_under_the_names_of_tensorboard() -> None:
@@ -178,7 +179,8 @@ def test_a_tracker_that_hangs_or_fails_costs_one_log_line(client, stage, monkeyp
     tracker.status(StageReader(stage).read("waiting"))
     time.sleep(0.3)
     tracker.close()
-    assert time.monotonic() - began < 5 and log == LOGGED[client]
+    assert time.monotonic() - began < 5
+    assert log == LOGGED[client]
     sys.modules.pop("wandb", None)
 
 
@@ -186,7 +188,8 @@ def test_a_missing_package_is_logged_with_the_command_to_install_it(monkeypatch)
     monkeypatch.setitem(sys.modules, "mlflow", None)  # as if it were not installed
     log: list[str] = []
     assert start_trackers(TrackersConfig(mlflow=MlflowConfig(uri="/nowhere")), log.append) == []
-    assert log[0].startswith("mlflow: ") and log[0].endswith("; the run continues without this tracker")
+    assert log[0].startswith("mlflow: ")
+    assert log[0].endswith("; the run continues without this tracker")
     assert "pip install 'patchline[trackers]'" in log[1]
 
 
@@ -255,7 +258,8 @@ def test_a_run_and_its_restart_are_one_mlflow_run(recipe, tmp_path, monkeypatch,
     assert sorted(sent) == sorted((record["step"], record["loss"]) for record in read_metrics(directory))
     params, tags = run.data.params, run.data.tags
     assert (params["config.optim.lr"], params["key"][:8]) == ("0.002", directory.name[-8:])
-    assert len(tags["patchline.code"]) == 64 and tags["mlflow.source.git.commit"] == tags["patchline.commit"]
+    assert len(tags["patchline.code"]) == 64
+    assert tags["mlflow.source.git.commit"] == tags["patchline.commit"]
     assert run.info.status == "FINISHED"
 
 
@@ -281,7 +285,8 @@ def test_a_run_and_its_restart_are_one_wandb_run(recipe, monkeypatch, capsys) ->
             values = {".".join(item.nested_key) or item.key: item.value_json for item in record.history.item}
             if "train/loss" in values:
                 sent.append((int(values["step"]), float(values["train/loss"])))
-    assert len(ids) == 1 and {len(code) for code in codes} == {64}
+    assert len(ids) == 1
+    assert {len(code) for code in codes} == {64}
     assert sent == [(record["step"], record["loss"]) for record in read_metrics(directory)]
 
 

@@ -79,7 +79,8 @@ def test_the_recipe_of_new_runs_unedited(kind, tmp_path, capsys):
     make, line, evaluated = KINDS[kind]
     campaign = new(make(tmp_path / "in put"))
     out = capsys.readouterr().out
-    assert line in out and "next: python -m jobs run recipe.yaml" in out
+    assert line in out
+    assert "next: python -m jobs run recipe.yaml" in out
     stage = campaign.stages[-1]
     assert stage.config.data.evaluate == evaluated
     assert main(["run", "recipe.yaml", *FEW]) == 0
@@ -120,7 +121,8 @@ def test_the_held_out_part_is_disjoint_and_has_its_share_of_every_class(tmp_path
     for name in ("train", "held-out"):
         index = load_index(next(tmp_path.glob(f"runs/*/parts-*/{name}")))
         parts[name] = [key for number in range(len(index.shards)) for key in index.keys(number)]
-    assert len(parts["train"]) == 240 and len(parts["held-out"]) == 60
+    assert len(parts["train"]) == 240
+    assert len(parts["held-out"]) == 60
     assert sorted(parts["train"] + parts["held-out"]) == sorted(label_of_key)
     of_all = Counter(label_of_key.values())
     for name, count in Counter(label_of_key[key] for key in parts["held-out"]).items():
@@ -134,7 +136,8 @@ def test_weights_are_fine_tuned_with_a_new_head(tmp_path, capsys):
     folder = class_folders(tmp_path / "input", three_digits())
     campaign = new(folder, "--init", "weights")
     (stage,) = [stage for stage in campaign.stages if stage.kind.trains]
-    assert stage.name == "finetune" and stage.model == models.config_of("mu/8", 16, 3)
+    assert stage.name == "finetune"
+    assert stage.model == models.config_of("mu/8", 16, 3)
     assert (
         main(["run", "recipe.yaml", "cluster.workers=1", "finetune.steps=2", "finetune.optim.schedule.warmup_steps=1"])
         == 0
@@ -145,7 +148,8 @@ def test_weights_are_fine_tuned_with_a_new_head(tmp_path, capsys):
         (["--init", "weights", "--model", "S/16"], "omit --model"),
     ):
         assert main(["new", str(folder), "--output", "other.yaml", *words]) != 0
-        assert message in capsys.readouterr().err and not Path("other.yaml").exists()
+        assert message in capsys.readouterr().err
+        assert not Path("other.yaml").exists()
 
 
 def test_a_linear_probe_is_evaluated_with_the_recorded_preprocessing(transformers, tmp_path, capsys):
@@ -161,7 +165,8 @@ def test_a_linear_probe_is_evaluated_with_the_recorded_preprocessing(transformer
     assert main(["run", "recipe.yaml"]) == 0
     printed = capsys.readouterr().out
     assert "preprocessing resize_pillow(40, 'bicubic')|central_crop(32) (recorded with the weights)" in printed
-    assert re.search(r"logistic +[\d.]+", printed) and not list(tmp_path.glob("runs/*/*/checkpoints"))
+    assert re.search(r"logistic +[\d.]+", printed)
+    assert not list(tmp_path.glob("runs/*/*/checkpoints"))
 
 
 def test_imported_weights_are_fine_tuned_with_settings_of_their_kind(transformers, tmp_path):
@@ -172,7 +177,8 @@ def test_imported_weights_are_fine_tuned_with_settings_of_their_kind(transformer
     (stage,) = [stage for stage in campaign.stages if stage.kind.trains]
     optim = stage.config.optim
     expected = 3e-5 * (stage.config.batch_size / 512) ** 0.5  # WiSE-FT
-    assert (optim.name, optim.weight_decay) == ("adam", 0.1) and optim.lr == pytest.approx(expected, rel=0.1)
+    assert (optim.name, optim.weight_decay) == ("adam", 0.1)
+    assert optim.lr == pytest.approx(expected, rel=0.1)
     assert stage.config.data.preprocess == "resize_pillow(32, 'bicubic')|central_crop(32)"
     assert "WiSE-FT" in Path("recipe.yaml").read_text()
 
@@ -246,7 +252,12 @@ def test_odd_folders_are_read_or_refused_with_advice(tmp_path, capsys):
             "日本 犬 8",
         ),
         ("one-each", {f"{name}/1.jpg": grey for name in "abcdefghijkl"}, 0, "most classes have too few images"),
-        ("corrupt", {**several, "a/9.jpg": cut}, 0, "1 of 17 opened images cannot be read: 1 × truncated, first "),
+        (
+            "corrupt",
+            {**several, "a/9.jpg": cut},
+            0,
+            "1 of 17 opened images cannot be read: 1 × truncated; the first is ",
+        ),
         ("wrapped/deep/photos", {f"train/{name}": content for name, content in several.items()}, 0, "16 images of 2"),
         ("gifs", {**several, "a/x.gif": b"GIF"}, 0, "1 × .gif: excluded, because they are not jpg, jpeg, png, webp"),
         (
@@ -347,7 +358,8 @@ def test_the_recipe_shows_commands_as_the_user_typed_them(tmp_path, monkeypatch)
         monkeypatch.setattr("sys.argv", [program])
         new(folder)
         comments = Path("recipe.yaml").read_text().splitlines()[:2]
-        assert f"written by `{typed} new` for" in comments[0] and comments[1].startswith(f"#   {typed} run recipe.yaml")
+        assert f"written by `{typed} new` for" in comments[0]
+        assert comments[1].startswith(f"#   {typed} run recipe.yaml")
         Path("recipe.yaml").unlink()
 
 
@@ -373,7 +385,7 @@ def test_each_recipe_has_a_run_of_its_own(tmp_path, capsys):
     assert main(["new", str(folder), "--minutes", "0.01"]) == 0
     # The default name of the second recipe is that of the first, which is not overwritten.
     assert main(["new", str(mine), "--minutes", "0.01"]) == 64
-    assert "mine.yaml exists already" in capsys.readouterr().err
+    assert "mine.yaml already exists" in capsys.readouterr().err
     assert main(["new", str(mine), "--output", "other.yaml", "--minutes", "0.01"]) == 0
     Path("runs/third").mkdir(parents=True)
     assert main(["new", str(mine), "--output", "third.yaml", "--minutes", "0.01"]) == 0

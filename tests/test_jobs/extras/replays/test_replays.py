@@ -166,14 +166,16 @@ def test_every_command_has_the_expected_exit_code(folder: Path) -> None:
     assert codes == expected
     assert not list((folder / "run").glob("audit*"))
     # Replays write no page: nobody would look at it, and it would take a fifth of the time.
-    assert (folder / "flipped" / "steps-6-10").is_dir() and not list(folder.glob("flipped/*/report.html"))
+    assert (folder / "flipped" / "steps-6-10").is_dir()
+    assert not list(folder.glob("flipped/*/report.html"))
 
 
 def test_without_an_empty_list_the_run_is_reproduced(folder: Path) -> None:
     weights = [(stage(folder / run) / "weights.safetensors").read_bytes() for run in ("run", "none")]
     assert weights[0] == weights[1]
     record = artifacts.read_record(folder / "none" / "audit.json")
-    assert record["equals_run"] and record["metrics"] == record["metrics_with"]
+    assert record["equals_run"]
+    assert record["metrics"] == record["metrics_with"]
 
 
 def test_a_run_without_samples_equals_a_run_that_never_saw_them(folder: Path) -> None:
@@ -210,7 +212,8 @@ def test_a_flipped_bit_is_located_by_step_worker_and_parameter(folder: Path) -> 
 
 def test_a_step_without_a_spike_blames_no_sample(folder: Path) -> None:
     record = artifacts.read_record(folder / "run-bisect" / "step-12" / "bisect.json")
-    assert not record["is_spike"] and record["samples"] == []
+    assert not record["is_spike"]
+    assert record["samples"] == []
     text = (folder / f"{list(COMMANDS).index('no spike')}.log").read_text()
     assert "agrees with the record bit for bit" in text
 
@@ -223,10 +226,14 @@ def test_the_page_of_the_run_shows_the_results_of_its_replays(folder: Path) -> N
     audits = "\n".join(remarks["audit"])
     assert "steps 11 to 15: equal in 5 losses and gradient norms" in audits
     flipped = "steps 6 to 10: silent corruption from step 8 on, first in the gradient of worker 1; largest difference "
-    assert flipped in audits and f" in {FLIPPED}" in audits.partition(flipped)[2].partition("\n")[0]
+    assert flipped in audits
+    assert f" in {FLIPPED}" in audits.partition(flipped)[2].partition("\n")[0]
     without = "\n".join(remarks["without"])
-    assert "2 of 1,442 samples, first used in step 7" in without and "are equal to the run's, bit for bit" in without
-    assert "step 12 from commit 10, loss compared with" in remarks["bisect"][0] and "no spike" in remarks["bisect"][0]
+    assert "2 of 1,442 samples, first used in step 7" in without
+    assert "are equal to the run's, bit for bit" in without
+    assert "step 12 from commit 10, loss compared with" in remarks["bisect"][0]
+    assert "no spike" in remarks["bisect"][0]
     assert not Album(with_replay=False).replays(read_run(folder / "start")), "the replays belong to another run"
     page = write_report([folder / "run"], folder / "page.html", with_replay=False).read_text()
-    assert "Replayed steps" in page and flipped in page
+    assert "Replayed steps" in page
+    assert flipped in page

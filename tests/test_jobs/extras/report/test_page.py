@@ -194,7 +194,8 @@ def test_on_a_phone_no_table_is_cut_and_no_word_is_broken(restarted, tmp_path, s
                 browser.open(file, width=width)
                 browser.value("document.querySelectorAll('details').forEach(part => part.open = true)")
                 assert browser.value("document.documentElement.scrollWidth") <= width
-                assert browser.value(BROKEN) == [] and browser.value(CUT) == 0
+                assert browser.value(BROKEN) == []
+                assert browser.value(CUT) == 0
         assert "another $run$ of a name" in browser.value("document.querySelector('svg').textContent")
 
 
@@ -283,7 +284,8 @@ def test_two_parts_of_a_set_are_shown_with_their_folders_rules_and_samples(tmp_p
         assert of_set[2:4] == ["10", f"parts-1a2b3c4d/{of_run}"]
         assert of_set[4].startswith(f"part {part}, seed 0 of {shards / 'train'}, in 15 tars, ")
     # A fifth of each of the ten classes of digits is held out.
-    assert sum(samples) == 1442 and abs(samples[1] - 1442 / 5) <= 10
+    assert sum(samples) == 1442
+    assert abs(samples[1] - 1442 / 5) <= 10
 
 
 @pytest.mark.parametrize("name", ["stage.json", "task.json", "metrics.jsonl", artifacts.EXAMPLES, "incidents.txt"])
@@ -316,10 +318,12 @@ def test_a_run_and_a_set_in_a_store_are_shown_like_local_ones(tmp_path, shards, 
         during_run = write_report([tmp_path / "local"], tmp_path / "during.html", with_replay=False).read_text()
     text = (tmp_path / "page.html").read_text()
     pixels = decode(ShardReader(index).read(0, 7)[1])
-    assert str(jpeg(pixels)) in text and str(jpeg(pixels)) not in during_run
+    assert str(jpeg(pixels)) in text
+    assert str(jpeg(pixels)) not in during_run
     assert "the images are in an object store; to show them, type python -m jobs report " in during_run
     assert "patchline-run-" not in text, "the temporary copy no longer exists when the page is read"
-    assert "not a JPEG" in text and "Running since" in text
+    assert "not a JPEG" in text
+    assert "Running since" in text
 
 
 def test_sweeps_evaluations_and_analyses_are_shown(restarted, tmp_path):
@@ -348,11 +352,14 @@ def test_sweeps_evaluations_and_analyses_are_shown(restarted, tmp_path):
     text = write_report([restarted.parent], tmp_path / "page.html", with_replay=False).read_text()
     shown = Tables(text)
     assert shown.row("optim.lr=0.01") == ["optim.lr=0.01", "91.23%", "90.12% to 92.34%", "± 0.45%", "3"]
-    assert shown.row("optim.lr=0.3")[1] == "diverged" and "Chosen: optim.lr=0.01" in shown.text
-    assert 'aria-label="grid: accuracy, 95 %"' in text and 'aria-label="training loss of the runs"' in text
+    assert shown.row("optim.lr=0.3")[1] == "diverged"
+    assert "Chosen: optim.lr=0.01" in shown.text
+    assert 'aria-label="grid: accuracy, 95 %"' in text
+    assert 'aria-label="training loss of the runs"' in text
     assert shown.row("test", "top-1")[2:] == ["87.65%", "85.00% to 90.00%", "1,234"]
     assert "runs/digits/finetune, 2 images" in shown.text
-    assert 'alt="attention.png"' in text and 'alt="inside.png"' in text
+    assert 'alt="attention.png"' in text
+    assert 'alt="inside.png"' in text
 
 
 RECIPE = """
@@ -385,7 +392,8 @@ def test_a_run_updates_its_page_and_a_comparison_finds_the_first_different_step(
     first = run(tmp_path, shards, 0.01)
     assert f"page: {first / 'report.html'}" in capsys.readouterr().out
     shown = Tables((first / "report.html").read_text())
-    assert "Done. pretrain accuracy" in shown.text and "most confident errors first" in shown.text
+    assert "Done. pretrain accuracy" in shown.text
+    assert "most confident errors first" in shown.text
     (folder,) = first.glob("pretrain-*")
 
     # The predictions equal those of the exported weights, computed by a plain forward pass.
@@ -426,8 +434,10 @@ def test_a_run_updates_its_page_and_a_comparison_finds_the_first_different_step(
     mistakes = [example["confidence"] for example in examples if example["predicted"] not in example["labels"]]
     hits = [example["confidence"] for example in examples if example["predicted"] in example["labels"]]
     assert is_wrong == sorted(is_wrong, reverse=True)
-    assert mistakes == sorted(mistakes, reverse=True) and hits == sorted(hits, reverse=True)
-    assert len(examples) == 32 and 0 < len(mistakes) <= 24
+    assert mistakes == sorted(mistakes, reverse=True)
+    assert hits == sorted(hits, reverse=True)
+    assert len(examples) == 32
+    assert 0 < len(mistakes) <= 24
 
     # The batch of a spike is the batch in the sample order.
     add(folder, {**SPIKE, "step": 5})

@@ -23,7 +23,8 @@ def test_the_page_is_updated_at_evaluations_but_not_at_every_poll(tmp_path, monk
         watcher.show(SimpleNamespace(stage="pretrain", report={}, evaluation=evaluation, incidents=0))
     assert len(written) == 3
     watcher.ended()
-    assert len(written) == 4 and lines == [f"page: {tmp_path / 'report.html'}"]
+    assert len(written) == 4
+    assert lines == [f"page: {tmp_path / 'report.html'}"]
     watcher.close()
     monkeypatch.setenv(page_watcher.SWITCH, "off")
     watcher = PageWatcher()

@@ -42,5 +42,6 @@ def test_the_axes_equal_those_of_table_6(tmp_path):
     assert rates == pytest.approx([4096 * steps / 90, 4096 * steps / 270])
     assert axes["images_per_s"] == pytest.approx(sum(rates) / 2)
     heading = "parameters GMACs exaFLOPs samples steps seconds images/s"
-    assert log[-2].split() == heading.split() and log[-1].split()[:4] == ["pretrain", "99.9M", "17.58", "223.7"]
+    assert log[-2].split() == heading.split()
+    assert log[-1].split()[:4] == ["pretrain", "99.9M", "17.58", "223.7"]
     assert (loaded.directory(loaded.stage("pretrain")) / "report.txt").read_text().splitlines()[-2:] == log[-2:]

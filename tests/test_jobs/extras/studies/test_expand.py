@@ -1,14 +1,17 @@
 """A sweep expands to the sections and names that a user would write by hand."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from data.errors import ConfigError
-from jobs.extras.studies.expand import expand
+from jobs.extras.studies.expand import SweepConfig, expand
+from jobs.extras.studies.table import TableConfig
 from jobs.extras.submit.portable import portable
 from jobs.resolved_recipe import Sections, StageSection
+from pipeline.config import resume_tags
 from pipeline.recipe import read_recipe
 from tests.support.campaigns import KINDS
 
@@ -101,7 +104,8 @@ def test_another_model_in_each_does_not_inherit_the_fields_of_the_first():
     each["bit"] = {"model": {"name": "BiT-R50x1", "classes": 5}}
     stages = expanded({"p": {"kind": "pretrain", "model": model, "sweep": {"each": each}}})
     models = {name: stage.values.get("model") for name, stage in stages.items()}
-    assert models["p.vit"] == models["p.same"] == model and models["p.deep"] == {**model, "depth": 5}
+    assert models["p.vit"] == models["p.same"] == model
+    assert models["p.deep"] == {**model, "depth": 5}
     assert models["p.bit"] == {"name": "BiT-R50x1", "image_size": 16, "classes": 5}
 
 
@@ -133,7 +137,8 @@ def test_a_chain_of_sweeps_expands_to_the_stages_written_by_hand():
     assert stages["evaluate.small.seed-0.cats"].values == {"kind": "evaluate", "init": "@finetune.small.seed-0.cats"}
     rows = [(run["row"], run["seed"]) for run in stages["evaluate"].values["runs"].values()]
     assert rows[:4] == [("small, cats", 0), ("small, dogs", 0), ("small, cats", 1), ("small, dogs", 1)]
-    assert stages["evaluate"].values["best"] == "top-1" and not stages["evaluate"].values["chooses"]
+    assert stages["evaluate"].values["best"] == "top-1"
+    assert not stages["evaluate"].values["chooses"]
     assert recipe["resize"]["init"] == "@pretrain.*", "the recipe must not be modified"
 
 
@@ -181,7 +186,7 @@ def test_each_run_of_a_chain_chooses_separately_and_the_table_has_the_values_of_
         ),
         (
             {"p": {"sweep": {"seeds": [0]}}, "q": {"sweep": {"seeds": [1]}}, "f": {"init": "@p.*", "data": "@q.*/x"}},
-            "f reads the runs of p, q, which have different suffixes: seed-0; seed-1",
+            "f reads the runs of several sweeps, p, q, whose runs have different names: seed-0; seed-1",
         ),
     ],
 )
@@ -200,7 +205,7 @@ def test_an_impossible_chain_is_refused(sections, message):
         ({"grid": {"lr": []}}, "p.sweep.grid.lr is [], expected a list of values"),
         ({"grid": {"lr": [1, 1]}}, "p.sweep.grid.lr has 1 twice"),
         ({"grid": {"lr": ["a/b", "a b"]}}, "p.sweep.grid: two runs would have the same name lr-a_b"),
-        ({"grid": {"a.lr": [1], "a": {"lr": [2]}}}, "p.sweep.grid has a.lr twice: as a.lr and in a section"),
+        ({"grid": {"a.lr": [1], "a": {"lr": [2]}}}, "p.sweep.grid has a.lr twice: as a dotted key and in a section"),
         ({"grid": {"kind.lr": [1]}}, "p.sweep sets kind.lr, but kind is 'pretrain', not a section"),
         ({"seeds": [1, 1]}, "p.sweep: seeds has 1 twice"),
         ({"held_out": {"init": "x"}, "seeds": [1]}, "held_out needs a grid: add grid, or remove held_out"),
@@ -258,4 +263,10 @@ def test_paths_in_a_sweep_become_absolute_in_a_submitted_job(tmp_path):
     ]
     for path in ("/home/me/shards/cars", "/home/me/shards/some", "/home/me/weights/a", "/home/me/shards/rest"):
         assert path in text
-    assert "'@pretrain'" in text and "- /b\n" in text
+    assert "'@pretrain'" in text
+    assert "- /b\n" in text
+
+
+@pytest.mark.parametrize("kind", [SweepConfig, TableConfig])
+def test_every_field_has_a_resume_tag(kind):
+    assert set(resume_tags(kind)) == {field.name for field in dataclasses.fields(kind)}

@@ -79,10 +79,13 @@ def test_rows_take_x_from_their_parent_row_and_the_papers_values_are_added(table
     (h14,) = [row for row in rows if row["row"] == "ViT-H/14 14ep"]
     assert (h14["x"], h14["y"]) == ("4262.0", "0.8808")
     text = (folder / "figure.md").read_text()
-    assert "| pets | S-16, pets | 224 | 0.875 |" in text and "*small*" in text and "paper: Dosovitskiy" in text
+    assert "| pets | S-16, pets | 224 | 0.875 |" in text
+    assert "*small*" in text
+    assert "paper: Dosovitskiy" in text
     assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
     svg = (folder / "figure.svg").read_text()
-    assert "table 6</text>" in svg and ">small</text>" in svg
+    assert "table 6</text>" in svg
+    assert ">small</text>" in svg
 
 
 def test_means_over_rows_are_drawn_if_rows_selects_them(tables, tmp_path):
@@ -171,7 +174,7 @@ def test_a_law_planted_in_a_table_is_recovered_in_the_figure(sizes, tmp_path):
         ({"paper": {"table": "table 60", "x": "row", "y": "5shot"}}, "paper.table is table 60; did you mean 'table 6"),
         (
             {"paper": {"table": "table 8", "x": "row", "y": "top-1"}},
-            "which table 8 does not contain\n  expected 5shot, row",
+            "but table 8 has no such column\n  expected 5shot, row",
         ),
         ({"tables": {}}, "figure.tables is empty"),
     ],

@@ -113,7 +113,8 @@ def test_a_grid_without_held_out_is_labelled_as_chosen_on_test(
     recipe.write_text("".join(line for line in text.splitlines(True) if "held_out:" not in line))
     assert main(["run", str(recipe), "finetune.sweep.seeds=[0]"]) == 0
     out = capsys.readouterr().out
-    assert "finetune, in %, chosen on test" in out and ", the best of 2, chosen on test" in out
+    assert "finetune, in %, chosen on test" in out
+    assert ", the best of 2, chosen on test" in out
     (record,) = (tmp_path / "run").glob("finetune-*/sweep.json")
     assert json.loads(record.read_text())["chosen_on_test"] is True
     # Without a grid nothing is chosen.
@@ -191,7 +192,8 @@ def test_plan_counts_class_folders_and_cores_before_training(tmp_path: Path, cap
     gpu = ["cluster.workers=1", "cluster.backend=ray", "cluster.gpus_per_worker=1", "pretrain.precision=bf16"]
     assert main(["plan", str(recipe), "--without-data", "pretrain.model.classes=4", *gpu]) == 0
     out = capsys.readouterr().out
-    assert "for such a small model, decoding is the limit" in out and "type pretrain.data.processes" not in out
+    assert "for such a small model, decoding is the limit" in out
+    assert "type pretrain.data.processes" not in out
 
 
 @pytest.mark.parametrize("most", [2, 3, 7])

@@ -95,8 +95,10 @@ def test_runs_without_metrics_have_a_table_of_their_axes_and_share_common_stages
     for size in (16, 24):
         finish(loaded, f"resize.image_size-{size}", 0.0, kept=1)
     document, log = make_table(loaded, "resize")
-    assert document["chosen"] == {} and list(document["rows"]) == ["image_size=16", "image_size=24"]
-    assert log[0].strip() == "resize" and log[-3].split() == ["parameters", "GMACs"]
+    assert document["chosen"] == {}
+    assert list(document["rows"]) == ["image_size=16", "image_size=24"]
+    assert log[0].strip() == "resize"
+    assert log[-3].split() == ["parameters", "GMACs"]
     assert "diverged" not in "".join(log)
     assert artifacts.read_done(loaded.directory(loaded.stage("resize")))["summary"] == "2 runs in 2 rows"
     # Five more positions of width 32: from 2 × 2 and the class token to 3 × 3 and the class token.
@@ -219,7 +221,8 @@ def test_the_first_of_equal_rows_wins_and_a_diverged_row_is_excluded(protocol):
     assert document["runs"][0]["diverged"] == "5 steps in a row were not finite"
     assert [run["key"] for run in document["runs"]] == [stage.key for stage in loaded.stages[1:5]]
     assert log[0].startswith("finetune.grid: finetune.lr-0.1 has diverged: 5 steps")
-    assert log[2].endswith("-   diverged") and log[4].endswith("75.00   best")
+    assert log[2].endswith("-   diverged")
+    assert log[4].endswith("75.00   best")
 
 
 def test_if_all_runs_diverged_nothing_is_chosen_and_a_mean_needs_all_runs(protocol):
@@ -249,16 +252,19 @@ def test_a_table_uses_the_best_evaluation_of_each_run_if_configured(protocol):
         artifacts.write_record(folder / "done.json", done)
     document, log = make_table(loaded, "finetune.grid")
     assert document["chosen"] == {"optim.lr": 0.01}
-    assert document["evaluation"] == "best" and document["runs"][0]["steps"] == {"accuracy": 8, "5shot": 4}
+    assert document["evaluation"] == "best"
+    assert document["runs"][0]["steps"] == {"accuracy": 8, "5shot": 4}
     assert log[0].startswith("finetune.grid, in %, best evaluation of each run (chosen on the evaluation set)")
     assert log[1].split()[:3] == ["optim.lr=0.01", "75.00", "10.00"]
     # With the last evaluations of the same runs: another table with another key.
     loaded = load(protocol, [])
     document, _ = make_table(loaded, "finetune.grid")
-    assert document["chosen"] == {"optim.lr": 0.1} and document["runs"][0]["steps"] == {}
+    assert document["chosen"] == {"optim.lr": 0.1}
+    assert document["runs"][0]["steps"] == {}
     with pytest.raises(ConfigError) as error:
         load(protocol, ["finetune.sweep.evaluation=bset"])
-    assert "evaluation" in str(error.value) and "best" in str(error.value)
+    assert "evaluation" in str(error.value)
+    assert "best" in str(error.value)
     with pytest.raises(ConfigError) as error:
         varies = "sweep: {each: {b: null}, best: top-1, evaluation: best}"
         load(protocol, ["e={kind: evaluate, init: x, sets: {a: {test: y}}, protocols: [top-1], " + varies + "}"])
@@ -291,7 +297,8 @@ def test_means_and_deviations_equal_those_of_numpy_over_rows_groups_and_seeds(tm
     for row, task in enumerate(("cars", "dogs", "dots")):
         values = document["rows"][task]["accuracy"]
         assert values["mean"] == pytest.approx(accuracies[row].mean(), rel=1e-12)
-        assert values["sd"] == pytest.approx(accuracies[row].std(ddof=1), rel=1e-12) and values["runs"] == 3
+        assert values["sd"] == pytest.approx(accuracies[row].std(ddof=1), rel=1e-12)
+        assert values["runs"] == 3
     for group, rows in (("natural of 2", [0, 1]), ("structured of 1", [2]), ("mean of 3", [0, 1, 2])):
         repeats = accuracies[rows].mean(axis=0)
         values = document["means"][group]["accuracy"]
@@ -330,7 +337,8 @@ def test_a_row_of_several_evaluated_runs_has_an_interval_over_runs_draws_and_sam
     of_runs = right.reshape(3, -1).mean(1)
     assert (entry["mean"], entry["sd"]) == pytest.approx((of_runs.mean(), of_runs.std(ddof=1)))
     low, high = over_draws(right)
-    assert entry["interval"] == [low, high] and low < of_runs.mean() < high
+    assert entry["interval"] == [low, high]
+    assert low < of_runs.mean() < high
     cells = [f"[{100 * low:.2f},", f"{100 * high:.2f}]", "±", f"{100 * entry['sd']:.2f}"]
     assert log[0].split()[-5:] == ["accuracy", "95", "%", "±", "sd"]
     assert log[1].split()[1:] == [f"{100 * of_runs.mean():.2f}", *cells]
@@ -349,7 +357,9 @@ def test_runs_evaluated_on_different_samples_have_no_common_interval(protocol, d
         write_evaluation(folder, right[1], missing=1)
     document, log = make_table(loaded, "finetune")
     entry = document["rows"]["finetune"]["accuracy"]
-    assert entry["interval"] is None and entry["sd"] == 0.0 and "95 %" not in log[0]
+    assert entry["interval"] is None
+    assert entry["sd"] == 0.0
+    assert "95 %" not in log[0]
 
 
 def test_done_json_contains_the_digest_of_the_tables_record(protocol):
@@ -446,7 +456,9 @@ def test_a_killed_sweep_resumes_and_ends_like_an_undisturbed_one(protocol, tmp_p
     capsys.readouterr()
     assert main(["run", str(protocol)]) == 0
     out = capsys.readouterr().out
-    assert "finetune.grid: skipped" in out and "finetune.seed-0: skipped" in out and "finetune.lr-0.1: skipped" in out
+    assert "finetune.grid: skipped" in out
+    assert "finetune.seed-0: skipped" in out
+    assert "finetune.lr-0.1: skipped" in out
     for name in ("finetune.grid", "finetune"):
         folder = loaded.directory(loaded.stage(name)).name
         documents = [json.loads((tmp_path / run / folder / "sweep.json").read_text()) for run in ("run", "undisturbed")]
@@ -454,7 +466,8 @@ def test_a_killed_sweep_resumes_and_ends_like_an_undisturbed_one(protocol, tmp_p
     assert main(["status", str(tmp_path / "run")]) == 0
     lines = capsys.readouterr().out
     chosen = documents[0]["runs"][0]["values"]["optim.lr"]
-    assert lines.count(f"(optim.lr={chosen})") == 3 and "finetune.lr-0.01-" in lines
+    assert lines.count(f"(optim.lr={chosen})") == 3
+    assert "finetune.lr-0.01-" in lines
 
 
 @pytest.mark.slow  # ten stages on 12,000 images
@@ -482,4 +495,5 @@ def test_cifar10_goes_from_tars_to_one_table_with_intervals(tmp_path, capsys):
     sizes = {name: record["samples"] for name, record in (loaded.done(parts) or {})["sets"].items()}
     assert sizes == {"most": 9_000, "held-out": 1_000}
     out = capsys.readouterr().out
-    assert "evaluate, in %" in out and "finetune, in %" in out
+    assert "evaluate, in %" in out
+    assert "finetune, in %" in out

@@ -86,7 +86,9 @@ def test_a_list_without_jobs_says_so(dashboard, capsys) -> None:
 def test_job_is_found_by_its_run_followed_and_stopped_with_time_to_commit(dashboard, checkout, capsys) -> None:
     command = [sys.executable, "-c", TRAIN]
     job = submission.submit("/runs/digits", command, root=checkout)
-    assert job.alive and job.id.startswith("digits-001-") and job.run == "/runs/digits"
+    assert job.alive
+    assert job.id.startswith("digits-001-")
+    assert job.run == "/runs/digits"
     assert f"{dashboard}/#/jobs/{job.id}" in capsys.readouterr().out
     with pytest.raises(RunOwned, match=f"owned by job {job.id}"):
         submission.submit("/runs/digits", command, root=checkout)
@@ -101,18 +103,21 @@ def test_job_is_found_by_its_run_followed_and_stopped_with_time_to_commit(dashbo
     # The list shows the last complete line of the driver's output.
     assert main(["list"]) == 0
     first, second, *_ = capsys.readouterr().out.splitlines()
-    assert first.startswith("RUNNING ") and first.endswith(f"  /runs/digits  ({job.id})")
+    assert first.startswith("RUNNING ")
+    assert first.endswith(f"  /runs/digits  ({job.id})")
     assert second.strip() == "step 1 {braces}"
     assert submission.stop("/runs/digits").status == "STOPPED"
     follower.join(30)
-    assert "committed" in "".join(printed) and "INFO" not in "".join(printed)
+    assert "committed" in "".join(printed)
+    assert "INFO" not in "".join(printed)
     assert main(["logs", "/runs/digits"]) == 75
 
     again = submission.submit("/runs/digits", [sys.executable, "-c", "1/0"], root=checkout)
     assert again.id.startswith("digits-002-")
     assert [job.id for job in submission.list_jobs() if job.run == "/runs/digits"] == [again.id, job.id]
     ended = submission.logs("/runs/digits", write=printed.append)
-    assert (ended.status, ended.exit_code) == ("FAILED", 1) and "ZeroDivisionError" in "".join(printed)
+    assert (ended.status, ended.exit_code) == ("FAILED", 1)
+    assert "ZeroDivisionError" in "".join(printed)
 
 
 def test_pending_job_can_be_stopped(dashboard) -> None:
@@ -173,9 +178,11 @@ def test_two_submitted_campaigns_share_a_cluster_and_are_both_listed(dashboard, 
     capsys.readouterr()
     until(f"held: {workers} CPUs by {low}", ["list"])
     lines = said.splitlines()
-    assert lines[0].startswith("RUNNING ") and f"  {low}" in lines[0]
+    assert lines[0].startswith("RUNNING ")
+    assert f"  {low}" in lines[0]
     assert "step " in lines[1]
-    assert lines[2].startswith("PENDING ") and f"  {high}" in lines[2]
+    assert lines[2].startswith("PENDING ")
+    assert f"  {high}" in lines[2]
     assert f"room for 0 of {workers} workers of 1 CPUs; held: {workers} CPUs by {low}" in lines[3]
     # The holder of the places commits and ends; the waiting campaign gets them.
     assert submission.stop(str(low)).status == "STOPPED"
@@ -247,7 +254,8 @@ def test_submission_is_retried_until_a_new_head_accepts_jobs(monkeypatch, capsys
             raise RuntimeError(answer)
         return "digits-001"
 
-    assert submission._submit_when_possible(submit_job) == "digits-001" and len(asked) == 3
+    assert submission._submit_when_possible(submit_job) == "digits-001"
+    assert len(asked) == 3
     said = capsys.readouterr().out
     assert said == "waiting up to 300 s for the head's agent, which runs jobs, to start\n"
     asked.clear()
@@ -322,9 +330,8 @@ def test_submit_wait_follows_a_live_job_and_ends_with_its_exit_code(tmp_path, mo
     monkeypatch.setattr(submission, "LOOK_EVERY_S", 0.1)
     assert main(["submit", "digits", f"run={run}", "--wait"]) == 65
     printed = capsys.readouterr().out
-    assert "job x-001 is already running this recipe (RUNNING, started " in printed and printed.endswith(
-        "step 1\nstep 2\n"
-    )
+    assert "job x-001 is already running this recipe (RUNNING, started " in printed
+    assert printed.endswith("step 1\nstep 2\n")
 
 
 def test_submit_refuses_a_run_whose_driver_is_not_a_job(tmp_path, monkeypatch, capsys) -> None:
@@ -436,13 +443,15 @@ def test_equivalent_command_submits_the_same_job(checkout, monkeypatch, capsys) 
     submission.submit("/runs/x", ["python", "-m", "jobs", "a={b}"], environment={"A": "b c"}, root=checkout)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("equivalent command: ")]
     words = shlex.split(line.removeprefix("equivalent command: "))
-    assert words[:3] == ["ray", "job", "submit"] and words[-4:] == ["python", "-m", "jobs", "a={b}"]
+    assert words[:3] == ["ray", "job", "submit"]
+    assert words[-4:] == ["python", "-m", "jobs", "a={b}"]
     options = dict(zip(words[3:-5:2], words[4:-5:2], strict=True))
     (request,) = requests
     del request["runtime_env"]["working_dir"]
     assert json.loads(options["--runtime-env-json"]) == request["runtime_env"]
     assert request["runtime_env"]["env_vars"]["A"] == "b c"
-    assert options["--submission-id"] == request["submission_id"] and request["submission_id"].startswith("x-001-")
+    assert options["--submission-id"] == request["submission_id"]
+    assert request["submission_id"].startswith("x-001-")
     assert json.loads(options["--metadata-json"]) == request["metadata"] == {"job_name": "x", "run": "/runs/x"}
 
 

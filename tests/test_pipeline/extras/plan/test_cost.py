@@ -46,13 +46,12 @@ def test_rate_is_measured_interpolated_or_assumed_constant_per_worker():
     assert rate_on(2, [TRIAL, large]).images_per_s == 200.0
     assert rate_on(2, [TRIAL, large]).source == "measured 2030-01-01"
     between = rate_on(8, [TRIAL, large])
-    assert (
-        between.images_per_s == pytest.approx(640.0)
-        and between.source == "interpolated between trials on 2 and 32 workers"
-    )
+    assert between.images_per_s == pytest.approx(640.0)
+    assert between.source == "interpolated between trials on 2 and 32 workers"
     beyond = rate_on(64, [TRIAL, large])
     assert beyond.images_per_s == pytest.approx(3840.0)
-    assert beyond.source == "assuming the same images/s per worker as on 32 workers" and beyond.trial is large
+    assert beyond.source == "assuming the same images/s per worker as on 32 workers"
+    assert beyond.trial is large
     assert rate_on(8, [TRIAL]).images_per_s == pytest.approx(800.0)
     one = dataclasses.replace(TRIAL, world=1, images_per_s=110.0)
     assert rate_on(4, [one]).source == "assuming the same images/s per worker as on 1 worker"
@@ -89,7 +88,8 @@ def test_immediate_saves_give_dalys_equation_20():
     restart_s = NOTICE_S + TRIAL.until_steady_s
     daly = 3600 * math.exp(restart_s / 3600) * (math.exp(604 / 3600) - 1) * 36_000 / 600
     seconds, failures = seconds_with_failures(36_000.0, 600.0, at_once, 3600.0)
-    assert seconds == pytest.approx(daly) and failures == pytest.approx(daly / 3600)
+    assert seconds == pytest.approx(daly)
+    assert failures == pytest.approx(daly / 3600)
 
 
 def simulated(work_s: float, between_s: float, mtbf_s: float, draws: random.Random) -> float:

@@ -32,7 +32,8 @@ def test_peak_moment_depends_on_the_micro_batch():
     update = Moment("update", (100.0, 0, 50.0, 0, 0), (0.0, 0, 0, 0, 1.0))
     backward = Moment("backward", (100.0, 0, 0, 0, 0), (0.0, 10.0, 0, 0, 1.0))
     trace = MemoryTrace(0, (update, backward), (backward,))
-    assert trace.fullest(2).phase == "update" and trace.fullest(6).phase == "backward"
+    assert trace.fullest(2).phase == "update"
+    assert trace.fullest(6).phase == "backward"
     assert trace.fullest(6).parts(6) == [100, 60, 0, 0, 6]
 
 
@@ -88,7 +89,8 @@ def test_trace_is_cached_by_everything_that_affects_it(tracer, tmp_path: Path, m
         memory_traces.trace_of(step)
         return len(tracer) - before
 
-    assert traced(step_of()) == 1 and traced(step_of()) == 0
+    assert traced(step_of()) == 1
+    assert traced(step_of()) == 0
     # The micro-batch, the rate and the length change nothing; nor does a fifth micro-batch.
     assert traced(step_of(dataclasses.replace(SMALL, micro_batch=8, steps=7), accumulation=5)) == 0
     for change in ({"zero": 3}, {"polyak": 0.9}, {"loss": "softmax"}, {"precision": "fp32"}, {"mixup": 0.1}):
@@ -150,7 +152,8 @@ def test_least_recently_used_traces_are_deleted(tracer, monkeypatch: pytest.Monk
         os.utime(memory_traces.path_of(step), (number, number))
     memory_traces.trace_of(steps[2])
     memory_traces.trace_of(step_of(world=32))
-    assert memory_traces.path_of(steps[2]).exists() and not memory_traces.path_of(steps[3]).exists()
+    assert memory_traces.path_of(steps[2]).exists()
+    assert not memory_traces.path_of(steps[3]).exists()
 
 
 def test_plan_of_a_sweep_traces_each_distinct_step_once(tracer, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -167,4 +170,5 @@ def test_plan_of_a_sweep_traces_each_distinct_step_once(tracer, tmp_path: Path, 
     cluster = {"workers": 1, "backend": "processes"}
     recipe.write_text(json.dumps({"run": str(tmp_path / "run"), "cluster": cluster, "pretrain": section}))
     assert main(["plan", str(recipe), "--without-data"]) == 0
-    assert capsys.readouterr().out.count("  memory  ") == 16 and len(tracer) == 4
+    assert capsys.readouterr().out.count("  memory  ") == 16
+    assert len(tracer) == 4

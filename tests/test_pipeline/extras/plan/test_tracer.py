@@ -337,7 +337,8 @@ def test_failed_tracer_raises_an_error_and_caches_nothing(code, answer, stderr, 
         memory_traces.trace_of(step_of())
     assert memory_traces.cached_trace(step_of()) is None
     environment = asked[0]["env"]
-    assert environment["CUDA_VISIBLE_DEVICES"] == "" and environment["DS_ACCELERATOR"] == "cpu"
+    assert environment["CUDA_VISIBLE_DEVICES"] == ""
+    assert environment["DS_ACCELERATOR"] == "cpu"
     assert "file" not in json.loads(asked[0]["input"])
 
 
@@ -366,8 +367,10 @@ def test_peak_at_startup_counts_and_is_described(asked):
     assert need.device_bytes == 8 * GIB
     words = memory.describe_need(need, is_gpu=False)
     assert words.startswith(
-        "8.0 GiB per worker, peak at startup; later 4.0 GiB activations + 1.0 GiB weights and optimizer; in addition "
+        "tensors of 8.0 GiB per worker, peak at startup; later 4.0 GiB activations + 1.0 GiB weights and optimizer; "
+        "in addition "
     )
+    assert words.endswith("and about 300 MiB for Python, torch and other libraries")
     # Later the most, with 16 images.
     need = memory_need(dataclasses.replace(cfg, micro_batch=16, batch_size=16), model, 1, is_gpu=True)
     assert need.device_bytes == 17 * GIB
@@ -402,4 +405,5 @@ def test_startup_check_uses_only_cached_traces(asked, monkeypatch):
     assert need_if_traced(dataclasses.replace(cfg, compile=True), TINY, 1, is_gpu=True) is None
     assert asked == []
     need = need_if_traced(cfg, TINY, 1, is_gpu=True)
-    assert need is not None and need.device_bytes == 8 * GIB
+    assert need is not None
+    assert need.device_bytes == 8 * GIB

@@ -33,8 +33,10 @@ def test_step_time_is_the_mean_after_the_warm_up_without_saves():
     """By hand: steps 6 to 15 in 10 + 14 − 4 = 20 s; of the 24 s in all a tenth for storage, two to decode."""
     result = measured(RECORDS, "pretrain", 64)
     assert (result["world"], result["hardware"], result["steps"]) == (4, "Abacus", 10)
-    assert result["step_s"] == pytest.approx(2.0) and result["images_per_s"] == pytest.approx(32.0)
-    assert result["storage_s"] == pytest.approx(0.24) and result["decode_s"] == pytest.approx(0.48)
+    assert result["step_s"] == pytest.approx(2.0)
+    assert result["images_per_s"] == pytest.approx(32.0)
+    assert result["storage_s"] == pytest.approx(0.24)
+    assert result["decode_s"] == pytest.approx(0.48)
     assert result["compute_s"] == pytest.approx(2.0 - 0.24 - 0.48)
     assert (result["save_stall_s"], result["save_s"]) == (3.0, 7.0), "the last save is waited for, and does not count"
     assert result["until_steady_s"] == pytest.approx(16.0), "from 980 to 1006, less five steps"

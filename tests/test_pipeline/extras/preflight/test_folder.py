@@ -17,10 +17,12 @@ def test_driver_answers_requests_and_its_clock_is_measured(tmp_path, monkeypatch
     monkeypatch.setattr(time, "time", lambda: clock() + 3600 * (threading.current_thread() is here))
     with folders.answering(tmp_path):
         found_out = folders.report_on(tmp_path, "3")
-    assert found_out["sees_driver"] and found_out["is_answered"]
+    assert found_out["sees_driver"]
+    assert found_out["is_answered"]
     assert found_out["skew_s"] == pytest.approx(3600, abs=found_out["uncertainty_s"] + 0.001)
     assert found_out["uncertainty_s"] < 1.0
-    assert found_out["lacks"] == [] and found_out["written_bytes"] == 2**24
+    assert found_out["lacks"] == []
+    assert found_out["written_bytes"] == 2**24
 
 
 def test_folder_without_driver_file_is_not_shared_and_replaced_links_are_reported(tmp_path, monkeypatch) -> None:

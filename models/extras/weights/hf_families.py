@@ -25,7 +25,7 @@ from torch import Tensor
 
 from models.catalog import Shape
 from models.configs import ConfigFields, ModelConfig, ViTConfig, checked
-from models.weights.layout import ForeignConfig, Layout
+from models.extras.weights.layout import ForeignConfig, Layout
 from models.weights.preprocessing import CLIP_MEAN, CLIP_STD, HALF, IMAGENET_MEAN, IMAGENET_STD
 
 Rules = tuple[tuple[str, str], ...]

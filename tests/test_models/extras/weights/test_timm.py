@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import save_file
 
 import models
-from models.weights import timm as weights_timm
+from models.extras.weights import timm as weights_timm
 from tests.support import timm_models
 from tests.support.golden import GOLDEN, needs_golden
 from tests.support.weights import assert_logits, random_model
 
-CONSTRAINTS = Path(__file__).parents[3] / "constraints.txt"
+CONSTRAINTS = Path(__file__).parents[4] / "constraints.txt"
 
 
 @needs_golden

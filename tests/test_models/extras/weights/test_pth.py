@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import models
-from models.weights import pth
+from models.extras.weights import pth
 from tests.support.foreign_vits import images_of, outputs_of, save_timm, transformers_model
 from tests.support.weights import assert_logits
 

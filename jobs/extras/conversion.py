@@ -269,7 +269,7 @@ def foreign_preprocessing(path: str, config: "models.ModelConfig") -> "models.Pr
     for warning in unused:
         echo(f"note     {warning.message}")
     if Path(path).suffix == ".pth" and isinstance(config, models.ViTConfig):
-        from models.weights import pth
+        from models.extras.weights import pth
 
         preprocessing = pth.preprocessing_of(config)
     if preprocessing is None:

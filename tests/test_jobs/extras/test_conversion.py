@@ -39,7 +39,8 @@ def test_an_official_file_exported_to_transformers_has_the_original_logits(tmp_p
     ]
     assert [main(step) for step in steps] == [0, 0, 0]
     out = capsys.readouterr().out
-    assert "none missing, none unknown" in out and "gelu_tanh, norm_eps 1e-06, as in the paper's code" in out
+    assert "none missing, none unknown" in out
+    assert "gelu_tanh, norm_eps 1e-06, as in the paper's code" in out
     assert "differ by at most 0.0e+00" in out
     assert json.loads((tmp_path / "in/provenance.json").read_text())["imported"].endswith("vit_tok_linen.ckpt.npz")
     arrays = np.load(GOLDEN / "vit_tok_linen.io.npz")
@@ -56,7 +57,8 @@ def test_numerics_of_transformers_are_kept_and_reported_as_inexact_in_an_npz(tmp
     assert models.load(tmp_path / "in").config.activation == "gelu"
     assert main(["export", str(tmp_path / "in"), str(tmp_path / "out.npz"), "--format", "npz"]) == 0
     out = capsys.readouterr().out
-    assert "INEXACT" in out and "becomes  activation: gelu → gelu_tanh" in out
+    assert "INEXACT" in out
+    assert "becomes  activation: gelu → gelu_tanh" in out
     assert "differ by at most 0.0e+00" not in out
 
 
@@ -153,7 +155,8 @@ def test_transformers_preprocesses_for_an_exported_model_as_our_evaluation_does(
     of_photo, of_black = (processor(image, return_tensors="np")["pixel_values"] for image in (photo, black))
     # Values from −1 to 1, channels first, resized to the model's image size.
     np.testing.assert_allclose(of_photo[0], photo.transpose(2, 0, 1) / 127.5 - 1, atol=1e-6)
-    assert of_black.shape == (1, 3, 16, 16) and of_black.max() == -1
+    assert of_black.shape == (1, 3, 16, 16)
+    assert of_black.max() == -1
 
 
 def test_a_missing_tensor_is_named(ours, tmp_path, capsys):

@@ -24,8 +24,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from models.configs import ConfigFields, ModelConfig, ViTConfig
-from models.weights.hf_families import FAMILIES, TWO_TOWERS, Family
-from models.weights.layout import ForeignConfig, read, vit_config, with_learned_positions, without_slots, write
+from models.extras.weights.hf_families import FAMILIES, TWO_TOWERS, Family
+from models.extras.weights.layout import ForeignConfig, read, vit_config, with_learned_positions, without_slots, write
 
 UNNAMED = "LABEL_{}"  # how transformers names a class without a name
 # problem_type selects sigmoid or softmax in transformers' pipeline, and the loss if labels are passed.

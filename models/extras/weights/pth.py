@@ -25,8 +25,16 @@ from torch import Tensor
 
 from models.catalog import check_finite
 from models.configs import ConfigFields, ModelConfig, ViTConfig
-from models.weights.hf_families import FAMILIES
-from models.weights.layout import ForeignConfig, Layout, read, vit_config, with_learned_positions, without_slots, write
+from models.extras.weights.hf_families import FAMILIES
+from models.extras.weights.layout import (
+    ForeignConfig,
+    Layout,
+    read,
+    vit_config,
+    with_learned_positions,
+    without_slots,
+    write,
+)
 from models.weights.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 
 SATELLITE = ((0.430, 0.411, 0.296), (0.213, 0.156, 0.143))  # mean and std of the SAT-493M weights: DINOv3's README
@@ -77,7 +85,7 @@ def load(path: Path, overrides: ConfigFields) -> tuple[dict[str, Tensor], ViTCon
     is_dinov3 = "rope_embed.periods" in stored or "storage_tokens" in stored
     is_dinov2 = "pos_embed" in stored and "mask_token" in stored
     if not is_dinov3 and not is_dinov2:
-        from models.weights import timm
+        from models.extras.weights import timm
 
         return timm.load(stored, {}, overrides)
     stored.pop("mask_token", None)  # only pretraining reads it

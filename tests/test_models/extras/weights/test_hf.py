@@ -38,7 +38,9 @@ def test_transformers_opens_our_directory_and_agrees(options, transformers, tmp_
     models.save(model, tmp_path / "hf", format="hf")
     kind = transformers.ViTForImageClassification if model.config.classes else transformers.ViTModel
     theirs, info = kind.from_pretrained(tmp_path / "hf", output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert not info["mismatched_keys"]
     with torch.no_grad():
         out = theirs.eval()(images)
         assert_logits(model, images, out.logits if model.config.classes else out.pooler_output, 1e-5)
@@ -65,7 +67,8 @@ def test_their_own_saves_come_back_to_us(transformers, tmp_path):
         models.save(ours, tmp_path / "again", format="hf")
         name = "model.safetensors"
         before, after = load_file(tmp_path / kind.__name__ / name), load_file(tmp_path / "again" / name)
-        assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[key], after[key]) for key in before)
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", "softmax", None])

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from models.configs import ROPES, ConfigFields, ModelConfig, ViTConfig
-from models.weights.layout import ForeignConfig, Layout, read, vit_config, with_learned_positions, write
+from models.extras.weights.layout import ForeignConfig, Layout, read, vit_config, with_learned_positions, write
 from models.weights.preprocessing import Preprocessing
 
 RENAMES = (

@@ -62,7 +62,8 @@ def test_original_checkpoints_go_out_as_they_came_in(case, tmp_path):
     original = models.load(GOLDEN / f"{case}.ckpt.npz", **told)
     models.save(original, tmp_path / "out.npz", format="npz")
     again = models.load(tmp_path / "out.npz", **told)
-    assert again.config == original.config and equal_weights(original, again)
+    assert again.config == original.config
+    assert equal_weights(original, again)
     if case not in ("vit_tok_prelinen_rep", "bv_gap_sincos_rep"):  # which come under older names, or a prefix
         stored, written = np.load(GOLDEN / f"{case}.ckpt.npz"), np.load(tmp_path / "out.npz")
         assert set(stored.files) == set(written.files)
@@ -178,3 +179,21 @@ def test_an_array_that_is_no_weight_is_named(tmp_path):
     np.savez(tmp_path / "bad.npz", step=np.array(7), **np.load(tmp_path / "good.npz"))
     with pytest.raises(ValueError, match="found step of int64"):
         models.load(tmp_path / "bad.npz")
+
+
+def test_a_siglip_of_big_vision_is_read_as_its_images_tower(tmp_path):
+    model = random_model(pool="map", classes=0, class_slot=False)
+    models.save(model, tmp_path / "tower.npz", format="npz")
+    arrays = {}
+    with np.load(tmp_path / "tower.npz") as tower:
+        for key in tower.files:
+            arrays[f"params/img/{key}"] = tower[key]
+    text = {"params/txt/Embed_0/embedding": np.zeros((4, 8), np.float32)}
+    np.savez(
+        tmp_path / "both.npz",
+        **arrays,
+        **text,
+        **{"params/t": np.ones(1, np.float32), "params/b": np.ones(1, np.float32)},
+    )
+    for path in ("both.npz", "both.npz:img"):
+        assert equal_weights(models.load(str(tmp_path / path), image_size=16), model)

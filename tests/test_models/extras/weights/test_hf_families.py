@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 import models
-from models.weights.files import form_of
+from models.extras.weights.formats import form_of
 from tests.support.foreign_vits import TRANSFORMERS, images_of, outputs_of, transformers_model
 from tests.support.weights import assert_logits
 

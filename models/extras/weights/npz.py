@@ -28,7 +28,7 @@ from torch import Tensor
 
 from models.catalog import Shape, check_finite
 from models.configs import ACTIVATIONS, HALF, SWITCHES, BiTConfig, ConfigFields, ModelConfig, ViTConfig, checked
-from models.weights.layout import Layout, read, units_of, vit_config, write
+from models.extras.weights.layout import Layout, read, units_of, vit_config, write
 
 # Weights hardly compress: float32 by 1.1, bfloat16 stored as float32 by 2.5. But 6.3 MB can unpack to 6 GB of zeros.
 MAX_EXPANSION = 20
@@ -119,7 +119,10 @@ def layout_of(config: ModelConfig) -> Layout:
 
 
 def load(path: str | Path, overrides: ConfigFields) -> tuple[dict[str, Tensor], ModelConfig]:
-    """Return state dict and config of a file; `file.npz:img` selects the part under `img/`."""
+    """Return state dict and config of a file; `file.npz:img` selects the part under `img/`.
+
+    A file of images and texts without such a selection is read as its `img/`.
+    """
     file, _, part = str(path).partition(".npz:")
     if part:
         file += ".npz"
@@ -138,6 +141,9 @@ def load(path: str | Path, overrides: ConfigFields) -> tuple[dict[str, Tensor], 
                     inside[name.removeprefix(prefix)] = key
             if inside:
                 keys = inside
+        # big_vision's models of images and texts, such as SigLIP: img/, txt/, and the temperature and bias of the loss.
+        if not part and any(name.startswith("img/") for name in keys) and not any(map(is_of_a_vit, keys)):
+            keys = {name.removeprefix("img/"): key for name, key in keys.items() if name.startswith("img/")}
         check_sizes(arrays.zip, list(keys.values()), file)
         stored: dict[str, Tensor] = {}
         for name, key in keys.items():
@@ -153,6 +159,11 @@ def load(path: str | Path, overrides: ConfigFields) -> tuple[dict[str, Tensor], 
     stored = canonical(stored)
     config = infer(stored, overrides)
     return read(stored, config, layout_of(config)), config
+
+
+def is_of_a_vit(name: str) -> bool:
+    """Return whether a name without prefixes is that of a ViT's first layer."""
+    return name.startswith("embedding/")
 
 
 def check_sizes(archive: zipfile.ZipFile, keys: list[str], file: str) -> None:

@@ -1,0 +1,118 @@
+"""Keeps the values of environment variables out of records: a recipe's `${oc.env:DATA}/train` is recorded as such.
+
+    note({"data": {"train": "${oc.env:DATA}/train"}})         DATA is /private/projects
+    recorded({"train": "/private/projects/train"})      →  {"train": "${oc.env:DATA}/train (sha256 4be1a02c)"}
+    restored({"train": "${oc.env:DATA}/train (sha256 4be1a02c)"})    →  {"train": "/private/projects/train"}
+
+The digest covers the values, so that a changed value shows as a change without being shown. Numbers, single words and
+values of fewer than SHORTEST characters are recorded as they are: results depend on them, they are choices, and they
+would match other text by chance. Variables that look like secrets are refused earlier (pipeline/recipe.py).
+"""
+
+import hashlib
+import os
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from data.errors import DataError
+
+SHORTEST = 6  # characters
+VARIABLE = re.compile(r"\$\{\s*oc\.env\s*:\s*['\"]?([A-Za-z_][A-Za-z0-9_]*)")
+WORD = re.compile(r"[\w.+-]*")
+RECORDED = re.compile(r"(.*\$\{oc\.env:.*) \(sha256 ([0-9a-f]{8})\)", re.DOTALL)
+
+Values = TypeVar("Values")  # nested plain values
+
+_values: dict[str, str] = {}  # name → value of the variables that this process's recipe refers to
+
+
+def note(unresolved: object) -> None:
+    """Remember the present values of the variables that a recipe's nested plain values refer to."""
+    for text in texts_in(unresolved):
+        for name in VARIABLE.findall(text):
+            note_values({name: os.environ.get(name, "")})
+
+
+def note_values(values: Mapping[str, str]) -> None:
+    """Remember values of variables that must not be recorded; a worker gets them from the driver."""
+    for name, value in values.items():
+        if len(value) >= SHORTEST and not WORD.fullmatch(value):
+            _values[name] = value
+
+
+def noted() -> dict[str, str]:
+    """Return the variables with values that must not be recorded, by name."""
+    return dict(_values)
+
+
+def recorded(values: Values) -> Values:
+    """Return nested plain values with variables in place of their noted values, each text with a digest of these."""
+    return replaced(values, record_text)
+
+
+def record_text(text: str) -> str:
+    """Return a text with variables in place of their values."""
+    used = []
+    # The longest first, because a value may contain another.
+    for name, value in sorted(_values.items(), key=lambda item: -len(item[1])):
+        if value in text:
+            text = text.replace(value, f"${{oc.env:{name}}}")
+            used.append(value)
+    return f"{text} (sha256 {digest_of(used)})" if used else text
+
+
+def restored(values: Values, source: object) -> Values:
+    """Return recorded values with the present values of the variables.
+
+    `source` names the record in the message. Raises DataError if a variable is not set or has another value.
+    """
+
+    def restore_text(text: str) -> str:
+        match = RECORDED.fullmatch(text)
+        if match is None:
+            return text
+        used = []
+        content = match[1]
+        for name in VARIABLE.findall(content):
+            value = os.environ.get(name, "")
+            used.append(value)
+            content = content.replace(f"${{oc.env:{name}}}", value)
+        used.sort(key=len, reverse=True)
+        if digest_of(used) != match[2]:
+            names = ", ".join(VARIABLE.findall(match[1]))
+            raise DataError(
+                f"{source} has {match[1]}, but {names} is not set, or has another value than when it was recorded\n"
+                f"  set {names} to that value, then type the same command again"
+            )
+        return content
+
+    return replaced(values, restore_text)
+
+
+def digest_of(values: list[str]) -> str:
+    """Return the first digits of the sha256 of texts."""
+    return hashlib.sha256("\0".join(values).encode()).hexdigest()[:8]
+
+
+def replaced(values: Any, replace: Any) -> Any:
+    """Return nested plain values with `replace(text)` in place of each text."""
+    if isinstance(values, str):
+        return replace(values)
+    if isinstance(values, Mapping):
+        return {key: replaced(value, replace) for key, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [replaced(value, replace) for value in values]
+    return values
+
+
+def texts_in(values: object) -> list[str]:
+    """Return every text in nested plain values."""
+    texts: list[str] = []
+
+    def collect(text: str) -> str:
+        texts.append(text)
+        return text
+
+    replaced(values, collect)
+    return texts

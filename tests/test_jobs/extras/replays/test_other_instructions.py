@@ -1,0 +1,75 @@
+"""A run that is audited or resumed under another instruction set: reported as such, and not as corruption."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline import artifacts
+
+ROOT = Path(__file__).parents[4]
+RECIPE = """
+run: run
+cluster: {workers: 1, backend: processes, backoff_s: 0.1}
+shards: {kind: pack, shard_samples: 100, sets: {train: {source: digits, split: train, image_size: 16}}}
+pretrain:
+  data: {train: "@shards/train"}
+  model: {name: mu/8, width: 64, depth: 2, mlp: 128, heads: 2, image_size: 16, classes: 10}
+  optim: {lr: 1.0e-3, schedule: {decay: constant, warmup_steps: 5}}
+  loss: softmax
+  steps: 10
+  batch_size: 16
+  micro_batch: 16
+  precision: fp32
+  save_every: 5
+  keep: 9
+"""
+# Torch without AVX, and MKL's kernels for every processor.
+OTHER = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"}
+
+
+def jobs(folder: Path, words: str, **variables: str) -> tuple[int, str]:
+    """Run a command in a separate process; return its exit code and its output."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
+    command = [sys.executable, "-m", "jobs", *words.split()]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("instructions")
+    (folder / "small.yaml").write_text(RECIPE)
+    code, output = jobs(folder, "run small.yaml")
+    assert code == 0, output
+    return folder
+
+
+@pytest.mark.timeout(300)
+def test_audit_under_other_instructions_cannot_judge_and_names_them(folder: Path) -> None:
+    code, output = jobs(folder, "audit run --from 5 --to 10 --output other", **OTHER)
+    (finding,) = artifacts.read_record(folder / "other" / "audit.json")["stretches"]
+    before, after = finding["conditions"]["arithmetic"]
+    assert "MKL_CBWR" not in before and after["MKL_CBWR"] == "COMPATIBLE"
+    assert after["instructions of torch"] == "DEFAULT" != before["instructions of torch"]
+    # On this processor the bits differ; on another they may be equal, and then there is nothing to judge.
+    if finding["verdict"] != "equal":
+        assert finding["verdict"] == "other hardware or libraries: cannot judge"
+        assert code == 69 and "cannot judge pretrain" in output and "arithmetic" in output, output
+    assert "corruption" not in output
+
+
+@pytest.mark.timeout(300)
+def test_resume_under_other_instructions_reports_them(folder: Path) -> None:
+    code, output = jobs(folder, "run small.yaml pretrain.steps=15 run=longer")
+    assert code == 0, output
+    (stage,) = (folder / "longer").glob("pretrain-*")
+    (stage / "done.json").unlink()
+    for newest in stage.glob("checkpoints/step-*15"):
+        newest.rename(folder / newest.name)
+    code, output = jobs(folder, "run small.yaml pretrain.steps=15 run=longer", **OTHER)
+    assert code == 0, output
+    assert "this attempt computes under other conditions than the last" in output, output
+    assert "MKL_CBWR" in output and "the last bits may differ from here on" in output, output
