@@ -81,7 +81,7 @@ def test_if_no_stage_or_several_stages_match_the_stages_are_listed(run):
     with pytest.raises(DataError, match=f"{run}/shards has no weights"):
         find_stage(f"{run}/shards")
     with pytest.raises(
-        UsageError, match=f"2 stages with a training task\n  type one of them:\n  {run}/finetune\n  {run}/pretrain"
+        UsageError, match=f"2 stages with a training task\n  use one of them:\n  {run}/finetune\n  {run}/pretrain"
     ):
         find_stage(str(run), "task.json", one_name=True)
 
@@ -100,7 +100,7 @@ def test_an_unfinished_stage_is_used_for_checkpoints_if_no_other_has_any(run, ca
         for typed in ("finetune", "finetune-00000005"):
             with pytest.raises(DataError, match="is at step 14 of 200\n") as error:
                 find_stage(f"{run}/{typed}")
-            assert f"to resume it, type {command}\n" in str(error.value)
+            assert f"to resume it, run {command}\n" in str(error.value)
             assert f"newest checkpoint (step 12), type\n  python -m jobs checkpoints export {run}/finetune --to" in str(
                 error.value
             )

@@ -314,7 +314,7 @@ def test_run_is_taken_over_from_a_driver_with_a_dead_link_which_then_ends_with_7
         print(f"load {os.getloadavg()[0]:.0f}: status took {time.monotonic() - began:.1f} s: {told}")
         assert "end  ended unexpectedly: process " in told
         assert " on h0, started 20" in told
-        assert "(that machine's clock); to resume, type python -m jobs run " in told
+        assert "(that machine's clock); to resume, run python -m jobs run " in told
         second = drive("h1")
         wait_for(log_of("h1"), "taking over the run: no lease renewal by process ")
         wait_for(log_of("h1"), "attempt 2: resumed from step ")

@@ -459,7 +459,7 @@ def test_logs_of_a_run_without_a_job_names_its_log_file(tmp_path, capsys):
     with Lease(Folder(tmp_path), print):
         assert main(["logs", str(tmp_path)]) == 64
     assert (
-        f"{tmp_path} was not submitted to a Ray cluster\n  to follow its output, type tail -f "
+        f"{tmp_path} was not submitted to a Ray cluster\n  to follow its output, run tail -f "
         in capsys.readouterr().err
     )
 
