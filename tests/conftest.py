@@ -28,8 +28,8 @@ from data.shards.packing import pack
 from data.sources.samples import digits
 from tests.support.recipes import TINY
 
-# A server that is shut down waits for the end of its poll, by default half a second. Tests stop hundreds of servers,
-# ours and those of libraries that imitate stores.
+# Shutting down a server waits for its current poll to end, by default half a second. Tests stop hundreds of servers:
+# ours, and those of the libraries that imitate object stores.
 socketserver.BaseServer.serve_forever.__defaults__ = (0.02,)
 
 
@@ -44,7 +44,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def recipe(tmp_path: Path, shards: Path) -> Path:
-    """A campaign of all stages that takes seconds, with its run directory beside it."""
+    """Write the recipe of a campaign with all stages that takes seconds; its run directory is in the same folder."""
     path = tmp_path / "tiny.yaml"
     path.write_text(TINY.format(run=tmp_path / "run", shards=shards))
     return path

@@ -70,7 +70,7 @@ def run(twin, tmp_path) -> Path:
 
 @pytest.fixture(scope="module")
 def few(tmp_path_factory) -> Path:
-    """Of the test set sixty digits in three shards, which two workers judge in eight batches each; read-only."""
+    """Return sixty test digits in three shards, which two workers evaluate in eight batches each; read-only."""
     folder = tmp_path_factory.mktemp("few")
     pack(islice(digits(train=False, image_size=16), 60), folder, name="few", shard_samples=20)
     return folder
@@ -140,10 +140,10 @@ def test_a_driver_killed_at_any_moment_takes_its_workers_along_and_the_next_goes
 
 
 @pytest.mark.parametrize("evaluate_on", ["training", pytest.param("spare", marks=pytest.mark.slow)])
-def test_an_evaluation_that_a_kill_of_the_driver_cut_short_is_done_by_the_next(
+def test_an_evaluation_interrupted_by_a_driver_kill_is_repeated_by_the_next_attempt(
     evaluate_on, evaluated, evaluated_twin, run
 ) -> None:
-    """Killed behind the commit of step 8, when all workers are about to evaluate it: nothing was spare."""
+    """The driver is killed after the commit of step 8, when all workers, with no spare, are about to evaluate it."""
     options = [*evaluated, f"pretrain.evaluate_on={evaluate_on}", "cluster.cpus_per_worker=1"]
     assert finish(run, *options, patch="driver_killed_before_the_evaluation_of 8") == -signal.SIGKILL
     assert not evaluations(stage(run))
@@ -165,8 +165,8 @@ COMPILED += [("zero=3", "exact_parts=2", "precision=bf16")]
         *(pytest.param(options, "", marks=pytest.mark.slow) for options in COMPILED),
     ],
 )
-def test_a_compiled_run_goes_on_with_its_bits(options, patch, evaluated, run) -> None:
-    """With dropout and accumulation; the attempt that goes on evaluates, and compiles that, before it trains."""
+def test_a_compiled_run_resumes_bit_for_bit(options, patch, evaluated, run) -> None:
+    """With dropout and accumulation; the resuming attempt evaluates, and compiles the evaluation, before it trains."""
     settings = [*evaluated, "pretrain.compile=true", "pretrain.model.dropout=0.1", "pretrain.steps=24"]
     settings += [f"pretrain.{option}" for option in options]
     undisturbed = run.parent / "undisturbed" / "run"
@@ -327,7 +327,7 @@ def test_failed_saves_are_said_and_training_goes_on(twin, run) -> None:
 
 
 def test_a_commit_implies_its_metrics(twin, run) -> None:
-    """Lines are every 7 steps and saves every 5; a kill behind a commit costs the loss of no step that is kept."""
+    """The run logs every 7 steps and saves every 5; a kill after a commit loses no metrics of committed steps."""
     assert finish(run, "pretrain.log_every=7", patch="killed_amid_a_window") == 0, said(run)
     _, again = read_metrics(stage(run), "start")
     assert again["step"] >= 10, "the save of step 15 may have been on its way"
@@ -377,7 +377,7 @@ def stop_at_the_first_batch(process: BaseProcess, run: Path) -> None:
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGTERM)
     process.join(timeout=60)
-    process.kill()  # where it has not heard; an exit code stays as it is
+    process.kill()  # if it did not react to the signal; an earlier exit code stays
     assert process.exitcode == 75 and "stopped while waiting for the first batch" in said(run), said(run)
 
 
@@ -393,7 +393,7 @@ def test_a_stop_is_heard_while_the_first_batch_does_not_come(run) -> None:
 def test_a_stop_in_the_wait_behind_an_excluded_stretch_keeps_the_steps_before_it(run) -> None:
     stop_at(run, 6, "pretrain.log_every=1", patch="slowly")
     before = read_manifest(committed(stage(run) / "checkpoints")[0]).step
-    # As after a fall-back to an older checkpoint: the stretch begins two steps behind the one that is loaded.
+    # Simulate a fallback to an older checkpoint: the excluded range begins two steps after the loaded checkpoint.
     write_record(stage(run) / health.EXCLUDED_STEPS, {"stretches": [[before + 2, before + 4]]})
     process = start(run, patch="no_batch_behind_a_stretch")
     stop_at_the_first_batch(process, run)
@@ -539,13 +539,13 @@ def test_the_world_may_change_between_any_two_attempts(times, run) -> None:
 
 
 def test_with_exact_parts_the_world_and_the_stage_may_change_and_the_bits_stay(run) -> None:
-    """World 1 → 2 → 4 → 2 at ZeRO 2 → 3 → 0 → 1, with all that is drawn at random, against one worker undisturbed."""
+    """World 1 → 2 → 4 → 2 at ZeRO 2 → 3 → 0 → 1 with all random operations, compared with one undisturbed worker."""
     options = ("exact_parts=4", "model.dropout=0.1", "mixup=0.2", "polyak=0.9", "checkpoint_blocks=1", "log_every=1")
     exact = [f"pretrain.{option}" for option in options]
     alone = run.parent / "alone"
     shutil.copytree(run, alone)
     assert finish(alone, "cluster.workers=1", *exact) == 0, said(run)
-    # Of a range the largest that the batch and the parts allow: four.
+    # For a range of worker counts: the largest that the batch and the parts allow, here four.
     some = "{least: 3, most: 7}"
     for number, (workers, zero) in enumerate([("1", 2), ("2", 3), (some, 0), ("2", 1)]):
         options = (f"cluster.workers={workers}", f"pretrain.zero={zero}", *exact)
@@ -638,7 +638,7 @@ def test_a_stretch_of_non_finite_steps_is_excluded_once_and_spikes_are_kept_for_
 
 @pytest.mark.parametrize(("save_every", "left"), [(5, 10), pytest.param(2, 12, marks=pytest.mark.slow)])
 def test_when_going_back_does_not_help_the_run_ends_with_70(run, save_every, left) -> None:
-    """Also where a save falls into the bad stretch."""
+    """Also if a save happens during the bad steps."""
     options = ["pretrain.max_skipped=3", f"pretrain.save_every={save_every}"]
     assert finish(run, *options, patch="poisoned_for_ever") == 70
     assert f"excluding steps {left + 1} … 15 did not help" in said(run)

@@ -1,13 +1,15 @@
-"""Three hundred bits flipped over every file of a finished run and its shards: found by name, or without effect.
+"""Flip three hundred bits in the files of a finished run and its shards: each is detected by file name, or harmless.
 
 1. A campaign packs, pretrains, resizes, fine-tunes and probes; its shards have been read and are marked as verified.
-   Beside it lie a packing that was stopped, a stretch of steps that is excluded, and exported weights.
-2. Every file gets one flip, and the rest of the flips fall where the bytes are. Size, time and inode stay as they were.
-3. After each flip the command that reads the file next is run, or the function that it reads the file with.
-4. The flip is found where the reader refuses and names the file and its folder; harmless where the result is the one of
-   the whole file and its class is in HARMLESS. Anything else is silent, or ends without a name, and fails the test.
+   Interrupted packing, a range of excluded steps and exported weights are added.
+2. Every file gets one flip; the other flips are drawn in proportion to the files' sizes. Size, modification time and
+   inode stay the same.
+3. After each flip the test runs the next command that reads the file, or the function with which it does so.
+4. A flip is detected if the reader rejects the file and names it with its folder. It is harmless if the result equals
+   that of the intact file and the file's class is in HARMLESS. Any other outcome is silent corruption or an error
+   without the file's name, and fails the test.
 
-`FAULT_SEED=N` draws other bits. docs/design/faults.md has the table that this test prints.
+`FAULT_SEED=N` draws other bits. The table that this test prints is in docs/design/faults.md.
 """
 
 import json
@@ -90,7 +92,7 @@ HARMLESS = {
     "journal of a packing": "a torn or altered line is left out, and its shard is written again",
 }
 
-# What else is asked of a finished run where a file of this stage has changed: stages that read it, with another key.
+# Stages to run in addition after a change to a file of this stage: they read the file, and have a new key.
 NEXT = {
     "shards": ("pretrain.seed=1", "finetune.steps=3", "fewshot.probe.shots=[2]"),
     "pretrain": ("resize.image_size=32", "finetune.steps=3", "fewshot.probe.shots=[2]"),
@@ -101,7 +103,7 @@ NEXT = {
 class Answer(NamedTuple):
     """What a reader came to."""
 
-    code: int  # exit code of the command; 0 where a function returned
+    code: int  # exit code of the command; 0 if a function was called and returned
     said: str  # its message
     result: object  # what is compared with the result of the whole file
 
@@ -117,7 +119,7 @@ class Made(NamedTuple):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
-    """A finished run whose shards have been read, and beside it what only interrupted commands leave behind."""
+    """Make a finished run with verified shards, and the files that only interrupted commands leave."""
     folder = tmp_path_factory.mktemp("flips")
     recipe = folder / "small.yaml"
     recipe.write_text(RECIPE.format(run=folder / "run"))
@@ -133,7 +135,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
 
 
 def stop_packing_in_the_middle(folder: Path) -> None:
-    """Pack until the source ends with an error, as a packing does that is killed: finished shards are in a journal."""
+    """Pack until the source raises an error; like killed packing, this leaves a journal of the finished shards."""
 
     def ends_early() -> Iterator[Sample]:
         yield from islice(digits(True, image_size=16), 250)
@@ -251,7 +253,7 @@ def batch_of(file: Path) -> list[bytes]:
 
 
 def first_error_or_all(answers: list[Answer]) -> Answer:
-    """Several answers as one: the first that is an error, or all results."""
+    """Combine several answers into one: the first error, or the results of all."""
     for answer in answers:
         if answer.code != 0:
             return answer
@@ -308,7 +310,7 @@ def test_three_hundred_flips_over_every_file_are_found_or_harmless(made, capsys)
         and path.stat().st_size
         and path != made.recipe
         and not path.is_relative_to(made.folder / "node")
-        # Of the stopped packing the journal alone: its tars and tables are like those of the run.
+        # Include only the journal of the interrupted packing: its tars and tables are like those of the run.
         and not (path.is_relative_to(made.folder / "stopped") and path.suffix != ".partial")
     )
     draw = random.Random(SEED)
@@ -347,7 +349,7 @@ def test_three_hundred_flips_over_every_file_are_found_or_harmless(made, capsys)
     assert main(["run", str(made.recipe)]) == 0, "every bit was put back, and nothing else was changed"
 
 
-# ------------------------------------------------------------------------ what only interrupted commands leave behind
+# ------------------------------------------------------------------------ files of interrupted commands
 
 
 def test_any_bit_of_the_excluded_steps_is_found(tmp_path):

@@ -43,9 +43,9 @@ ROUNDS = int(os.environ.get("FAULT_ROUNDS", "20"))
 OVERRIDES = ["pretrain.log_every=1", "pretrain.micro_batch=1"]  # a step's report at once, and steps long enough to hit
 ONCE = pytest.param(1, marks=pytest.mark.timeout(900))
 LONG = pytest.param(ROUNDS, marks=pytest.mark.timeout(7200))
-HALF = pytest.param(ROUNDS // 2, marks=pytest.mark.timeout(7200))  # what the table asks ten of, where the rest has 20
+HALF = pytest.param(ROUNDS // 2, marks=pytest.mark.timeout(7200))  # for faults with ten rounds in the table, not 20
 QUARTER = pytest.param(ROUNDS // 4, marks=pytest.mark.timeout(7200))
-NOTICED_S = 20.0  # 10 s are promised, on a machine that is not busy with other things
+NOTICED_S = 20.0  # the documented limit is 10 s, on an otherwise idle machine
 AGAIN_S = 150.0  # for a new attempt: placing and importing, on two cores that carry three hosts
 
 
@@ -210,7 +210,7 @@ def test_hosts_end_with_the_process_that_booted_them_even_if_it_is_killed(tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize("rounds", [ONCE, LONG])
 def test_a_host_that_dies_in_mid_step_changes_nothing(rounds, cluster, twin, shared) -> None:
-    """The run goes on on the host that was spare; the dead one comes back under its old name."""
+    """The run continues on the spare host; the dead host returns under its old name."""
     rng = random.Random(SEED)
     times_s: list[float] = []
     for number in range(rounds):
@@ -231,7 +231,7 @@ def test_a_host_that_dies_in_mid_step_changes_nothing(rounds, cluster, twin, sha
         assert_same(run, twin)
         assert noticed_s <= NOTICED_S
         times_s.append(again_s)
-    # At the end, so that a machine that is busy with other things hides no round.
+    # Assert after all rounds, so that a slow round on a busy machine does not hide the later rounds.
     assert max(times_s) <= 30, times_s
 
 
@@ -260,7 +260,7 @@ def test_a_host_that_dies_in_mid_save_changes_nothing(rounds, cluster, twin, sha
         assert_same(run, twin)
         assert noticed_s <= NOTICED_S
         times_s.append(again_s)
-    # At the end, so that a machine that is busy with other things hides no round.
+    # Assert after all rounds, so that a slow round on a busy machine does not hide the later rounds.
     assert max(times_s) <= 30, times_s
 
 
@@ -315,7 +315,7 @@ def test_a_host_that_gives_notice_costs_no_step_and_is_no_incident(rounds, clust
         victim = a_worker_host(driver, rng)
         cluster.drain(victim, run, stays_s=60)
         again_s = driver.until(has_said(driver, "attempt 2: "), AGAIN_S)
-        # A host that was taken back comes back as one that was restarted.
+        # A reclaimed host returns as a restarted one.
         cluster.network[victim].kill()
         if number + 1 < rounds:
             cluster.join(victim)
@@ -495,7 +495,7 @@ cat /dev/zero >/tmp/ballast 2>/dev/null || true
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_full_disk_on_one_host_does_not_stop_the_run(cluster, twin, shared) -> None:
-    """The disk of the host itself, where its Ray and its programs write; the shared one has room."""
+    """The host's local disk, for Ray and its programs, is full; the shared disk has space."""
     run = shared / "full"
     driver = begin(cluster, run)
     driver.until(has_reported(run, 7), AGAIN_S)
@@ -533,12 +533,12 @@ def test_a_host_behind_a_dead_link_is_noticed_and_cannot_commit(fault, rounds, c
         driver.until(has_reported(run, rng.randrange(8, 30)), AGAIN_S)
         victim = a_worker_host(driver, rng)
         fault(cluster, victim)
-        time.sleep(1.0)  # a commit that was under way may end, as it would have a moment before
+        time.sleep(1.0)  # let a commit in progress finish
         before = {folder.name for folder in committed(stage(run) / "checkpoints")}
         noticed_s, again_s = go_on(driver, attempt=2)
         cluster.network[victim].mend()
         code = driver.wait(AGAIN_S)
-        # Its Ray has given up meanwhile: the host comes back as one that was restarted.
+        # Its Ray has given up by now, so the host returns as a restarted one.
         cluster.network[victim].kill()
         if number + 1 < rounds:
             cluster.join(victim)
@@ -658,7 +658,7 @@ def test_a_run_directory_of_each_host_alone_is_refused_by_preflight_and_by_run(c
     assert "checkpoint step" not in driver.said
 
 
-# ------------------------------------------------------------------------ a node that is unlike the others
+# ------------------------------------------------------------------------ a node unlike the others
 
 
 def restart_with_other_torch(cluster: RayHosts, name: str) -> None:
@@ -718,7 +718,7 @@ for port, path in ((8265, "/api/jobs/"), (52365, "/logs"), (52365, "/api/job_age
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_another_host_without_the_token_is_told_nothing(cluster) -> None:
-    """Of a cluster that the README's lines started; metrics ports ask for no token (docs/design/cluster.md)."""
+    """The README's commands started the cluster; metrics ports require no token (docs/design/cluster.md)."""
     told = cluster.network["h1"].run([sys.executable, "-c", STRANGER, cluster.head.address])
     print(told)
     assert told.splitlines() == [

@@ -124,7 +124,7 @@ def between_wings(arrows_of: dict[str, set[str]]) -> dict[str, set[str]]:
 
 
 def circle(arrows_of: dict[str, set[str]]) -> list[str]:
-    """The names on a circle of arrows, the first one again at the end; empty where there is no circle."""
+    """Return the names on an import cycle, with the first repeated at the end; an empty list without a cycle."""
     try:
         TopologicalSorter(arrows_of).prepare()
     except CycleError as error:
@@ -220,7 +220,7 @@ def shared_class_names() -> dict[str, list[str]]:
 def test_a_recipe_is_checked_without_torch(module: str) -> None:
     """Torch takes a second to import, for which a recipe with a wrong key shall not wait."""
     modules = {name: path for package in PACKAGES for name, path in modules_of(package).items()}
-    ways = {module: module}  # to each module that is imported with this one
+    ways = {module: module}  # the chain of imports to each module that this one imports
     waiting = [module]
     while waiting:
         importer = waiting.pop()
@@ -251,7 +251,7 @@ def imported_at_the_top(body: list[ast.stmt]) -> list[str]:
 
 
 def test_jobs_uses_no_private_name_of_ray() -> None:
-    """Ray may change such a name in any release, and a run would end where it is used first."""
+    """Ray may change private names in any release, and a run would fail at their first use."""
     problems = []
     for path in modules_of("jobs").values():
         for line, name in private_names(path.read_text(), "ray"):
@@ -294,7 +294,7 @@ def private_names(source: str, library: str) -> list[tuple[int, str]]:
 
 
 def test_a_config_cannot_be_changed() -> None:
-    """A key, a digest or a line of the log that was made of it would not be true any more."""
+    """A changed config would no longer match the keys, digests and log lines computed from it."""
     found = 0
     for package in PACKAGES:
         for name, path in modules_of(package).items():
@@ -371,7 +371,7 @@ def bound_in(tree: ast.AST) -> set[str]:
 
 
 def is_there(name: str) -> bool:
-    """Tell whether a dotted name is a module of ours or what one defines; of other libraries nothing is asked."""
+    """Return whether a dotted name exists in our modules; names of other libraries always count as existing."""
     if name.split(".")[0] not in {*PACKAGES, "tests", "benchmarks"} or file_of(name) is not None:
         return True
     module, _, attribute = name.rpartition(".")

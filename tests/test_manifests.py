@@ -72,7 +72,7 @@ def plain(schema: Any) -> Any:
 
 
 def refusals(document: dict[str, Any]) -> list[str]:
-    """Return what is wrong with a manifest; empty for one that is taken."""
+    """Return the errors of a manifest; an empty list if it is accepted."""
     jsonschema = pytest.importorskip("jsonschema")
     schema = definitions().get((document["apiVersion"], document["kind"]))
     if schema is None:

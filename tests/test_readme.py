@@ -27,7 +27,7 @@ README = (ROOT / "README.md").read_text()
 NOT_HERE = ("submit", "list", "logs", "stop")
 ENTRY = ["python", "-m", "jobs"]
 
-# Files and folders of the repository, where a text names one; "/data/web" is a user's own.
+# Matches paths of the repository in a text; "/data/web" is a user's path.
 PATH = re.compile(r"(?<![\w/.])(?:jobs|pipeline|models|data|tests|docs|benchmarks)/[\w./-]*\w")
 # docs/design/SPEC.md, which this leaves out by its capitals, describes other people's repositories.
 DOCUMENTS = sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("[a-z]*.md"))
@@ -71,7 +71,7 @@ def places(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> dict[str, 
     official = folder / "vit_b16.npz"
     assert main(["export", str(folder / "ours"), str(official), "--format", "npz"]) == 0
 
-    # `jobs new photos` finds these where the commands are typed, and writes photos.yaml beside them.
+    # `jobs new photos` finds this folder in the current directory, and writes photos.yaml next to it.
     (folder / "photos").symlink_to(folder / "images")
 
     return {

@@ -72,7 +72,7 @@ def test_zero_stages_agree_to_rounding_and_loader_processes_to_the_bit(recipe, u
     assert ours.ledger == theirs.ledger
 
 
-# Of a run on a CPU, where the share of the peak is not known.
+# Metrics of a run on a CPU, whose model FLOPs utilization is unknown.
 SHOWN = {f"ray_patchline_{name}" for name in {*OF_REPORT, *OF_DRIVER} - {"mfu"}}
 
 
@@ -109,7 +109,7 @@ def test_under_ray_a_killed_worker_and_agent_leave_no_trace_either(
 ):
     """A worker and the agent, some times a round, each in an attempt of its own."""
     rng = random.Random(SEED)
-    # A path that is relative to the folder of this process, which is not that of Ray's workers.
+    # The path is relative to the current directory of this process; Ray's workers have another one.
     monkeypatch.chdir(recipe.parent)
     Path("ds.json").write_text("{}")
     monkeypatch.setenv(*EXPORT_EVERY)

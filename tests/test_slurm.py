@@ -1,6 +1,7 @@
-"""deploy/slurm/train.sbatch under a real Slurm on two hosts (tests/support/hosts.py): slurmctld, slurmd and munged.
+"""Run deploy/slurm/train.sbatch under a real Slurm on two simulated hosts: slurmctld, slurmd and munged.
 
-Debian's packages slurmctld, slurmd, slurm-client and munge; skipped where they, or root, are missing.
+The tests need root and Debian's packages slurmctld, slurmd, slurm-client and munge, and are skipped without them.
+tests/support/hosts.py simulates the hosts.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""A sample that spikes: searched beside training on a local Ray, masked, and known to resumes and replays."""
+"""A sample that causes loss spikes is found during training on a local Ray, and masked in resumes and replays."""
 
 import os
 import signal
@@ -75,7 +75,7 @@ def test_a_poisoned_sample_is_found_beside_training_and_masked_for_good(tmp_path
     def newest() -> int:
         return max((step_of(path) for path in committed(stage(run) / "checkpoints")), default=0)
 
-    # 1. It is found and masked; the run is stopped, and goes on without it.
+    # 1. The sample is found and masked; the run is stopped, and resumes without it.
     assert jobs("run", "recipe.yaml", wait=lambda: bool(masked()) and newest() >= masked()[0]["step"] + 100) == 75
     text = (tmp_path / "log").read_text()
     (record,) = masked()
@@ -93,7 +93,7 @@ def test_a_poisoned_sample_is_found_beside_training_and_masked_for_good(tmp_path
     assert max(spikes) <= since
     assert newest() > since + 100
 
-    # 2. Audits before, across and behind the mask's first step, and behind the resume, on one worker and on two.
+    # 2. Audit before, across and after the mask's first step, and after the resume, with one worker and with two.
     behind = (end // 50 + 1) * 50
     workers_of = {(since - 100, since - 50): 1, (since - 50, since + 50): 2, (since, since + 50): 2}
     for (first, last), workers in {**workers_of, (behind, behind + 50): 1}.items():

@@ -197,7 +197,7 @@ def test_the_units_restart_what_may_go_on_and_hand_the_token_on() -> None:
     not_again = {int(code) for code in driver["RestartPreventExitStatus"].split()}
     assert not_again == MISTAKES | {ExitCode.INTERNAL, ExitCode.OWNED}, "what systemd repeats it repeats for ever"
     assert "SuccessExitStatus" not in driver, "75 would be taken for the end"
-    # Where Ray has ended by itself systemd runs ExecStop too, and to wait for a Ray that is gone would take a minute.
+    # If Ray exits by itself, systemd runs ExecStop too, and waiting for the missing Ray would take a minute.
     stop = found["patchline-node.service"]["Service"]["ExecStop"].removeprefix("-").replace("$$", "$")
     stop = stop.replace("/opt/patchline/.venv/bin/python", "echo")
     for environment, expected in (({}, ""), ({"MAINPID": "7"}, "/opt/patchline/deploy/leave_node.py 110\n")):

@@ -105,7 +105,7 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.quick
 def test_without_one_extra_the_commands_and_recipes_of_the_core_work(tmp_path: Path) -> None:
-    """All extras in one test: they share one process that has imported the libraries."""
+    """A single test covers all extras, so that they share one process with the imported libraries."""
     tree = tree_without(tmp_path, [])
     (tree / "small.yaml").write_text(SMALL)
     done = python(tree, "-c", WITHOUT_EACH, *EXTRAS)

@@ -84,7 +84,7 @@ def packed(tmp_path: Path, source: str, path: Path, *options: str) -> dict[str, 
 
 
 def gif(value: int) -> bytes:
-    """A GIF of one grey, as a few of the Pets are behind their names."""
+    """Return a GIF of a single grey value; a few images of Oxford-IIIT Pets are GIFs despite their names."""
     buffer = io.BytesIO()
     Image.new("RGB", (8, 8), (value, value, value)).save(buffer, "GIF")
     return buffer.getvalue()

@@ -1,12 +1,11 @@
-"""The work of `make cluster-demo`: the README's "Submit to a cluster" on three hosts of this machine, line by line.
+"""Run `make cluster-demo`: the commands of the README's "Submit to a cluster", on three simulated hosts.
 
-1. Three hosts are made (tests/support/hosts.py); the lines that start Ray are typed on the machines that the README
-   says.
-2. The digits campaign is submitted, listed and followed from the head, in the README's words.
-3. After its first commit one of the two hosts that train is killed, with every process on it: the run goes on.
-4. It is stopped, which commits, and submitted again: the same command goes on from there to the campaign's end.
+1. Create three hosts (tests/support/hosts.py) and start Ray on each with the README's commands.
+2. Submit, list and follow the digits campaign from the head, with the README's commands.
+3. After the first commit, kill one of the two training hosts with all its processes: the run continues.
+4. Stop the run, which commits, and submit it again: the same command resumes and finishes the campaign.
 
-Whatever happens, no host and no process is left; the run stays, to be looked at.
+The demo always removes its hosts and processes. The run's folder stays for inspection.
 """
 
 import subprocess
@@ -51,7 +50,7 @@ class Terminal:
 
 
 def main() -> int:
-    """Run the demo; the exit code says whether the campaign went on and came to its end."""
+    """Run the demo; return exit code 0 if the campaign resumed and finished."""
     reason = hosts.missing()
     if reason:
         print(f"cluster-demo: {reason}\n  `make demo` shows a killed worker without hosts", file=sys.stderr)
@@ -74,7 +73,7 @@ def show_campaign(cluster: RayHosts, shared: Path) -> bool:
     terminal.type(" list")
     follower = terminal.follow()
 
-    # The first host that trains and is not the head, where the driver runs.
+    # Kill the first training host other than the head: the driver runs on the head.
     wait_for_commits(run, 1)
     nodes = newest_nodes(run)
     victim = next(node for node in nodes.values() if node != cluster.head.name)

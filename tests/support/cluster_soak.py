@@ -1,20 +1,20 @@
-"""One long campaign on three hosts of this machine, with a random fault a minute, and nobody who types anything.
+"""Run one long campaign unattended on three simulated hosts, with a random fault every minute.
 
     .venv/bin/python -m tests.support.cluster_soak --minutes 60 --seed 7
 
-1. Three hosts of one processor each, which keep a Ray cluster and a campaign of two workers alive by themselves, with
-   the units of deploy/systemd (`SupervisedHosts` in tests/support/ray_hosts.py): the first is the head, and has the
-   driver.
-2. Every minute one of `FAULTS`, drawn from the seed: a host killed in a step or in a save, drained, cut off, behind a
-   link that swallows everything or is slow, or the head lost with all nodes. A host that lost its power has it again
-   after a while, and a link is mended; nothing else is done to any host, and no command is typed.
-3. When the time is over, SIGTERM to the driver's unit: the run commits its step and ends with 75.
-4. The ledger must be the one that the order of the samples gives, and every step recorded. An undisturbed run of as
-   many steps, without Ray and hosts, must have the same ledger, weights, moments and losses. It takes about as long as
-   the steps took; `--without-twin` leaves it out.
+1. Three hosts with one processor each run the units of deploy/systemd (`SupervisedHosts` in
+   tests/support/ray_hosts.py), which keep a Ray cluster and a campaign of two workers alive. The first host is the
+   head and runs the driver.
+2. Every minute the soak injects one of `FAULTS`, drawn from the seed. It kills a host during a step or a save, drains
+   or disconnects it, makes its link slow or drop every packet, or kills the head and with it all nodes. After a while
+   the soak restores the power or the link. It does nothing else to the hosts, and nobody types a command.
+3. At the end the soak sends SIGTERM to the driver's unit: the run commits its step and exits with 75.
+4. The ledger must match the order of the samples, and every step must be recorded. An undisturbed run of the same
+   number of steps, without Ray and hosts, must have the same ledger, weights, moments and losses. This takes about as
+   long as the steps did; `--without-twin` skips it.
 
-It says what each fault cost, and at the end where the time went, from metrics.jsonl alone. The exit code says whether
-the run needed nobody and is the same.
+The soak prints the cost of each fault, and at the end how the time was spent, computed from metrics.jsonl only. The
+exit code is 0 if the run needed no help and equals the undisturbed run.
 """
 
 import argparse
@@ -70,7 +70,7 @@ class Soak:
         return self.rng.choice(sorted(node for node in nodes if node != self.cluster.names[0]))
 
     def until(self, claim: Callable[[], bool], timeout_s: float) -> None:
-        """Wait until a claim about the run is true. Raises TimeoutError, or where the driver's unit has ended."""
+        """Wait until a claim about the run is true. Raises an error after the timeout or if the driver's unit ends."""
         deadline = time.monotonic() + timeout_s
         while not claim():
             code = self.cluster.driver.poll() if self.cluster.driver is not None else None
@@ -192,9 +192,9 @@ def parse(words: list[str]) -> argparse.Namespace:
 
 
 def suffer(soak: Soak, seconds: float) -> int:
-    """Let a fault befall the hosts every minute until the time is over, then stop the run; return its exit code.
+    """Inject a fault every minute until the time is over, then stop the run; return its exit code.
 
-    Raises TimeoutError where the run has ended by itself, or trains nothing for minutes.
+    Raises TimeoutError if the run ends by itself or makes no progress for minutes.
     """
     soak.until(has_reported(soak.run, 1), STEP_TIMEOUT_S)
     began = time.monotonic()
@@ -253,7 +253,7 @@ def longest_pause(run: Path, since: float) -> float:
 
 
 def adds_up(run: Path) -> bool:
-    """Say where the time went and what happened; tell whether the ledger and the record of the steps are whole."""
+    """Print how the run spent its time and what happened; return whether its ledger and step records are complete."""
     (folder,) = run.glob("pretrain-*")
     last = read_manifest(committed(folder / "checkpoints")[0])
     print(f"cluster-soak: {last.step} steps; {account(read_metrics(folder, None)).line()}")

@@ -1,14 +1,14 @@
-"""`make demo`: a whole campaign with one worker killed on the way, and the proof that nothing changed.
+"""Run `make demo`: a complete campaign in which one worker is killed, and the proof that the result is the same.
 
     python -m tests.support.demo --directory runs
 
-1. Pretraining runs under Ray with two workers: on CPUs, or on a GPU each. With one GPU there is one worker, unless
-   PATCHLINE_WORKERS_PER_GPU=2 has two workers share it.
-2. A few steps after a checkpoint is committed, one worker gets SIGKILL; the run goes on from that checkpoint.
-3. The stages after it run, to the few-shot probe.
-4. The same pretraining runs once more, uninterrupted and in plain processes.
-5. Every loss and every byte of the last checkpoint of both are compared. GPUs repeat them in exact mode alone, so there
-   pretraining is exact.
+1. Pretraining runs under Ray with two workers, on CPUs or with one GPU each. With a single GPU there is one worker,
+   unless PATCHLINE_WORKERS_PER_GPU=2 lets two workers share it.
+2. A few steps after a checkpoint is committed, one worker receives SIGKILL; the run resumes from that checkpoint.
+3. The later stages run, up to the few-shot probe.
+4. The same pretraining runs again, uninterrupted and in plain processes.
+5. Every loss and every byte of the last checkpoint are compared. GPUs reproduce them only in exact mode, so on GPUs
+   pretraining uses it.
 """
 
 import argparse
@@ -59,7 +59,7 @@ class Killer(Watcher):
         self.directory = loaded.directory(stage)
         self.save_every = stage.config.save_every
         self.world = loaded.cluster.most
-        self.victim = self.world - 1  # rank of the worker that is killed
+        self.victim = self.world - 1  # rank of the worker to kill
         self.killed_at: int | None = None
         self.is_over = threading.Event()
         self.thread: threading.Thread | None = None
@@ -126,7 +126,7 @@ def report(loaded: Campaign, twin: Campaign, killer: Killer) -> bool:
     directory = loaded.directory(loaded.stage("pretrain"))
     twin_directory = twin.directory(twin.stage("pretrain"))
 
-    # Losses: a step that was computed twice must have the twin's loss both times.
+    # Losses: both computations of a repeated step must give the twin's loss.
     losses = step_losses(directory)
     twin_losses = step_losses(twin_directory)
     equal_losses = killer.killed_at is not None and losses.keys() == twin_losses.keys()
@@ -156,7 +156,7 @@ def newest_manifest(directory: Path) -> Manifest:
 
 
 def step_losses(directory: Path) -> dict[int, list[float]]:
-    """Return every loss that was logged, by step; a step that was computed twice has two."""
+    """Return all logged losses by step; a repeated step has two."""
     losses_of: dict[int, list[float]] = {}
     for record in read_metrics(directory):
         for step, loss in zip(steps_in(record), record["losses"], strict=True):

@@ -1,12 +1,12 @@
-"""Whole runs for the fault tests, small and fast: a driver is started, made to suffer, and what it leaves is read.
+"""Small, fast complete runs for the fault tests: start a driver, inject a fault, and read the files of the run.
 
-    process = start(run, "pretrain.log_every=1", patch="slowly")      # `python -m jobs run`, in a process of its own
+    process = start(run, "pretrain.log_every=1", patch="slowly")      # `python -m jobs run` in a separate process
     at_step(run, process, 6, process.kill)
     assert finish(run) == 0, said(run)
-    assert_same(run, twin)                                            # the bits of a run that nothing befell
+    assert_same(run, twin)                                            # bit for bit the undisturbed run
 
-A module of its own, because processes import it by name. Drivers are children of a forkserver that has torch and
-deepspeed already, and fork their workers, so that a run costs seconds.
+This is a separate module because processes import it by name. Drivers are children of a forkserver that has already
+imported torch and deepspeed, and they fork their workers, so that a run takes only seconds.
 """
 
 import json
@@ -66,7 +66,7 @@ def call_while_parent_lives(function: Callable[..., None], arguments: Sequence[o
 
 
 class ForkedServer:
-    """A fork server that is a fork of the driver: a patch of the driver reaches the workers."""
+    """A fork server forked from the driver, so that patches of the driver also apply in the workers."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -91,9 +91,10 @@ def launch_by_fork(
 
 
 def drive(run: str, overrides: list[str], patch: str | None = None, recipe: str = SMALL) -> None:
-    """`python -m jobs run` on the small recipe; leaves the output beside the run and exits with the command's code.
+    """Run `python -m jobs run` on the small recipe, with its output in a file next to the run; exit with its code.
 
-    `patch` names what it is made to suffer, by a function of `run_faults` and perhaps its argument: "slowly -3600".
+    `patch` is the fault to inject: the name of a function of `run_faults`, optionally with its argument, as in
+    "slowly -3600".
     """
     folder = Path(run).parent
     log = os.open(folder / "driver.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -101,7 +102,7 @@ def drive(run: str, overrides: list[str], patch: str | None = None, recipe: str 
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     os.chdir(folder)
-    # Where the tests were started by nohup they ignore it, and so would this command, as it should.
+    # Tests started by nohup ignore SIGHUP, and this command would inherit that.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     from jobs import __main__
 
@@ -151,7 +152,7 @@ def stop_at(run: Path, step: int, *overrides: str, patch: str | None = None) -> 
     process = start(run, *overrides, patch=patch)
     at_step(run, process, step, lambda: os.kill(process.pid, signal.SIGTERM))
     process.join(timeout=120)
-    process.kill()  # where it has not heard; an exit code stays as it is
+    process.kill()  # if it did not react to the signal; an earlier exit code stays
     process.join()
     return process.exitcode
 
@@ -199,7 +200,7 @@ def assert_same_stage(folder: Path, twin: Path) -> None:
 
 
 def evaluations(folder: Path) -> dict[int, list[dict[str, float] | None]]:
-    """What every evaluation of a stage has come to, by step; None where it failed or was skipped with words."""
+    """Return the results of all evaluations of a stage by step; None if an evaluation failed or was skipped."""
     outcomes: dict[int, list[dict[str, float] | None]] = {}
     for record in read_metrics(folder, None):
         if record["kind"] in ("evaluate_failed", "evaluate_skipped"):
@@ -237,7 +238,7 @@ def worker_pid(run: Path, rank: int) -> int:
 
 
 def phase_of(run: Path, rank: int, attempt: int = 1) -> str:
-    """What a rank has said last of where it is, in the file that its process holds open for its agent."""
+    """Return the phase that a rank last wrote to the status file that its process shares with its agent."""
     for record in run.glob(f"*/attempts/attempt-{attempt:06d}/rank-{rank:05d}.json"):
         with suppress(OSError, ValueError):
             for handle in Path(f"/proc/{json.loads(record.read_text())['pid']}/fd").iterdir():

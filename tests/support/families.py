@@ -36,7 +36,7 @@ def family_of(pid: int | None = None) -> list[psutil.Process]:
             if number in family or number == root:
                 continue
             is_member = parents[number] == root or parents[number] in family
-            # A session has the number of the process that has begun it.
+            # A session's number is the pid of the process that created it.
             if not is_member and sessions[number] in family:
                 with suppress(psutil.Error):
                     is_member = process.status() != psutil.STATUS_ZOMBIE
@@ -47,7 +47,7 @@ def family_of(pid: int | None = None) -> list[psutil.Process]:
 
 
 def answers(family: list[psutil.Process], question: Callable[[psutil.Process], Iterable[Answer]]) -> Iterator[Answer]:
-    """What each process answers; one that has ended meanwhile, as short-lived ones of Ray's do, answers nothing."""
+    """Yield the answers of all processes; skip those that have ended, such as Ray's short-lived processes."""
     for process in family:
         with suppress(psutil.Error):
             yield from question(process)

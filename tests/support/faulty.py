@@ -1,8 +1,8 @@
-"""Runs a save, a prune and a claim again and again, each time with one file system call that kills or fails.
+"""Repeat a save, a prune and a claim; in each repetition one file system call fails or kills the process.
 
-python -m tests.support.faulty FOLDER OUTCOMES, with faults.c preloaded. One line of JSON for every run: where it was
-hit, what it had acknowledged by then, and what a start would load afterwards. FOLDER/trace is a run that nothing
-befell.
+Run it as `python -m tests.support.faulty FOLDER OUTCOMES`, with faults.c preloaded. It writes one line of JSON per
+repetition: the affected call, what the process had acknowledged until then, and what a start would load afterwards.
+FOLDER/trace is the trace of an undisturbed run.
 """
 
 import ctypes

@@ -51,7 +51,7 @@ ALL_PROTOCOLS = 3
 
 
 def missing() -> str:
-    """Return why no hosts can be made here, or "" where they can."""
+    """Return why this machine cannot simulate hosts, or "" if it can."""
     if sys.platform != "linux":
         return "hosts are namespaces of Linux"
     if os.geteuid() != 0:
@@ -96,7 +96,7 @@ class Host:
         )
 
     def run(self, command: str | list[str], timeout_s: float = 120.0, **environment: str) -> str:
-        """Run a command to its end and return what it printed. Raises RuntimeError where it fails or takes too long."""
+        """Run a command and return its output. Raises RuntimeError if it fails or exceeds the timeout."""
         output_file = self.network.shared / f"{self.name}-{time.monotonic_ns()}.out"
         # Not through a pipe: what the command leaves running, as `ray start` does, would hold it open.
         with output_file.open("w") as log:
@@ -193,7 +193,7 @@ class Host:
 
 
 class Network:
-    """A switch and the hosts that are joined to it; `shared` is a folder that all of them see."""
+    """A switch with its connected hosts; all of them see the folder `shared`."""
 
     def __init__(self, shared: Path) -> None:
         self.shared = shared
@@ -218,14 +218,14 @@ class Network:
         return self.hosts[name]
 
     def boot(self, name: str) -> Host:
-        """Add a host, or start one again that was killed; its addresses stay, its `/tmp` and `/dev/shm` are empty."""
+        """Add a host, or restart a killed host with its old addresses and an empty `/tmp` and `/dev/shm`."""
         number = self.numbers.setdefault(name, len(self.numbers))
         # Every host knows the others by name. There is no name server, and to ask for one would take seconds.
         known = [f"{PREFIX}.{FIRST_ADDRESS + other} {host}" for host, other in self.numbers.items()]
         self.hosts_file.write_text("\n".join(["127.0.0.1 localhost", *known, ""]))
         host = Host(self, name, number)
         self.hosts[name] = host
-        # As of a machine: another address behind the same name would be asked in vain until caches forget the old one.
+        # A restarted machine keeps its MAC address. With a new one, packets would be lost until caches expire.
         peer = ["peer", "name", "eth0", "address", f"02:00:00:00:00:{number:02x}", "netns", str(host.init)]
         self.on_switch("ip", "link", "add", host.port, "type", "veth", *peer)
         self.on_switch("ip", "link", "set", host.port, "up", "master", "bridge")
@@ -236,7 +236,7 @@ class Network:
         return host
 
     def on_switch(self, *command: str) -> None:
-        """Run a command in the switch's network. Raises RuntimeError where it fails."""
+        """Run a command in the switch's network. Raises RuntimeError if it fails."""
         words = ["nsenter", "--target", str(self.switch.pid), "--net", "--", *command]
         done = subprocess.run(words, capture_output=True, text=True)
         if done.returncode != 0:

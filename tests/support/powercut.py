@@ -1,8 +1,10 @@
-"""What a power cut may leave of a recorded run: what was fsynced, and of the rest what the file system likes.
+"""Simulate a power cut during a recorded run: fsynced data survives, any part of the rest may be lost.
 
-The model is the weakest that POSIX allows: data not fsynced since may be there, missing, cut short or zero; a name not
-fsynced in its folder since may be there or not, in any combination and whatever became of the names before it; a
-rename is atomic; a folder without its name is lost with all that is in it.
+This is the weakest guarantee that POSIX allows:
+- data written after the last fsync may be present, missing, truncated or zero;
+- names created after the last fsync of their folder may each exist or not, independently of earlier names;
+- a rename is atomic;
+- a folder without a name is lost with its content.
 """
 
 import os
@@ -28,7 +30,7 @@ class Operation:
 
 
 class Recording:
-    """A trace written by faults.c on top of a folder that was durable before."""
+    """A trace written by faults.c, and the durable content of the folder before it."""
 
     def __init__(self, base: Path, trace: Path, root: str) -> None:
         self.inodes = count(1)

@@ -63,8 +63,8 @@ class RayHosts:
     def __init__(self, shared: Path, names: list[str], say: Callable[[str], None] = do_not_say) -> None:
         self.network = Network(shared)
         self.names = names
-        self.say = say  # told every line that is typed, and where
-        self.token_path: dict[str, str] = {}  # of a command on the head, where the token is not in its home
+        self.say = say  # receives each typed command and its host
+        self.token_path: dict[str, str] = {}  # for commands on the head whose home lacks the token
         try:
             self.start()
         except BaseException:
@@ -212,7 +212,7 @@ class Driver:
             process.terminate()
 
     def until(self, claim: Callable[[], bool], timeout_s: float) -> float:
-        """Wait until a claim about the run is true; return the seconds. Raises TimeoutError, or where the run ends."""
+        """Wait until a claim about the run is true; return the seconds. Raises an error on timeout or early exit."""
         began = time.monotonic()
         while not claim():
             if time.monotonic() - began > timeout_s:
@@ -239,7 +239,7 @@ def newest_nodes(run: Path) -> dict[int, str]:
 
 
 def a_worker_host(driver: Driver, rng: random.Random) -> str:
-    """Return a host with a worker that is not the head."""
+    """Return a host, other than the head, on which a worker runs."""
     head = driver.cluster.names[0]
     return rng.choice(sorted(node for node in newest_nodes(driver.run).values() if node != head))
 

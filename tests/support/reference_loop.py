@@ -49,7 +49,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run leaves behind."""
+    """The results of a training run."""
 
     losses: list[float]  # of every step: the mean over the batch, before the update
     norms: list[float]  # of every step: of the mean gradient, before clipping

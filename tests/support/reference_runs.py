@@ -1,7 +1,7 @@
-"""How test_reference_loop.py runs the product: its sets, its cases, and what the workers do.
+"""Data sets, cases and worker functions with which test_reference_loop.py runs Patchline.
 
-A module of its own, because workers import it by name. Nothing of the product is replaced: shards, order, loader,
-engine, evaluation and probe are real. Training crops nothing, so that a sample's pixels are those that were packed.
+This is a separate module because workers import it by name. No part is mocked: shards, order, loader, engine,
+evaluation and probe are real. Training does not crop, so that the model sees exactly the packed pixels.
 """
 
 import json

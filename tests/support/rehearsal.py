@@ -1,13 +1,13 @@
-"""A worker's step on a GPU that is not there, and what its tensors are: `python -m tests.support.rehearsal GUARD STEP`.
+"""Rehearse a worker's GPU step with fake tensors, without a GPU: `python -m tests.support.rehearsal GUARD STEP`.
 
-GUARD is the library made of cuda_guard.cpp; STEP is a `pipeline.extras.plan.memory_traces.StepToTrace` as JSON, with
-the micro-batch beside it. The worker's own code runs with fake tensors on the device "cuda":
+GUARD is the library compiled from cuda_guard.cpp; STEP is a `pipeline.extras.plan.memory_traces.StepToTrace` and the
+micro-batch, as JSON. The real code of the worker runs with fake tensors on the device "cuda":
 
-1. The loader's micro-batches, real ones in pinned memory, are moved ahead on a stream of their own.
-2. Normalise, the model, the loss, and the backward pass in DeepSpeed, which takes the ways that it takes on a GPU.
-3. The norm with what the workers agree on, and the fused AdamW.
+1. Prefetch the loader's micro-batches, which are real tensors in pinned memory, on a separate stream.
+2. Normalise; run the model, the loss and the backward pass in DeepSpeed, on its code paths for GPUs.
+3. Compute the norm and the values that the workers reduce together; update with the fused AdamW.
 
-`Looking` sees every operation. One line of JSON comes out:
+`Looking` observes every operation. The result is one line of JSON:
 
     {"devices": {"forward": {"cuda": 4100}, …}, "mixed": [], "copies": [], "reads": {"update": 5}, "updates": 3,
      "outputs": {"blocks.0": ["bfloat16", 16, 197, 384], …}, "parts": {"STATES": …}, …}
@@ -88,7 +88,7 @@ class Streams:
 
 
 class Looking(LiveBytes):
-    """Counts, beside the bytes of the GPU alone, on which devices and of which types the operations' results are."""
+    """Counts the devices and types of the operations' results, in addition to the GPU's bytes."""
 
     def __init__(self, streams: Streams) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Looking(LiveBytes):
         self.dtypes: dict[str, Counter[str]] = defaultdict(Counter)
         self.mixed: list[str] = []  # operations on tensors of two devices, copies between them excepted
         self.kernels: Counter[str] = Counter()
-        self.copies: list[str] = []  # to the GPU, that hold up the host: of memory that is not pinned, or as told
+        self.copies: list[str] = []  # blocking copies to the GPU: from unpinned memory, or not non_blocking
         self.too_early: list[str] = []  # computed before the stream of the copies was waited for
         self.reads: Counter[str] = Counter()  # numbers that the host reads from the GPU, by phase
         self.sums: dict[str, Counter[str]] = defaultdict(Counter)  # types of what collectives send, by their name
@@ -170,7 +170,7 @@ class RehearsedWorker(TracedWorker):
 
 
 def loaded_batch(cfg: TrainConfig, micro_batch: int, size: tuple[int, int]) -> Batch:
-    """Return a micro-batch as the loader hands it out beside a GPU: real tensors, in pinned memory."""
+    """Return a micro-batch as the loader yields it on a machine with a GPU: real tensors in pinned memory."""
     pixels = copied(torch.zeros(micro_batch, *size, 3, dtype=torch.uint8))
     labels = copied(torch.zeros(micro_batch, cfg.data.max_labels, dtype=torch.int64))
     ids = copied(torch.zeros(micro_batch, 3, dtype=torch.int64))
@@ -180,7 +180,7 @@ def loaded_batch(cfg: TrainConfig, micro_batch: int, size: tuple[int, int]) -> B
 def take_step(
     worker: RehearsedWorker, batches: Iterator[Batch], accumulation: int, enter: Callable[[str], None]
 ) -> None:
-    """Take a step as `pipeline.train` does; `enter` hears where it is."""
+    """Take a training step as `pipeline.train` does; `enter` receives the name of each part as it begins."""
     as_worker = cast(Worker, worker)
     loss_sum = torch.zeros((), device=worker.group.device)
     for number in range(accumulation):

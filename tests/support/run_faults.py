@@ -136,7 +136,7 @@ def slowly(clock_s: int = 0) -> None:
 
 
 def unread_terminal() -> None:
-    """Steps take a while, and stdout and stderr are a pipe that is full and that nobody reads."""
+    """Slow the steps down, and make stdout and stderr a full pipe without a reader."""
     slowly()
     terminal.CLOSE_S = 0.5
     _, writer = os.pipe()  # the other end stays open as long as this process
@@ -151,7 +151,7 @@ def hasty_lease() -> None:
 
 
 def in_no_hurry() -> None:
-    """The first step waits for the file "go" beside the run."""
+    """Hold the first step until the file "go" exists next to the run."""
 
     def wait() -> None:
         while not Path("go").exists():
@@ -217,7 +217,7 @@ def sleep() -> None:
 
 
 def killed_amid_a_window() -> None:
-    """Worker 0 of the first attempt is killed in step 18: behind the commit of step 15, amid the steps of a line."""
+    """Kill worker 0 of the first attempt in step 18: after the commit of step 15, between two log lines."""
     before(train, "finish_step", at(1, 17, 0), lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
@@ -288,7 +288,7 @@ def evaluator_dies(how: str = "SIGKILL", times: int = 1) -> None:
 
 
 def slow_evaluator() -> None:
-    """Whoever judges a commit waits for the file "go" beside the run, and says so in "judging"."""
+    """Hold evaluations of commits until the file "go" exists next to the run; they announce it in "judging"."""
     spare_core()
 
     def wait() -> None:
@@ -312,7 +312,7 @@ def in_commits(act: Callable[[], None]) -> None:
 
 
 def no_first_batch() -> None:
-    """Worker 1 waits for its first batch until there is a file "arrived" beside the run; it says so in "waiting"."""
+    """Hold worker 1's first batch until the file "arrived" exists next to the run; it announces this in "waiting"."""
     original = Decoder.run
 
     def run(decoder: Decoder, *args: Any) -> Any:
@@ -325,7 +325,7 @@ def no_first_batch() -> None:
 
 
 def no_batch_behind_a_stretch() -> None:
-    """Worker 1's first batch behind an excluded stretch does not come; it says so in "waiting"."""
+    """Never deliver worker 1's first batch after an excluded stretch; the worker announces it in "waiting"."""
     original = Decoder.run
     loaders = [0]
 
@@ -409,12 +409,12 @@ def poisoned_for_ever() -> None:
 
 
 def hold_saves_until(step: int) -> None:
-    """A save that is in flight is written no sooner than the forward pass of the step that follows this one."""
+    """Delay the writes of a save in flight until the forward pass of the step after this one."""
     may_write = threading.Event()
     write = Saver.write
 
     def write_later(saver: Saver, path: Path, content: memoryview) -> None:
-        # Those that begin before the steps in question, and behind them, are written at once.
+        # Saves that begin before or after these steps are written immediately.
         if step - 5 < saver.manifest.step <= step:
             may_write.wait()
         write(saver, path, content)
@@ -477,7 +477,7 @@ def bad_samples_with_a_save_in_flight() -> None:
     """The save of step 10 is written no sooner than step 13, in which 12 samples of worker 0 are bad: two too many."""
 
     def count_bad(health: Health, batch: Batch) -> int:
-        # Of each of its two micro-batches 6, more than it has: that spares the test thousands of good ones.
+        # 6 bad samples in each of two micro-batches, more than their size: so the test needs no thousands of good ones.
         return 6 if batch.step == 12 and dist.get_rank() == 0 else 0
 
     Health.count_bad = count_bad  # type: ignore[method-assign]

@@ -67,7 +67,7 @@ ALONE = SimpleNamespace(
 
 
 def start_from(folder: Path, attempt: int, say: Callable[[str], None]) -> Chosen | None:
-    """What a start of one worker goes on from, after it has read all of it; None where there is nothing."""
+    """Return the checkpoint from which a single worker would resume, after reading it fully; None without one."""
     chosen = None
     real = restore.dist
     restore.dist = ALONE  # type: ignore[assignment]
@@ -112,7 +112,7 @@ def back(folder: Path, good: Path) -> None:
 
 
 def damage(how: str, file: Path, rng: random.Random) -> str:
-    """Damage a set of files; returns the name of the file that is bad now."""
+    """Damage one file of a checkpoint; return its name."""
     content = file.read_bytes()
     if how == "cut":
         file.write_bytes(content[: rng.randrange(1, len(content))])
@@ -148,7 +148,7 @@ class Quiet:
 
 
 def saver_of(checkpoints: StageCheckpoints, telemetry: Any = None, keep: int = 1000) -> Saver:
-    """A Saver that says nothing, keeps everything and goes on after any failure, unless told otherwise."""
+    """Return a Saver that logs nothing, prunes nothing and continues after any failure; arguments override this."""
     return Saver(
         checkpoints, telemetry or Quiet(), Quiet(), SavingConfig(keep=keep, keep_every=0, max_failed_saves=1000)
     )
@@ -183,7 +183,7 @@ class WorkerGroup:
         return StageCheckpoints(self.checkpoints.storage, "stage")
 
     def temporary(self, step: int) -> Path:
-        """Where the files of a save are written."""
+        """Return the temporary folder of a save."""
         return self.run / self.checkpoints.staged_name(manifest(step, self.attempt, self.world))
 
     def tell(self, values: list[Any], src: int) -> None:
@@ -217,7 +217,7 @@ class WorkerGroup:
         return committed
 
     def finish_only(self) -> Manifest | None:
-        """As the loop does, which goes on while old checkpoints are deleted."""
+        """Finish the save, but do not wait until old checkpoints are deleted; the training loop does the same."""
         for saver in self.savers[1:]:
             saver.thread = None
         with self.collectives():
@@ -371,7 +371,7 @@ def read_wrong(handle: int, buffers: list[memoryview], offset: int) -> int:
     return len(content)
 
 
-# ------------------------------------------------------------------------ storage that is not shared
+# ------------------------------------------------------------------------ storage not shared by the workers
 
 CLONE_NEWNS = 0x20000  # man 2 unshare
 
@@ -385,7 +385,7 @@ def with_a_disk_of_its_own(folder: str) -> None:
 
 
 def save_apart(task: dict[str, Any]) -> str:
-    """Save; worker 1 on a disk that rank 0 does not see. Returns why nothing was committed, "" where it was."""
+    """Save with worker 1 on a disk invisible to rank 0; return why the commit failed, or "" if it succeeded."""
     torch.distributed.init_process_group("gloo")
     rank = torch.distributed.get_rank()
     run = Path(task["run"])

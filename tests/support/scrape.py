@@ -27,9 +27,9 @@ LABEL = re.compile(r'(\w+)="([^"]*)"')
 class Scraper(Watcher):
     """Scrapes every node repeatedly, as a watcher of a campaign.
 
-    Ray exports a metric up to EXPORT_EVERY after it was set (without that variable up to 10 s), which is longer than a
-    small stage trains. So the driver is held in the attempt `held_attempt`, whose workers go on, until all metrics in
-    `wanted` were seen, or for HOLD_S.
+    Ray exports a metric with a delay of up to EXPORT_EVERY (10 s without that variable), which is longer than a small
+    stage trains. The scraper therefore holds the driver in the attempt `held_attempt` until it has seen all metrics in
+    `wanted`, for at most HOLD_S; the workers continue.
     """
 
     def __init__(self, wanted: Iterable[str] = (), held_attempt: int = 0) -> None:

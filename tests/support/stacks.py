@@ -26,7 +26,7 @@ Call = tuple[str, str]  # the file, from the root of the checkout, and the funct
 
 
 def our_calls() -> list[Call]:
-    """The calls of our four packages that are under way in this thread, the outermost first."""
+    """Return the active calls of our four packages in this thread, outermost first."""
     calls = []
     for frame, _ in traceback.walk_stack(None):
         path = Path(frame.f_code.co_filename)
@@ -45,14 +45,14 @@ def record(folder: Path, event: str) -> None:
 
 
 def recorded(folder: Path, event: str) -> list[Call]:
-    """The calls above an event; fails where it has not happened."""
+    """Return the recorded call stack of an event. Raises an error if the event did not happen."""
     file = folder / f"{event}.json"
     assert file.exists(), f"no process recorded the event {event}"
     return [(path, name) for path, name in json.loads(file.read_text())]
 
 
 def recording_worker(folder: Path, run_worker: Callable[..., None]) -> Callable[..., None]:
-    """`run_worker` of a forked worker, with what goes on in the worker recorded."""
+    """Wrap `run_worker` of a forked worker so that events in the worker are recorded."""
     rename = storage.rename
 
     def before_forward(module: torch.nn.Module, inputs: object) -> None:

@@ -34,15 +34,17 @@ def served(handler: type[http.server.BaseHTTPRequestHandler]) -> Iterator[int]:
 
 
 class Proxy:
-    """Passes HTTP on, byte for byte, except when `fault` says otherwise; counts the GETs of each object.
+    """Forwards HTTP byte for byte unless `fault` returns a fault; counts the GETs of each object.
 
-    `fault` is asked about the path of every read and answers None, an HTTP status, "short" (half of the content, under
-    the length of all of it) or "stall" (no answer for 1.5 s). `fault_of_any` is asked about the method and path of
-    every other request, and may also answer "torn" (the store gets half of the content) or "deaf" (the request is
-    done, and its answer lost). A pair such as (400, "ExpiredToken") is a status and S3's code for it. "whole" answers a
-    read as a store does that ignores ranges: with all of the object. Bytes are the content of an answer with status
-    200, such as an error page.
-    `pace` is told of every few bytes of a read before they are sent, so that it may hold them back.
+    `fault` receives the path of every read and returns None or a fault:
+    - an HTTP status, or a pair of a status and S3's error code, such as (400, "ExpiredToken");
+    - "short": half of the content, under the full content length;
+    - "stall": no response for 1.5 s;
+    - "whole": the complete object, as from a store that ignores ranges;
+    - bytes: the content of a response with status 200, such as an error page.
+    `fault_of_any` receives the method and path of every other request. It may also return "torn" (the store receives
+    half of the content) or "deaf" (the store executes the request, but its response is lost).
+    `pace` is called before every few bytes of a read are sent, so that it can delay them.
     """
 
     def __init__(self) -> None:
@@ -146,7 +148,7 @@ class Proxy:
 
 @contextmanager
 def s3(proxy: Proxy, port: int, files: Files) -> Iterator[None]:
-    """moto, behind `AWS_ENDPOINT_URL`."""
+    """Run moto, and point `AWS_ENDPOINT_URL` to it."""
     moto = pytest.importorskip("moto.server")
     server = moto.ThreadedMotoServer(port=0, verbose=False)
     server.start()
@@ -172,7 +174,7 @@ def s3(proxy: Proxy, port: int, files: Files) -> Iterator[None]:
 
 @contextmanager
 def gs(proxy: Proxy, port: int, files: Files) -> Iterator[None]:
-    """gcp-storage-emulator, behind `STORAGE_EMULATOR_HOST`."""
+    """Run gcp-storage-emulator, and point `STORAGE_EMULATOR_HOST` to it."""
     emulator = pytest.importorskip("gcp_storage_emulator.server")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{port}")
@@ -189,7 +191,7 @@ def gs(proxy: Proxy, port: int, files: Files) -> Iterator[None]:
 
 @contextmanager
 def az(proxy: Proxy, port: int, files: Files) -> Iterator[None]:
-    """The few answers of Azure's blob service that are needed, behind `AZURE_STORAGE_CONNECTION_STRING`."""
+    """Serve the part of Azure's blob API that the client needs; `AZURE_STORAGE_CONNECTION_STRING` points to it."""
     pytest.importorskip("adlfs")
     contents = {key: path.read_bytes() for key, path in files.items()}
     lock = threading.Lock()

@@ -1,15 +1,14 @@
-"""Keeps one unit of deploy/systemd alive on a host that has no systemd, by what the unit itself says.
+"""Run one unit of deploy/systemd on a host without systemd, according to the settings in its file.
 
     python -m tests.support.supervisor patchline-node.service HEAD=h0 RAY_AUTH_TOKEN_PATH=/shared/auth_token
     python -m tests.support.supervisor patchline-driver@small.service RECIPES=/shared RAY_ADDRESS=h0:6379 …
 
-1. ExecStart is run with the variables of deploy/systemd/patchline.env and those that are given, which come in the place
-   of LoadCredential too. The checkout stands where this one does, and RECIPES in the place of /etc/patchline.
-2. When it has ended, ExecStop is run, without a MAINPID, and what is left of its processes is killed, as systemd does
-   with a unit's control group: each has the INVOCATION_ID of this start in its environment.
-3. Restart, RestartPreventExitStatus and RestartSec say whether and when it is started again.
-4. SIGTERM is `systemctl stop`: ExecStop is run with the MAINPID, the command is sent SIGTERM, and its exit code is this
-   one's.
+1. Run ExecStart with the variables of deploy/systemd/patchline.env and of the command line, which also replace
+   LoadCredential. This checkout replaces the installed checkout, and RECIPES replaces /etc/patchline.
+2. When the command ends, run ExecStop without MAINPID and kill the remaining processes, as systemd does with a unit's
+   control group. Each process has the INVOCATION_ID of this start in its environment.
+3. Restart the command according to Restart, RestartPreventExitStatus and RestartSec.
+4. Treat SIGTERM as `systemctl stop`: run ExecStop with MAINPID, send SIGTERM to the command and exit with its code.
 """
 
 import configparser

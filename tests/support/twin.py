@@ -29,7 +29,7 @@ class TraceLoader:
         self.rows_of_steps = rows_of_steps  # (steps, batch): rows of the pool
         self.images = images  # (rows, S, S, 3) uint8
         self.labels = labels  # (rows,)
-        self.last_step = last_step  # in which the product is asked to stop, by the file that its driver would touch
+        self.last_step = last_step  # during which Patchline finds the file with which its driver requests a stop
         self.stop_file = stop_file
         self.whole_steps: int | None = None  # after the last micro-batch of a step: how many steps have been given
 

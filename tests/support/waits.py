@@ -1,16 +1,16 @@
-"""Counts the points of a training step at which the host would wait for the device; workers import it by name.
+"""Count the points of a training step at which the host would wait for a GPU; workers import this module by name.
 
-There is no device here. So what a GPU's host does is seen from outside:
-1. reads of a number that the device has computed: `item`, `float`, `bool` (they end in `_local_scalar_dense`),
-   `tolist`, `cpu`, `numpy`, and operations whose result has a shape that depends on values;
-2. copies to the device of what lies in host memory, where they are not `non_blocking`, and tensors that are made on the
-   device from the host's numbers;
-3. `synchronize` of a device, a stream or an event. DeepSpeed takes other ways on a CPU than on a GPU: here its
-   accelerator says what a GPU's does, with streams and events that only count.
+The tests have no GPU, so this module intercepts the operations that would make the host wait:
+1. reads of a number computed on the device: `item`, `float`, `bool` (all call `_local_scalar_dense`), `tolist`, `cpu`,
+   `numpy`, and operations whose output shape depends on values;
+2. copies from host memory to the device without `non_blocking`, and tensors created on the device from the host's
+   numbers;
+3. `synchronize` of a device, a stream or an event. DeepSpeed takes different code paths on a CPU. Here its accelerator
+   therefore answers like a GPU's, with streams and events that only count.
 
-What lies in host memory on a GPU too is marked, and reading it is no wait: tensors that are made without a device, what
-is computed from them alone, the loader's batches, and the step that AdamW counts, which its fused CUDA kernel reads on
-the device. A copy to host memory that is written `to(…)` is not seen: here it is like one to the device.
+Tensors that would be in host memory on a GPU machine too are marked, and reading them does not count: tensors created
+without a device, results computed only from them, the loader's batches, and AdamW's step counter, which its fused CUDA
+kernel reads on the device. Copies to host memory by `to(…)` are missed: here they look like copies to the device.
 """
 
 import traceback

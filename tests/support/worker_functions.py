@@ -37,7 +37,7 @@ def rank() -> int:
 
 
 def frees_at_once() -> bool:
-    """Whether small pieces that are freed are free for malloc at once: a thread's tcache would set seven aside."""
+    """Return whether malloc can reuse freed small blocks immediately: a thread's tcache would hold back seven."""
     library = ctypes.CDLL(None)
     if not hasattr(library, "mallinfo2"):  # before glibc 2.33 nobody can tell
         return True
@@ -86,7 +86,7 @@ def commit_until_told(config: dict[str, Any]) -> dict[str, Any]:
     """Rank 0 commits a step now and then, until all are told to stop or to finish; one worker too many raises."""
     world = int(os.environ["WORLD_SIZE"])
     if world > config["most"]:
-        # The first error ends all workers: one that is slow to start would never have left its record.
+        # The first error ends all workers, so wait for the records of slow starters.
         deadline = time.monotonic() + 60
         while len(list(Path(config["folder"]).glob("rank-*.json"))) < world and time.monotonic() < deadline:
             time.sleep(0.1)

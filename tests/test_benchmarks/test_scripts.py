@@ -1,6 +1,6 @@
-"""Every script of benchmarks/, and every module of tests/ that no test imports, is imported here.
+"""Every script of benchmarks/, and every module of tests/ that no test imports, can be imported.
 
-Most of them run seldom: by hand, on a GPU, or for hours. A name that was moved should not wait for that to be noticed.
+Most of them run rarely: by hand, on a GPU, or for hours. This test finds their imports of moved names early.
 """
 
 import subprocess

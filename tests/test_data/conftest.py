@@ -1,4 +1,4 @@
-"""Fixtures of runs in an object store: moto, which speaks S3's protocol on loopback, behind a proxy that can fail."""
+"""Fixtures for runs in an object store: moto serves the S3 protocol on loopback, and a proxy injects faults."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -18,7 +18,7 @@ from data.shards.indexing import remote_tars
 from tests.support.stores import objects, store
 
 BUCKET = "images"
-SCRATCH = Path("/nowhere")  # of a store that is asked for small files alone
+SCRATCH = Path("/nowhere")  # unused: these tests store only small files
 FLAKY = [500, 503, 429, "deaf", "stall"]
 
 
@@ -111,7 +111,7 @@ def test_a_store_that_never_answers_is_named_without_secrets(code, message, run,
 
 
 def test_each_request_of_a_listing_is_retried_alone(run, proxy, bucket, monkeypatch) -> None:
-    """Every other request fails: a listing of many requests that are retried together would never succeed."""
+    """Every other request fails: retrying all requests of a listing together would never succeed."""
     prefix = run.removeprefix(f"s3://{BUCKET}/")
     monkeypatch.setattr(bucket_module, "PAGE_OBJECTS", 10)
     for number in range(25):

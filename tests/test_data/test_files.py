@@ -57,7 +57,7 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path) -> None:
     ],
 )
 def test_files_of_another_node_are_waited_for(appear_at, sizes, is_patient, unseen, waited, monkeypatch) -> None:
-    """On a machine that has run for ten seconds, whose clock is the test's own."""
+    """Simulates a machine ten seconds after its start, with a fake clock."""
     seconds = [10.0]
 
     def sleep(pause: float) -> None:

@@ -366,7 +366,7 @@ def test_a_batch_is_not_overwritten_while_a_part_of_it_is_held_and_others_are_no
         del images
     batches.close()
     assert torch.equal(held, whole[0][20:, :, 3:5])
-    # The process of the part that is held has no other place to lend, so that it copies; the second one lends all.
+    # The process of the held part has no other buffer to lend and must copy; the second process lends all its parts.
     assert lent == [number % 2 == 0 and processes == 2 for number in range(11)]
     assert is_shared(held.data_ptr())
 
@@ -387,7 +387,7 @@ def test_the_training_loop_is_lent_all_its_batches(index, order, tmp_path):
 
 
 def is_shared(address: int) -> bool:
-    """Whether an address lies in memory that is shared with a decoding process, as the kernel says."""
+    """Return whether the kernel maps an address as memory shared with a decoding process."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         low, high = line.split()[0].split("-")
         if int(low, 16) <= address < int(high, 16):

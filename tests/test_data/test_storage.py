@@ -1,7 +1,7 @@
-"""Files and checkpoints in an object store: whole or not there, created once, whatever the store does meanwhile.
+"""Files and checkpoints in an object store are complete or absent, and created only once, whatever faults occur.
 
-The store is moto, which speaks S3's protocol on loopback, behind a proxy that can fail; what lies in it is read back by
-boto3, which shares no line with the code under test.
+The store is moto, which serves the S3 protocol on loopback; a proxy in front of it injects faults. The tests read the
+objects back with boto3, which is independent of the code under test.
 """
 
 import json
@@ -39,7 +39,7 @@ from tests.support.contexts import pretrain_context
 from tests.support.stores import objects
 
 BUCKET = "images"
-SCRATCH = Path("/nowhere")  # of a store that is asked for small files alone
+SCRATCH = Path("/nowhere")  # unused: these tests store only small files
 STAGE = "stage"  # the folder of savers.WorkerGroup
 ALONE = SimpleNamespace(  # torch.distributed, of one worker
     get_rank=lambda: 0,
@@ -273,8 +273,8 @@ def test_a_store_that_is_away_costs_a_save_and_blames_no_checkpoint(group, run, 
     assert_is_step(start(run, tmp_path / "other", monkeypatch)[0], 40)
 
 
-def test_where_a_file_cannot_be_put_the_store_is_asked_for_little_else(group, proxy) -> None:
-    """Where the store is gone every question takes a minute, and a run that was told to stop waits for all of them."""
+def test_after_a_failed_upload_few_other_requests_are_sent(group, proxy) -> None:
+    """Without the store every request takes a minute, and a run with a stop request waits for each of them."""
     group.checkpoints.storage.retry.attempts = 10
     asked: list[str] = []
 

@@ -32,7 +32,7 @@ def written_by_webdataset(folder: Path, count: int = 23, suffix: str = "tar") ->
     folder.mkdir()
     with wds.ShardWriter(f"{folder}/theirs-%06d.{suffix}", maxcount=7, verbose=0) as writer:
         for number in range(count):
-            # Keys with folders, one longer than a tar header's 100 bytes; PNG among JPEG; members that are not read.
+            # Keys with folders, one longer than a tar header's 100 bytes; PNG among JPEG; ignored members.
             key = f"part/{'long' * 30 if number == 5 else 'x'}{number:04d}"
             kind = "png" if number % 4 == 0 else "jpg"
             sample = {"__key__": key, kind: noise(number, f".{kind}"), "cls": number % CLASSES, "txt": "a caption"}

@@ -232,7 +232,7 @@ def test_the_last_offset_is_never_drawn():
 
 
 def test_a_random_crop_comes_from_everywhere():
-    image = np.zeros((32, 32, 3), np.uint8)  # of the side that it is resized to; each pixel tells where it lies
+    image = np.zeros((32, 32, 3), np.uint8)  # already of the target size; each pixel encodes its position
     image[..., 0] = np.arange(32)[:, None]
     image[..., 1] = np.arange(32)
     offsets = set()
@@ -364,7 +364,7 @@ def segment(marker: int, height: int, width: int) -> bytes:
 
 @pytest.mark.parametrize("marker", [*range(0xDA), *range(0xDB, 0xFF)])
 def test_the_sides_are_those_of_the_last_frame_header_of_any_kind(marker):
-    """Markers of ITU T.81, table B.1; behind a frame header of 60 × 40."""
+    """Writes a segment with each marker of ITU T.81, table B.1, after a frame header of 60 × 40."""
     scan = b"\xff\xda" + struct.pack(">HB", 12, 3) + bytes(9) + b"\xff\xd9"
     data = b"\xff\xd8" + segment(0xC0, 60, 40) + segment(marker, 30, 20) + scan
     if marker in (*range(2, 0xC0), 0xD8, 0xD9, *range(0xF0, 0xFE)):
@@ -442,7 +442,7 @@ def test_a_thumbnail_and_comments_are_no_scans(options):
 
 def test_a_sequential_image_with_a_scan_for_each_component_is_counted_too():
     good = encoded(scene(64, 64, grain=8), subsampling=0)
-    # Say that the first scan holds one component: libjpeg then reads every scan behind it.
+    # Declare one component in the first scan: libjpeg then reads all later scans.
     at = good.index(b"\xff\xda")
     scans = b"\xff\xda" + struct.pack(">HB", 8, 1) + bytes([1, 0x00, 0, 63, 0])
     bomb = good[:at] + scans * 40 + b"\xff\xd9"

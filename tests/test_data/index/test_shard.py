@@ -84,7 +84,7 @@ def test_a_large_index_is_mapped_and_says_what_its_json_says(path, state, monkey
     assert same(load_index(path), mapped)
     with pytest.raises(IndexError):
         mapped.shards[6000]
-    # Half of the file's bytes are digests: what is asked of all shards is not a copy.
+    # Half of the file's bytes are digests: the column for all shards must be a view, not a copy.
     assert not mapped.shard_samples.flags.owndata
     assert len(list(state.glob("*.columns"))) == 1
 

@@ -84,7 +84,7 @@ def test_header_bombs_are_stepped_over():
         (b"x5 path=longer\n", b"told", None),
         (b" 15 path=longer\n", b"told", None),
         (b"0 path=longer\n", b"told", None),
-        (b"16 path=longer\n", b"told", None),  # longer than all that is there
+        (b"16 path=longer\n", b"told", None),  # longer than the available data
         (b"0000000015 path=longer\n", b"told", None),  # ten digits
         (b"", b"told", None),
     ],

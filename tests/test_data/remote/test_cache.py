@@ -40,7 +40,7 @@ PATIENT = {"attempts": 12, "backoff_s": 0.01, "timeout_s": 1.0}
 
 @pytest.fixture(scope="module", params=["s3", "gs", "az"])
 def storage(request, local, tmp_path_factory):
-    """A store that speaks a scheme's protocol on loopback and holds the shards, behind a proxy that can fail."""
+    """Serve the shards on loopback with a scheme's protocol, through a proxy that injects faults."""
     files = {f"set/{shard.name}": Path(local.location(n)) for n, shard in enumerate(local.shards)}
     files |= {"mixed/a.tar": Path(local.location(0)), "mixed/b.tar.gz": Path(local.location(1))}
     with store(request.param, files) as proxy:
@@ -424,7 +424,7 @@ def test_who_is_stopped_waits_for_no_other_s_download(tmp_path):
 def test_room_is_made_by_the_longest_unused_and_by_downloads_that_nobody_goes_on_with(
     wanted, left, tmp_path, monkeypatch
 ):
-    """2,200 of 2,500 bytes are taken; a download that has grown within the hour stays, whatever is lacking."""
+    """2,200 of 2,500 bytes are used; a download that grew within the last hour stays even if space is short."""
     now_s = 1_800_000_000
     ages = {"used.tar": (900, 5), "older.tar": (400, 3000), "coming.part": (700, 3590), "given-up.part": (200, 3610)}
     for name, (size, age_s) in {**ages, "x.lock": (5000, 9999)}.items():

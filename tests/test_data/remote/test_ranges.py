@@ -1,4 +1,4 @@
-"""A cold start reads the samples it needs out of shards that are not here: the same samples, or it says why not."""
+"""A cold start reads single samples of remote shards by byte ranges: the same samples, or an error with the reason."""
 
 import gc
 import pickle
@@ -34,7 +34,7 @@ BATCH = 20
 
 @pytest.fixture(scope="module")
 def s3(local, tmp_path_factory):
-    """moto, which speaks S3's protocol, behind a proxy that counts and can fail."""
+    """Run moto, which serves the S3 protocol, behind a proxy that counts requests and injects faults."""
     files = {f"set/{shard.name}": Path(local.location(number)) for number, shard in enumerate(local.shards)}
     with store("s3", files) as proxy:
         at = "s3://images/set"
@@ -81,7 +81,7 @@ def assert_same(taken: list, expected: list) -> None:
 
 
 def lengths_asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The bytes of every range that is read, in this process."""
+    """Record the length in bytes of every range that this process reads."""
     asked: list[int] = []
     read_range = urls.read_range
 
@@ -156,12 +156,12 @@ def test_a_sample_that_is_not_what_was_indexed_is_fetched_with_its_shard(faulty,
     assert len(said) == 1
     assert re.match(pattern, said[0])
     assert said[0].endswith("waiting for whole shards")
-    # No range is asked for once that is known: only those that were on their way.
+    # After this discovery no further range is requested; only the requests in flight count.
     assert len(wrong) <= BATCH
 
 
 def test_a_sample_whose_halves_are_of_two_versions_of_the_shard_is_not_believed(faulty, local, tmp_path):
-    """An answer breaks off, and before the rest is asked for somebody overwrites the object, as large as before."""
+    """A response breaks off, and before the next request the object is overwritten with one of equal size."""
     import boto3
 
     key = f"set/{local.shards[0].name}"
@@ -179,12 +179,12 @@ def test_a_sample_whose_halves_are_of_two_versions_of_the_shard_is_not_believed(
 
     by_range = ShardReader(faulty.index, cache=CacheConfig(str(tmp_path / "a"), **PATIENT), by_range=True)
     faulty.fault = fault
-    # Of the image a half is the first version's: the other one's has other bytes there.
+    # Half of the image comes from the first version; the second version has different bytes there.
     assert by_range.read(0, 0) == ShardReader(local).read(0, 0) != ShardReader(local).read(1, 0)
     assert "differs from the index" in by_range.given_up
     assert len(faulty.gets) == 3
     by_range.stop()
-    # Where it stays overwritten, the shard says so.
+    # If the object stays overwritten, the shard's digest reveals it.
     overwrite(Bucket="images", Key=key, Body=other)
     faulty.fault = lambda path: None
     by_range = ShardReader(faulty.index, cache=CacheConfig(str(tmp_path / "b"), **PATIENT), by_range=True)
@@ -200,7 +200,7 @@ def test_a_store_that_ignores_ranges_is_named(faulty, local, tmp_path, monkeypat
     cfg = CacheConfig(str(tmp_path), **PATIENT)
     by_range = ShardReader(faulty.index, cache=cfg, by_range=True)
     size = local.shards[0].bytes
-    # A shard that comes in one piece is asked for from its first byte to its last, which is what comes.
+    # A shard in one piece is requested from its first to its last byte, and exactly these bytes arrive.
     assert by_range.read(0, 0) == ShardReader(local).read(0, 0)
     pattern = (
         rf"\(s3://images/set/train-000000.tar: the store ignores byte ranges: requested \d+ bytes, received {size};"
@@ -391,7 +391,7 @@ def test_a_stop_from_another_thread_ends_the_wait_with_an_error_of_ours(tmp_path
     with pytest.raises(StorageError, match=r"^s3://b/x.tar: stopped before the sample arrived$"):
         running.take((0, ranges.AT_ONCE), *where, running.stop)
     may_go.set()
-    # As where the stop comes between the look at `stopped` and the request.
+    # Simulate a stop between the check of `stopped` and the request.
     running.stopped = False
     with pytest.raises(RuntimeError):
         running.request((1, 0), *where)

@@ -1,4 +1,4 @@
-"""How often, and after which pauses, a store is asked again; the clock is the test's own."""
+"""How often, and after which pauses, a request to a store is retried; the tests use a fake clock."""
 
 import logging
 from itertools import pairwise

@@ -1,6 +1,6 @@
-"""What packing and indexing pass over, lose or put together is said, and neither many nor odd names drown it.
+"""Packing and indexing report skipped, lost and merged members, even with very many or very odd names.
 
-`webdataset` reads the same tars beside, as the comparison: what it would leave out, double or stop at.
+As the reference, `webdataset` reads the same tars: the tests compare the members that it skips, duplicates or stops at.
 """
 
 import json
@@ -85,7 +85,7 @@ def test_halves_whose_other_half_is_missing_are_counted_by_name_and_not_packed(t
 def test_a_tar_whose_tail_is_zeros_is_refused(tmp_path, capsys, size):
     """webdataset reads what stands before them, and takes them for the end."""
     kept = samples(0, size // 2)
-    cut = sum(512 + -(-len(body) // 512) * 512 for _, body in kept)  # where the next member would begin
+    cut = sum(512 + -(-len(body) // 512) * 512 for _, body in kept)  # start of the next member
     whole = write_tar(tmp_path / "t.tar", samples(0, size)).read_bytes()
     (tmp_path / "t.tar").write_bytes(whole[:cut] + bytes(max(len(whole) - cut, 20_000)))
     assert len(read_by_webdataset(tmp_path / "t.tar")) == size // 2

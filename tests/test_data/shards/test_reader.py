@@ -74,7 +74,7 @@ def contents_by_tarfile(index: Index) -> list[tuple[str, bytes, bytes]]:
 
 
 def bytes_of_samples(path: Path) -> set[int]:
-    """Positions of a tar that are content of a member, neither header nor padding."""
+    """Return the byte positions of members' content in a tar, without headers and padding."""
     positions: set[int] = set()
     with tarfile.open(path) as tar:
         for member in tar.getmembers():
@@ -83,7 +83,7 @@ def bytes_of_samples(path: Path) -> set[int]:
 
 
 def image_start(path: Path, number: int = 0) -> int:
-    """Where the encoded image of a sample begins, by Python's own tar reader."""
+    """Return the offset of a sample's encoded image according to Python's `tarfile`."""
     with tarfile.open(path) as tar:
         return [member for member in tar.getmembers() if member.name.endswith(".jpg")][number].offset_data
 
@@ -126,7 +126,7 @@ def test_such_a_sample_is_not_replaced_but_ends_the_run_with_what_to_type(made, 
     path = Path(made.location(2))
     flip(path, image_start(path, 3) + 40)
     message = r"train-000002.tar: sample 'digit\d+' differs from the index.*\n  expected \w{16}: .*\n.*data.drop=\[set/"
-    # Of two processes the one that is ahead may have met the sample first, and the other one then hashes the shard.
+    # With two processes the faster one may reach the sample first, and the other one then hashes the shard.
     if processes > 1:
         message += r"|train-000002.tar: its sha256 differs from the index.* data.drop=\[set/"
     with pytest.raises(DataError, match=message) as caught:
@@ -155,7 +155,7 @@ def test_a_shard_that_is_replaced_while_it_is_opened_is_not_taken_for_the_one_th
 
 
 def test_every_local_shard_that_is_missing_or_of_another_size_is_named(tmp_path):
-    """Behind shards that were left out, remote ones and whole ones too."""
+    """The bad shards follow dropped, remote and intact ones."""
     for name, size in (("whole", 7), ("short", 6), ("long", 8), ("other", 1)):
         (tmp_path / f"{name}.tar").write_bytes(bytes(size))
     rows = [

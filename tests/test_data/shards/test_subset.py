@@ -232,7 +232,7 @@ def test_samples_of_several_labels_and_of_none(tmp_path):
 
 
 def test_classes_are_counted_in_few_bytes_a_sample():
-    """At 300 million samples, numbered pairs of all samples and labels would not fit beside the labels."""
+    """With 300 million samples, an array of numbered labels would not fit in memory next to the labels."""
     rng = np.random.default_rng(0)
     counts = rng.choice([0, 1, 3], 50_000, p=[0.01, 0.98, 0.01])
     labels = Labels(rng.integers(0, 5, counts.sum(), dtype=np.int32), counts.cumsum())
@@ -430,7 +430,7 @@ def test_of_a_subset_without_a_table_no_sample_is_good_and_none_is_packed(tmp_pa
 
 
 def test_a_shard_that_two_subsets_have_is_dropped_from_both_as_the_error_says(tmp_path, parent):
-    """Both lie in the same tars: a name can tell neither apart, and a shard that is lost is lost to both."""
+    """Both subsets use the same tars: a tar's name cannot distinguish them, and both lose a lost shard."""
     sets = [make_subset(parent, tmp_path / name, Rule(part=part)) for name, part in (("a", ":60%"), ("b", "40%:"))]
     lost = Path(parent.location(1))
     lost.unlink()
@@ -450,7 +450,7 @@ def torch_labels(batches) -> list[int]:
     return labels
 
 
-# ------------------------------------------------------------------------------------------------ where it is
+# ------------------------------------------------------------------------------------------------ location
 
 
 def test_both_folders_may_move_together_and_what_is_missing_is_named(tmp_path, parent):
@@ -534,13 +534,13 @@ def test_a_leaks_document_names_the_samples_of_this_set_alone(tmp_path, parent):
     path = tmp_path / "leaks.json"
     path.write_text(seal(document))
     assert chosen(parent, tmp_path / "s", but=str(path)) == [n for n in range(25) if n not in (1, 7)]
-    # Of a subset, pairs that are not in it are left out; of a subset of it nobody knows that it is of the same set.
+    # A subset ignores pairs outside it. A subset of a subset cannot be recognized as one of the same data set.
     few = make_subset(parent, tmp_path / "few", Rule(part=":7"))
     assert chosen(few, tmp_path / "t", but=str(path)) == [0, 2, 3, 4, 5, 6]
     fewer = make_subset(few, tmp_path / "fewer", Rule(part=":3"))
     with pytest.raises(DataError, match=f"this set has {fewer.digest[:12]}"):
         make_subset(fewer, tmp_path / "u", Rule(but=str(path)))
-    # A pair that the very set lacks is refused, and so is a document that was altered after it was sealed.
+    # Pairs with samples unknown to the set are rejected, and so are documents altered after sealing.
     path.write_text(seal(document | {"pairs": [pair("train-000000.tar", "s24", 1)]}))
     with pytest.raises(DataError, match=r"1 of its 1 samples are not in .*s24"):
         make_subset(parent, tmp_path / "v", Rule(but=str(path)))
@@ -620,7 +620,7 @@ few:
     assert load(recipe(1), []).stage("few").key != few.key
     but.write_text("ant/s05\n")
     assert load(recipe(0), []).stage("few").key not in (few.key, load(recipe(1), []).stage("few").key)
-    # A tar of the set that is gone is missed before anything reads the subset.
+    # A missing tar of the set is reported before the subset is read.
     but.write_text("ant/s01\n")
     Path(index.location(0)).unlink()
     assert main(["run", str(recipe(0))]) == 65

@@ -99,7 +99,7 @@ def test_an_image_file_becomes_the_same_pixels_and_logits(ops, format, files, tm
         # What the same weights were taken to mean before: a crop by timm, and a squash by transformers.
         mistaken = ours(file, SQUASHED) if "crop" in ops else cropped(file)
         wrong = abs(logits_of(model, mistaken) - right).max()
-        # Untrained weights answer to every edge, as trained ones do not, and edges are where the filters differ.
+        # Unlike trained weights, untrained ones react to every edge, and the filters differ mainly at edges.
         assert apart < (0.65 if remaining else 0.1) * wrong, (name, apart, wrong)
 
 
@@ -263,7 +263,7 @@ def test_ops_that_a_library_has_not_are_refused_and_nothing_is_written(
     assert message in said
     assert "--preprocess" in said
     assert not (tmp_path / "out").exists()
-    # The way out that is named.
+    # The workaround that the error names.
     height, width = model.config.image_size
     assert main([*arguments, "--preprocess", f"resize(({height}, {width}))"]) == 0
     assert main([*arguments[:2], str(tmp_path / "x"), "--format", format, "--preprocess", "resize(8)"]) == 64

@@ -34,7 +34,7 @@ CASES = [
     ([start(0), evaluate(4, 0.5), evaluate(8, 0.9), start(4), evaluate(8, 0.4)], (0.5, 4), 1),
     # Step 4 evaluated again by the attempt that starts from it: one evaluation all the same.
     ([start(0), evaluate(4, 0.5), evaluate(8, 0.4), start(8), evaluate(8, 0.4)], (0.5, 4), 1),
-    # Beside training an older step may be reported later; an evaluation that failed is none.
+    # Asynchronous evaluations may report an older step later; a failed evaluation does not count.
     ([start(0), evaluate(8, 0.6), evaluate(4, 0.7), {"kind": "evaluate_failed", "step": 12}], (0.7, 4), 1),
     ([start(0), evaluate(4, 1.0), {"kind": "train", "step": 8, "loss": 2.0}, evaluate(8, 0.0)], (1.0, 4), 1),
 ]

@@ -98,7 +98,7 @@ def test_intervals_of_a_noisy_study_of_three_sizes_hold_about_nine_times_of_ten(
     """Of 24 studies a 90 % interval misses 2.4 on average, and more than 7 once in 300 times."""
     held = coverage(Case("3 sizes", "high floor", 0.03), studies=24, seed=1000, draws=100)
     assert set(held) == set(QUANTITIES) and min(held.values()) >= 17 / 24, held
-    # Not every study holds all of them: intervals that are much too wide would.
+    # Some studies must miss an interval: much too wide intervals would contain every value.
     assert np.mean(list(held.values())) < 0.99, held
 
 

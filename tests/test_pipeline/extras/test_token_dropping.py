@@ -326,7 +326,7 @@ def test_stage_key_changes_only_if_token_dropping_is_used():
 
 
 def test_stop_at_a_phase_boundary_is_handled_by_the_committing_step(monkeypatch, tmp_path):
-    """Steps before the border may not be committed; where the loop starts, all are, and the wait ends at once."""
+    """Steps before the boundary may be uncommitted; at the loop's start all are committed, so the wait ends at once."""
     late = threading.Event()  # what a first batch waits for that never comes
 
     class Loader:

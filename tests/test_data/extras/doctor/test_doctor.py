@@ -38,7 +38,7 @@ def sample(number: int, image: bytes | None = None, label: bytes | None = None):
 
 @pytest.fixture
 def sick(tmp_path):
-    """Six shards of ten: two with faults inside, three that are faulty as a whole, one without."""
+    """Make six shards of ten samples: two with faulty samples, three unusable, one intact."""
     folder = tmp_path / "sick"
     folder.mkdir()
     image = bytearray(GOOD[4].image)

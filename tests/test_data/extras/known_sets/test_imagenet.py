@@ -34,7 +34,7 @@ CLASSES = 1000
 
 
 class Written(nn.Module):
-    """Predicts the class that is written in the first pixel: red · 256 + green."""
+    """Predicts the class encoded in the first pixel: red · 256 + green."""
 
     config = ViTConfig()  # for the normalisation of pixels
 

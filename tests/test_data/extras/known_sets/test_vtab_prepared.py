@@ -20,7 +20,7 @@ from tests.support.archives import picture
 
 Features = dict[str, list[bytes] | list[int] | list[float]]
 
-# Of each task that derives its labels: features of two examples as TensorFlow Datasets has them, and labels by hand.
+# For each task with derived labels: two examples' features as in TensorFlow Datasets, and labels derived by hand.
 DERIVED: dict[str, list[tuple[Features, int]]] = {
     "clevr_count": [({"objects/size": [1, 0, 1, 1]}, 1), ({"objects/size": [0] * 10}, 7)],
     "clevr_distance": [

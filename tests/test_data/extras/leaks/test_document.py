@@ -43,7 +43,7 @@ def test_leaked_samples_are_marked_in_the_order_of_the_set(tmp_path):
     assert np.flatnonzero(in_pairs(leaks, test, "test")).tolist() == [4, 6]
     assert np.flatnonzero(in_pairs(leaks, other, "test")).tolist() == [2]
     assert np.flatnonzero(in_pairs(leaks, train, "train")).tolist() == [0, 1, 8]
-    # Of a subset of the test set: the same samples, wherever they stand in it.
+    # In a subset of the test set the same samples are found, at their new positions.
     half = make_subset(test, tmp_path / "half", Rule(keep=(0, 1)))
     assert in_pairs(leaks, half, "test").tolist() == [key in ("s4", "s6") for key in ("s0", "s1", "s3", "s4", "s6")]
     # And a subset of the training set without them, by the document itself.

@@ -50,7 +50,7 @@ def leaks_command(train: Index, test: Index, tmp_path: Path) -> int:
 
 
 def stop(done: int, total: int) -> None:
-    """A report that is killed when the first shard is done."""
+    """Kill the search when it reports its first finished shard."""
     raise KeyboardInterrupt
 
 
@@ -377,7 +377,7 @@ class Thumb(torch.nn.Module):
 
 
 def test_features_find_more_pairs_than_pixels_and_a_killed_search_resumes(tmp_path, sets):
-    """Compared with scikit-learn's cosine similarity of features that are made here once more."""
+    """Compares with scikit-learn's cosine similarity of features computed again by this test."""
     train, test = sets
     args = (Thumb(), ("w", "d" * 64), [train], [test], tmp_path / "leaks")
     options = {"cosine": 0.9, "device": torch.device("cpu")}

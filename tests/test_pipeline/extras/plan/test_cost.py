@@ -93,12 +93,12 @@ def test_immediate_saves_give_dalys_equation_20():
 
 
 def simulated(work_s: float, between_s: float, mtbf_s: float, draws: random.Random) -> float:
-    """Train to the end once, failure by failure, by the clock: an event loop that knows none of the formulas.
+    """Simulate one training run with random failures as an event loop, without any of the formulas.
 
-    Work goes on while a save is written; what counts after a failure is the last save that was wholly written.
+    Training continues while a save is written. After a failure it resumes from the last complete save.
     """
     clock = 0.0
-    kept = 0.0  # work in the newest save that is kept
+    kept = 0.0  # work in the newest complete save
     failure_at = draws.expovariate(1 / mtbf_s)
     while True:
         done = kept

@@ -39,7 +39,7 @@ def test_peak_moment_depends_on_the_micro_batch():
 
 @pytest.fixture
 def tracer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[memory_traces.StepToTrace]:
-    """The steps that the tracer is asked for; its traces begin with 7 bytes, and are kept in this test's folder."""
+    """Collect the steps that the fake tracer receives; its traces begin with 7 bytes. The cache is a test folder."""
     monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path / "cache"))
     asked: list[memory_traces.StepToTrace] = []
 
@@ -103,7 +103,7 @@ def test_trace_is_cached_by_everything_that_affects_it(tracer, tmp_path: Path, m
         assert traced(step_of(dataclasses.replace(SMALL, optim=optim))) == count, decay
     for options in ({"recomputed": 1}, {"is_gpu": True}, {"world": 4}):
         assert traced(dataclasses.replace(step_of(), **options)) == 1, options
-    # Other code, other libraries; and a file that was cut short, or in which a digit changed, is made anew.
+    # Changed code or libraries and truncated or altered files require a new trace.
     for name in ("digest_of_sources", "version"):
         with monkeypatch.context() as patch:
             patch.setattr(memory_traces, name, lambda *_: "another")
@@ -147,7 +147,7 @@ def test_least_recently_used_traces_are_deleted(tracer, monkeypatch: pytest.Monk
         os.utime(memory_traces.path_of(step), (number, number))
     memory_traces.trace_of(step_of(world=16))
     assert [memory_traces.cached_trace(step) is not None for step in steps] == [False, False, True, True]
-    # Of the two, one is asked for again: the other is the first to go.
+    # Use one of the two again: the other is then evicted first.
     for number, step in enumerate(steps[2:]):
         os.utime(memory_traces.path_of(step), (number, number))
     memory_traces.trace_of(steps[2])

@@ -143,7 +143,7 @@ def test_recomputation_in_the_backward_pass_creates_activations_and_may_stop_ear
         def forward(self, is_last: bool) -> Tensor:
             made = numbers(1)
             if is_last:
-                raise StopIteration  # as torch does, once everything that is needed is there
+                raise StopIteration  # as torch does after the last tensor it needs
             return made
 
     block = Block()
