@@ -132,7 +132,7 @@ def find_stage(path: str, needs: str = CONFIG, *, one_name: bool = False, typed:
     addresses.remove(str(run / newest.name))
     line = f"{typed or path}: using {newest}"
     if addresses:
-        line += f"; to use another stage, use {' or '.join(addresses)}"
+        line += f"; to select another stage, type {' or '.join(addresses)}"
     print(for_stream(printable_lines(line), sys.stderr), file=sys.stderr, flush=True)
     return str(newest.path)
 

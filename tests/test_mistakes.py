@@ -205,7 +205,7 @@ KEYS = """
 65 pretrain.data.train=tars         => run python -m jobs index tars
 65 pretrain.data.train=tars/a.tar   => is a tar, one shard of a set|run python -m jobs index tars
 65 pretrain.data.train=empty        => neither tars nor images
-65 pretrain.data.train=shards       => type one of shards/test, shards/train
+65 pretrain.data.train=shards       => use one of shards/test, shards/train
 65 pretrain.data.train=s3://bucket/train => python -m jobs index URL --output FOLDER
 78 pretrain.data.train=@shards/train => pretrain.data.train is @shards, but the recipe has no stage shards; known
 78 pretrain.data.train=@pretrain    => the stage itself|expected another stage, or a path

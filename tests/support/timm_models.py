@@ -76,13 +76,14 @@ def description(theirs: Any) -> dict[str, Any]:
 
 
 def refusal(architecture: str, **arguments: Any) -> str:
-    """Return the reason why the weights of an architecture do not import; empty if they do."""
+    """Return the reason why the weights of an architecture do not import; empty if they do, and heads are equal."""
     try:
         weights_timm.refuse_unsupported({}, architecture)
         theirs = on_meta(architecture, **arguments)
-        weights_timm.load(theirs.state_dict(), description(theirs), {})
+        _, config = weights_timm.load(theirs.state_dict(), description(theirs), {})
     except ValueError as error:
         return str(error)
+    check_config(theirs, config)
     return ""
 
 

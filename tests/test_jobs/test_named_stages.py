@@ -62,7 +62,7 @@ def test_a_name_selects_the_newest_finished_stage_and_reports_it(run, capsys, ty
     assert message.count("\n") == (expected is not None)
     if expected is not None:
         assert message.startswith(f"{path}: using {expected}, finished 1970-01-01 ")
-    assert ("to use another stage, type" in message) == (typed == "")
+    assert ("to select another stage, type" in message) == (typed == "")
 
 
 def test_a_folder_with_the_name_of_a_stage_is_not_a_stage(run):

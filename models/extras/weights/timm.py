@@ -313,7 +313,7 @@ def save(
         reasons.append(f"family {config.family}")
     else:
         if config.stem is not None:
-            reasons.append("stem with GroupNorm eps 1e-6")
+            reasons.append(f"hybrid with the stem {config.stem} and {config.stem_epsilons} epsilons")
         if config.representation:
             reasons.append("representation layer")
         if config.positions_at != "stem" or config.positions not in ("none", "learned", "learned2d", "sincos2d"):

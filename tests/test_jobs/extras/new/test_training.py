@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from jobs.__main__ import main
+from jobs.extras.new.training import by_images
 from tests.support.image_sources import NAMES, class_folders, new, table, tars, three_digits
 
 
@@ -64,3 +65,8 @@ def test_labels_packed_sets_and_file_names_determine_the_recipe(tmp_path, capsys
     ):
         assert main(["new", *words, "--output", "other.yaml"]) == code
         assert message in capsys.readouterr().err
+
+
+def test_a_row_of_a_table_applies_from_its_minimum_number_of_images_on():
+    table = ((1000, 30), (100, 20), (0, 10))
+    assert [by_images(images, table) for images in (1001, 1000, 999, 100, 99, 0)] == [30, 30, 20, 20, 10, 10]

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+import models
 from jobs.__main__ import main
 from pipeline.extras.plan.trial import Trial, write_trial
 from tests.support.campaigns import load
@@ -76,7 +77,11 @@ def test_an_estimate_is_a_range_and_is_labelled_as_estimate(recipe, capsys):
     assert main(["plan", str(recipe), *words, *long, "--gpu", "h100", "--price", "2"]) == 0
     out = capsys.readouterr().out
     flops = float(re.search(r"compute ([\d.e+]+) exaFLOPs", out)[1]) * 1e18
-    least_h = flops / (0.4 * 2 * 989e12) / 3600
+    # Six operations per multiplication: two forward, and twice as many backward.
+    trained = [stage for stage in loaded.stages if stage.kind.trains]
+    by_hand = sum(stage.config.steps * stage.config.batch_size * 6 * models.macs_of(stage.model) for stage in trained)
+    assert flops == pytest.approx(by_hand, rel=1e-3)
+    least_h = by_hand / (0.4 * 2 * 989e12) / 3600
     assert lines_of(out, "time ")[0].startswith("time    ESTIMATE, not measured: ")
     hours = re.search(r"finish  .* without saves and failures; ([\d,.]+) to ([\d,.]+) worker-hours, ([\d,.]+) to", out)
     least, most, money = (float(text.replace(",", "")) for text in hours.groups())
