@@ -27,7 +27,7 @@ POLL_S = 0.2
 
 
 class Terminal:
-    """Types the README's lines on the head and shows what they print, as its user would see it."""
+    """Runs the README's commands on the head and shows their output as a user would see it."""
 
     def __init__(self, head: Host, shared: Path) -> None:
         self.head = head
@@ -35,17 +35,17 @@ class Terminal:
         print(f"{head.name}$ {readme_line('export RAY_ADDRESS')}", flush=True)
 
     def command(self, word: str) -> str:
-        """Show the README's line that contains the word, and return it as a shell takes it."""
+        """Show the README's command that contains the word, and return it as a shell command."""
         line = readme_line(word)
         print(f"{self.head.name}$ {line.replace('/shared', str(self.shared))}", flush=True)
         return in_session(line).replace("/shared", str(self.shared))
 
     def type(self, word: str) -> None:
-        """Run the README's line that contains the word, to its end, and show what it printed."""
+        """Run the README's command that contains the word, and show its output."""
         print(self.head.run(self.command(word), timeout_s=STEP_TIMEOUT_S), end="", flush=True)
 
     def follow(self) -> subprocess.Popen[bytes]:
-        """Start the README's line that follows the run's log, which is shown while it comes."""
+        """Start the README's command that follows the run's log, and show the log as it arrives."""
         return self.head.start(self.command(" logs "), sys.stdout)
 
 
@@ -66,7 +66,7 @@ def main() -> int:
 
 
 def show_campaign(cluster: RayHosts, shared: Path) -> bool:
-    """Submit, kill a host, stop, submit again; return whether the killed host was missed and the campaign ended."""
+    """Submit, kill a host, stop, submit again; return whether the loss was noticed and the campaign finished."""
     terminal = Terminal(cluster.head, shared)
     run = shared / "runs" / "digits"
     terminal.type(" submit ")
@@ -96,7 +96,7 @@ def show_campaign(cluster: RayHosts, shared: Path) -> bool:
 
 
 def wait_for_commits(run: Path, count: int) -> None:
-    """Return when pretraining has committed so many checkpoints. Raises TimeoutError."""
+    """Wait until pretraining has committed this many checkpoints. Raises TimeoutError."""
     deadline = time.monotonic() + STEP_TIMEOUT_S
     steps: set[str] = set()
     while len(steps) < count:

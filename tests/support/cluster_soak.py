@@ -42,7 +42,7 @@ from tests.support.ray_hosts import SupervisedHosts, has_reported, is_saving, ne
 
 NAMES = ["h0", "h1", "h2"]
 EVERY_S = 60.0
-AWAY_S = 20.0  # a host that died, or whose link is dead, is back so much later
+AWAY_S = 20.0  # time until a dead host or link returns
 SLOW_S = 30.0
 STAYS_S = 30  # a drained host
 POLL_S = 0.03  # a save takes about 0.06 s
@@ -65,7 +65,7 @@ class Soak:
     rng: random.Random
 
     def worker_host(self) -> str:
-        """Return a host that trains and is not the head."""
+        """Return a training host other than the head."""
         nodes = newest_nodes(self.run).values()
         return self.rng.choice(sorted(node for node in nodes if node != self.cluster.names[0]))
 
@@ -108,7 +108,7 @@ def drain(soak: Soak) -> str:
     name = soak.worker_host()
     soak.cluster.drain(name, soak.run, STAYS_S)
     time.sleep(STAYS_S)
-    # It is taken back, and another one comes in its place.
+    # The host is reclaimed, and another one replaces it.
     soak.cluster.network[name].kill()
     soak.cluster.join(name)
     return name
@@ -154,7 +154,7 @@ FAULTS: list[Callable[[Soak], str]] = [kill_in_step, kill_in_save, drain, cut, b
 
 
 def main() -> int:
-    """Run the soak; the exit code says whether the run needed nobody and is the undisturbed one's."""
+    """Run the soak; return exit code 0 if the run needed no help and equals the undisturbed one."""
     words = parse(sys.argv[1:])
     reason = hosts.missing()
     if reason:
@@ -203,7 +203,7 @@ def suffer(soak: Soak, seconds: float) -> int:
     while time.monotonic() - began < seconds - EVERY_S:
         next_at = time.monotonic() + EVERY_S
         minutes = (time.monotonic() - began) / 60
-        # In a new random order each time, so that none comes twice before all have come once.
+        # Shuffled anew each time, so that no fault repeats before all have occurred.
         if not to_come:
             to_come = soak.rng.sample(FAULTS, len(FAULTS))
         fault = to_come.pop()
@@ -211,7 +211,7 @@ def suffer(soak: Soak, seconds: float) -> int:
         befell_at = time.time()
         step = last_report(soak.run)["step"]
         name = fault(soak)
-        # The next fault finds a run that trains: what befalls one that does not, befalls nothing.
+        # Inject the next fault only while the run trains; otherwise the fault would test nothing.
         soak.until(has_reported_since(soak.run, time.time()), STEP_TIMEOUT_S)
         count += 1
         print(f"{minutes:5.1f} min: {fault.__name__} of {name}, workers on {', '.join(nodes.values())}, ", end="")
@@ -226,7 +226,7 @@ def suffer(soak: Soak, seconds: float) -> int:
 
 
 def last_report(run: Path) -> Record:
-    """Return the run's newest report. Its end alone is read: the hosts' processors are this process's, too."""
+    """Return the run's newest report. Only the end of the file is read, because the hosts share this process's CPUs."""
     (folder,) = run.glob("pretrain-*")
     report = last_metrics(folder)
     assert report is not None
@@ -278,7 +278,7 @@ def adds_up(run: Path) -> bool:
 
 
 def is_same(shared: Path, recipe: Path, run: Path) -> bool:
-    """Compare the run with one that nothing befell."""
+    """Compare the run with an undisturbed one."""
     (folder,) = run.glob("pretrain-*")
     ours = read_manifest(committed(folder / "checkpoints")[0])
     twin = shared / "twin"

@@ -38,7 +38,7 @@ WORKERS = 2  # at most
 
 
 def overrides_for(gpus: int) -> list[str]:
-    """Return what differs from the recipe if torch sees so many GPUs; nothing without one."""
+    """Return the recipe overrides for this number of visible GPUs; an empty list without GPUs."""
     if gpus == 0:
         return []
     workers = min(gpus, WORKERS)
@@ -65,13 +65,13 @@ class Killer(Watcher):
         self.thread: threading.Thread | None = None
 
     def stage(self, context: Context) -> None:
-        """Start to look for the moment when pretraining starts."""
+        """Start watching when pretraining starts."""
         if context.directory == self.directory:
             self.thread = threading.Thread(target=self.wait_and_kill, daemon=True)
             self.thread.start()
 
     def status(self, message: StatusMessage) -> None:
-        """Stop looking when pretraining ends."""
+        """Stop watching when pretraining ends."""
         if message.directory == self.directory and message.state == "ended" and self.thread is not None:
             self.is_over.set()
             self.thread.join()
@@ -97,7 +97,7 @@ class Killer(Watcher):
 
 
 def demo(parent: Path) -> int:
-    """Run the campaign, then the uninterrupted twin; the exit code says whether both agree bit for bit."""
+    """Run the campaign, then its uninterrupted twin; return exit code 0 if both agree bit for bit."""
     run = parent / time.strftime("demo-%Y%m%d-%H%M%S")
     began = time.monotonic()
     gpus = torch.cuda.device_count() * workers_per_gpu()
@@ -110,7 +110,7 @@ def demo(parent: Path) -> int:
 
     twin = campaigns.load(RECIPE, [f"run={run / 'twin'}", "cluster.backend=processes", *overrides])
     print("demo: the same pretraining again, uninterrupted and without Ray, to compare", flush=True)
-    # Pretraining alone is compared: the twin needs the shards for it, and none of the stages after it.
+    # Only pretraining is compared: the twin needs its shards, but none of the later stages.
     for only in ("shards", "pretrain"):
         run_campaign(twin, only=only, quiet=True)
 
@@ -122,7 +122,7 @@ def demo(parent: Path) -> int:
 
 
 def report(loaded: Campaign, twin: Campaign, killer: Killer) -> bool:
-    """Print what was compared; True when everything is equal."""
+    """Print the comparison; return True if everything is equal."""
     directory = loaded.directory(loaded.stage("pretrain"))
     twin_directory = twin.directory(twin.stage("pretrain"))
 
@@ -165,7 +165,7 @@ def step_losses(directory: Path) -> dict[int, list[float]]:
 
 
 def main() -> int:
-    """Run the demo in a folder of its own below --directory."""
+    """Run the demo in a new folder under --directory."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directory", type=Path, default=Path("runs"), help="where its run directory goes")
     return demo(parser.parse_args().directory)

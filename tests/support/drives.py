@@ -38,7 +38,7 @@ from tests.support.recipes import SMALL
 
 
 def fork_process(function: Callable[..., None], *arguments: object) -> Any:
-    """Return a process, not yet started, that calls the function in a fork of a process with all imports done.
+    """Return an unstarted process that calls the function in a fork of a process with all imports done.
 
     It ends as soon as the process that started it is gone, however that ended.
     """
@@ -110,7 +110,7 @@ def drive(run: str, overrides: list[str], patch: str | None = None, recipe: str 
     if patch is not None:
         name, *argument = patch.split()
         getattr(run_faults, name)(*(int(one) if one.lstrip("-").isdigit() else one for one in argument))
-    path = folder / f"small-{os.getpid()}.yaml"  # of twenty starts, none reads what another is writing
+    path = folder / f"small-{os.getpid()}.yaml"  # no two of twenty starts share an output file
     path.write_text(recipe)
     sys.argv = ["jobs", "run", str(path), f"run={run}", *overrides]
     code = __main__.main(sys.argv[1:])
@@ -119,7 +119,7 @@ def drive(run: str, overrides: list[str], patch: str | None = None, recipe: str 
 
 
 def own(run: str, directory: str, number: int) -> None:
-    """Try to own a run; the winner stays until told to go, the others leave what they were told and exit 73."""
+    """Try to own a run: the winner stays until told to exit; the others write the error they got and exit with 73."""
     try:
         with Lease(Folder(Path(run)), print):
             (Path(directory) / f"won-{os.getpid()}").touch()
@@ -134,21 +134,21 @@ def own(run: str, directory: str, number: int) -> None:
 
 
 def start(run: Path, *overrides: str, patch: str | None = None, recipe: str = SMALL) -> Any:
-    """Start a run in a process of its own, and return the process."""
+    """Start a run in a separate process, and return the process."""
     process = fork_process(drive, str(run), list(overrides), patch, recipe)
     process.start()
     return process
 
 
 def finish(run: Path, *overrides: str, patch: str | None = None, recipe: str = SMALL) -> int:
-    """Start a run and return the exit code with which it ends."""
+    """Start a run, wait for its end and return the exit code."""
     process = start(run, *overrides, patch=patch, recipe=recipe)
     process.join()
     return process.exitcode
 
 
 def stop_at(run: Path, step: int, *overrides: str, patch: str | None = None) -> int:
-    """Start a run, send it SIGTERM once it has reported a step, and return the exit code with which it ends."""
+    """Start a run, send SIGTERM after it reports a step, and return its exit code."""
     process = start(run, *overrides, patch=patch)
     at_step(run, process, step, lambda: os.kill(process.pid, signal.SIGTERM))
     process.join(timeout=120)
@@ -158,25 +158,25 @@ def stop_at(run: Path, step: int, *overrides: str, patch: str | None = None) -> 
 
 
 def stage(run: Path) -> Path:
-    """The folder of the run's pretraining."""
+    """Return the folder of the run's pretraining stage."""
     (found,) = run.glob("pretrain-*")
     return found
 
 
 def forget(run: Path) -> None:
-    """Delete what the run has trained; its shards stay."""
+    """Delete the run's training results, but not its shards."""
     for folder in run.glob("pretrain-*"):
         shutil.rmtree(folder)
 
 
 def said(run: Path) -> str:
-    """What all drivers of the run have printed."""
+    """Return the output of all drivers of the run."""
     log = run.parent / "driver.log"
     return log.read_text() if log.exists() else ""
 
 
 def assert_same(run: Path, twin: Path) -> None:
-    """The run has come to step 40 with the twin's bits (see `assert_same_stage`)."""
+    """Assert that the run has reached step 40 bit for bit like its twin (see `assert_same_stage`)."""
     assert_same_stage(stage(run), stage(twin))
     assert step_losses(stage(twin)).keys() == set(range(1, 41))
 

@@ -19,7 +19,7 @@ def family_of(pid: int | None = None) -> list[psutil.Process]:
     An agent's fork server leads a session of its own.
     """
     root = os.getpid() if pid is None else pid
-    # One look at the table of processes, because tests ask again and again.
+    # Read the process table only once per call: tests poll this function.
     processes: dict[int, psutil.Process] = {}
     parents: dict[int, int] = {}
     sessions: dict[int, int] = {}
@@ -54,7 +54,7 @@ def answers(family: list[psutil.Process], question: Callable[[psutil.Process], I
 
 
 def wait_until(claim: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    """Return when a claim has become true."""
+    """Wait until a claim is true."""
     deadline = time.monotonic() + timeout_s
     while not claim():
         assert time.monotonic() < deadline, "waited in vain"
@@ -62,7 +62,7 @@ def wait_until(claim: Callable[[], bool], timeout_s: float = 20.0) -> None:
 
 
 def maps_of(process: psutil.Process) -> list[Path]:
-    """The files that a process has mapped. psutil's answer takes long: it asks for the size of each map."""
+    """Return the files mapped by a process. psutil is slower: it also reads the size of each map."""
     paths = []
     with suppress(OSError):
         for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():

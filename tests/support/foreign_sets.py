@@ -1,8 +1,8 @@
-"""Sets of images as people have them: how to make each, and the samples that every way in must find in it.
+"""Image data sets as users have them: how to make each, and the samples that every import command must find.
 
 A case is a function that writes a set into a folder and returns (path, samples): {key: class} of its usable samples, or
-None if every way in must refuse the set. A class is a name, or an id if the set has no names. Keys of tars are those in
-the tar.
+None if every import command must reject the set. A class is a name, or an id if the set has no names. The keys of a tar
+are those inside it.
 """
 
 import json
@@ -25,12 +25,12 @@ CLASSES = ("cat", "dog", "fox")
 
 
 def image(number: int) -> bytes:
-    """Return a picture that no other number has."""
+    """Return a distinct image for each number."""
     return picture(5 * number + 3)
 
 
 def refused(case: Case) -> Case:
-    """Return the case that writes the same, and must be refused."""
+    """Return a case with the same files that must be rejected."""
     return lambda root: (case(root)[0], None)
 
 

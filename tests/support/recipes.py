@@ -1,4 +1,4 @@
-"""The two campaigns that many tests run: every stage in seconds, and a pretraining alone for the fault tests."""
+"""The two campaigns of many tests: all stages in seconds, and only pretraining for the fault tests."""
 
 # All stages, on existing shards (the fixture `shards`): TINY.format(run=folder / "run", shards=shards).
 TINY = """
