@@ -82,7 +82,7 @@ finetune:
 fewshot: {{init: "@resize", probe: {{train: "@shards/train", test: "@shards/test", shots: [1]}}}}
 """
 
-# Classes of files in which a flip may have no effect, and why: everything else must be found.
+# Classes of files in which a flip may have no effect, with the reason; in all others it must be detected.
 HARMLESS = {
     "log": "a log: shown to people, no result is made of it",
     "metrics": "the stage has finished; what decides from a record refuses a damaged one (test_best.py)",
@@ -101,15 +101,15 @@ NEXT = {
 
 
 class Answer(NamedTuple):
-    """What a reader came to."""
+    """The result of reading a file."""
 
     code: int  # exit code of the command; 0 if a function was called and returned
     said: str  # its message
-    result: object  # what is compared with the result of the whole file
+    result: object  # compared with the result for the intact file
 
 
 class Made(NamedTuple):
-    """What the flips fall into."""
+    """The run and files in which bits are flipped."""
 
     folder: Path
     recipe: Path
@@ -151,9 +151,9 @@ def stop_packing_in_the_middle(folder: Path) -> None:
 
 @contextmanager
 def flipped(file: Path, bit: int) -> Iterator[None]:
-    """Flip a bit in place, size, inode and times as they were; afterwards the file is what it was before.
+    """Flip a bit in place, without changing size, inode and times; restore the file afterwards.
 
-    A command may write the file anew meanwhile, as each does with status.json.
+    A command may rewrite the file meanwhile, as all do with status.json.
     """
     original = file.read_bytes()
     damaged = bytearray(original)
@@ -174,7 +174,7 @@ def overwrite(file: Path, content: bytes) -> None:
 
 
 def drawn(files: list[Path], draw: random.Random) -> list[tuple[Path, int]]:
-    """Every file once, and the rest by size; (file, bit)."""
+    """Draw (file, bit): every file once, the rest in proportion to size."""
     sizes = [file.stat().st_size for file in files]
     chosen = files + draw.choices(files, weights=sizes, k=FLIPS - len(files))
     return [(file, draw.randrange(8 * file.stat().st_size)) for file in chosen]
@@ -184,7 +184,7 @@ def drawn(files: list[Path], draw: random.Random) -> list[tuple[Path, int]]:
 
 
 def class_of(file: Path, made: Made) -> str:
-    """The class of a file, as the table in docs/design/faults.md names it."""
+    """Return the class of a file as in the table of docs/design/faults.md."""
     place = file.relative_to(made.folder).parts
     if file.suffix == ".partial":
         return "journal of a packing"
@@ -211,7 +211,7 @@ def class_of(file: Path, made: Made) -> str:
 
 
 def ask(file: Path, made: Made, run: Callable[[list[str]], Answer], draw: random.Random | None) -> Answer:
-    """Do what reads the file next; without a draw, the plainest that does."""
+    """Run the next reader of the file; without a random generator, the simplest one."""
     kind = class_of(file, made)
     recipe = str(made.recipe)
     if kind == "journal of a packing":
@@ -224,7 +224,7 @@ def ask(file: Path, made: Made, run: Callable[[list[str]], Answer], draw: random
         return calling(lambda: contents(load_index(file.parent)))
     if kind == "checkpoint":
         answer = run(["checkpoints", "verify", str(file.parents[2])])
-        chosen = calling(lambda: checkpoint_reader.verify(file.parent))  # what a resume decides by
+        chosen = calling(lambda: checkpoint_reader.verify(file.parent))  # the basis of a resume's decisions
         assert (chosen.code == 0) == (answer.code == 0)
         return answer
     if kind == "record or weights of a stage":
@@ -232,7 +232,7 @@ def ask(file: Path, made: Made, run: Callable[[list[str]], Answer], draw: random
         if draw is None or not next_stages:
             return run(["run", recipe])
         return run(["run", recipe, draw.choice(next_stages)])
-    # Nothing is made of the others: looks, a rebuilt batch and a start must come to the same. The start comes last,
+    # No output depends on the others: inspection, a rebuilt batch and a start must give the same. The start comes last,
     # because it writes status.json and the lease anew.
     target = made.folder / "batch.npz"
     answers = []
@@ -261,7 +261,7 @@ def first_error_or_all(answers: list[Answer]) -> Answer:
 
 
 def calling(function: Callable[[], object]) -> Answer:
-    """What a function returned, or the error of ours that it raised; any other error is the test's failure."""
+    """Return a function's result or the Patchline error that it raised; any other error fails the test."""
     try:
         return Answer(0, "", function())
     except PatchlineError as error:
@@ -269,20 +269,20 @@ def calling(function: Callable[[], object]) -> Answer:
 
 
 def contents(index: Index) -> list[object]:
-    """All that a run learns from a set: its samples' bytes, and what the index says of them."""
+    """Return all that a run reads from a set: its samples' bytes and index entries."""
     reader = ShardReader(index)
     samples = [reader.read(shard, n) for shard, size in enumerate(index.shard_samples) for n in range(size)]
     return [samples, vars(index)]
 
 
 def pack_to_the_end(stopped: Path, copy: Path) -> Index:
-    """The set that a stopped packing comes to when the command is given again, in a copy."""
+    """Resume the interrupted packing in a copy; return the set."""
     shutil.copytree(stopped, copy)
     return pack(islice(digits(True, image_size=16), 300), copy, name="train", shard_samples=50)
 
 
 def packed_to_the_end(made: Made) -> Answer:
-    """The samples and the index of the stopped packing's set."""
+    """Return the samples and the index of the set after the interrupted packing is finished."""
     copy = made.folder / "copy"
     try:
         return calling(lambda: contents(pack_to_the_end(made.folder / "stopped", copy)))
@@ -301,7 +301,7 @@ def test_three_hundred_flips_over_every_file_are_found_or_harmless(made, capsys)
         code = main(arguments)
         out, err = capsys.readouterr()
         shutil.rmtree(made.folder / "out", ignore_errors=True)
-        return Answer(code, out + err, re.sub(r"\d+s\*?", "", out))  # how long a stage took is no result
+        return Answer(code, out + err, re.sub(r"\d+s\*?", "", out))  # a stage's duration is not a result
 
     files = sorted(
         path
@@ -383,7 +383,7 @@ def test_a_log_or_status_that_has_changed_is_named_and_never_taken_for_a_bug(tmp
     telemetry.close()
     (stage / "stage.json").write_text("{}")
     write_status(tmp_path / "run", None, "running", "python -m jobs run digits")
-    monkeypatch.setattr(ownership, "PERIOD_S", 0.01)  # a lease that cannot be read is watched
+    monkeypatch.setattr(ownership, "PERIOD_S", 0.01)  # a command watches an unreadable lease
     monkeypatch.setattr(ownership, "READ_AGAIN_S", 0.0)
     lease = Lease(Folder(tmp_path / "run"), print)
     lease.record["pid"] = 4_999_999

@@ -43,7 +43,7 @@ pretrain:
 
 @pytest.mark.slow
 def test_a_poisoned_sample_is_found_beside_training_and_masked_for_good(tmp_path: Path) -> None:
-    """The patterns are learned in a few epochs; the one with another label makes a spike in each epoch from then on."""
+    """The patterns are learned in a few epochs; from then on the mislabelled one causes a spike in each epoch."""
     rng = np.random.default_rng([0, 1])
     samples = []
     for number in range(320):
@@ -55,7 +55,7 @@ def test_a_poisoned_sample_is_found_beside_training_and_masked_for_good(tmp_path
     run = tmp_path / "run"
 
     def jobs(*words: str, wait: Callable[[], bool] | None = None) -> int:
-        """Type a command, and stop it where `wait` becomes true."""
+        """Run a command, and stop it when `wait` becomes true."""
         environment = {**os.environ, "PYTHONPATH": import_path()}
         with open(tmp_path / "log", "a") as log:
             process = subprocess.Popen(
@@ -87,7 +87,7 @@ def test_a_poisoned_sample_is_found_beside_training_and_masked_for_good(tmp_path
     assert "), 1 sample masked; 1 workers" in (tmp_path / "log").read_text()
     newest_commit = committed(stage(run) / "checkpoints")[0]
     assert read_manifest(newest_commit).masked == [[since, 1, POISONED - 100, POISONED - 99]]
-    # It had made a spike in every epoch; without it there is none.
+    # The sample caused a spike in every epoch; without it there are none.
     spikes = [spike["step"] for spike in read_metrics(stage(run), "spike")]
     assert spikes
     assert max(spikes) <= since

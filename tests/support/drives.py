@@ -182,9 +182,9 @@ def assert_same(run: Path, twin: Path) -> None:
 
 
 def assert_same_stage(folder: Path, twin: Path) -> None:
-    """Weights, moments and ledger of the last checkpoint, and every loss ever logged, are the bits of the twin's.
+    """Assert that the last checkpoint's weights, moments and ledger, and all losses, equal the twin's bit for bit.
 
-    So are evaluations: each of the twin's has its value here, or a record that says why it has none.
+    Every evaluation of the twin must have the same value here, or a record of the reason why it is missing.
     """
     ours, theirs = (checkpoint_reader.verify(committed(each / "checkpoints")[0]) for each in (folder, twin))
     assert (ours.step, ours.ledger, ours.files) == (theirs.step, theirs.ledger, theirs.files)
@@ -206,7 +206,7 @@ def evaluations(folder: Path) -> dict[int, list[dict[str, float] | None]]:
         if record["kind"] in ("evaluate_failed", "evaluate_skipped"):
             outcomes.setdefault(record["step"], []).append(None)
         elif record["kind"] == "evaluate":
-            # Where and how long it was is no part of it.
+            # The place and duration of an evaluation are not compared.
             about = {"kind", "time", "attempt", "step", "where", "node", "seconds"}
             values = {name: value for name, value in record.items() if name not in about}
             outcomes.setdefault(record["step"], []).append(values)
@@ -214,7 +214,7 @@ def evaluations(folder: Path) -> dict[int, list[dict[str, float] | None]]:
 
 
 def at_step(run: Path, process: Any, step: int, then: Callable[[], None]) -> None:
-    """Call `then` when the run, just started, has reported the step, unless it ended before."""
+    """Call `then` when the started run reports the step, unless it ends before."""
     before = len(reports(run))
     while process.is_alive():
         if any(record["step"] >= step for record in reports(run)[before:]):
@@ -227,12 +227,12 @@ def reports(run: Path) -> list[dict[str, Any]]:
 
 
 def worker_log(run: Path, rank: int) -> str:
-    """What a rank of the newest attempt has left in its log."""
+    """Return the log of a rank of the newest attempt."""
     return (max(run.glob("pretrain-*/attempts/attempt-*")) / f"rank-{rank:05d}.log").read_text()
 
 
 def worker_pid(run: Path, rank: int) -> int:
-    """The process of a rank in the newest attempt."""
+    """Return the pid of a rank in the newest attempt."""
     newest = max(run.glob("pretrain-*/attempts/attempt-*"))
     return json.loads((newest / f"rank-{rank:05d}.json").read_text())["pid"]
 
@@ -249,6 +249,6 @@ def phase_of(run: Path, rank: int, attempt: int = 1) -> str:
 
 
 def incidents(folder: Path) -> list[str]:
-    """The first lines of a stage's incidents, without their dates and attempts."""
+    """Return the first line of each incident of a stage, without date and attempt."""
     text = (folder / "incidents.txt").read_text()
     return re.findall(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d attempt \d+: (worker .*)", text, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The processes that one has started, those of an embedded Ray cluster among them, and a wait for what they do."""
+"""Find all descendants of a process, including those in an embedded Ray cluster, and wait for conditions."""
 
 import os
 import time
@@ -13,9 +13,9 @@ Answer = TypeVar("Answer")
 
 
 def family_of(pid: int | None = None) -> list[psutil.Process]:
-    """The children of a process, or of this one, with theirs, and all in the sessions that these have begun.
+    """Return all descendants of a process (default: this one), and all processes in the sessions they created.
 
-    Ray's processes are no children of the guard that started them (jobs/cluster/embedded.py): they share its session.
+    Ray's processes are not children of the guard that starts them (jobs/cluster/embedded.py), but share its session.
     An agent's fork server leads a session of its own.
     """
     root = os.getpid() if pid is None else pid

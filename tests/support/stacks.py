@@ -38,7 +38,7 @@ def our_calls() -> list[Call]:
 
 
 def record(folder: Path, event: str) -> None:
-    """Write the calls above the first event of this name; later ones leave no trace."""
+    """Write the call stack of the first event with this name; ignore later ones."""
     file = folder / f"{event}.json"
     if not file.exists():
         file.write_text(json.dumps(our_calls()))
@@ -56,12 +56,12 @@ def recording_worker(folder: Path, run_worker: Callable[..., None]) -> Callable[
     rename = storage.rename
 
     def before_forward(module: torch.nn.Module, inputs: object) -> None:
-        # `model(images)`: the outermost module of ours, which DeepSpeed's engine calls.
+        # `model(images)`: our outermost module, which DeepSpeed's engine calls.
         if type(module).__module__.split(".")[0] == "models":
             record(folder, "forward")
 
     def before_rename(source: Path, destination: Path) -> None:
-        # The rename that makes a checkpoint exist.
+        # The rename that commits a checkpoint.
         if destination.name.startswith("step-"):
             record(folder, "commit")
         rename(source, destination)
@@ -75,7 +75,7 @@ def recording_worker(folder: Path, run_worker: Callable[..., None]) -> Callable[
 
 
 def recording_call(folder: Path, call: Callable[..., Any]) -> Callable[..., Any]:
-    """`ThisMachine.call` that records who has the agent start the first workers."""
+    """Wrap `ThisMachine.call` to record the call stack at the start of the first workers."""
 
     def record_and_call(place: object, method: str, *arguments: object) -> Any:
         if method == "start":
@@ -86,14 +86,14 @@ def recording_call(folder: Path, call: Callable[..., Any]) -> Callable[..., Any]
 
 
 def numbered(calls: list[Call]) -> Iterator[str]:
-    """The calls as lines of a map: "1 jobs/__main__.py main"."""
+    """Return the calls as numbered lines: "1 jobs/__main__.py main"."""
     for number, (path, name) in enumerate(calls, 1):
         yield f"{number:2} {path:32} {name}"
 
 
 def record_run(folder: Path, words: list[str]) -> int:
     """Run a recipe in this process and its forks, record the events, and return the command's exit code."""
-    # The fork server is a fork of this process, so that the patches made here reach the workers.
+    # The fork server is a fork of this process, so patches made here also apply in the workers.
     fork_server.ForkServer.launch = launch_by_fork  # type: ignore[method-assign, assignment]
     fork_server.run_worker = recording_worker(folder, fork_server.run_worker)  # type: ignore[assignment]
     ThisMachine.call = recording_call(folder, ThisMachine.call)  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Object stores on loopback that speak each protocol, and a proxy before them that can fail."""
+"""Emulated object stores for each protocol on loopback, and a proxy that injects faults."""
 
 import base64
 import http.client
@@ -18,12 +18,12 @@ from data.remote import urls
 
 Files = dict[str, Path]  # key → file
 Fault = int | str | bytes | tuple[int, str] | None
-AT_ONCE = 1 << 16  # bytes that the proxy sends at once
+AT_ONCE = 1 << 16  # bytes per write of the proxy
 
 
 @contextmanager
 def served(handler: type[http.server.BaseHTTPRequestHandler]) -> Iterator[int]:
-    """The port of a server, for as long as it runs."""
+    """Run a server in the block, and yield its port."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
@@ -54,11 +54,11 @@ class Proxy:
         self.pace: Callable[[int], object] = lambda piece_bytes: None
         self.gets: list[str] = []
         self.access_key = ""  # S3's, of the last request
-        # A real store looks for the name and writes it in one; moto's threads can look all before one has written.
+        # A real store checks and writes a name atomically; moto's threads could all check before one writes.
         self.one_write_at_a_time = threading.Lock()
 
     def handler(self) -> type[http.server.BaseHTTPRequestHandler]:
-        """The class whose objects answer one request each."""
+        """Return the class of request handlers."""
         proxy = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -102,7 +102,7 @@ class Proxy:
                     self.answer(self.pass_on(body), is_short=fault == "short")
 
             def body(self) -> bytes:
-                # botocore sends the content of a put when it has been told to.
+                # botocore sends a put's content only after "100 Continue".
                 if "Expect" in self.headers:
                     self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
                     del self.headers["Expect"]
@@ -153,7 +153,7 @@ def s3(proxy: Proxy, port: int, files: Files) -> Iterator[None]:
     server = moto.ThreadedMotoServer(port=0, verbose=False)
     server.start()
     proxy.upstream = server.get_host_and_port()[1]
-    # All of moto's servers in a process have the same buckets: what an earlier one was given goes first.
+    # All moto servers of a process share their buckets, so clear those of earlier servers first.
     reset = http.client.HTTPConnection("127.0.0.1", proxy.upstream)
     reset.request("POST", "/moto-api/reset")
     assert reset.getresponse().status == 200
@@ -212,7 +212,7 @@ def az(proxy: Proxy, port: int, files: Files) -> Iterator[None]:
         def do_PUT(self):
             key = unquote(urlsplit(self.path).path.removeprefix("/account/images/"))
             content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            # Put Blob of the service: 409 BlobAlreadyExists where `If-None-Match: *` is not met.
+            # Like the real Put Blob: 409 BlobAlreadyExists if `If-None-Match: *` fails.
             with lock:
                 is_refused = self.headers.get("If-None-Match") == "*" and key in contents
                 if not is_refused:
@@ -261,7 +261,7 @@ def az(proxy: Proxy, port: int, files: Files) -> Iterator[None]:
 
 
 def listing(contents: dict[str, bytes], prefix: str) -> bytes:
-    """Azure's XML list of the blobs whose names begin with a prefix."""
+    """Return Azure's XML listing of the blobs with a prefix."""
     blobs = ""
     for key, content in sorted(contents.items()):
         if key.startswith(prefix):
@@ -274,7 +274,7 @@ def listing(contents: dict[str, bytes], prefix: str) -> bytes:
 
 @contextmanager
 def store(scheme: str, files: Files, proxy: Proxy | None = None) -> Iterator[Proxy]:
-    """A proxy before a store whose bucket `images` holds the files; the environment leads clients to it."""
+    """Run a store with the files in its bucket `images`, behind a proxy to which the environment directs clients."""
     proxy = proxy or Proxy()
     start = {"s3": s3, "gs": gs, "az": az}[scheme]
     with served(proxy.handler()) as port, start(proxy, port, files):
@@ -282,7 +282,7 @@ def store(scheme: str, files: Files, proxy: Proxy | None = None) -> Iterator[Pro
 
 
 def objects(bucket: Any, run: str) -> dict[str, bytes]:
-    """What boto3 finds below a run's URL, by name."""
+    """Return the objects under a run's URL by name, read with boto3."""
     prefix = run.removeprefix(f"s3://{bucket.name}/") + "/"
     return {
         entry.key.removeprefix(prefix): entry.get()["Body"].read() for entry in bucket.objects.filter(Prefix=prefix)

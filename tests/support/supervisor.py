@@ -31,7 +31,7 @@ FOLDER = ROOT / "deploy" / "systemd"
 
 
 def main(words: list[str]) -> int:
-    """Keep a unit alive until it has ended for good, or is told to; return its last exit code."""
+    """Run a unit, with restarts, until it ends for good or is stopped; return its last exit code."""
     name, *assignments = words
     template, _, instance = name.removesuffix(".service").partition("@")
     unit = configparser.ConfigParser(strict=False, interpolation=None)
@@ -42,7 +42,7 @@ def main(words: list[str]) -> int:
     for assignment in [*(line for line in lines if not line.startswith("#")), *assignments]:
         key, _, value = assignment.partition("=")
         variables[key] = value
-    # Of what the unit sets, its own name; the rest is systemd's.
+    # Set only the variable with the unit's name; systemd sets the others.
     key, _, value = service["Environment"].partition("=")
     if value == "%n":
         variables[key] = name
@@ -87,9 +87,9 @@ def main(words: list[str]) -> int:
 
 
 def kill_rest(invocation: str) -> None:
-    """Kill every process that a start has left."""
+    """Kill all remaining processes of a start."""
     for process in psutil.process_iter():
-        # One may end meanwhile, and of the kernel's own there is no environment.
+        # A process may end meanwhile, and kernel threads have no environment.
         with suppress(psutil.Error, OSError):
             if process.environ().get("INVOCATION_ID") == invocation:
                 process.kill()
