@@ -219,7 +219,7 @@ def main() -> None:
     arguments = parser.parse_args()
     # The agents of the attempts are children of this process, but the cost of a run is known only without children.
     if arguments.attempts and arguments.rounds:
-        parser.error("--attempts cannot be combined with --rounds\n  type --attempts N --rounds 0")
+        parser.error("--attempts cannot be combined with --rounds\n  pass --attempts N --rounds 0")
     if arguments.attempts:
         with tempfile.TemporaryDirectory() as directory:
             time_attempts(arguments.attempts, arguments.backends, Path(directory))

@@ -362,13 +362,13 @@ def check_store_url(url: str) -> str:
     if parts.scheme not in CLIENTS:
         schemes = ", ".join(f"{scheme}://" for scheme in CLIENTS)
         raise ConfigError(
-            f"run is {redacted(url)}, expected a folder, or one of {schemes}\n  type run=s3://BUCKET/NAME, or a path"
+            f"run is {redacted(url)}, expected a folder, or one of {schemes}\n  set run=s3://BUCKET/NAME, or a path"
         )
     names = parts.path.strip("/").split("/")
     is_plain = not (parts.query or parts.fragment or "@" in parts.netloc)
     if not (parts.netloc and is_plain) or not all(name not in ("", ".", "..") for name in names):
         raise ConfigError(
             f"run is {redacted(url)}, expected only a bucket and a folder in it\n"
-            f"  type run={parts.scheme}://BUCKET/NAME; credentials come from the environment (docs/run-storage.md)"
+            f"  set run={parts.scheme}://BUCKET/NAME; credentials come from the environment (docs/run-storage.md)"
         )
     return f"{parts.scheme}://{parts.netloc}/{'/'.join(names)}"

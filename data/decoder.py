@@ -203,7 +203,7 @@ class Decoder:
                 raise DataError(
                     f"{MAX_REPLACEMENTS} consecutive bad samples, the last is {printable(bad[-1].key)} of "
                     f"{bad[-1].shard}: {bad[-1].reason}\n"
-                    f"  to list them, type python -m jobs data check {shlex.quote(str(self.index.tables))}"
+                    f"  to list them, run python -m jobs data check {shlex.quote(str(self.index.tables))}"
                 )
         decode_s = perf_counter() - start - self.storage_s
         return Done(tuple(bad), self.storage_s, decode_s, tuple(self.encoded), self.reader.given_up)

@@ -52,7 +52,7 @@ SEEN_WITHIN_S = 30.0  # NFS may cache a folder's contents this long (mount optio
 POLL_S = 0.1
 # Identifies this process and its forks: on shared storage, processes of two hosts or pods may have equal pids.
 OWN = secrets.token_hex(4)
-SAME_STORAGE = "expected: a run directory on storage that every node mounts at the same path\n  type run=/shared/NAME"
+SAME_STORAGE = "expected: a run directory on storage that every node mounts at the same path\n  set run=/shared/NAME"
 
 
 def import_path() -> str:
@@ -80,7 +80,7 @@ def home() -> Path:
         raise ConfigError(
             f"user {os.geteuid()} has no home folder: HOME is not set, and /etc/passwd has no entry for this user\n"
             "  expected a folder of this user for caches and Ray's token\n"
-            "  type export HOME=/a/folder/of/this/user; then run the same command again"
+            "  run export HOME=/a/folder/of/this/user; then run the same command again"
         ) from None
 
 
@@ -91,7 +91,7 @@ def with_home(path: str) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError:
-        raise ConfigError(f"{path}: this user has no home folder on this machine\n  type an absolute path") from None
+        raise ConfigError(f"{path}: this user has no home folder on this machine\n  use an absolute path") from None
 
 
 def write_durably(path: Path, content: bytes | memoryview) -> None:
@@ -485,7 +485,7 @@ def explain(error: OSError) -> str:
         return (
             f"{line}\n"
             "  expected: a limit above the number of shards and connections in use\n"
-            f"  type {command}; then run the same command again"
+            f"  run {command}; then run the same command again"
         )
     if error.errno in NO_ROOM:
         return f"{line}\n{room_remedy(error)}"
@@ -493,7 +493,7 @@ def explain(error: OSError) -> str:
         return (
             f"{line}\n"
             "  expected: a disk mounted read-write; after a disk error, Linux mounts it read-only\n"
-            f"  type findmnt -T {shlex.quote(str(existing_folder(Path(error.filename))))} to see the mount, or use "
+            f"  run findmnt -T {shlex.quote(str(existing_folder(Path(error.filename))))} to see the mount, or use "
             "another disk: run=/elsewhere"
         )
     if error.errno in NOT_OURS_TO_WRITE and error.filename is not None:
@@ -501,7 +501,7 @@ def explain(error: OSError) -> str:
         return (
             f"{line}\n"
             "  expected: a folder that this user may write to\n"
-            f"  type ls -ld {folder} to see its owner and mode, or use another folder: run=/elsewhere"
+            f"  run ls -ld {folder} to see its owner and mode, or use another folder: run=/elsewhere"
         )
     if error.errno in (errno.ENOENT, errno.ENOTDIR) and error.filename is not None:
         return f"{line}\n  expected an existing file or folder, or a path that can be created; check the path"
@@ -521,8 +521,7 @@ def room_remedy(error: OSError) -> str:
         )
     if error.errno == errno.EFBIG:
         return (
-            "  expected: no limit on the size of a file below that of a checkpoint\n"
-            f"  type ulimit -f unlimited, {again}"
+            f"  expected: no limit on the size of a file below that of a checkpoint\n  run ulimit -f unlimited, {again}"
         )
     is_without_inodes = False
     with suppress(OSError):
@@ -530,7 +529,7 @@ def room_remedy(error: OSError) -> str:
     if is_without_inodes:
         return (
             "  expected: free inodes; deleting large files does not help, deleting many small ones does\n"
-            f"  type df -i {folder} to see them, {again}"
+            f"  run df -i {folder} to see them, {again}"
         )
     return (
         "  expected: free space on that disk, and in the quota, for the files of a run\n"

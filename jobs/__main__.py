@@ -31,7 +31,7 @@ try:
     import typer
 except ModuleNotFoundError as error:
     print(f"error: {error.name} is not installed in this Python ({sys.executable})", file=sys.stderr)
-    print("  type make env && source .venv/bin/activate", file=sys.stderr)
+    print("  run make env && source .venv/bin/activate", file=sys.stderr)
     sys.exit(69)  # ExitCode.UNAVAILABLE; data.errors has not been imported yet
 from typer.exceptions import TyperException
 from typer.main import get_install_completion_arguments
@@ -356,7 +356,7 @@ def report_usage(error: TyperException, words: Sequence[str]) -> int:
             message = message.partition(" Did you mean")[0]
             message += f"\n  use {meant} instead: {program()} {meant} --help"
     if words and words[0].endswith(".yaml"):
-        message += f"\n  to run a recipe, type {program()} run {shlex.quote(words[0])}"
+        message += f"\n  to run a recipe, run {program()} run {shlex.quote(words[0])}"
     print(f"error: {message}", file=sys.stderr)
     option = getattr(error, "option_name", None)
     if option and words[0] in ("run", "plan", "submit", "trial", "preflight"):
@@ -374,7 +374,7 @@ def report_usage(error: TyperException, words: Sequence[str]) -> int:
         names = ", ".join(name for name in shipped() if "/" not in name)
         print(f"  expected a YAML file or a built-in recipe: {names}", file=sys.stderr)
     if context is not None:
-        print(f"  for help, type {context.command_path} --help", file=sys.stderr)
+        print(f"  for help, run {context.command_path} --help", file=sys.stderr)
     return ExitCode.USAGE
 
 

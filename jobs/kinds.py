@@ -41,7 +41,7 @@ class MissingKind(StageKind):
             if section.values[self.name] is not None:
                 raise ConfigError(
                     f"{name}.{self.name} needs {self.missing_module}, which is not in this checkout\n"
-                    f"  remove the key, or type {name}.{self.name}=null"
+                    f"  remove the key, or set {name}.{self.name}=null"
                 )
             values = {key: value for key, value in section.values.items() if key != self.name}
             expanded[name] = StageSection(values, section.source)

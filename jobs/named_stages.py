@@ -125,14 +125,14 @@ def find_stage(path: str, needs: str = CONFIG, *, one_name: bool = False, typed:
     addresses = sorted(str(run / name) for name in fitting)
     if one_name and len(addresses) > 1:
         listed = "\n  ".join(addresses)
-        raise UsageError(f"{path} has {len(addresses)} stages with {READS[needs]}\n  type one of them:\n  {listed}")
+        raise UsageError(f"{path} has {len(addresses)} stages with {READS[needs]}\n  use one of them:\n  {listed}")
 
     # 3. Report the selected stage.
     newest = next(iter(fitting.values()))
     addresses.remove(str(run / newest.name))
     line = f"{typed or path}: using {newest}"
     if addresses:
-        line += f"; to use another stage, type {' or '.join(addresses)}"
+        line += f"; to select another stage, type {' or '.join(addresses)}"
     print(for_stream(printable_lines(line), sys.stderr), file=sys.stderr, flush=True)
     return str(newest.path)
 
@@ -155,7 +155,7 @@ def no_run(path: Path) -> UsageError:
     text = f"no run at {path}{remark}\n  expected a run directory or a stage's folder in it"
     if listed:
         return UsageError(f"{text}; runs nearby: {few(listed, MOST_RUNS, ', and {} more')}")
-    return UsageError(f"{text}; there are no runs nearby\n  to start one, type python -m jobs run RECIPE")
+    return UsageError(f"{text}; there are no runs nearby\n  to start one, run python -m jobs run RECIPE")
 
 
 def near_path(path: str) -> str:
@@ -192,7 +192,7 @@ def not_finished(stage: StageFolder) -> DataError:
         # Do not suggest a refused command, or the command of a submitted job, whose recipe is only in its environment.
         if status["exit_code"] not in (ExitCode.USAGE, ExitCode.CONFIG) and " env:" not in status["command"]:
             command = status["command"]
-    text = f"{run / stage.name} has not finished: {stage.path.name} {place}\n  to resume it, type {command}"
+    text = f"{run / stage.name} has not finished: {stage.path.name} {place}\n  to resume it, run {command}"
     for checkpoint in committed(stage.path / CHECKPOINTS)[:1]:
         text += (
             f"\n  to use the weights of its newest checkpoint (step {step_of(checkpoint)}), type\n"

@@ -334,14 +334,14 @@ def owned_error(storage: Storage, seen: SeenLease) -> RunOwned:
     if seen.is_released:
         return RunOwned(
             f"{address} was taken over by {seen.holder}, which has ended since then\n"
-            f"  for its result, type python -m jobs status {address}\n"
-            "  if some stages have not finished, type the same command again to resume"
+            f"  for its result, run python -m jobs status {address}\n"
+            "  if some stages have not finished, run the same command again to resume"
         )
     return RunOwned(
         f"{address} is owned by {seen.holder}, which is still running\n"
-        f"  to watch it, type python -m jobs status {address}; to stop it, type python -m jobs stop {address}\n"
+        f"  to watch it, run python -m jobs status {address}; to stop it, run python -m jobs stop {address}\n"
         f"  if the owner dies, the same command can take over after {LOST_PERIODS * PERIOD_S:.0f} s\n"
-        "  for a separate run, type another folder: run=…"
+        "  for a separate run, use another folder: run=…"
     )
 
 
@@ -356,7 +356,7 @@ def stop_holder(storage: Storage, seen: SeenLease, log: Log, patience_s: float) 
             name = seen.record["job"].removeprefix(kind).strip()
             raise UsageError(
                 f"{seen.holder} would be restarted after a stop\n"
-                f"  to stop it for good, type on {seen.record['host']}: {words} {name}"
+                f"  to stop it for good, run on {seen.record['host']}: {words} {name}"
             )
     storage.put(STOP.format(seen.number), b"")
     log(f"requested a commit and stop of {seen.holder}; waiting up to {patience_s:.0f} s")
@@ -364,16 +364,16 @@ def stop_holder(storage: Storage, seen: SeenLease, log: Log, patience_s: float) 
     while time.monotonic() < deadline:
         state, now = holder_state(storage, log)
         if state == "lost":
-            log(f"it died without a commit; for its last step, type python -m jobs status {storage.address()}")
+            log(f"it died without a commit; for its last step, run python -m jobs status {storage.address()}")
             return
         if state == "free" or now is None or now.number > seen.number:
-            log(f"it has ended; for its result, type python -m jobs status {storage.address()}")
+            log(f"it has ended; for its result, run python -m jobs status {storage.address()}")
             return
         time.sleep(STOP_POLL_S)
     raise ClusterError(
         f"{seen.holder} has not stopped within {patience_s:.0f} s and still owns {storage.address()}\n"
         "  its storage may be slow\n"
-        f"  type python -m jobs stop {storage.address()} again, or kill the process on its machine"
+        f"  run python -m jobs stop {storage.address()} again, or kill the process on its machine"
     )
 
 
@@ -435,19 +435,19 @@ def this_job() -> str:
 def check_run_path(run: Path) -> None:
     """Raise ConfigError if a run directory cannot have this path: a name is too long, or a file is in the way."""
     if run == run.parent:
-        raise ConfigError(f"run is {run}, expected a separate folder\n  type run={run}NAME")
+        raise ConfigError(f"run is {run}, expected a separate folder\n  set run={run}NAME")
     for name in run.parts:
         encoded_bytes = len(os.fsencode(name))
         if encoded_bytes > LONGEST_NAME:
             raise ConfigError(
                 f"run contains a name of {encoded_bytes} bytes: {name[:40]}…\n  expected at most {LONGEST_NAME} bytes\n"
-                "  type a shorter name: run=…"
+                "  use a shorter name: run=…"
             )
     for path in (run, *run.parents):
         if path.exists() and not path.is_dir():
             raise ConfigError(
                 f"{path} is a file\n  expected a run directory, or a path that does not exist yet\n"
-                "  type another folder: run=…"
+                "  use another folder: run=…"
             )
 
 

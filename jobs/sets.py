@@ -359,7 +359,7 @@ def check_apart(cfg: SetConfig, folder: Path) -> None:
     if target == source or is_inside or holds_tars:
         raise DataError(
             f"{folder} is inside the source folder {cfg.path}, so the shards would become part of the source\n"
-            f"  type another folder, for example {quote(str(source.parent / f'{source.stem}-shards'))}"
+            f"  use another folder, for example {quote(str(source.parent / f'{source.stem}-shards'))}"
         )
 
 

@@ -110,7 +110,7 @@ def check_model(cfg: TrainConfig, model: ModelConfig, classes: Mapping[str, int]
         if number > model.classes:
             raise DataError(
                 f"{path} has labels up to {number - 1}, but the model has only {model.classes} classes\n"
-                f"  type {key}.classes={number}"
+                f"  set {key}.classes={number}"
             )
 
 
@@ -126,7 +126,7 @@ def check_shape(ops: str | None, model: ModelConfig, key: str) -> None:
     require(
         (height, width) == (expected_height, expected_width),
         f"{key}: {ops!r} produces {height}×{width} images, but the model expects {expected_height}×{expected_width}\n"
-        f"  type '{key}=resize(({expected_height}, {expected_width}))', or {key}=null, which does the same",
+        f"  set '{key}=resize(({expected_height}, {expected_width}))', or {key}=null, which does the same",
     )
 
 

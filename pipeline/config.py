@@ -118,7 +118,7 @@ def _filled(
             if isinstance(value, Mapping) and isinstance(default, Mapping):
                 value = {**default, **value}
         if isinstance(value, str) and value == "???":
-            raise ConfigError(f"{key} is missing and has no default\n  type {key}=…")
+            raise ConfigError(f"{key} is missing and has no default\n  set {key}=…")
         fields[field.name] = value
     try:
         return kind(**fields)
@@ -190,7 +190,7 @@ def _read_section(
             with suppress(ConfigError):
                 if name in known and section_kind(hint) is None and section not in (None, ""):
                     read_value(section, hint, name)
-                    example = f"\n  for example, type {where}.{name}={shown(section)}"
+                    example = f"\n  for example, set {where}.{name}={shown(section)}"
                     break
         raise ConfigError(f"{where} is {shown(section)}, expected a section with the keys {listed}{example}")
     hints = type_hints(kind)
@@ -233,7 +233,7 @@ def _read_section(
             # Users choose the keys below `mixture`, so only their entries can be checked.
             sections: dict[str, object] = {}
             if not isinstance(value, Mapping):
-                raise ConfigError(f"{path} is {shown(value)}, expected named sections\n  type {path}.NAME.…")
+                raise ConfigError(f"{path} is {shown(value)}, expected named sections\n  set {path}.NAME.…")
             for key, entry in value.items():
                 sections[key] = entry
                 if entry is not None:

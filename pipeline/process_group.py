@@ -385,7 +385,7 @@ def check_device_memory(arrivals: Sequence[Arrival], device_bytes: int) -> None:
             # Round down, so that the limit does not exceed the free memory.
             limit_gb = math.floor(10 * arrival.free_bytes / 2**30) / 10
             way_out = (
-                f"type `python -m jobs plan RECIPE cluster.gpu_memory_gb={limit_gb}`, which finds values of "
+                f"run `python -m jobs plan RECIPE cluster.gpu_memory_gb={limit_gb}`, which finds values of "
                 "micro_batch, checkpoint_blocks and zero that fit"
             )
         needed = f"{device_bytes / 2**30:.1f} GiB for a step"

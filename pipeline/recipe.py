@@ -64,9 +64,9 @@ def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         text = os.environ[variable] if is_in_environment else path.read_text("utf-8-sig")
         recipe = OmegaConf.create(text)
     except FileNotFoundError:
-        raise ConfigError(f"no recipe at {path}\n  to list the recipes of Patchline, type ls jobs/recipes") from None
+        raise ConfigError(f"no recipe at {path}\n  to list the recipes of Patchline, run ls jobs/recipes") from None
     except IsADirectoryError:
-        raise ConfigError(f"{path} is a folder\n  expected a recipe (a YAML file); type ls {path}/*.yaml") from None
+        raise ConfigError(f"{path} is a folder\n  expected a recipe (a YAML file); run ls {path}/*.yaml") from None
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise ConfigError(
@@ -251,7 +251,7 @@ def check_model_name(section: object, stage: str, name: str, overrides: Sequence
             raise ConfigError(f"{stage}.{MODEL}.name: {error}") from None
         raise ConfigError(
             f"{stage}.{MODEL}.name is {name}, but the recipe's model also sets {', '.join(wins)}, which would override "
-            f"the name\n  type {stage}.{MODEL}={name}, which keeps only image_size and classes of the recipe's model"
+            f"the name\n  set {stage}.{MODEL}={name}, which keeps only image_size and classes of the recipe's model"
         )
 
 

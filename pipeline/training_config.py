@@ -83,7 +83,7 @@ class DataConfig:
         needs_cpu = self.augment.crop == "random" or self.augment.randaug_layers > 0
         require(
             self.decode == "cpu" or not needs_cpu,
-            "data.decode=gpu does not support augment.crop=random or augment.randaug_layers\n  type data.decode=cpu",
+            "data.decode=gpu does not support augment.crop=random or augment.randaug_layers\n  set data.decode=cpu",
         )
         require(0 <= self.max_bad_fraction <= 1, f"data.max_bad_fraction is {self.max_bad_fraction}, expected 0 to 1")
 
@@ -249,7 +249,7 @@ class TrainConfig(SavingConfig, EngineConfig):
         require(
             not self.mixup or self.micro_batch > 1,
             f"mixup is {self.mixup} with micro_batch 1: it blends images of the same micro-batch, so nothing would be "
-            "mixed\n  expected a micro_batch of 2 or more\n  type micro_batch=2, or mixup=0",
+            "mixed\n  expected a micro_batch of 2 or more\n  set micro_batch=2, or mixup=0",
         )
         if self.exact_parts:
             # A part must consist of whole micro-batches, because two parts cannot share the gradient of one.

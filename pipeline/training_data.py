@@ -94,7 +94,7 @@ def batch_arithmetic(cfg: TrainConfig, world: int) -> Arithmetic:
         f"mixup blends images of the same micro-batch, but a share of {smallest_share} images in {accumulation} "
         f"micro-batches leaves some with a single image\n"
         f"  expected micro-batches of 2 images or more on each of {world} workers\n"
-        f"  type micro_batch={max(largest_share, 2)} or fewer workers, or mixup=0",
+        f"  set micro_batch={max(largest_share, 2)} or fewer workers, or mixup=0",
     )
     return Arithmetic(cfg.batch_size, cfg.micro_batch, world, accumulation)
 
@@ -119,7 +119,7 @@ def check_schedule(cfg: TrainConfig, steps: int, key: str) -> None:
     require(
         steps <= most_steps,
         f"{key}: {steps:,} steps of {cfg.batch_size:,} images exceed the 64-bit sample counter\n"
-        f"  expected at most {most_steps:,} steps\n  type {key}.steps=…, or {key}.passes=…",
+        f"  expected at most {most_steps:,} steps\n  set {key}.steps=…, or {key}.passes=…",
     )
     schedule = cfg.optim.schedule
     rising_and_cooling = schedule.warmup_steps + schedule.cooldown_steps
@@ -127,7 +127,7 @@ def check_schedule(cfg: TrainConfig, steps: int, key: str) -> None:
         (steps, schedule.warmup_steps) != (1, 1),
         f"{key}: the only step is a warm-up step, whose learning rate is 0\n"
         "  expected a step after the warm-up\n"
-        f"  type {key}.optim.schedule.warmup_steps=0, or increase the number of steps",
+        f"  set {key}.optim.schedule.warmup_steps=0, or increase the number of steps",
     )
     if rising_and_cooling <= steps:
         return
@@ -140,7 +140,7 @@ def check_schedule(cfg: TrainConfig, steps: int, key: str) -> None:
     raise ConfigError(
         f"{message} exceed the length of the stage, {steps:,} steps\n"
         f"  expected: at most {steps:,} together, so that the learning rate reaches optim.lr\n"
-        f"  type {overrides}, or increase the number of steps"
+        f"  set {overrides}, or increase the number of steps"
     )
 
 
@@ -151,7 +151,7 @@ def check_end_of_decay(cfg: TrainConfig, key: str) -> None:
         schedule.decay != "linear" or schedule.end <= cfg.optim.lr,
         f"{key}.optim.lr {cfg.optim.lr:g} is below {key}.optim.schedule.end {schedule.end:g}, so the learning rate "
         "would rise instead of decay\n  expected a peak rate no lower than the final rate\n"
-        f"  type {key}.optim.schedule.end=0, or a larger {key}.optim.lr",
+        f"  set {key}.optim.schedule.end=0, or a larger {key}.optim.lr",
     )
 
 

@@ -75,7 +75,7 @@ def read_value(value: object, hint: Any, key: str) -> object:
     if is_optional and value is None:
         return None
     if is_optional and value in ("None", "none"):
-        raise ConfigError(f"{key} is {value}, which YAML reads as a string\n  type {key}=null")
+        raise ConfigError(f"{key} is {value}, which YAML reads as a string\n  set {key}=null")
     allowed = set(get_args(hint)) - {NoneType}
     if is_optional and len(allowed) == 1:
         (hint,) = allowed
@@ -84,12 +84,12 @@ def read_value(value: object, hint: Any, key: str) -> object:
         return read_choice(value, get_args(hint), key)
     if origin is dict:
         if not isinstance(value, Mapping):
-            raise ConfigError(f"{key} is {shown(value)}, expected a section\n  type {key}.NAME=…")
+            raise ConfigError(f"{key} is {shown(value)}, expected a section\n  set {key}.NAME=…")
         return value
     if origin in (list, tuple):
         if not isinstance(value, list | tuple):
             expected = f"expected a list of {PLURALS.get(get_args(hint)[0], 'values')}"
-            raise ConfigError(f"{key} is {shown(value)}, {expected}\n  for example, type {key}=[{shown(value)}]")
+            raise ConfigError(f"{key} is {shown(value)}, {expected}\n  for example, set {key}=[{shown(value)}]")
         entries = []
         for entry in value:
             entries.append(read_value(entry, get_args(hint)[0], key))
@@ -116,7 +116,7 @@ def read_value(value: object, hint: Any, key: str) -> object:
         for wrong, right in OTHER_NUMBERS.get(hint, ()):
             number = read_number(value.replace(wrong, right), key, whole=hint is int)
             if wrong in value and number is not None:
-                way_out = f"\n  type {key}={number}"
+                way_out = f"\n  set {key}={number}"
                 break
     raise ConfigError(f"{key} is {shown(value)}, {expected}{way_out}")
 

@@ -24,7 +24,7 @@ def test_a_python_without_our_packages_gets_install_instructions():
     command = [sys.executable, "-S", "-m", "jobs", "new", "photos"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 69
-    assert "type make env && source .venv/bin/activate" in done.stderr
+    assert "run make env && source .venv/bin/activate" in done.stderr
 
 
 def test_help_does_not_import_slow_packages():
@@ -206,7 +206,7 @@ def test_a_folder_is_not_a_recipe_and_does_not_hide_a_built_in_one(tmp_path, mon
     assert main(["plan", "digits"]) == 0
     assert main(["plan", "other"]) == 78
     assert (
-        "error: other is a folder, not a recipe\n  to write a recipe for the images in it, type python -m jobs new"
+        "error: other is a folder, not a recipe\n  to write a recipe for the images in it, run python -m jobs new"
         in capsys.readouterr().err
     )
 
@@ -270,7 +270,7 @@ def test_only_refuses_a_kind_with_several_stages(recipe, capsys):
     text = recipe.read_text().replace("\nfinetune:", "\ntune:\n  kind: finetune").replace("@finetune", "@tune")
     recipe.write_text(text)
     assert main(["run", str(recipe), second, "--only", "finetune"]) == 78
-    assert "2 stages of kind finetune: tune, again\n  type one of these names after --only" in capsys.readouterr().err
+    assert "2 stages of kind finetune: tune, again\n  use one of these names after --only" in capsys.readouterr().err
     assert main(["run", str(recipe), second, "--only", "agian"]) == 78
     assert "no stage 'agian'; did you mean 'again'?" in capsys.readouterr().err
 

@@ -472,7 +472,7 @@ def test_whoever_follows_a_submitted_run_is_told_that_the_head_is_gone_and_goes_
         told = network["h1"].run(f"{login} python -m jobs status {run}")
         assert "end  ended unexpectedly: process " in told
         assert " on h0, Ray job followed-001-" in told
-        assert f"to resume, type python -m jobs submit RECIPE run={run}" in told
+        assert f"to resume, run python -m jobs submit RECIPE run={run}" in told
         start_head()
         began = time.monotonic()
         follower = follow(after)
@@ -600,7 +600,7 @@ def test_a_minute_of_delay_and_loss_restarts_nothing(rounds, cluster, twin, shar
 
 
 def preflight(cluster: RayHosts, run: Path, *overrides: str) -> tuple[int, str]:
-    """Type `python -m jobs preflight` on the head; return the exit code and what it printed."""
+    """Run `python -m jobs preflight` on the head; return the exit code and what it printed."""
     recipe = cluster.network.shared / "preflight.yaml"
     recipe.write_text(SMALL)
     words = ["python", "-m", "jobs", "preflight", str(recipe), f"run={run}", "cluster.backend=ray", *overrides]

@@ -88,7 +88,7 @@ COMMANDS = """
 64 export weights out --format onnx           => 'onnx' is not one of
 65 export runs/none out --format hf           => no file or folder at runs/none
 65 export photos out --format hf              => cannot load photos|contains neither model.json
-64 new photos --minutes 0                     => --minutes is 0, expected a training time|type --minutes 10
+64 new photos --minutes 0                     => --minutes is 0, expected a training time|pass --minutes 10
 78 new photos --model S16                     => S16 is not a model name; did you mean S/16?
 65 new photos --init photos                   => contains no weights|expected RUN/STAGE
 64 new loose --init weights                   => --init needs labels for fine-tuning|omit --init
@@ -104,7 +104,7 @@ COMMANDS = """
 65 evaluate weights 'two words'               => pack folder 'two words' 'two words-shards'
 65 index 'two words'                          => pack folder 'two words' 'two words-shards'
 65 evaluate weights photos                    => images in 2 folders|python -m jobs pack folder photos photos-shards
-65 evaluate shards/test weights               => shards/test is a data set, not weights|type the weights first
+65 evaluate shards/test weights               => shards/test is a data set, not weights|give the weights first
 65 evaluate nowhere shards/test               => no file or folder at nowhere|expected an official .npz
 64 evaluate weights shards/test --protocol top1 => did you mean 'top-1'?
 65 import nowhere.npz out                     => no file or folder at nowhere.npz
@@ -114,7 +114,7 @@ COMMANDS = """
 65 pack folder nowhere out                    => no file or folder at nowhere
 65 pack folder loose out                      => found 3 images|sort the images into class folders
 65 pack folder tars out                       => 1 tars|python -m jobs index tars
-65 pack folder photos photos                  => photos is inside the source|type another folder
+65 pack folder photos photos                  => photos is inside the source|use another folder
 64 pack folder photos tiny.yaml               => tiny.yaml is a file|expected a folder
 65 pack folder photos shards/train            => a finished set|use another folder
 74 pack folder photos /sys/out                => /sys/out|a folder that this user may write
@@ -124,7 +124,7 @@ COMMANDS = """
 65 index nowhere                              => this folder does not exist
 65 index labelless                            => no sample has a usable label|expected samples with an image
 65 data check photos                          => python -m jobs pack folder photos photos-shards
-65 data repair shards/train shards/train      => contains the data set to repair|type another folder
+65 data repair shards/train shards/train      => contains the data set to repair|use another folder
 78 subset shards/train --output out           => the subset has no rule|expected one or more of keep
 78 subset shards/train --shots 5 --output out => shots needs a seed, but none is set|set one
 78 plan tiny.yaml --gpu v100                  => did you mean 'h100'?
@@ -147,7 +147,7 @@ KEYS = """
 78 pretrain.zzz=1                   => unknown key pretrain.zzz|all keys: docs/configuration.md
 78 cluster.gpus=1                   => did you mean cluster.gpus_per_worker?
 78 pretrain.optim=1e-3              => expected a section with the keys name, lr|pretrain.optim.lr=0.001
-78 pretrain.data=shards/train       => for example, type pretrain.data.train=shards/train
+78 pretrain.data=shards/train       => for example, set pretrain.data.train=shards/train
 78 pretrain.optim.lr.peak=1e-3      => pretrain.optim.lr is {peak: 0.001}, expected a number
 78 cluster=4                        => cluster is 4, expected a section with the keys workers
 78 pretrain.model.dropuot=0.1       => no field 'dropuot'; did you mean 'dropout'?
@@ -155,7 +155,7 @@ KEYS = """
 78 pretrain.model=vit_small_patch16_224 => did you mean S/16?|expected a size and a patch
 78 pretrain.model.name=Z/16         => no size 'Z'
 78 'pretrain.model={name: mu/8, image_size: 16' => quote the whole override
-65 pretrain.model.classes=2         => labels up to 9, but the model has only 2 classes|type pretrain.model.classes=10
+65 pretrain.model.classes=2         => labels up to 9, but the model has only 2 classes|set pretrain.model.classes=10
 78 pretrain.model.classes=ten       => classes must be a whole number
 78 pretrain.model.image_size=20     => nearest image_size: 16 or 24
 78 pretrain.model.image_size=224x224 => one positive whole number or two
@@ -165,13 +165,13 @@ KEYS = """
 78 pretrain.steps=many              => pretrain.steps is many, expected a whole number
 78 pretrain.steps=1.5               => pretrain.steps is 1.5, expected a whole number
 78 pretrain.steps=-5                => steps is -5, expected more than 0
-78 pretrain.steps=10,000            => type pretrain.steps=10000
+78 pretrain.steps=10,000            => set pretrain.steps=10000
 78 pretrain.steps=3                 => 5 warm-up steps exceed|warmup_steps=0
 78 pretrain.passes=3                => set either steps or passes
-78 pretrain.optim.lr=0,001          => expected a number|type pretrain.optim.lr=0.001
+78 pretrain.optim.lr=0,001          => expected a number|set pretrain.optim.lr=0.001
 78 pretrain.optim.lr=fast           => pretrain.optim.lr is fast, expected a number
 78 pretrain.optim.lr=-1             => optim.lr is -1.0, expected more than 0
-78 pretrain.label_smoothing=10%     => type pretrain.label_smoothing=0.1
+78 pretrain.label_smoothing=10%     => set pretrain.label_smoothing=0.1
 78 pretrain.timeout_s=soon          => expected a number of seconds, or one with a unit: 90s, 30min or 2h
 78 pretrain.timeout_s=5GB           => expected a number of seconds
 78 pretrain.data.cache.limit_bytes=2h => expected a number of bytes, or one with a unit: 500MB, 80GB or 80GiB
@@ -185,40 +185,40 @@ KEYS = """
 78 pretrain.batch_size=2            => set micro_batch=1
 78 pretrain.keep=0                  => keep is 0, expected 2 or more
 78 pretrain.probe.shots=5           => expected a list of whole numbers|pretrain.probe.shots=[5]
-78 pretrain.data.drop=a.tar         => for example, type pretrain.data.drop=[a.tar]
+78 pretrain.data.drop=a.tar         => for example, set pretrain.data.drop=[a.tar]
 78 pretrain.data.augment.crop=center => expected one of inception, random, none
 78 pretrain.data.augment.min_area=2 => min_area is 2.0, expected 1
 78 pretrain=null                    => pretrain is null, expected a stage's section
-78 pretrain.init=None               => pretrain.init is None, which YAML reads as a string|type pretrain.init=null
+78 pretrain.init=None               => pretrain.init is None, which YAML reads as a string|set pretrain.init=null
 78 cluster.workers=two              => cluster.workers is two, expected a whole number
 78 cluster.workers=0                => workers is 0, expected 1 or more
 78 cluster.workers=3                => not a multiple of micro_batch 4 × 3 workers = 12; nearest: 12 or 24
 78 cluster.backend=local            => expected one of ray, processes
 78 cluster.environment.WANDB_API_KEY=abc => looks like a secret|secrets belong on the nodes
-78 cluster.environment=NCCL_DEBUG   => type cluster.environment.NAME=…
-78 pretrain.data.decode=gpu         => cluster.gpus_per_worker is 0|type pretrain.data.decode=cpu
+78 cluster.environment=NCCL_DEBUG   => set cluster.environment.NAME=…
+78 pretrain.data.decode=gpu         => cluster.gpus_per_worker is 0|set pretrain.data.decode=cpu
 65 pretrain.data.train=nowhere      => nowhere: this index does not exist|expected a folder
 65 pretrain.data.train=photos       => python -m jobs pack folder photos photos-shards, then use photos-shards
 65 pretrain.data.train=photos/cat   => use the parent folder
 65 pretrain.data.train=photos/cat/0.jpg => photos/cat/0.jpg is an image
 65 pretrain.data.train=loose        => images without class folders|loose/cat/1.jpg
-65 pretrain.data.train=tars         => type python -m jobs index tars
-65 pretrain.data.train=tars/a.tar   => is a tar, one shard of a set|type python -m jobs index tars
+65 pretrain.data.train=tars         => run python -m jobs index tars
+65 pretrain.data.train=tars/a.tar   => is a tar, one shard of a set|run python -m jobs index tars
 65 pretrain.data.train=empty        => neither tars nor images
-65 pretrain.data.train=shards       => type one of shards/test, shards/train
+65 pretrain.data.train=shards       => use one of shards/test, shards/train
 65 pretrain.data.train=s3://bucket/train => python -m jobs index URL --output FOLDER
 78 pretrain.data.train=@shards/train => pretrain.data.train is @shards, but the recipe has no stage shards; known
 78 pretrain.data.train=@pretrain    => the stage itself|expected another stage, or a path
-78 pretrain.data.train=null         => pretrain.data.train is missing|type pretrain.data.train=FOLDER
+78 pretrain.data.train=null         => pretrain.data.train is missing|set pretrain.data.train=FOLDER
 65 pretrain.init=nowhere            => no weights.safetensors in nowhere|pass a folder that contains this file
 65 pretrain.init=weights.npz        => python -m jobs import weights.npz FOLDER
 65 pretrain.init=weights/weights.safetensors => pass its folder: weights
 78 pretrain.init=weights pretrain.model.name=Ti/8 => width: 32 -> 192|remove these keys, and the name, from `model`
 78 pretrain.deepspeed=nowhere.json  => No such file|or deepspeed=null for none
 78 run=                             => run is empty, expected a folder
-78 run=tiny.yaml                    => tiny.yaml is a file|type another folder: run=…
+78 run=tiny.yaml                    => tiny.yaml is a file|use another folder: run=…
 78 run=~nobody-here/x               => but there is no such user
-78 run=s3://bucket                  => type run=s3://BUCKET/NAME
+78 run=s3://bucket                  => set run=s3://BUCKET/NAME
 """
 
 # Text of the recipe, exit code of `plan recipe.yaml`, and expected parts of the error.
@@ -261,7 +261,7 @@ RECIPES: dict[str, tuple[str | bytes, int, str]] = {
         "@pretain, but the recipe has no stage pretain; did you mean",
     ),
     "finetune from nothing": (TINY + "finetune: {data: {train: shards/train}}\n", 78, "model.name is missing|S/16"),
-    "resize from nothing": (TINY + "resize: {image_size: 24}\n", 78, "resize.init is missing|type resize.init=…"),
+    "resize from nothing": (TINY + "resize: {image_size: 24}\n", 78, "resize.init is missing|set resize.init=…"),
     "an odd size": (TINY + 'resize: {init: "@pretrain", image_size: 25}\n', 78, "nearest image_size: 24 or 32"),
     "a model without a size": (re.sub("model: {.*}", "model: mu/8", TINY), 78, "model.image_size is missing"),
     "a set that cannot be packed": (
@@ -382,7 +382,7 @@ def test_a_stage_that_starts_over_lists_the_changed_keys(desk, monkeypatch, caps
     assert (
         "(kept): batch_size: 8 → 16, steps: 12 → 24\n" in out or "(kept): steps: 12 → 24, batch_size: 8 → 16\n" in out
     )
-    assert f"to start from those weights instead of random ones, type pretrain.init={folder}" in out
+    assert f"to start from those weights instead of random ones, set pretrain.init={folder}" in out
 
 
 def test_another_model_name_keeps_no_sizes_of_the_first(desk, monkeypatch, capsys):
@@ -396,7 +396,7 @@ def test_another_model_name_keeps_no_sizes_of_the_first(desk, monkeypatch, capsy
     assert main(["plan", "recipe.yaml", "pretrain.model.name=Ti/8"]) == 78
     check_answer(
         capsys,
-        "but the recipe's model also sets width: 64, depth: 3, which would override the name|type pretrain.model=Ti/8",
+        "but the recipe's model also sets width: 64, depth: 3, which would override the name|set pretrain.model=Ti/8",
     )
     # The same size with another patch keeps them.
     assert main(["plan", "recipe.yaml", "pretrain.model.name=mu/4", "--resolved"]) == 0

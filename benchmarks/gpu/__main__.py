@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
     has_gpu = torch.cuda.is_available()
     device = options.device or ("cuda" if has_gpu else "cpu")
     if device == "cuda" and not has_gpu:
-        print("no GPU: torch.cuda.is_available() is False\n  type make gpu DEVICE=cpu to rehearse it", file=sys.stderr)
+        print("no GPU: torch.cuda.is_available() is False\n  run make gpu DEVICE=cpu to rehearse it", file=sys.stderr)
         return NO_GPU
     return run_all(device, options)
 

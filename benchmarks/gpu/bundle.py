@@ -200,7 +200,7 @@ def unpack(bundle: Path, target: Path) -> dict[str, str]:
     """
     archive = bundle / "site.tar.gz"
     if not archive.exists():
-        raise SystemExit(f"no {archive}\n  type make gpu-bundle where there is a network, and bring .gpu/ along")
+        raise SystemExit(f"no {archive}\n  run make gpu-bundle where there is a network, and bring .gpu/ along")
     stamp = target / ".unpacked"
     if not stamp.exists():
         target.mkdir(parents=True, exist_ok=True)

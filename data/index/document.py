@@ -60,10 +60,10 @@ def load_index(path: str | os.PathLike[str]) -> Index:
         ) from None
     if not path.name.endswith(".json"):
         kind = "an image" if is_image(path) else "a file"
-        remedy = "type the folder of a set"
+        remedy = "use the folder of a set"
         if path.suffix == ".tar":
             kind = "a tar, one shard of a set"
-            remedy = f"type python -m jobs index {path.parent}, then use that folder"
+            remedy = f"run python -m jobs index {path.parent}, then use that folder"
         raise DataError(f"{path} is {kind}\n  expected a set's *{SUFFIX}, or its folder\n  {remedy}")
     content, shards = read_large(path) if is_large else read_json(path, path.read_bytes())
     directory = content["directory"]
@@ -95,7 +95,7 @@ def json_in(folder: Path) -> Path:
     place = quote(str(folder))
     problem = (
         f"expected one *{SUFFIX}, found none, and neither tars nor images\n"
-        "  type the folder of a set written by `python -m jobs index` or `python -m jobs pack`"
+        "  use the folder of a set written by `python -m jobs index` or `python -m jobs pack`"
     )
     if stopped:
         problem = (
@@ -104,23 +104,23 @@ def json_in(folder: Path) -> Path:
         )
     elif paths:
         names = ", ".join(path.name for path in paths)
-        problem = f"expected one *{SUFFIX}, found {names}\n  type the path of one of these files"
+        problem = f"expected one *{SUFFIX}, found {names}\n  use the path of one of these files"
     elif any(folder.glob("*.tar")):
-        problem = f"tars without an index\n  type python -m jobs index {place}"
+        problem = f"tars without an index\n  run python -m jobs index {place}"
     elif below:
         folders = ", ".join(str(path.parent) for path in below[:9])
-        problem = f"expected one *{SUFFIX}, found none\n  type one of {folders}"
+        problem = f"expected one *{SUFFIX}, found none\n  use one of {folders}"
     elif folders_of_images := image_folders(folder):
         shards = quote(f"{folder}-shards")
         problem = (
             f"images in {folders_of_images} folders, which must be packed first\n"
-            f"  type python -m jobs pack folder {place} {shards}, then use {shards}"
+            f"  run python -m jobs pack folder {place} {shards}, then use {shards}"
         )
     elif any(map(is_image, first_files)):
         problem = (
             "images without class folders\n"
             f"  expected one folder per class: use the parent folder, or sort the images, as in {folder}/cat/1.jpg\n"
-            "  then type python -m jobs pack folder FOLDER FOLDER-shards, and use FOLDER-shards"
+            "  then run python -m jobs pack folder FOLDER FOLDER-shards, and use FOLDER-shards"
         )
     raise DataError(f"{folder}: {problem}")
 

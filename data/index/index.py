@@ -344,7 +344,7 @@ def exclude(sets: Sequence[Index], names: Sequence[str]) -> list[Index]:
         if len(named) != 1:
             which = ", ".join(list(named)[:3]) or f"a name such as {sets[0].location(0)}"
             raise DataError(
-                f"data.drop: {len(named)} shards match {name}, expected one: {which}; type more of its path"
+                f"data.drop: {len(named)} shards match {name}, expected one: {which}; give more of its path"
             )
         (numbers,) = named.values()
         for set_number, shard_number in numbers:

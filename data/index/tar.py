@@ -359,7 +359,7 @@ def check_uncompressed(tar: memoryview | bytes, name: str) -> None:
         if bytes(tar[: len(start)]) == start:
             raise DataError(
                 f"{name}: compressed with {program}\n"
-                f"  expected an uncompressed tar, whose samples can be read one by one: type {program} -d {name}"
+                f"  expected an uncompressed tar, whose samples can be read one by one: run {program} -d {name}"
             )
     words = words_of(bytes(tar[: LONGEST + 1]))
     if words:
@@ -476,12 +476,12 @@ def check_nothing_excluded(folder: str | os.PathLike[str]) -> None:
         raise DataError(
             f"{folder}: {preview(compressed)} would be ignored: compressed tars\n"
             "  expected uncompressed tars, in which samples can be read at any offset: uncompress them (gzip -d, "
-            f"zstd -d), or type those you mean: {folder}/*.tar"
+            f"zstd -d), or name those you mean: {folder}/*.tar"
         )
     if below:
         raise DataError(
             f"{folder}: {preview(below)} would be ignored: they are in sub-folders\n"
-            f"  expected tars in the folder itself; type all of them: {folder}/*.tar {folder}/*/*.tar"
+            f"  expected tars in the folder itself; list all of them: {folder}/*.tar {folder}/*/*.tar"
         )
 
 

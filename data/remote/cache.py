@@ -198,7 +198,7 @@ class Cache:
         if size > self.cfg.limit_bytes:
             raise DataError(
                 f"a shard of {size} bytes exceeds the cache's limit of {self.cfg.limit_bytes}; "
-                f"type data.cache.limit_bytes={size} or more, or pack smaller shards"
+                f"set data.cache.limit_bytes={size} or more, or pack smaller shards"
             )
         with locked(self.directory / "eviction.lock"):
             # Downloads in progress count towards the limit, but only abandoned ones may be deleted.

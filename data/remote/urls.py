@@ -69,7 +69,7 @@ DENIALS = {
     ),
     "RequestTimeTooSkewed": (
         "this machine's clock differs from the store's by more than 15 minutes, and the credentials are not the cause: "
-        "type timedatectl set-ntp true, or set the clock"
+        "run timedatectl set-ntp true, or set the clock"
     ),
     # Raised by botocore before any request.
     "NoCredentialsError": f"there are no credentials in the environment: {CHECK_KEYS}",

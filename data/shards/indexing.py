@@ -355,10 +355,10 @@ def local_tars(source: str | os.PathLike[str] | list[str]) -> TarList:
             reason = "not a *.tar file"
         else:
             reason = "this folder does not exist"
-        remedy = "; type the folder that contains the shards"
+        remedy = "; use the folder that contains the shards"
         if not isinstance(source, list) and image_folders(Path(source)):
             shards = quote(f"{source}-shards")
-            remedy = f"\n  to pack images into shards, type python -m jobs pack folder {quote(str(source))} {shards}"
+            remedy = f"\n  to pack images into shards, run python -m jobs pack folder {quote(str(source))} {shards}"
         raise DataError(f"{source}: {reason}{remedy}")
     missing = [str(path) for path in paths if not path.is_file()]
     if missing:

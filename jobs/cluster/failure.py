@@ -172,7 +172,7 @@ class Evidence:
         if OUT_OF_FILES in cause:
             cause += (
                 "\n  this worker has reached its limit of open files, which must exceed its shards and connections"
-                "\n  type ulimit -n 65536 on that node before the command (in a systemd unit: LimitNOFILE=65536)"
+                "\n  run ulimit -n 65536 on that node before the command (in a systemd unit: LimitNOFILE=65536)"
             )
         return WorkerGroupError(
             first["rank"],

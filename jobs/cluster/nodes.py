@@ -61,7 +61,7 @@ class ThisMachine:
         raise ClusterError(
             f"{worlds[-1]} workers need {worlds[-1] * gpus} GPUs, but this machine has {present}\n"
             f"  cluster.backend=processes uses only one machine\n"
-            f"  type cluster.workers={max(1, present // gpus)}, cluster.gpus_per_worker=0, "
+            f"  set cluster.workers={max(1, present // gpus)}, cluster.gpus_per_worker=0, "
             f"or cluster.backend=ray to use several machines"
         )
 

@@ -77,7 +77,7 @@ def connect(cluster: ClusterConfig) -> ClusterInfo:
             raise ClusterError(
                 f"RAY_ADDRESS={address} is the address of a dashboard, which only submit accepts\n"
                 f"  expected the HOST:PORT that `ray start --head` printed\n"
-                f"  type python -m jobs submit instead of run, or set RAY_ADDRESS=HOST:6379"
+                f"  run python -m jobs submit instead of run, or set RAY_ADDRESS=HOST:6379"
             )
         # Ray's client reads the token file only if RAY_AUTH_MODE is set; otherwise the head rejects it (401).
         embedded.use_token_if_any()
@@ -164,7 +164,7 @@ def _join_embedded(cluster: ClusterConfig) -> None:
         raise ClusterError(
             f"the embedded Ray cluster did not start: {reason}\n"
             f"  it needs 1 GB of memory, free loopback ports, and disk space in {started.directory.parent}\n"
-            f"  to run without Ray, type cluster.backend=processes; to use a running cluster, set "
+            f"  to run without Ray, set cluster.backend=processes; to use a running cluster, set "
             f"RAY_ADDRESS=HOST:PORT"
         ) from error
 
@@ -214,7 +214,7 @@ def require_reachable(address: str) -> None:
         raise ClusterError(
             f"no response at RAY_ADDRESS={address} ({error})\n"
             f"  expected the HOST:PORT that `ray start --head` printed, or http://HOST:8265 of its dashboard\n"
-            f"  to check, type ray status --address HOST:PORT; to use only this machine, type unset RAY_ADDRESS"
+            f"  to check, run ray status --address HOST:PORT; to use only this machine, run unset RAY_ADDRESS"
         ) from None
 
 
@@ -235,7 +235,7 @@ def require_ray(address: str) -> None:
             raise ClusterError(
                 f"RAY_ADDRESS={address} is not a Ray head: another server responds there, perhaps the dashboard\n"
                 "  expected the HOST:PORT that `ray start --head` printed, usually HOST:6379\n"
-                "  to check, type ray status --address HOST:PORT; to use only this machine, type unset RAY_ADDRESS"
+                "  to check, run ray status --address HOST:PORT; to use only this machine, run unset RAY_ADDRESS"
             )
 
 
@@ -264,5 +264,5 @@ def explain(error: Exception, address: str) -> ClusterError:
     return ClusterError(
         f"cannot join the cluster at {address}: {type(error).__name__}: {first_line}\n"
         f"  expected a cluster started with `ray start --head`\n"
-        f"  to check, type ray status --address HOST:PORT"
+        f"  to check, run ray status --address HOST:PORT"
     )

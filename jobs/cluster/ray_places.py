@@ -40,7 +40,7 @@ SAME_LINE_S = 60.0  # interval at which the same message is repeated
 NEXT_CHOICE_S = 5.0  # time for Ray to place a request, before a different number of workers is requested
 AVOID_S = 600.0  # how long a node is avoided after it was about to leave
 MISSED_S = 70.0  # within this time Ray detects a dead node, so a node that is still listed may be used again
-TOO_FEW = "type a smaller cluster.workers, or set RAY_ADDRESS=HOST:PORT of a larger cluster"
+TOO_FEW = "use a smaller cluster.workers, or set RAY_ADDRESS=HOST:PORT of a larger cluster"
 
 ANSWER_S = 0.5  # timeout for the kernel of an alive node to accept a connection
 ASKED_TIMES = 2  # connection tries, because a packet may be lost: TCP retries after 1 s, a new connection at once
@@ -185,7 +185,7 @@ class RayPlaces:
             advice = TOO_FEW
             if "GPU" in share and not self.gpus_present()[0]:
                 reason = "neither Ray nor torch sees a GPU on this machine"
-                advice = f"to train on the CPU, type cluster.gpus_per_worker=0; or {TOO_FEW}"
+                advice = f"to train on the CPU, set cluster.gpus_per_worker=0; or {TOO_FEW}"
             raise ClusterError(f"room for {room} of {least} workers of {in_words(share)}\n  {reason}\n  {advice}")
         return room
 

@@ -30,7 +30,7 @@ def run(
     fresh: Fresh = False,
     _debug: Debug = False,
 ) -> None:
-    """Run all stages of a recipe, or resume them: type the same command again."""
+    """Run all stages of a recipe, or resume them: run the same command again."""
     campaign = load_campaign(recipe, overrides, kinds_of(context))
     state_folder()  # raises an error for a user without a home folder before the run folder is created
     # Imported here, as in every command, because Ray would slow down `--help` and errors in the recipe.
@@ -85,11 +85,11 @@ def recipe_path(recipe: str) -> Path:
             hint = f"recipes in this folder: {', '.join(here)}\n  {hint}"
         close = difflib.get_close_matches(recipe.removesuffix(".yaml").lower(), names, n=1)
         if (path / "status.json").is_file() or list(path.glob("*/stage.json")):
-            hint = f"it is a run directory: type its recipe; for its progress, type python -m jobs status {recipe}"
+            hint = f"it is a run directory: use its recipe; for its progress, run python -m jobs status {recipe}"
         elif path.is_dir() and path.with_name(f"{path.name}.yaml").is_file():
             hint = f"did you mean {path.with_name(path.name)}.yaml?"
         elif path.is_dir():
-            hint = f"to write a recipe for the images in it, type python -m jobs new {shlex.quote(recipe)}"
+            hint = f"to write a recipe for the images in it, run python -m jobs new {shlex.quote(recipe)}"
         elif close:
             hint = f"did you mean {names[close[0]]}?"
         problem = f"{recipe} is a folder, not a recipe" if path.is_dir() else f"no recipe at {recipe}"

@@ -55,7 +55,7 @@ def evaluate(
     """Evaluate weights on data sets. Print accuracies with confidence intervals, and write them to evaluation.json."""
     if all("=" in word for word in words):
         raise UsageError(
-            "no data set to evaluate on\n  type the path of an index or its folder, for example: python -m jobs "
+            "no data set to evaluate on\n  use the path of an index or its folder, for example: python -m jobs "
             f"evaluate {weights} runs/photos/parts/held-out"
         )
     weights = find_weights(weights)

@@ -1,6 +1,6 @@
 """`patchline pack|index`: pack images into shards, and index existing tars.
 
-patchline pack folder photos/train shards/photos/train --workers 4    type it again to resume after a kill
+patchline pack folder photos/train shards/photos/train --workers 4    run it again to resume after a kill
 patchline index shards/theirs --workers 8
 patchline index s3://bucket/theirs --output indexes/theirs
 """
@@ -116,7 +116,7 @@ def pack(
     check_all: Check = False,
     _debug: Debug = False,
 ) -> int:
-    """Pack images into shards with an index. To resume an interrupted command, type it again."""
+    """Pack images into shards with an index. To resume an interrupted command, run it again."""
     from data.shards.packing import pack
     from data.sources.numbering import Numbering
     from data.walk import matching
@@ -152,20 +152,20 @@ def pack(
     # Apply the checks of a recipe's pack stage, so that the command and the stage report the same errors.
     if source == "subset":
         raise UsageError(
-            "pack does not make subsets\n  type python -m jobs subset INDEX --shots 10 --seed 0 --output FOLDER"
+            "pack does not make subsets\n  run python -m jobs subset INDEX --shots 10 --seed 0 --output FOLDER"
         )
     if source == "shards":
-        raise UsageError(f"existing shards need no packing, only an index\n  type python -m jobs index {path}")
+        raise UsageError(f"existing shards need no packing, only an index\n  run python -m jobs index {path}")
     if stages_in(folder):
         raise UsageError(
-            f"{folder} is a run directory\n  type another folder for the shards, for example shards/{folder.name}"
+            f"{folder} is a run directory\n  use another folder for the shards, for example shards/{folder.name}"
         )
     try:
         cfg = config.build(SetConfig, described, "pack")
     except ConfigError as error:  # remove the name of the recipe section from the message
         raise UsageError(str(error).removeprefix("pack.")) from None
     if path != "-" and "://" not in path and not any(file.exists() for file in matching(path)):
-        hint = "\n  type the images first, then the output folder" if folder.is_dir() else near_path(path)
+        hint = "\n  give the images first, then the output folder" if folder.is_dir() else near_path(path)
         raise DataError(f"no file or folder at {path}{hint}\n  expected the images, or a table of images")
     check_apart(cfg, folder)
     numbering = Numbering()
@@ -221,7 +221,7 @@ def index(
             "  omit --unlabelled or the others"
         )
     if names and classes_of:
-        raise UsageError("--names and --classes-of both define the class numbering\n  type only one of them")
+        raise UsageError("--names and --classes-of both define the class numbering\n  use only one of them")
     listed: Names = ()
     if names:
         listed = read_class_list(names)

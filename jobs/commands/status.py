@@ -98,7 +98,7 @@ def describe(last: LastCommand, run: Path, storage: Storage) -> str:
     if holder is None:
         return (
             f"ended unexpectedly after its start at {last.time}, and its lease cannot be read; "
-            f"to resume, type {last.command}"
+            f"to resume, run {last.command}"
         )
     process = f"process {holder['pid']}"
     job = f", {holder['job']}" if holder["job"] else ""
@@ -110,7 +110,7 @@ def describe(last: LastCommand, run: Path, storage: Storage) -> str:
         resume_command = f"python -m jobs submit RECIPE run={storage.address()}"
     return (
         f"ended unexpectedly: {process} on {holder['host']}{job}, started {last.time}, last reported at "
-        f"{holder['renewed']} (that machine's clock); to resume, type {resume_command}"
+        f"{holder['renewed']} (that machine's clock); to resume, run {resume_command}"
     )
 
 

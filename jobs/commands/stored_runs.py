@@ -134,7 +134,7 @@ def fetch_weights(url: str) -> str:
         if done is None:
             raise DataError(
                 f"{url}: the stage {folder.name} has not finished, so it has no weights yet\n"
-                "  wait until it has finished, then type the same command again"
+                "  wait until it has finished, then run the same command again"
             )
         cache = Bucket(store.url, state_folder() / "weights" / local_name(store.url))
         for name in (*WEIGHT_FILES, PROVENANCE):

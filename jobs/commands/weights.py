@@ -43,12 +43,12 @@ def check_weights_exist(path: str) -> None:
         if (folder / CHECKPOINTS).is_dir():
             raise DataError(
                 f"{path} has checkpoints but no exported weights yet\n"
-                f"  type python -m jobs checkpoints export {path} --to FOLDER, then use FOLDER as the weights"
+                f"  run python -m jobs checkpoints export {path} --to FOLDER, then use FOLDER as the weights"
             )
         from data.index.document import SUFFIX
 
         if any(folder.glob(f"*{SUFFIX}")):
-            raise DataError(f"{path} is a data set, not weights\n  type the weights first, then the data sets")
+            raise DataError(f"{path} is a data set, not weights\n  give the weights first, then the data sets")
         raise DataError(
             f"cannot load {path}: the folder contains neither {CONFIG} nor {THEIR_WEIGHTS}\n"
             "  a pickled pytorch_model.bin is not supported: convert it to safetensors first"

@@ -36,7 +36,7 @@ class Best(TrainingExtra):
             available.campaign.remote is None,
             f"{name}.keep_best needs the records of all attempts in a shared folder, "
             f"but the run is in the object store {available.campaign.remote}\n"
-            f"  to turn it off, type {name}.keep_best=null",
+            f"  to turn it off, set {name}.keep_best=null",
         )
         yield from ()
 

@@ -87,7 +87,7 @@ def newest_verified(run: OpenedRun, step: int | None) -> Path:
         first = run.storage.address(stages[0])
         raise UsageError(
             f"several stages of {run.name} have checkpoints: {', '.join(stages)}\n"
-            f"  type one of them, for example {first}"
+            f"  use one of them, for example {first}"
         )
     return saved[0].checkpoints.verify(saved[0].name)
 
@@ -169,12 +169,12 @@ def compare(
     if more:
         raise UsageError(
             f"diff takes one run, got {' '.join([path, *more])}\n"
-            f"  to see the changes from the first to the second, type diff {more[0]} --with {path}"
+            f"  to see the changes from the first to the second, run diff {more[0]} --with {path}"
         )
     # Without --with, compare with another step of the same run.
     other_path = other_path or path
     if other_path == path and other_step == step:
-        raise UsageError("diff needs a second checkpoint\n  type --with RUN, or --with-step N for the same run")
+        raise UsageError("diff needs a second checkpoint\n  pass --with RUN, or --with-step N for the same run")
     with opened(path) as run, opened(other_path) as other_run:
         # Verify first, because a damaged byte would look like a difference in training.
         second = newest_verified(run, step)

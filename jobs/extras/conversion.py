@@ -134,7 +134,7 @@ def export(
     if is_file and Path(path).suffix != f".{format}":
         raise UsageError(
             f"{path} does not end in .{format}, so other programs would not recognize the format; nothing was written\n"
-            f"  type {path}.{format}"
+            f"  use {path}.{format}"
         )
     for suffix in ("npz", "pth"):
         if not is_file and f".{suffix}" in Path(path).name:
@@ -239,11 +239,11 @@ def refuse_existing(target: str) -> None:
         if stage_at(folder) is not None or stages_in(folder):
             raise UsageError(
                 f"{target} is inside the run directory {folder}, which is reserved for stages; nothing was written\n"
-                "  type the source first, then a target outside the run directory"
+                "  give the source first, then a target outside the run directory"
             )
     is_occupied = path.is_file() or (path.is_dir() and any(path.iterdir()))
     if is_occupied:
-        raise UsageError(f"{target} already exists; nothing was written\n  type another name, or remove it first")
+        raise UsageError(f"{target} already exists; nothing was written\n  use another name, or remove it first")
 
 
 def verify(path: str, log: Callable[[str], None]) -> None:

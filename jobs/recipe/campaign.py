@@ -62,7 +62,7 @@ def resolve(recipe: Recipe, kinds: Kinds) -> Campaign:
             "packed shards\n"
             "  expected data sets that every node can read, such as data.train: indexes/train for shards at s3://…\n"
             "  first pack the images with python -m jobs pack, and copy the tars to the store;\n"
-            "  then type python -m jobs index s3://BUCKET/SET --output indexes/train (docs/run-storage.md)",
+            "  then run python -m jobs index s3://BUCKET/SET --output indexes/train (docs/run-storage.md)",
         )
     check_run_path(campaign.run)
     campaign = with_values(replace(campaign, stages=tuple(stages.values())))
@@ -83,10 +83,10 @@ def parse(recipe: Recipe, kinds: Kinds) -> Campaign:
     # 1. The run: a path, or a URL in an object store.
     run = recipe.values.get("run", recipe.default_run)
     # An empty shell variable, as in run=$RUN, must not select an existing run.
-    require(run not in (None, ""), f"run is empty, expected a folder\n  type run={recipe.default_run}")
-    require(isinstance(run, str), f"run is {run!r}, expected a folder\n  type run=./{run}")
+    require(run not in (None, ""), f"run is empty, expected a folder\n  set run={recipe.default_run}")
+    require(isinstance(run, str), f"run is {run!r}, expected a folder\n  set run=./{run}")
     # A remaining `~` belongs to an unknown user: do not create a folder of this name.
-    require(not run.startswith("~"), f"run is {run}, but there is no such user\n  type the path: run=/…")
+    require(not run.startswith("~"), f"run is {run}, but there is no such user\n  use the path: run=/…")
 
     # 2. The sections of the whole campaign, and the stages.
     cluster = config.build(ClusterConfig, recipe.values.get("cluster", {}), "cluster")
@@ -234,7 +234,7 @@ def read_section(name: str, section: object, kinds: Kinds) -> tuple[StageKind, C
             )
         raise ConfigError(
             f"unknown stage or key {kind_name}{nearest}\n"
-            f"  to add a stage with this name, type {name}.kind=… with one of {names}"
+            f"  to add a stage with this name, set {name}.kind=… with one of {names}"
         )
 
     # A kind's default length is in steps or in passes; a recipe may use either.

@@ -130,9 +130,7 @@ def restarted_stages(campaign: Campaign, stages: Sequence[Stage]) -> Iterator[Ch
         listed = few(list(changes.values()), MOST_NAMED, ", and {} more")
         text = f"{stage.name} starts from step 0, because its settings differ from {folders[0]} (kept): {listed}"
         if stage.kind.trains and stage.config.init is None:
-            text += (
-                f"\n  to start from those weights instead of random ones, type {stage.source}.init={folders[0].path}"
-            )
+            text += f"\n  to start from those weights instead of random ones, set {stage.source}.init={folders[0].path}"
         yield CheckResult("WARN", "config", text)
 
 

@@ -115,7 +115,7 @@ def start_workers(cluster: ClusterConfig, log: RunLog) -> None:
         kind = "embedded, stops with this command" if info.embedded else f"joined at {info.address}"
         log(f"ray: {counted(info.nodes, 'node')}, {info.cpus:g} CPUs, {info.gpus:g} GPUs ({kind})")
         if info.dashboard:
-            log(f"dashboard: {info.dashboard} (for its token, type ray get-auth-token)")
+            log(f"dashboard: {info.dashboard} (for its token, run ray get-auth-token)")
     nodes_of(cluster).warm_up()
     load = os.getloadavg()[0]
     if cluster.backend == "processes" and load > 2 * cores():
@@ -253,7 +253,7 @@ def stages_of(campaign: Campaign, only: str | None) -> list[Stage]:
     sections = list(dict.fromkeys(stage.source for stage in of_kind))
     if len(sections) > 1:
         matches = f"{len(sections)} stages of kind {only}: {', '.join(sections)}"
-        raise ConfigError(f"the recipe has {matches}\n  type one of these names after --only")
+        raise ConfigError(f"the recipe has {matches}\n  use one of these names after --only")
     if not sections:
         campaign.stage(only)  # raises ConfigError, which suggests a similar name
     return [stage for stage in campaign.stages if stage.source in sections]
@@ -265,12 +265,12 @@ def warn_of_unused_gpus(cluster: ClusterConfig, log: Callable[[str], None]) -> N
     used = cluster.most * cluster.gpus_per_worker
     unused = f"unused GPUs: {gpus - used} of {gpus} in this {place}"
     if gpus and not used:
-        log(f"{unused}: the workers use the CPU; type cluster.gpus_per_worker=1 to use them")
+        log(f"{unused}: the workers use the CPU; set cluster.gpus_per_worker=1 to use them")
     # In a shared cluster, other people may use the remaining GPUs.
     elif gpus > used and place == "machine":
         workers_that_fit = gpus // cluster.gpus_per_worker
         key = "cluster.workers" if cluster.least == cluster.most else "cluster.workers.most"
-        advice = f"type {key}={workers_that_fit} to use them"
+        advice = f"set {key}={workers_that_fit} to use them"
         if workers_that_fit == cluster.most:
             advice = f"too few for one more worker with {cluster.gpus_per_worker} GPUs"
         log(f"{unused}; {advice}")

@@ -128,7 +128,7 @@ class EvaluateConfig:
             require(
                 evaluated.train is not None or not learning,
                 f"sets.{name}.train is missing, but a training set is needed for {', '.join(learning)}\n"
-                f"  type sets.{name}.train=INDEX (or @STAGE/SET), or remove these protocols",
+                f"  set sets.{name}.train=INDEX (or @STAGE/SET), or remove these protocols",
             )
 
     def metrics(self) -> Iterator[str]:

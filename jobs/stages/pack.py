@@ -272,7 +272,7 @@ class Pack(StageKind):
                 if images is not None and images != before:
                     text = (
                         f"{stage.name}: {set_config.path} now has {counted(images, 'image')}, but {name} was packed "
-                        f"from {before} and is not packed again (to pack it in a new run, type run=FOLDER)"
+                        f"from {before} and is not packed again (to pack it in a new run, set run=FOLDER)"
                     )
                     yield CheckResult("WARN", "files", text)
 

@@ -237,13 +237,13 @@ class Training(StageKind):
         require(
             has_sets,
             f"{name}.data.train is missing: there are no images to train on\n"
-            f"  type {name}.data.train=FOLDER (packed data set) or @STAGE/SET (from a pack stage), or use data.mixture",
+            f"  set {name}.data.train=FOLDER (packed data set) or @STAGE/SET (from a pack stage), or use data.mixture",
         )
         cluster = available.campaign.cluster
         require(
             cfg.data.decode == "cpu" or cluster.gpus_per_worker > 0,
             f"{name}.data.decode is gpu, but cluster.gpus_per_worker is 0\n"
-            f"  type {name}.data.decode=cpu, or cluster.gpus_per_worker=1",
+            f"  set {name}.data.decode=cpu, or cluster.gpus_per_worker=1",
         )
         if cluster.backend == "processes" and cluster.least * cluster.cpus_per_worker > cores():
             yield CheckResult(
@@ -291,7 +291,7 @@ class Training(StageKind):
                     name,
                     f"{name}: the warm-up is as long as the stage ({counted(steps, 'step')}), so the learning rate "
                     f"only reaches {(steps - 1) / steps:.0%} of optim.lr\n"
-                    f"  type {name}.optim.schedule.warmup_steps={steps // 10}, or increase the number of steps",
+                    f"  set {name}.optim.schedule.warmup_steps={steps // 10}, or increase the number of steps",
                 )
 
         if not available.checks_files:
@@ -304,7 +304,7 @@ class Training(StageKind):
             try:
                 training_order(cfg, sets)
             except ValueError as error:
-                remedy = f"type {name}.data.tail=carry, or a smaller {name}.batch_size"
+                remedy = f"set {name}.data.tail=carry, or a smaller {name}.batch_size"
                 raise ConfigError(
                     f"{name}: {error}\n  expected at least one batch from each data set\n  {remedy}"
                 ) from None
@@ -408,7 +408,7 @@ def allowed_worlds(cfg: TrainConfig, cluster: ClusterConfig) -> tuple[int, ...]:
         raise ConfigError(
             f"batch_size {cfg.batch_size} cannot be divided into micro-batches of {cfg.micro_batch}{parts} for any "
             f"number of workers from {cluster.least} to {cluster.most}\n"
-            f"  type {' or '.join(remedies) or 'another batch_size or micro_batch'}"
+            f"  set {' or '.join(remedies) or 'another batch_size or micro_batch'}"
         )
 
     # The DeepSpeed file may rule out some world sizes. Its settings depend only on the gradient accumulation.
@@ -465,7 +465,7 @@ def check_max_labels(cfg: TrainConfig, index: Index, path: str, name: str) -> No
     raise ConfigError(
         f"{name}: {path} has {labels:,} labels for {index.samples:,} samples, but data.max_labels is "
         f"{cfg.data.max_labels}\n  expected at least the largest number of labels of a sample\n"
-        f"  type {name}.data.max_labels={enough}"
+        f"  set {name}.data.max_labels={enough}"
     )
 
 
@@ -480,7 +480,7 @@ def check_usable(
         if index.samples == 0 or (needs_labels and index.classes == 0):
             raise DataError(
                 f"{index.tables} is unusable: it has {index.samples} samples and {index.classes} classes\n"
-                "  data.drop may exclude all shards, or labels may be missing: type python -m jobs data check FOLDER\n"
+                "  data.drop may exclude all shards, or labels may be missing: run python -m jobs data check FOLDER\n"
                 "  to train on images without labels, use objective: masked; python -m jobs new FOLDER writes a recipe"
             )
     # This reports missing and truncated shards; the content of a shard is verified when it is first read.
@@ -499,7 +499,7 @@ def check_evaluated(sets: Mapping[str, tuple[str | None, str | None]], available
             raise DataError(
                 f"{key}: test {test} and train {train} are the same data set (digest {indexes[0].digest[:12]})\n"
                 "  expected a training set without samples of the test set\n"
-                f"  type another {key}.train; to hold out a part of a data set, see python -m jobs subset --help"
+                f"  use another {key}.train; to hold out a part of a data set, see python -m jobs subset --help"
             )
 
 

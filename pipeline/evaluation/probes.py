@@ -232,7 +232,7 @@ def knn(inputs: Inputs, settings: NeighboursConfig) -> Outcome:
     train = inputs.training_set()
     most = max(settings.k)
     count = len(train.rows)
-    require(most <= count, f"knn.k is {most}, but there are only {count} training samples\n  type knn.k=[{count}]")
+    require(most <= count, f"knn.k is {most}, but there are only {count} training samples\n  set knn.k=[{count}]")
     device = inputs.device
     labels = torch.from_numpy(train.labels[:, 0]).to(device)
     classes = int(labels.max()) + 1

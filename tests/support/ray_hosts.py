@@ -115,7 +115,7 @@ class RayHosts:
     def _start_nodes(self, names: list[str], **environment: str) -> None:
         token = self.head.run(f"cat {HOME}/.ray/auth_token").strip()
         command = in_session(readme_line(NODE_LINE)).replace("HEAD", self.head.name)
-        # Ray gives its own start 30 s, which a busy machine may take; a unit of systemd would type it again.
+        # Ray gives its own start 30 s, which a busy machine may take; a unit of systemd would run it again.
         again = " || ".join([command, *[command.splitlines()[-1]] * 2])
         log_file = self.network.shared / "nodes.log"
         with log_file.open("w") as log:

@@ -479,7 +479,7 @@ def test_file_size_limit_is_explained_by_its_cause(tmp_path):
     text = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
     assert f"File too large: {tmp_path}/0 (3.0 kB needed, " in text
     assert "this process may only write files up to 2.0 kB (ulimit -f))\n" in text
-    assert "type ulimit -f unlimited" in text
+    assert "run ulimit -f unlimited" in text
     assert "free some space" not in text
 
 
@@ -501,7 +501,7 @@ def test_limit_of_open_files_is_explained_by_its_cause(tmp_path):
     assert text.startswith(f"Too many open files: {tmp_path}/")
     for message in (text, without_name):
         assert f"(the limit of this process is {limit}: ulimit -n)\n" in message
-        assert f"type ulimit -n {hard};" in message
+        assert f"run ulimit -n {hard};" in message
 
 
 def test_quota_and_missing_permission_are_explained_by_their_cause(tmp_path):
@@ -510,7 +510,7 @@ def test_quota_and_missing_permission_are_explained_by_their_cause(tmp_path):
     assert "quota -s" in quota
     refused = files.explain(PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "run" / "file")))
     assert f"(this user: {os.geteuid()})" in refused
-    assert f"type ls -ld {tmp_path} " in refused
+    assert f"run ls -ld {tmp_path} " in refused
 
 
 def test_user_without_a_home_folder_is_told_to_set_one(monkeypatch):
@@ -523,7 +523,7 @@ def test_user_without_a_home_folder_is_told_to_set_one(monkeypatch):
         if "PermissionError" in done.stderr:
             pytest.skip("only root can become another user")
         assert "user 54321 has no home folder: HOME is not set" in done.stdout, done.stderr
-        assert "type export HOME=/a/folder/of/this/user" in done.stdout
+        assert "run export HOME=/a/folder/of/this/user" in done.stdout
     monkeypatch.setenv("PATCHLINE_CACHE", "/caches")
     done = subprocess.run(
         [sys.executable, "-c", program.format("print(files.state_folder())")], capture_output=True, text=True

@@ -247,5 +247,5 @@ def test_local_patterns_are_expanded_like_remote_ones(tmp_path: Path, pattern: s
 )
 def test_a_compressed_tar_is_named_with_its_program(tmp_path: Path, start: bytes, program: str) -> None:
     (tmp_path / "a-000.tar").write_bytes(start + bytes(600))
-    with pytest.raises(DataError, match=f"compressed with {program}\n.*type {program} -d a-000.tar"):
+    with pytest.raises(DataError, match=f"compressed with {program}\n.*run {program} -d a-000.tar"):
         build_index(tmp_path, name="a")

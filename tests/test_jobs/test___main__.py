@@ -82,7 +82,7 @@ def test_hints_and_records_use_the_typed_program_name(capsys, monkeypatch, tmp_p
         f"Usage: {program} [OPTIONS]",
         f"use run instead: {program} run --help",
         f"index or its folder, for example: {program} evaluate {tmp_path} runs/photos/parts/held-out",
-        f"it is a run directory: type its recipe; for its progress, type {program} status {tmp_path}",
+        f"it is a run directory: use its recipe; for its progress, run {program} status {tmp_path}",
     ):
         assert line in said
     assert other not in said

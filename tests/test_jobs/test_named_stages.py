@@ -62,7 +62,7 @@ def test_a_name_selects_the_newest_finished_stage_and_reports_it(run, capsys, ty
     assert message.count("\n") == (expected is not None)
     if expected is not None:
         assert message.startswith(f"{path}: using {expected}, finished 1970-01-01 ")
-    assert ("to use another stage, type" in message) == (typed == "")
+    assert ("to select another stage, type" in message) == (typed == "")
 
 
 def test_a_folder_with_the_name_of_a_stage_is_not_a_stage(run):
@@ -81,7 +81,7 @@ def test_if_no_stage_or_several_stages_match_the_stages_are_listed(run):
     with pytest.raises(DataError, match=f"{run}/shards has no weights"):
         find_stage(f"{run}/shards")
     with pytest.raises(
-        UsageError, match=f"2 stages with a training task\n  type one of them:\n  {run}/finetune\n  {run}/pretrain"
+        UsageError, match=f"2 stages with a training task\n  use one of them:\n  {run}/finetune\n  {run}/pretrain"
     ):
         find_stage(str(run), "task.json", one_name=True)
 
@@ -100,7 +100,7 @@ def test_an_unfinished_stage_is_used_for_checkpoints_if_no_other_has_any(run, ca
         for typed in ("finetune", "finetune-00000005"):
             with pytest.raises(DataError, match="is at step 14 of 200\n") as error:
                 find_stage(f"{run}/{typed}")
-            assert f"to resume it, type {command}\n" in str(error.value)
+            assert f"to resume it, run {command}\n" in str(error.value)
             assert f"newest checkpoint (step 12), type\n  python -m jobs checkpoints export {run}/finetune --to" in str(
                 error.value
             )

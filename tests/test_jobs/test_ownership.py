@@ -170,7 +170,7 @@ def test_holder_can_be_stopped_through_the_storage(holder, tmp_path) -> None:
     ownership.stop_holder(storage, seen, said.append, 30.0)
     process.join(10)
     assert process.exitcode == 0
-    assert "has ended; for its result, type" in said[-1]
+    assert "has ended; for its result, run" in said[-1]
     assert sorted(storage.list("leases")) == ["leases/000001.json"]
 
 

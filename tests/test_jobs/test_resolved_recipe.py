@@ -67,9 +67,9 @@ def test_an_unknown_stage_gets_a_suggestion() -> None:
 
 @pytest.mark.parametrize("kind", [ConfigError, DataError, ClusterError])
 def test_a_failed_check_can_be_raised_as_the_original_error(kind: type[PatchlineError]) -> None:
-    result = CheckResult.of(kind("lr is 0\n  expected more\n  type lr=0.1"), "pretrain")
-    assert (result.level, result.text, result.remedy) == ("FAIL", "lr is 0", "  expected more\n  type lr=0.1")
+    result = CheckResult.of(kind("lr is 0\n  expected more\n  set lr=0.1"), "pretrain")
+    assert (result.level, result.text, result.remedy) == ("FAIL", "lr is 0", "  expected more\n  set lr=0.1")
     error = result.error()
     assert type(error) is kind
-    assert str(error) == "lr is 0\n  expected more\n  type lr=0.1"
+    assert str(error) == "lr is 0\n  expected more\n  set lr=0.1"
     assert error.exit_code == result.exit_code != ExitCode.DONE

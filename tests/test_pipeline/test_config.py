@@ -82,7 +82,7 @@ def test_subset_with_seed_0_differs_from_one_without_a_seed():
         ({"optim": {"name": "adma"}}, r"s\.optim\.name is adma; did you mean 'adam'\?\n  expected one of adam, sgd"),
         (
             {"optim": 3},
-            r"s\.optim is 3, expected a section with the keys name, lr, .*\n  for example, type s\.optim\.lr=3",
+            r"s\.optim is 3, expected a section with the keys name, lr, .*\n  for example, set s\.optim\.lr=3",
         ),
     ],
 )

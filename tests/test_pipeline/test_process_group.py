@@ -52,7 +52,7 @@ def test_step_that_does_not_fit_is_reported_with_worker_and_free_memory() -> Non
         ClusterError, match=r"^worker 1 on n1 needs 30.0 GiB for a step, but only 20.0 GiB is free\n"
     ) as no:
         check_device_memory(gpus, 30 * gib)
-    assert "\n  type `python -m jobs plan RECIPE cluster.gpu_memory_gb=20.0`, which" in str(no.value)
+    assert "\n  run `python -m jobs plan RECIPE cluster.gpu_memory_gb=20.0`, which" in str(no.value)
     # Workers that compute on the CPU share their node's memory.
     cpus = [Arrival(worker(rank, node="n"), 0.0, True, 50 * gib) for rank in range(3)]
     check_device_memory(cpus, 16 * gib)

@@ -61,14 +61,14 @@ def test_decay_that_would_raise_the_rate_is_refused(decay, lr, end, warmup_steps
     if max(rates) <= lr * (1 + 1e-9):
         check_end_of_decay(cfg, "finetune")
         return
-    with pytest.raises(ConfigError, match=r"(?s)would rise .* type finetune.optim.schedule.end=0, or a larger"):
+    with pytest.raises(ConfigError, match=r"(?s)would rise .* set finetune.optim.schedule.end=0, or a larger"):
         check_end_of_decay(cfg, "finetune")
 
 
 def test_stage_whose_only_step_has_rate_0_is_refused():
     cfg = TrainConfig(steps=1, optim=OptimConfig(schedule=ScheduleConfig(warmup_steps=1)))
     assert learning_rate(0, 1, 1.0, cfg.optim.schedule) == 0
-    with pytest.raises(ConfigError, match=r"(?s)whose learning rate is 0.* type tune.optim.schedule.warmup_steps=0"):
+    with pytest.raises(ConfigError, match=r"(?s)whose learning rate is 0.* set tune.optim.schedule.warmup_steps=0"):
         check_schedule(cfg, 1, "tune")
     check_schedule(TrainConfig(steps=1, optim=OptimConfig(schedule=ScheduleConfig(warmup_steps=0))), 1, "tune")
     check_schedule(cfg, 2, "tune")
@@ -108,5 +108,5 @@ def test_mixup_is_refused_if_a_micro_batch_has_one_image(uneven, mixup):
 
 def test_mixup_with_micro_batches_of_one_image_is_refused():
     TrainConfig(steps=1, micro_batch=1)
-    with pytest.raises(ConfigError, match=r"(?s)nothing would be mixed.* type micro_batch=2, or mixup=0"):
+    with pytest.raises(ConfigError, match=r"(?s)nothing would be mixed.* set micro_batch=2, or mixup=0"):
         TrainConfig(steps=1, micro_batch=1, mixup=0.8)

@@ -102,7 +102,7 @@ def tars(
         if DOTTED in excluded.counts:
             remedy = (
                 "  a key ends at the first dot of a name, as in webdataset\n"
-                "  decompress the tars (gzip -d) and type the same command: dots in their names become underscores"
+                "  decompress the tars (gzip -d) and run the same command: dots in their names become underscores"
             )
         raise DataError(
             f"{source}: no sample has both a label and an image: {'; '.join(lines) or 'there are no samples'}\n{remedy}"

@@ -402,7 +402,7 @@ def inspect(place: str, unlabelled: bool, report: Report) -> FoundSet:
             for file in path.glob(f"[!.]*{suffix}"):
                 raise DataError(
                     f"{file}: compressed tars do not allow random access to samples\n"
-                    f"  type gzip -d {file} (or zstd -d), and run the same command again"
+                    f"  run gzip -d {file} (or zstd -d), and run the same command again"
                 )
         return inspect_folder(path, unlabelled, report)
     if path.suffix in INSPECTORS:

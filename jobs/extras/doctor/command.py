@@ -38,7 +38,7 @@ def check(
     line = "some samples cannot be read"
     # If no sample is good, `repair` has nothing to write.
     if report.good:
-        line += f"; to pack the readable ones into a new data set, type python -m jobs data repair {path} NEW-FOLDER"
+        line += f"; to pack the readable ones into a new data set, run python -m jobs data repair {path} NEW-FOLDER"
     echo(line)
     return ExitCode.DATA
 
@@ -82,7 +82,7 @@ def repair(
     index = load_index(find_set(path))
     # The shards and their index can be in different folders; do not write to either.
     if folder.resolve() in (Path(index.directory), index.tables):
-        raise DataError(f"{folder} contains the data set to repair\n  type another folder for the new one")
+        raise DataError(f"{folder} contains the data set to repair\n  use another folder for the new one")
     progress = ProgressMeter("samples", index.samples)
     with stoppable():
         repaired = repair(

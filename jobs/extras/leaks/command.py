@@ -117,4 +117,4 @@ def leaks(
         path = found_leaks.train[number].path
         clean = f"{path.rstrip('/').removesuffix(SUFFIX)}-clean"
         words = ["subset", path, "--but", str(folder / DOCUMENT), "--output", clean]
-        echo(f"to train without the leaks, type python -m jobs {shlex.join(words)}")
+        echo(f"to train without the leaks, run python -m jobs {shlex.join(words)}")

@@ -35,7 +35,7 @@ class MlflowConfig:
         is_relative = self.uri and "://" not in self.uri and not self.uri.startswith("/")
         if is_relative:
             raise ConfigError(
-                f"mlflow.uri is {self.uri}, expected https://… or an absolute folder\n  type the path starting with /"
+                f"mlflow.uri is {self.uri}, expected https://… or an absolute folder\n  use the path starting with /"
             )
 
 

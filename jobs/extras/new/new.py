@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # imports torch, which takes seconds and would delay an error
 MOST_BAD = 0.1  # maximum fraction of unreadable images among the opened ones
 # How to add classes to images without labels, by their source.
 TO_HAVE_CLASSES = {
-    "folder": "sort the images into one subfolder per class, and type the folder that contains the subfolders",
+    "folder": "sort the images into one subfolder per class, and use the folder that contains the subfolders",
     "table": "add a column label to the table",
     "parquet": "add a column label to the parquet file",
     "shards": "add a .cls or .json file with a label next to each image in the tars",
@@ -74,16 +74,16 @@ def new(
         raise UsageError(f"--output {recipe} is a folder\n  expected a file name, for example {example}")
     if recipe.exists():
         raise UsageError(
-            f"{recipe} already exists and is not overwritten\n  type --output OTHER.yaml, or delete it first"
+            f"{recipe} already exists and is not overwritten\n  pass --output OTHER.yaml, or delete it first"
         )
     if not recipe.parent.is_dir():
         raise UsageError(
-            f"--output {recipe}: the folder {recipe.parent} does not exist\n  create it, or type another folder"
+            f"--output {recipe}: the folder {recipe.parent} does not exist\n  create it, or use another folder"
         )
     if minutes is not None and not minutes > 0:
         raise UsageError(
             f"--minutes is {minutes:g}, expected a training time greater than 0\n"
-            "  type --minutes 10, or omit the option"
+            "  pass --minutes 10, or omit the option"
         )
     if model is not None:
         if init is not None:
@@ -98,7 +98,7 @@ def new(
         init = find_stage(init)
         if is_foreign(init):
             raise UsageError(
-                f"--init {init} is in the format of another library\n  first type python -m jobs import "
+                f"--init {init} is in the format of another library\n  first run python -m jobs import "
                 f"{init} weights/{name_of(init)}, then use --init weights/{name_of(init)}"
             )
         if model_at(init) is None:
@@ -113,7 +113,7 @@ def new(
     if sets.train.source == "folder" and Path.cwd().is_relative_to(whole):
         raise UsageError(
             f"{place} contains the current folder, so the run would be written among the images\n"
-            f"  type cd {shlex.quote(str(whole.parent))}, then python -m jobs new {shlex.quote(whole.name)}"
+            f"  run cd {shlex.quote(str(whole.parent))}, then python -m jobs new {shlex.quote(whole.name)}"
         )
     describe(sets.train)
     bad = sets.train.bad.total()
@@ -138,7 +138,7 @@ def new(
             above = shlex.quote(str(folder.parent))
             echo(
                 f"if this folder is one class, and the folders {preview(siblings)} next to it are other classes, "
-                f"type python -m jobs new {above}"
+                f"run python -m jobs new {above}"
             )
         else:
             echo(f"to train on classes, {TO_HAVE_CLASSES[sets.train.source]}")
@@ -163,7 +163,7 @@ def new(
     choice = choose(sets, machine, 60 * minutes, name=model, init=init)
     write_recipe(recipe, name, sets, choice, machine)
     echo(f"next: python -m jobs run {shlex.quote(str(recipe))}")
-    echo(f"  this writes runs/{name}; to resume after an interruption, type the same command again")
+    echo(f"  this writes runs/{name}; to resume after an interruption, run the same command again")
 
 
 def unused_run_name(recipe: Path) -> str:
@@ -284,7 +284,7 @@ def write_recipe(path: Path, name: str, sets: Sets, choice: "TrainingChoice", ma
     if choice.is_over_time:
         echo(
             f"  this takes longer than --minutes, because a useful training needs at least {choice.steps} steps\n"
-            "  type a smaller --model, or more --minutes"
+            "  use a smaller --model, or more --minutes"
         )
 
 

@@ -80,7 +80,7 @@ def code(facts: ClusterFacts) -> Iterator[CheckVerdict]:
     others = code_mismatch(facts.identities, expected)
     if others:
         remedy = (
-            "update the checkout on that node, or remove it from that node's PYTHONPATH; then type the command again"
+            "update the checkout on that node, or remove it from that node's PYTHONPATH; then run the command again"
         )
         yield CheckVerdict("FAIL", others, remedy)
     elif facts.identities:
@@ -148,7 +148,7 @@ def gpus(facts: ClusterFacts) -> Iterator[CheckVerdict]:
     elif facts.requirements.unused_gpus:
         yield CheckVerdict("WARN", f"{text}; {facts.requirements.unused_gpus[0]}")
     elif present and not requested:
-        yield CheckVerdict("WARN", f"{text}: the workers compute on the CPU", "type cluster.gpus_per_worker=1")
+        yield CheckVerdict("WARN", f"{text}: the workers compute on the CPU", "set cluster.gpus_per_worker=1")
     else:
         yield CheckVerdict("OK", text)
 
@@ -256,7 +256,7 @@ def run_folder(facts: ClusterFacts) -> Iterator[CheckVerdict]:
         yield CheckVerdict("FAIL", text, SHARED_RUN)
     elif lacking:
         who, lacks = lacking[0]
-        remedy = "see the requirements in docs/run-storage.md, and type another directory: run=/elsewhere"
+        remedy = "see the requirements in docs/run-storage.md, and use another directory: run=/elsewhere"
         yield CheckVerdict("FAIL", f"{worker_name(who)}: {'; '.join(lacks)}", remedy)
     else:
         text = f"the same on the driver and {counted(len(facts.folders), 'node')}; links, rename and fsync work"
@@ -351,7 +351,7 @@ def memory(facts: ClusterFacts) -> Iterator[CheckVerdict]:
         yield CheckVerdict("WARN", text, "decrease micro_batch, or increase checkpoint_blocks or zero")
     elif untraced:
         text += f"; not included: {', '.join(untraced)}, whose steps could not be traced"
-        yield CheckVerdict("WARN", text, "for the reason, type python -m jobs plan RECIPE")
+        yield CheckVerdict("WARN", text, "for the reason, run python -m jobs plan RECIPE")
     else:
         yield CheckVerdict("OK", text)
 
@@ -384,7 +384,7 @@ def open_files(facts: ClusterFacts) -> Iterator[CheckVerdict]:
     limit = lowest["machine"]["open_files"]
     needed = OPEN_FILES + OPEN_FILES_A_WORKER * len(facts.workers)
     text = f"limit {limit:,} for a worker on {lowest['identity']['node']}, about {needed:,} needed"
-    remedy = f"type ulimit -n {4 * needed} before ray start, or set LimitNOFILE= in its systemd unit"
+    remedy = f"run ulimit -n {4 * needed} before ray start, or set LimitNOFILE= in its systemd unit"
     yield CheckVerdict("WARN" if limit < needed else "OK", text, remedy)
 
 

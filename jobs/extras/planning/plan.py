@@ -188,7 +188,7 @@ class Plan:
         elif largest.limit:
             fits = f"yes: {fits} of {memory_text(largest.limit)} ({largest.limit_source})"
         elif largest.is_gpu:
-            fits = f"unknown: {fits}; to set the memory of the GPU, type cluster.gpu_memory_gb=… or --gpu"
+            fits = f"unknown: {fits}; to set the memory of the GPU, set cluster.gpu_memory_gb=… or --gpu"
         else:
             fits = f"unknown: {fits}; the memory of the nodes is unknown"
         if not_traced:

@@ -117,7 +117,7 @@ class PlannedTraining(TrainedFacts):
         samples = self.samples
         if samples is None and cfg.steps is None:
             self.add(
-                "steps", f"{cfg.passes:g} passes; the data does not exist yet (to plan without it, type data.samples=…)"
+                "steps", f"{cfg.passes:g} passes; the data does not exist yet (to plan without it, set data.samples=…)"
             )
             return False
         self.steps = steps_of(cfg, samples or 0)
@@ -176,7 +176,7 @@ class PlannedTraining(TrainedFacts):
         elif cfg.evaluate_every:
             self.add(
                 "eval",
-                f"every {cfg.evaluate_every:,} steps; training pauses (to use spare workers, type evaluate_on=spare)",
+                f"every {cfg.evaluate_every:,} steps; training pauses (to use spare workers, set evaluate_on=spare)",
             )
         # Number of samples of each data set in a batch, and the number of passes over it.
         if cfg.data.mixture:
@@ -207,9 +207,9 @@ class PlannedTraining(TrainedFacts):
             return
         gpu = GPUS[self.assumed.gpu or "h100"]
         if not self.is_gpu and self.assumed.gpu is None:
-            self.no_time = f"to measure 30 steps of each stage, type {TRY}; for an estimate, add --gpu h100"
+            self.no_time = f"to measure 30 steps of each stage, run {TRY}; for an estimate, add --gpu h100"
         elif self.cfg.precision != "bf16":
-            self.no_time = f"estimates assume bf16, but this stage uses {self.cfg.precision}; to measure it, type {TRY}"
+            self.no_time = f"estimates assume bf16, but this stage uses {self.cfg.precision}; to measure it, run {TRY}"
         else:
             self.add_estimate(gpu)
             return
@@ -273,7 +273,7 @@ class PlannedTraining(TrainedFacts):
         self.add(
             "time",
             f"ESTIMATE, not measured: {amount(low)} to {amount(high)} images/s, 20 to 40 % of the peak performance of "
-            f"{self.world} {gpu.name}; to measure it, type {TRY}",
+            f"{self.world} {gpu.name}; to measure it, run {TRY}",
         )
         text = f"{span(self.least_s, self.most_s)} for {len(self.taken):,} steps, without saves and failures"
         money = bill(self.least_s * self.world / HOUR_S, self.most_s * self.world / HOUR_S, self.assumed.price)

@@ -75,7 +75,7 @@ def inputs(facts: TrainedFacts) -> Iterator[CheckVerdict]:
     for name, index in facts.index_of.items():
         if index is None:
             path = facts.campaign.path_of(facts.cfg.data.sets()[name])
-            yield CheckVerdict("FAIL", f"{path} does not exist yet", "type python -m jobs run RECIPE --only pack")
+            yield CheckVerdict("FAIL", f"{path} does not exist yet", "run python -m jobs run RECIPE --only pack")
             return
     if facts.model is None:
         yield CheckVerdict("FAIL", "the initial weights, which determine the model, do not exist")
@@ -89,7 +89,7 @@ def cores(facts: TrainedFacts) -> Iterator[CheckVerdict]:
             "WARN",
             f"{facts.world} workers share the {core_count} cores of this machine, so a step takes "
             f"{facts.world / core_count:.1f} × longer than with one core per worker",
-            f"type cluster.workers={core_count}",
+            f"set cluster.workers={core_count}",
         )
 
 
@@ -131,7 +131,7 @@ def feed(facts: TrainedFacts) -> Iterator[CheckVerdict]:
         yield CheckVerdict(
             "WARN",
             f"{text}{processes} on {cores_per_worker} cores is TOO SLOW",
-            f"type {overrides}, pack with --restarts, or {facts.name}.data.decode=gpu",
+            f"set {overrides}, pack with --restarts, or {facts.name}.data.decode=gpu",
         )
 
 

@@ -50,8 +50,7 @@ def trial(campaign: Campaign, only: str | None) -> None:
         stage = campaign.stage(only)
         if not stage.kind.trains:
             raise ConfigError(
-                f"{only} is a stage of kind {stage.kind.name}, which does not train\n"
-                "  type the name of a training stage"
+                f"{only} is a stage of kind {stage.kind.name}, which does not train\n  use the name of a training stage"
             )
         stages[only] = stage
     if not stages:

@@ -30,7 +30,7 @@ def predict(
     weights = find_weights(weights)
     table = Path(output)
     if table.suffix != ".csv":
-        raise UsageError(f"--output {output} does not end in .csv\n  type --output {table.with_suffix('.csv')}")
+        raise UsageError(f"--output {output} does not end in .csv\n  pass --output {table.with_suffix('.csv')}")
     # Check before importing torch, so that a path without images is reported at once.
     check_images(images)
     from jobs.extras.predict.predict import predict

@@ -29,7 +29,7 @@ def replay(run: str, step: str, target: str | None) -> None:
             raise UsageError(f"--to {file} is a folder\n  expected a file name, for example {file / 'batch.npz'}")
         if not file.parent.is_dir():
             raise UsageError(
-                f"--to {file}: the folder {file.parent} does not exist\n  create it, or type another folder"
+                f"--to {file}: the folder {file.parent} does not exist\n  create it, or use another folder"
             )
     folder = find_trained(run)
     text = step.removeprefix("step=")

@@ -106,7 +106,7 @@ class Replays:
         self.folder = Path(output or default).resolve()
         if self.folder.is_relative_to(run_folder):
             raise UsageError(
-                f"--output {self.folder} is inside the original run\n  type another folder, for example {default}"
+                f"--output {self.folder} is inside the original run\n  use another folder, for example {default}"
             )
 
     def between(self, first: int | None, last: int | None) -> tuple[int, int]:
@@ -138,7 +138,7 @@ class Replays:
             raise UsageError(
                 f"step {last} of {self.name} was trained by {world} workers, but cluster.workers is {cluster.workers}; "
                 f"without exact_parts, another number of workers gives different results\n"
-                f"  type cluster.workers={world}"
+                f"  set cluster.workers={world}"
             )
         return cluster
 

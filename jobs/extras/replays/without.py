@@ -80,7 +80,7 @@ def without(
     if request.exists() and artifacts.read_record(request) != removed:
         raise UsageError(
             f"{replays.folder} contains a repetition with other removed samples\n"
-            "  type --output FOLDER, or move that folder"
+            "  pass --output FOLDER, or move that folder"
         )
 
     # 2. Print the cost, assuming the recorded time per step; then repeat the steps.

@@ -68,7 +68,7 @@ class Album:
         pictures: list[Picture] = []
         if index.remote and not self.with_replay:
             how = as_typed(f"{COMMAND} report {stage.address.rpartition('/')[0]}")
-            return Gallery(SAMPLES, pictures, f"the images are in an object store; to show them, type {how}")
+            return Gallery(SAMPLES, pictures, f"the images are in an object store; to show them, run {how}")
         try:
             settings = {**stage.record["config"]["data"]["cache"], "attempts": 2}
             reader = ShardReader(index, cache=CacheConfig(**settings), by_range=True)
@@ -95,11 +95,11 @@ class Album:
                 title += f", normal up to {spike['limit']:.3g}"
             command = as_typed(f"{COMMAND} replay {stage.address} step={spike['step']}")
             if not self.with_replay or self.room < OF_SPIKE:
-                galleries.append(Gallery(title, [], f"to see the batch of this step, type {command}"))
+                galleries.append(Gallery(title, [], f"to see the batch of this step, run {command}"))
                 continue
             pictures = []
             remark = (
-                f"images of this step's batch as seen by the model; for the whole batch, type {command} --to batch.npz"
+                f"images of this step's batch as seen by the model; for the whole batch, run {command} --to batch.npz"
             )
             try:
                 from pipeline.extras.replays.batch import TrainedStage  # imports torch

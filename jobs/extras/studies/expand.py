@@ -239,7 +239,7 @@ def parents_of(name: str, stars: Collection[str], tables_above: Mapping[str, Map
         require(
             star in tables_above,
             f"{name} reads @{star}.*, the runs of a sweep, but no section {star} above {name} has a sweep\n"
-            f"  type @{star}, or move {name} below the sweep",
+            f"  use @{star}, or move {name} below the sweep",
         )
         runs = {run_name.removeprefix(f"{star}."): run for run_name, run in tables_above[star].items()}
         require(

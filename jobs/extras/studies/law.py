@@ -135,7 +135,7 @@ def check_branch(stage: Stage, available: Available) -> None:
         begin <= trunk_end and is_kept,
         f"{stage.name}.begin is {begin}, but {trunk.name} keeps no checkpoint of this step: it trains {trunk_end} "
         f"steps with keep_every={own.keep_every} and save_every={own.save_every}\n"
-        f"  type {trunk.source}.keep_every={begin} {trunk.source}.save_every={begin}, or another begin",
+        f"  set {trunk.source}.keep_every={begin} {trunk.source}.save_every={begin}, or another begin",
     )
     require(begin < end, f"{stage.name} begins at step {begin} and ends at step {end}: no steps are left to train")
     rates = []
@@ -294,5 +294,5 @@ def check_budget(campaign: Campaign) -> None:
     require(
         compute.planned <= campaign.budget,
         f"budget is {campaign.budget:g} exaFLOPs, but the recipe needs {compute.planned:.4g}\n"
-        f"  type budget={compute.planned:.4g}, or remove runs; python -m jobs plan lists the compute of each",
+        f"  set budget={compute.planned:.4g}, or remove runs; python -m jobs plan lists the compute of each",
     )

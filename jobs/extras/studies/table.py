@@ -294,7 +294,7 @@ class Table(StageKind):
         if not any(metrics_of.values()) and not is_waited_for:
             if some_train:
                 text = f"{stage.name}: its runs are not evaluated, so the table shows only their size and cost"
-                yield CheckResult("WARN", "sweep", text, f"  type {stage.name}.data.evaluate=… to report accuracies")
+                yield CheckResult("WARN", "sweep", text, f"  set {stage.name}.data.evaluate=… to report accuracies")
             return
         for run_name, metrics in metrics_of.items():
             run_stage = available.campaign.stage(run_name)
@@ -307,7 +307,7 @@ class Table(StageKind):
             require(
                 cfg.evaluation == "last" or run_stage.kind.trains,
                 f"{stage.name}: {run_name} is of kind {run_stage.kind.name}, which is evaluated only once\n"
-                "  sweep.evaluation=best needs runs that train; type sweep.evaluation=last",
+                "  sweep.evaluation=best needs runs that train; set sweep.evaluation=last",
             )
 
 
@@ -552,7 +552,7 @@ def check_held_out(table: Stage, run: Stage, available: Available) -> None:
                     f"its {index.samples:,} samples are also in {other_key} ({other_path})\n"
                     "  choose on held-out samples: a part of the training set that is used neither for training nor "
                     "for the final evaluation (docs/studies.md)\n"
-                    f"  type {run.source}.sweep.held_out.data.evaluate=…, or allow it with "
+                    f"  set {run.source}.sweep.held_out.data.evaluate=…, or allow it with "
                     f"{run.source}.sweep.chosen_on_test=true; the table then says so"
                 )
 

@@ -88,7 +88,7 @@ def logs(run: Run, _debug: Debug = False) -> int:
         seen = newest_lease(Folder(Path(name)))
         if seen is not None and seen.record is not None and not seen.record["job"].startswith(RAY_JOB):
             raise UsageError(
-                f"{name} was not submitted to a Ray cluster\n  to follow its output, type tail -f {name}/log.txt"
+                f"{name} was not submitted to a Ray cluster\n  to follow its output, run tail -f {name}/log.txt"
             )
     return follow(name)
 
@@ -108,7 +108,7 @@ def follow(run: str) -> int:
         raise ClusterError(
             f"job {job.id} ended without an exit code from Patchline: {job.status}, exit code {job.exit_code}\n"
             "  its driver was killed, or its node is gone\n"
-            f"  for the run's progress, type python -m jobs status {run}; to resume it, submit it again"
+            f"  for the run's progress, run python -m jobs status {run}; to resume it, submit it again"
         )
     return job.exit_code
 
@@ -129,7 +129,7 @@ def stop(run: Run, _debug: Debug = False) -> None:
     elif state == "held":
         stop_holder(storage, seen, echo, submission.STOP_WAIT_S)
     else:
-        echo(f"nothing to stop: {seen.holder} has ended; for its result, type python -m jobs status {name}")
+        echo(f"nothing to stop: {seen.holder} has ended; for its result, run python -m jobs status {name}")
 
 
 def list_jobs(_debug: Debug = False) -> None:
@@ -139,7 +139,7 @@ def list_jobs(_debug: Debug = False) -> None:
 
     jobs = submission.list_jobs()
     if not jobs:
-        echo("no jobs since the cluster's head node started; to submit one, type python -m jobs submit RECIPE")
+        echo("no jobs since the cluster's head node started; to submit one, run python -m jobs submit RECIPE")
     for job in jobs:
         # First line: status, start time without seconds, run. Second line: progress, or why the job is queued.
         note = "  its driver has not started" if job.status == "PENDING" and not job.last_line else ""

@@ -122,7 +122,7 @@ def submit(
             raise RunOwned(
                 f"{run} is owned by job {job.id}, {job.status} since {job.started}\n"
                 f"  a run has only one owner at a time\n"
-                f"  to follow it, type python -m jobs logs {run}; to stop it, type python -m jobs stop {run}"
+                f"  to follow it, run python -m jobs logs {run}; to stop it, run python -m jobs stop {run}"
             )
     # Keep only characters allowed in an id. The random suffix keeps ids unique if Ray has lost its table and the count
     # restarts at 1.
@@ -196,7 +196,7 @@ def logs(run: str, *, write: Callable[[str], None] | None = None) -> RayJob:
     job = _latest_job(client, run)
     address = client.get_address()
     advice = (
-        f"  for the run's progress, type python -m jobs status {run}\n"
+        f"  for the run's progress, run python -m jobs status {run}\n"
         "  to resume the run on a restarted cluster, submit it again"
     )
     written = 0  # characters of the job's log
@@ -318,7 +318,7 @@ def stop(run: str) -> RayJob:
         raise ClusterError(
             f"job {job.id} is still {job.status} after {STOP_WAIT_S} s\n"
             f"  its node may be lost, or busy writing a checkpoint\n"
-            f"  type python -m jobs stop {run} again, or see {client.get_address()}/#/jobs/{job.id}"
+            f"  run python -m jobs stop {run} again, or see {client.get_address()}/#/jobs/{job.id}"
         )
     echo(f"job {job.id}: {job.status}")
     return job
@@ -370,7 +370,7 @@ def _connect() -> "JobSubmissionClient":
         raise ClusterError(
             "RAY_ADDRESS is not set, and no Ray cluster is running on this machine\n"
             "  a job needs a cluster that keeps running after this command\n"
-            "  type RAY_AUTH_MODE=token ray start --head, or set RAY_ADDRESS=http://HOST:8265"
+            "  run RAY_AUTH_MODE=token ray start --head, or set RAY_ADDRESS=http://HOST:8265"
         ) from None
 
 
@@ -396,7 +396,7 @@ def _submit_when_possible(submit_job: Callable[[], str]) -> str:
                 f"the cluster's head does not accept jobs: its agent has not started within {AGENT_WAIT_S:.0f} s\n"
                 "  the head may be overloaded, or another Ray cluster on its machine may use the agent's port, 52365\n"
                 "  see /tmp/ray/session_latest/logs/dashboard_agent.log on the head\n"
-                "  to use another port, type ray start --head --dashboard-agent-listen-port PORT"
+                "  to use another port, run ray start --head --dashboard-agent-listen-port PORT"
             )
         time.sleep(POLL_S)
 
@@ -431,5 +431,5 @@ def _latest_job(client: "JobSubmissionClient", run: str) -> RayJob:
     raise UsageError(
         f"no job for {run} on the cluster at {client.get_address()}\n"
         f"  runs with jobs: {', '.join(runs) or 'none'} (Ray loses this list if the head restarts)\n"
-        f"  type python -m jobs list, or python -m jobs status with the run directory"
+        f"  run python -m jobs list, or python -m jobs status with the run directory"
     )

@@ -218,7 +218,7 @@ class DeiT(Family):
         if "distillation_classifier.weight" in stored:
             raise ValueError(
                 "the logits of this DeiT are the mean of two heads, one of the class token and one of the distillation "
-                "token, which is not supported\n  to import it without its heads, type classes=0"
+                "token, which is not supported\n  to import it without its heads, set classes=0"
             )
         return stored
 
@@ -279,7 +279,7 @@ class DINOv2(Family):
         if "classifier.weight" in stored:
             raise ValueError(
                 f"the head of a {self.title} classifier reads the class token and the mean of the patches together, "
-                "which is not supported\n  to import it without its head, type classes=0"
+                "which is not supported\n  to import it without its head, set classes=0"
             )
         return stored
 
@@ -494,7 +494,7 @@ class CLIP(Family):
         if "classifier.weight" in stored:
             raise ValueError(
                 "the head of a CLIP classifier reads the mean of the patches before their last norm, which is not "
-                "supported\n  to import it without its head, type classes=0"
+                "supported\n  to import it without its head, set classes=0"
             )
         weight = stored.get("visual_projection.weight")
         if weight is not None:

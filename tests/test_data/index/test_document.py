@@ -51,7 +51,7 @@ def test_a_field_that_was_edited_is_noticed(field, value, folder):
     ("files", "message"),
     [
         ([], "expected one .*found none, and neither tars nor images"),
-        (["a.tar"], "tars without an index\n  type python -m jobs index"),
+        (["a.tar"], "tars without an index\n  run python -m jobs index"),
         (["t.index.json.partial"], "belongs to an unfinished packing or indexing"),
         (["cat/1.jpg"], "images in 1 folders, which must be packed first"),
         (["1.jpg"], "images without class folders"),

@@ -52,7 +52,7 @@ def test_deepspeed_file_allows_only_worlds_that_fit_its_accumulation(tmp_path) -
         ),
         (
             ["cluster.workers={least: 5, most: 7}"],
-            "for any number of workers from 5 to 7\n  type cluster.workers.least=4\n",
+            "for any number of workers from 5 to 7\n  set cluster.workers.least=4\n",
         ),
         (["cluster.workers={least: 3, most: 3}"], "16 is not a multiple of micro_batch 4 × 3 workers = 12; nearest"),
         (
@@ -61,7 +61,7 @@ def test_deepspeed_file_allows_only_worlds_that_fit_its_accumulation(tmp_path) -
         ),
         (
             ["cluster.workers={least: 3, most: 7}", "pretrain.micro_batch=2", "pretrain.exact_parts=2"],
-            "exact_parts of 2 for any number of workers from 3 to 7\n  type cluster.workers.least=2\n",
+            "exact_parts of 2 for any number of workers from 3 to 7\n  set cluster.workers.least=2\n",
         ),
         (["cluster.workers={least: 5, most: 6}", "pretrain.micro_batch=2"], "least=4 or cluster.workers.most=8"),
         (["cluster.workers={least: 0, most: 7}"], "cluster: workers.least is 0, expected 1 or more"),

@@ -77,7 +77,7 @@ def test_worker_out_of_open_files_is_blamed_before_the_peers_that_lost_it(tmp_pa
     failure = group.evidence().first_failure()
     assert (failure.rank, failure.node) == (2, "n2")
     assert "Too many open files\n" in failure.cause
-    assert "type ulimit -n 65536 on that node" in failure.cause
+    assert "run ulimit -n 65536 on that node" in failure.cause
 
 
 def test_failed_collective_names_the_lost_peer_without_the_librarys_message(tmp_path) -> None:

@@ -40,7 +40,7 @@ def test_missing_attempt_folder_is_reported_with_exit_code_69(tmp_path, monkeypa
     with pytest.raises(ClusterError, match=r"the driver's folder .* did not appear on") as caught:
         worker._prepare(spec)
     assert caught.value.exit_code == 69
-    assert "type run=/shared/NAME" in str(caught.value)
+    assert "set run=/shared/NAME" in str(caught.value)
 
 
 # Forks no server: this process becomes the worker, until it has written its record.

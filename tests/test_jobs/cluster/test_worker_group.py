@@ -416,7 +416,7 @@ def test_without_a_gpu_the_refusal_says_what_to_type(restart) -> None:
     assert str(raised.value).splitlines() == [
         "room for 0 of 1 workers of 1 CPUs and 1 GPUs",
         "  neither Ray nor torch sees a GPU on this machine",
-        "  to train on the CPU, type cluster.gpus_per_worker=0; or type a smaller cluster.workers, or set "
+        "  to train on the CPU, set cluster.gpus_per_worker=0; or use a smaller cluster.workers, or set "
         "RAY_ADDRESS=HOST:PORT of a larger cluster",
     ]
 
@@ -426,7 +426,7 @@ def test_missing_gpu_is_reported_with_advice(backend, restart, tmp_path) -> None
     cluster = ClusterConfig(workers=2, gpus_per_worker=32, backend=backend)
     with pytest.raises(
         ClusterError,
-        match=r"(room for 0 of 2 workers of 1 CPUs and 32 GPUs|need 64 GPUs)[\s\S]*\n  type .*cluster.workers",
+        match=r"(room for 0 of 2 workers of 1 CPUs and 32 GPUs|need 64 GPUs)[\s\S]*\n  (set|use) .*cluster.workers",
     ):
         run(worker_functions.add_ranks, {"x": 0}, cluster, tmp_path)
 
@@ -569,11 +569,11 @@ def test_stop_before_any_worker_has_started_ends_the_attempt(two, tmp_path) -> N
     [
         (0, {}, []),
         (8, {"gpus_per_worker": 1, "workers": 8}, []),
-        (8, {"gpus_per_worker": 2, "workers": 3}, ["unused GPUs: 2 of 8 in this machine; type cluster.workers=4"]),
+        (8, {"gpus_per_worker": 2, "workers": 3}, ["unused GPUs: 2 of 8 in this machine; set cluster.workers=4"]),
         (
             8,
             {"gpus_per_worker": 2, "workers": WorkerRange(least=1, most=3)},
-            ["unused GPUs: 2 of 8 in this machine; type cluster.workers.most=4"],
+            ["unused GPUs: 2 of 8 in this machine; set cluster.workers.most=4"],
         ),
         (8, {"gpus_per_worker": 3, "workers": 2}, ["unused GPUs: 2 of 8 in this machine; too few for one more worker"]),
         (1, {"workers": 4}, ["unused GPUs: 1 of 1 in this machine: the workers use the CPU; type"]),
@@ -826,7 +826,7 @@ def test_idle_gpus_are_logged_once_and_the_start_line_names_the_device(recipe, m
     loaded = campaigns.load(recipe, ["pretrain.steps=2", "pretrain.optim.schedule.warmup_steps=1"])
     run_campaign(loaded, only="pretrain")
     out = capsys.readouterr().out
-    line = "unused GPUs: 8 of 8 in this machine: the workers use the CPU; type cluster.gpus_per_worker=1"
+    line = "unused GPUs: 8 of 8 in this machine: the workers use the CPU; set cluster.gpus_per_worker=1"
     assert out.count(line) == out.count("unused") == 1
     assert "; 2 workers on cpu × micro_batch 4 × accumulation 2 = batch 16, 2 steps" in out
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"NVIDIA H100 80GB HBM3 {device.index}")

@@ -87,7 +87,7 @@ def test_other_sources_can_be_packed(photos, tmp_path, capsys, source, samples, 
             64,
             "Input should be greater than or equal to 1",
         ),
-        (["index", "OUT"], 65, "this folder does not exist; type the folder that contains the shards"),
+        (["index", "OUT"], 65, "this folder does not exist; use the folder that contains the shards"),
         (["index", "FILE"], 65, "not a *.tar file"),
         (["index", "PHOTOS"], 65, "no *.tar here"),
         (

@@ -55,7 +55,7 @@ def test_status_distinguishes_killed_and_running_commands(tmp_path: Path, capsys
     lease.renew()
     end, stage = shown()
     seen = (
-        f"last reported at {lease.record['renewed']} (that machine's clock); to resume, type python -m jobs run x.yaml"
+        f"last reported at {lease.record['renewed']} (that machine's clock); to resume, run python -m jobs run x.yaml"
     )
     assert end.startswith("end  ended unexpectedly: process 4194305 on ")
     assert end.endswith(seen)

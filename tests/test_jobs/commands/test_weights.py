@@ -27,11 +27,11 @@ def test_a_part_of_an_npz_is_selected_after_a_colon(tmp_path):
     [
         ("model.bin", ["model.bin"], "it is not a weights file\n  expected an official .npz, the .pth of DINOv2"),
         ("empty", ["empty/notes.txt"], "the folder contains neither model.json nor model.safetensors"),
-        ("set", ["set/t.index.json"], "is a data set, not weights\n  type the weights first, then the data sets"),
+        ("set", ["set/t.index.json"], "is a data set, not weights\n  give the weights first, then the data sets"),
         (
             "run",
             ["run/checkpoints/x"],
-            "has checkpoints but no exported weights yet\n  type python -m jobs checkpoints export",
+            "has checkpoints but no exported weights yet\n  run python -m jobs checkpoints export",
         ),
     ],
 )

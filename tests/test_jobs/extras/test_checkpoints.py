@@ -36,7 +36,7 @@ def run(trained_run, tmp_path) -> Path:
         (
             ["checkpoints", "diff", "RUN", "RUN"],
             64,
-            "changes from the first to the second, type diff RUN --with RUN",
+            "changes from the first to the second, run diff RUN --with RUN",
         ),
         (["checkpoints", "export", "RUN", "--to", "FILE"], 64, "--to FILE is a file\n  expected a folder"),
         (["replay", "RUN", "step=3", "--to", "FILE"], 64, "--to FILE does not end in .npz"),

@@ -303,7 +303,7 @@ def test_an_interrupted_pack_stage_resumes_and_makes_the_same_data_set(tmp_path,
             "1,442 samples do not fill a batch of 2,048, and tail=drop would skip",
         ),
         (["pretrain.optim.lr=1e-6"], 78, "pretrain.optim.lr 1e-06 is below pretrain.optim.schedule.end 1e-05"),
-        (["pretrain.mixup=0.8", "pretrain.micro_batch=1"], 78, "type micro_batch=2, or mixup=0"),
+        (["pretrain.mixup=0.8", "pretrain.micro_batch=1"], 78, "set micro_batch=2, or mixup=0"),
         (["pretrain.data.drop=[x.tar]"], 65, "data.drop: 0 shards match x.tar"),
         (["cluster.workers=0"], 78, "workers is 0"),
         (["nonsense"], 78, "expected key=value"),
@@ -342,9 +342,9 @@ def test_warm_up_as_long_as_the_stage_is_reported(recipe, capsys):
         (
             ["pretrain.model.classes=7"],
             65,
-            "labels up to 9, but the model has only 7 classes\n  type pretrain.model.classes=10",
+            "labels up to 9, but the model has only 7 classes\n  set pretrain.model.classes=10",
         ),
-        (["finetune.model.classes=9"], 65, "type finetune.model.classes=10"),
+        (["finetune.model.classes=9"], 65, "set finetune.model.classes=10"),
         (
             ["finetune.optim.schedule.warmup_steps=5"],
             78,
@@ -352,7 +352,7 @@ def test_warm_up_as_long_as_the_stage_is_reported(recipe, capsys):
         ),
         (["finetune.optim.schedule.cooldown_steps=3"], 78, "2 warm-up steps and 3 of cool-down exceed"),
         # 0.02 passes over 1,442 samples are two batches of 16
-        (["pretrain.steps=null", "pretrain.passes=0.02"], 78, "type pretrain.optim.schedule.warmup_steps=0"),
+        (["pretrain.steps=null", "pretrain.passes=0.02"], 78, "set pretrain.optim.schedule.warmup_steps=0"),
         (["pretrain.stall_s=-1"], 78, "stall_s is -1.0, expected more than 0"),
         (["pretrain.data.cache.timeout_s=nan"], 78, "cache.timeout_s is nan, expected more than 0"),
         (["cluster.backoff_s=-1"], 78, "backoff_s is -1.0, expected 0 or more"),
@@ -361,8 +361,8 @@ def test_warm_up_as_long_as_the_stage_is_reported(recipe, capsys):
         (["shqrds.kind=1"], 78, "shqrds.kind is 1, expected one of pack, pretrain"),
         (["={kind: resize}"], 78, "invalid override ={kind: resize}\n  expected key=value"),
         (["more/words={kind: resize, init: '@pretrain'}"], 78, "a stage is named 'more/words'"),
-        (["run=3"], 78, "run is 3, expected a folder\n  type run=./3"),
-        (["run="], 78, "run is empty, expected a folder\n  type run=runs/tiny"),
+        (["run=3"], 78, "run is 3, expected a folder\n  set run=./3"),
+        (["run="], 78, "run is empty, expected a folder\n  set run=runs/tiny"),
         (["probe={kind: fewshot, init: '@resize'}"], 78, "probe.probe.train and probe.probe.test are missing"),
         (
             ["fewshot=null"],
@@ -379,13 +379,13 @@ def test_warm_up_as_long_as_the_stage_is_reported(recipe, capsys):
             78,
             "fewshot.init is @shards, which has no weights\n  expected @stage",
         ),
-        (["run=/"], 78, "run is /, expected a separate folder\n  type run=/NAME"),
+        (["run=/"], 78, "run is /, expected a separate folder\n  set run=/NAME"),
         ([f"run={'x' * 300}"], 78, "run contains a name of 300 bytes: xxx"),
         (["run=/dev/null/x"], 78, "/dev/null is a file\n  expected a run directory"),
         (
             ["run=~nobody-here/x"],
             78,
-            "run is ~nobody-here/x, but there is no such user\n  type the path",
+            "run is ~nobody-here/x, but there is no such user\n  use the path",
         ),
         (["pretrain.steps=99999999999999999999"], 78, "expected at most 576,460,752,303,423,487 steps"),
         (["pretrain.model.name="], 78, "pretrain.model.name is null, expected a name like S/16, B/16"),
@@ -396,7 +396,7 @@ def test_warm_up_as_long_as_the_stage_is_reported(recipe, capsys):
             ["pretrain.data.preprocess=resize(8)"],
             78,
             "pretrain.data.preprocess: 'resize(8)' produces 8×8 images, but the model expects 16×16\n"
-            "  type 'pretrain.data.preprocess=resize((16, 16))'",
+            "  set 'pretrain.data.preprocess=resize((16, 16))'",
         ),
         (["fewshot.preprocess=decode"], 78, "fewshot.preprocess: 'decode' produces 1024×1024 images"),
     ],
@@ -437,7 +437,7 @@ def test_the_output_of_a_stage_is_checked_before_the_workers_of_the_next_start(t
     )
     assert main(["plan", str(file)]) == 0, "the labels of tars are not known before they are packed"
     assert main(["run", str(file)]) == 65
-    message = "labels up to 9, but the model has only 5 classes\n  type pretrain.model.classes=10"
+    message = "labels up to 9, but the model has only 5 classes\n  set pretrain.model.classes=10"
     assert message in capsys.readouterr().err
     assert not list((tmp_path / "run").glob("pretrain-*"))
     assert main(["plan", str(file)]) == 65, "now the shards are there"

@@ -314,7 +314,7 @@ def test_run_is_taken_over_from_a_driver_with_a_dead_link_which_then_ends_with_7
         print(f"load {os.getloadavg()[0]:.0f}: status took {time.monotonic() - began:.1f} s: {told}")
         assert "end  ended unexpectedly: process " in told
         assert " on h0, started 20" in told
-        assert "(that machine's clock); to resume, type python -m jobs run " in told
+        assert "(that machine's clock); to resume, run python -m jobs run " in told
         second = drive("h1")
         wait_for(log_of("h1"), "taking over the run: no lease renewal by process ")
         wait_for(log_of("h1"), "attempt 2: resumed from step ")
@@ -327,7 +327,7 @@ def test_run_is_taken_over_from_a_driver_with_a_dead_link_which_then_ends_with_7
         # The second was not disturbed, and ends on request from the other host.
         assert second.poll() is None
         told = network["h0"].run(f"python -m jobs stop {run}")
-        assert second.wait(120) == 75 and "it has ended; for its result, type " in told, log_of("h1").read_text()
+        assert second.wait(120) == 75 and "it has ended; for its result, run " in told, log_of("h1").read_text()
         assert log_of("h1").read_text().count("attempt ")
         assert "restarting" not in log_of("h1").read_text()
 

@@ -95,5 +95,5 @@ def test_classes_of_a_subset_are_known_before_packing(tmp_path: Path, capsys: py
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE.format(folder=tmp_path) + PART)
     assert main(["run", str(recipe), "pretrain.model.classes=2"]) == 65
-    assert "type pretrain.model.classes=3" in capsys.readouterr().err
+    assert "set pretrain.model.classes=3" in capsys.readouterr().err
     assert not list((tmp_path / "run").glob("shards-*"))

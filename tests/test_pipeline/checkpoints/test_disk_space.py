@@ -98,4 +98,4 @@ def test_read_only_disk_is_reported_with_a_remedy(tmp_path: Path, shards: Path) 
     said = on_a_disk(1000, "mount -o remount,ro $disk; $run; echo code $?", tmp_path, shards)
     assert "code 74" in said, said
     assert f"error: Read-only file system: {tmp_path}/disk/run" in said
-    assert f"type findmnt -T {tmp_path}/disk to see the mount, or use another disk: run=/elsewhere" in said
+    assert f"run findmnt -T {tmp_path}/disk to see the mount, or use another disk: run=/elsewhere" in said

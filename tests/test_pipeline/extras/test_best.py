@@ -103,3 +103,29 @@ def test_keep_best_rejects_incompatible_settings(values, message):
     with pytest.raises(ConfigError) as error:
         config.build(FullConfig, {"steps": 10, **values}, "pretrain")
     assert message in str(error.value)
+
+
+def test_the_best_step_to_export_has_a_checkpoint(tmp_path):
+    records = [start(0), evaluate(4, 0.5), evaluate(8, 0.9), evaluate(12, 0.7)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    # The best evaluation is of step 8; without its checkpoint, the best remaining step is 12.
+    for committed, step in (({4, 8, 12}, 8), ({4, 12}, 12), ({4}, 4)):
+        best = best_commit(tmp_path, "accuracy", committed)
+        assert best is not None and best["step"] == step
+        assert steps_of_best(tmp_path, "accuracy", lambda committed=committed: committed) == [step]
+    assert best_commit(tmp_path, "accuracy", ()) is None
+    assert steps_of_best(tmp_path, "accuracy", set) == [] == steps_of_best(tmp_path, None, lambda: {8})
+
+
+@pytest.mark.parametrize(("accuracies", "is_over"), [((0.5,), False), ((0.5, 0.4), False), ((0.5, 0.4, 0.3), True)])
+def test_stage_ends_at_the_evaluation_that_exhausts_its_patience(accuracies, is_over, tmp_path):
+    """With patience 2, two evaluations after the best one end the stage, and one does not."""
+    records = [start(0), *(evaluate(4 * number, value) for number, value in enumerate(accuracies, 1))]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    hook = KeepBest.__new__(KeepBest)
+    hook.cfg = SimpleNamespace(keep_best="accuracy", patience=2)
+    hook.stage = tmp_path
+    reason = hook.is_over(SimpleNamespace())
+    assert bool(reason) is is_over
+    if is_over:
+        assert reason.endswith("has not improved in 2 evaluations (patience 2): the best is 0.5000 at step 4")

@@ -81,5 +81,5 @@ def test_tar_inside_a_compressed_tar_is_read_without_unpacking(tmp_path):
 @pytest.mark.parametrize(("start", "program"), [(b"\x28\xb5\x2f\xfd", "zstd"), (b"\x04\x22\x4d\x18", "lz4")])
 def test_a_compression_that_python_cannot_read_is_named_with_its_program(tmp_path, start, program):
     (tmp_path / "a.tar.x").write_bytes(start + bytes(600))
-    with pytest.raises(DataError, match=rf"compressed with {program}\n.*type {program} -d .*a\.tar\.x"):
+    with pytest.raises(DataError, match=rf"compressed with {program}\n.*run {program} -d .*a\.tar\.x"):
         list(members(tmp_path / "a.tar.x"))

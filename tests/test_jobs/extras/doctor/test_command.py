@@ -54,7 +54,7 @@ def test_stats_show_the_distribution_of_sizes_and_classes(shards, capsys):
 def test_repair_does_not_overwrite_the_original(broken, tmp_path, capsys):
     before = json.loads((broken / "broken.index.json").read_text())
     assert main(["data", "repair", str(broken), str(broken)]) == 65
-    assert "type another folder for the new one" in capsys.readouterr().err
+    assert "use another folder for the new one" in capsys.readouterr().err
     assert json.loads((broken / "broken.index.json").read_text()) == before
 
 

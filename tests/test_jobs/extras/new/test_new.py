@@ -315,7 +315,7 @@ def test_new_explains_training_without_labels_and_how_to_add_classes(tmp_path, c
     cases = [
         (
             photos / "eins",
-            f"and the folders 'null', 'zwei' next to it are other classes, type python -m jobs new {photos}",
+            f"and the folders 'null', 'zwei' next to it are other classes, run python -m jobs new {photos}",
         ),
         (
             flat_folder(tmp_path / "alone" / "flat", three_digits()),
@@ -345,7 +345,7 @@ def test_the_current_folder_similar_classes_and_repeated_rows_are_named(tmp_path
     with monkeypatch.context() as patch:
         patch.chdir(folder)
         assert main(["new", "."]) == 64
-    assert f"type cd {tmp_path}, then python -m jobs new input" in capsys.readouterr().err
+    assert f"run cd {tmp_path}, then python -m jobs new input" in capsys.readouterr().err
     rows = table(tmp_path / "rows", three_digits())
     rows.write_text(rows.read_text() + rows.read_text().splitlines()[-1] + "\n")
     assert main(["new", str(rows), "--output", "rows.yaml"]) == 65
@@ -391,4 +391,4 @@ def test_each_recipe_has_a_run_of_its_own(tmp_path, capsys):
     assert main(["new", str(mine), "--output", "third.yaml", "--minutes", "0.01"]) == 0
     runs = [str(load(Path(f"{name}.yaml"), []).run) for name in ("mine", "other", "third")]
     assert [Path(run).name for run in runs] == ["mine", "other", "third-2"]
-    assert "it writes runs/third-2 here" in capsys.readouterr().out
+    assert "writes runs/third-2" in capsys.readouterr().out

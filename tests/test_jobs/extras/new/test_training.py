@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from jobs.__main__ import main
+from jobs.extras.new.training import by_images
 from tests.support.image_sources import NAMES, class_folders, new, table, tars, three_digits
 
 
@@ -57,10 +58,15 @@ def test_labels_packed_sets_and_file_names_determine_the_recipe(tmp_path, capsys
         assert campaign.stages[-1].config.data.evaluate == "@parts/held-out"
     Path("tars/more.tar").write_bytes(b"")
     for words, code, message in (
-        (["tars"], 65, "to use only the others, type python -m jobs new 'tars/digits-*.tar'"),
+        (["tars"], 65, "to use only the others, run python -m jobs new 'tars/digits-*.tar'"),
         ([several[0], "tars/more.tar"], 64, "no folder or pattern matches exactly these paths"),
         (["tars", "--minutes", "0"], 64, "--minutes is 0, expected a training time"),
         (["tars", "--minutes", "nan"], 64, "--minutes nan: expected a training time"),
     ):
         assert main(["new", *words, "--output", "other.yaml"]) == code
         assert message in capsys.readouterr().err
+
+
+def test_a_row_of_a_table_applies_from_its_minimum_number_of_images_on():
+    table = ((1000, 30), (100, 20), (0, 10))
+    assert [by_images(images, table) for images in (1001, 1000, 999, 100, 99, 0)] == [30, 30, 20, 20, 10, 10]

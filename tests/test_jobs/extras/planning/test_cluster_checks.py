@@ -175,7 +175,7 @@ def test_the_node_shared_by_several_slow_pairs_is_named() -> None:
     changed["network"]["pairs"][2]["seconds"] = 0.4  # 1–2
     result = of(check_report(changed, REQUIREMENTS), "links")
     assert "slowest 0–2 (n0, n2)" in result.text
-    assert "2 pairs are up to 25 × slower" in result.text
+    assert "2 pairs are up to 25 × as slow" in result.text
     assert result.remedy.startswith("check n2's cable")
 
 

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+import models
 from jobs.__main__ import main
 from pipeline.extras.plan.trial import Trial, write_trial
 from tests.support.campaigns import load
@@ -40,7 +41,7 @@ def test_plan_scales_a_trial_and_adds_saves_evaluations_and_failures(recipe, tri
     assert main(["plan", str(recipe), *long, "--mtbf", "0.5", "--price", "2"]) == 0
     out = capsys.readouterr().out
     assert re.search(
-        r"  save    every 8 steps; every 8\d finishes [23]% sooner \(Young 1974\): type pretrain.save_every=8", out
+        r"  save    every 8 steps; every 8\d finishes [23]% sooner \(Young 1974\): set pretrain.save_every=8", out
     )
     assert re.search(r"time    \d+m\d\ds for 2 trained stages with 1\.\d failures", out), out[:400]
     assert re.search(r"cost    1\.\d worker-hours, [23]\.\d\d at 2 each", out)
@@ -60,11 +61,11 @@ def test_plan_states_its_assumption_for_an_untried_number_of_workers(recipe, tri
 def test_a_trial_with_other_resources_per_worker_is_ignored(recipe, tried, capsys):
     assert main(["plan", str(recipe), "cluster.cpus_per_worker=4"]) == 0
     out = capsys.readouterr().out
-    assert "time    unknown: to measure 30 steps of each stage, type python -m jobs trial RECIPE; for" in out
+    assert "time    unknown: to measure 30 steps of each stage, run python -m jobs trial RECIPE; for" in out
     assert "\ncost    unknown, because the time is unknown\n" in out
     assert main(["plan", str(recipe), "cluster.gpus_per_worker=1"]) == 0
     assert (
-        "estimates assume bf16, but this stage uses fp32; to measure it, type python -m jobs" in capsys.readouterr().out
+        "estimates assume bf16, but this stage uses fp32; to measure it, run python -m jobs" in capsys.readouterr().out
     )
 
 
@@ -76,13 +77,17 @@ def test_an_estimate_is_a_range_and_is_labelled_as_estimate(recipe, capsys):
     assert main(["plan", str(recipe), *words, *long, "--gpu", "h100", "--price", "2"]) == 0
     out = capsys.readouterr().out
     flops = float(re.search(r"compute ([\d.e+]+) exaFLOPs", out)[1]) * 1e18
-    least_h = flops / (0.4 * 2 * 989e12) / 3600
+    # Six operations per multiplication: two forward, and twice as many backward.
+    trained = [stage for stage in loaded.stages if stage.kind.trains]
+    by_hand = sum(stage.config.steps * stage.config.batch_size * 6 * models.macs_of(stage.model) for stage in trained)
+    assert flops == pytest.approx(by_hand, rel=1e-3)
+    least_h = by_hand / (0.4 * 2 * 989e12) / 3600
     assert lines_of(out, "time ")[0].startswith("time    ESTIMATE, not measured: ")
     hours = re.search(r"finish  .* without saves and failures; ([\d,.]+) to ([\d,.]+) worker-hours, ([\d,.]+) to", out)
     least, most, money = (float(text.replace(",", "")) for text in hours.groups())
     assert least == pytest.approx(2 * least_h, rel=0.01)
     assert most == pytest.approx(2 * least, rel=0.01)
     assert money == pytest.approx(2 * least, rel=0.01)
-    assert "20 to 40 % of the peak performance of 2 H100; to measure it, type python -m jobs trial RECIPE" in out
+    assert "20 to 40 % of the peak performance of 2 H100; to measure it, run python -m jobs trial RECIPE" in out
     assert re.match(r"fits    yes: finetune needs the most, .* per worker of 79\.1 GiB \(an H100\)\n", out)
     assert loaded.cluster.most == 2

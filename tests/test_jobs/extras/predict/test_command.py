@@ -9,7 +9,7 @@ def test_outputs_images_and_weights_that_cannot_be_used_are_refused_by_name(tmp_
     photos = str(make_photos(tmp_path / "photos"))
     weights = save_model(tmp_path)
     assert main(["predict", weights, photos, "--output", "out.txt"]) == 64
-    assert "type --output out.csv" in capsys.readouterr().err
+    assert "pass --output out.csv" in capsys.readouterr().err
     assert main(["predict", weights, f"{photos}/notes.txt"]) == 64
     assert main(["predict", weights, f"{photos}/absent.png"]) == 64
     models.save(models.build("mu/8", 16, 0), tmp_path / "headless")

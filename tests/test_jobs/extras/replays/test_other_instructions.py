@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from data.files import import_path
 from pipeline import artifacts
 
-ROOT = Path(__file__).parents[4]
 RECIPE = """
 run: run
 cluster: {workers: 1, backend: processes, backoff_s: 0.1}
@@ -32,7 +32,7 @@ OTHER = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"}
 
 def jobs(folder: Path, words: str, **variables: str) -> tuple[int, str]:
     """Run a command in a separate process; return its exit code and its output."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": import_path(), **variables}
     command = [sys.executable, "-m", "jobs", *words.split()]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout + done.stderr

@@ -320,7 +320,7 @@ def test_a_run_and_a_set_in_a_store_are_shown_like_local_ones(tmp_path, shards, 
     pixels = decode(ShardReader(index).read(0, 7)[1])
     assert str(jpeg(pixels)) in text
     assert str(jpeg(pixels)) not in during_run
-    assert "the images are in an object store; to show them, type python -m jobs report " in during_run
+    assert "the images are in an object store; to show them, run python -m jobs report " in during_run
     assert "patchline-run-" not in text, "the temporary copy no longer exists when the page is read"
     assert "not a JPEG" in text
     assert "Running since" in text

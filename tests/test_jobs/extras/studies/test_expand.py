@@ -179,7 +179,7 @@ def test_each_run_of_a_chain_chooses_separately_and_the_table_has_the_values_of_
             {"f": {"init": "@p.*"}, "p": {"sweep": {"seeds": [0]}}},
             "f reads @p.*, the runs of a sweep, but no section p",
         ),
-        ({"p": {}, "f": {"init": "@p.*"}}, "no section p above f has a sweep\n  type @p, or move f below"),
+        ({"p": {}, "f": {"init": "@p.*"}}, "no section p above f has a sweep\n  use @p, or move f below"),
         (
             {"p": {"sweep": {"seeds": [0]}}, "f": {"init": "@p.*", "sweep": {"seeds": [1]}}},
             "f.sweep.seeds: the runs that f reads already have seeds",

@@ -186,7 +186,7 @@ def test_plan_counts_class_folders_and_cores_before_training(tmp_path: Path, cap
     recipe = tmp_path / "folders.yaml"
     recipe.write_text(FOLDERS.format(run=tmp_path / "run", images=tmp_path / "images"))
     assert main(["plan", str(recipe), "--without-data"]) == 65
-    assert "type pretrain.model.classes=4" in capsys.readouterr().err
+    assert "set pretrain.model.classes=4" in capsys.readouterr().err
     assert main(["plan", str(recipe), "--without-data", "pretrain.model.classes=4"]) == 0
     assert "64 workers share the" in capsys.readouterr().out
     gpu = ["cluster.workers=1", "cluster.backend=ray", "cluster.gpus_per_worker=1", "pretrain.precision=bf16"]
@@ -219,6 +219,6 @@ def test_the_maximum_number_of_labels_in_an_index_is_checked_before_training(
     capsys.readouterr()
     assert main(["plan", *words]) == 78
     error = capsys.readouterr().err
-    advised = int(error.partition("type pretrain.data.max_labels=")[2].split(",")[0])
+    advised = int(error.partition("set pretrain.data.max_labels=")[2].split(",")[0])
     assert advised >= most, error
     assert main(["plan", *words, f"pretrain.data.max_labels={advised}"]) == 0

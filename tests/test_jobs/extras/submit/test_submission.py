@@ -80,7 +80,7 @@ def test_a_list_without_jobs_says_so(dashboard, capsys) -> None:
         if job.submission_id:
             client.delete_job(job.submission_id)
     assert main(["list"]) == 0
-    assert capsys.readouterr().out.startswith("no jobs since the cluster's head node started; to submit one, type ")
+    assert capsys.readouterr().out.startswith("no jobs since the cluster's head node started; to submit one, run ")
 
 
 def test_job_is_found_by_its_run_followed_and_stopped_with_time_to_commit(dashboard, checkout, capsys) -> None:
@@ -459,7 +459,7 @@ def test_logs_of_a_run_without_a_job_names_its_log_file(tmp_path, capsys):
     with Lease(Folder(tmp_path), print):
         assert main(["logs", str(tmp_path)]) == 64
     assert (
-        f"{tmp_path} was not submitted to a Ray cluster\n  to follow its output, type tail -f "
+        f"{tmp_path} was not submitted to a Ray cluster\n  to follow its output, run tail -f "
         in capsys.readouterr().err
     )
 
