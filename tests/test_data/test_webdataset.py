@@ -1,4 +1,4 @@
-"""Shards go both ways between Patchline and webdataset's own, plain `ShardWriter` and `WebDataset`."""
+"""Shards can be exchanged in both directions with webdataset's `ShardWriter` and `WebDataset`."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ def noise(seed: int, kind: str = ".jpg") -> bytes:
 
 
 def written_by_webdataset(folder: Path, count: int = 23, suffix: str = "tar") -> list[dict[str, object]]:
-    """Shards of seven samples by `wds.ShardWriter` as its page shows it: an image, its class, and whatever else."""
+    """Write shards of seven samples with `wds.ShardWriter` as documented: an image, its class, and other members."""
     samples: list[dict[str, object]] = []
     folder.mkdir()
     with wds.ShardWriter(f"{folder}/theirs-%06d.{suffix}", maxcount=7, verbose=0) as writer:

@@ -1,4 +1,4 @@
-"""RandAugment: every operation is the original's, restated here in NumPy, on a real photograph."""
+"""RandAugment: every operation matches the original's NumPy reimplementation here, on a real photograph."""
 
 import tarfile
 from pathlib import Path
@@ -23,7 +23,7 @@ SIDE = 96
 
 
 class Certain(Draws):
-    """Every amount positive, every place the same."""
+    """A generator of fixed draws: positive amounts, and always the same place."""
 
     def uniform(self) -> float:
         return 0.3

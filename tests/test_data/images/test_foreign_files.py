@@ -1,4 +1,4 @@
-"""Image files that other programs write: animated PNGs, CMYK JPEGs with and without an Adobe marker, stray bytes."""
+"""Image files of other programs: animated PNGs, CMYK JPEGs with and without an Adobe marker, stray bytes."""
 
 import io
 import random

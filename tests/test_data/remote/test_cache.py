@@ -1,4 +1,4 @@
-"""Remote shards arrive once, whole and checked, whatever the storage does; or the run says why not."""
+"""Remote shards are downloaded once, complete and verified, whatever the storage does; or the error says why not."""
 
 import hashlib
 import http.server
@@ -69,7 +69,7 @@ def take(index, cache, steps=8, **options):
 
 
 def test_a_remote_set_gives_the_same_batches_and_each_shard_is_fetched_once(faulty, local, tmp_path):
-    # Nothing is wrong with the store: on a busy machine a second without an answer would be one request more.
+    # The store works, but on a busy machine a timeout of one second could cause additional requests.
     cache = CacheConfig(str(tmp_path), **PATIENT | {"timeout_s": 30.0})
     assert torch.equal(take(faulty.index, cache, processes=2), take(local, None))
     assert len(faulty.gets) == len(set(faulty.gets)) == 8
@@ -143,7 +143,7 @@ def test_a_cache_too_small_for_the_shards_in_use_is_named_before_the_run(faulty,
 
 
 def test_what_is_here_is_not_fetched_ahead_and_takes_no_room(local, tmp_path):
-    """As in a mixture of sets here and sets elsewhere."""
+    """As in a mixture of local and remote sets."""
     order = Order(local.shard_samples, seed=0, batch_size=40)
     prefetcher = Prefetcher(local, order, range(40), 0, CacheConfig(str(tmp_path)))
     prefetcher.fetch(0)
@@ -234,7 +234,7 @@ def test_the_doctor_keeps_shards_where_it_is_told_and_goes_on_where_one_does_not
     copies = list((tmp_path / "cache").glob("*.tar"))
     assert len(copies) == 7
 
-    # A copy that rotted is fetched again, as a run would do.
+    # A corrupt copy is downloaded again, as a run would do.
     content = bytearray(copies[0].read_bytes())
     content[-2000] ^= 1
     copies[0].write_bytes(content)
@@ -383,7 +383,7 @@ def test_a_shard_that_is_evicted_before_its_use_is_noted_is_fetched_again(tmp_pa
 
 
 def test_a_loader_that_does_not_listen_holds_no_download_up(tmp_path, monkeypatch):
-    """More signs of life than a pipe holds, from a process whose turn has not come."""
+    """A process sends more progress messages than a pipe holds before the loader reads from it."""
     content = os.urandom(200_000)
     fake_storage(monkeypatch, content)
     unread, there = Pipe()
@@ -438,7 +438,7 @@ def test_room_is_made_by_the_longest_unused_and_by_downloads_that_nobody_goes_on
 def test_another_s_download_is_told_of_whenever_it_has_grown(tmp_path, monkeypatch):
     shard = shard_of(b"x")
     part = tmp_path / f"{shard.sha256}.part"
-    sizes = [None, 0, 0, 5, 5, 5, 9, 9]  # of the file, look after look
+    sizes = [None, 0, 0, 5, 5, 5, 9, 9]  # sizes of the file at successive polls
     looks = []
     told = []
 
@@ -585,7 +585,7 @@ def test_https_is_read_and_indexed_and_a_redirect_to_a_private_address_is_refuse
 
 
 def certificate(folder) -> str:
-    """A key and a self-signed certificate of localhost in one file."""
+    """Write a key and a self-signed certificate for localhost into one file."""
     import datetime
 
     from cryptography import x509

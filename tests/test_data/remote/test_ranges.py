@@ -45,14 +45,14 @@ def s3(local, tmp_path_factory):
 
 @pytest.fixture
 def faulty(s3, monkeypatch):
-    """The store; shards of any size are worth reading by range, and nothing is fetched in the background."""
+    """Return the store; shards of any size are read by range, and no whole shard is downloaded in the background."""
     s3.gets.clear()
     urls.forget_credentials()
     monkeypatch.setattr(reader, "SMALLEST", 0)
     monkeypatch.setattr(Prefetcher, "fetch", lambda self, shard: None)
     yield s3
     s3.fault = lambda path: None
-    # What was on its way when a test ended would count as a request of the next one. The threads of a reader end with
+    # Requests in flight at a test's end would count for the next test. The threads of a reader end with
     # it, and readers refer to themselves.
     gc.collect()
     for thread in threading.enumerate():
@@ -97,7 +97,7 @@ def test_the_first_batch_costs_a_range_a_sample_instead_of_its_shards(faulty, lo
     asked = lengths_asked(monkeypatch)
     by_range = take(faulty.index, CacheConfig(str(tmp_path / "a"), **PATIENT), steps=1)
     assert_same(by_range, take(local, None, steps=1))
-    # What the tables say that these samples take: image, label, and the header and padding between them.
+    # Bytes of these samples according to the tables: image, label, and the header and padding between them.
     expected = 0
     for _, shard, sample in by_range[0].ids.tolist():
         row = local.table(shard)[sample]
@@ -134,7 +134,7 @@ def test_a_shard_that_is_here_is_read_instead(faulty, local, tmp_path):
 
 
 def test_a_sample_that_is_not_what_was_indexed_is_fetched_with_its_shard(faulty, local, tmp_path, caplog, monkeypatch):
-    """As from a store that ignores ranges: what comes is something else."""
+    """As from a store that ignores ranges: other bytes arrive."""
     read_range = urls.read_range
     wrong = []
 
@@ -195,7 +195,7 @@ def test_a_sample_whose_halves_are_of_two_versions_of_the_shard_is_not_believed(
 
 
 def test_a_store_that_ignores_ranges_is_named(faulty, local, tmp_path, monkeypatch):
-    """It answers 200 with all of the object: a gigabyte for each sample, and no shard of more than a piece."""
+    """It answers 200 with the whole object: a gigabyte per sample, and no shard larger than one piece would work."""
     faulty.fault = lambda path: "whole"
     cfg = CacheConfig(str(tmp_path), **PATIENT)
     by_range = ShardReader(faulty.index, cache=cfg, by_range=True)
@@ -241,7 +241,7 @@ def test_a_loader_that_is_iterated_again_reads_by_range_again(faulty, local, tmp
         batches.close()
         assert len(faulty.gets) == BATCH
     assert not list(tmp_path.glob("*.tar"))
-    # Who was told to fetch nothing more stays so; who had given ranges up tries no more.
+    # A stopped reader stays stopped, and one that gave up on ranges does not try again.
     batches = iter(loader)
     next(batches)
     loader.stop()
@@ -278,7 +278,7 @@ def test_a_shard_that_is_gone_or_rotten_in_the_store_ends_the_run_as_before(faul
     gone = replace(faulty.index, directory="s3://images/elsewhere")
     with pytest.raises(DataError, match=r"elsewhere/train-00000\d.tar: this shard or its bucket does not exist"):
         take(gone, CacheConfig(str(tmp_path / "a"), **PATIENT))
-    # Another shard under the name: of the same size, so that only digests tell.
+    # Another shard under the name, of the same size, so that only digests differ.
     swapped = [replace(shard, name=faulty.index.shards[number ^ 1].name) for number, shard in enumerate(local.shards)]
     other = Index(tuple(swapped), 10, (), "", "s3://images/set", faulty.index.tables)
     tables = [local.table(number) for number in range(len(local.shards))]
@@ -387,7 +387,7 @@ def test_a_stop_from_another_thread_ends_the_wait_with_an_error_of_ours(tmp_path
         running.request((0, sample), *where)
     assert entered.wait(30)
     assert not pickle.loads(pickle.dumps(running)).requested, "a new decoding process asks for its own samples"
-    # The last one has no thread yet: it is cancelled while it is waited for.
+    # The last request has no thread yet: it is cancelled while the reader waits for it.
     with pytest.raises(StorageError, match=r"^s3://b/x.tar: stopped before the sample arrived$"):
         running.take((0, ranges.AT_ONCE), *where, running.stop)
     may_go.set()
@@ -401,7 +401,7 @@ def test_a_stop_from_another_thread_ends_the_wait_with_an_error_of_ours(tmp_path
 
 
 def refuse(running: ranges.Ranges) -> None:
-    """What a pool does that another thread has just shut down."""
+    """Raise the error of a pool that another thread has just shut down."""
     running.stopped = True
     raise RuntimeError("cannot schedule new futures after shutdown")
 

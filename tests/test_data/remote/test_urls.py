@@ -18,7 +18,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seconds = 500.0
-        self.pauses: list[float] = []  # the longest that may be drawn
+        self.pauses: list[float] = []  # the longest possible draw
         monkeypatch.setattr(urls, "time", SimpleNamespace(monotonic=lambda: self.seconds, sleep=self.sleep))
         monkeypatch.setattr(urls, "random", SimpleNamespace(uniform=self.uniform))
 

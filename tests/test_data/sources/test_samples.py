@@ -1,4 +1,4 @@
-"""The digits that Patchline brings along are scikit-learn's copy of UCI's, with their licence."""
+"""The digits included in Patchline are scikit-learn's copy of the UCI data set, with its licence."""
 
 import ast
 import tomllib

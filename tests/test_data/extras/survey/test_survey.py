@@ -10,7 +10,7 @@ pytestmark = pytest.mark.quick
 
 
 def write_images(folder, counts: dict[str, int]) -> None:
-    """Write so many images a class, each into the folder of its class."""
+    """Write this many images per class, each into its class folder."""
     images = [sample.image for sample in digits(train=False, image_size=16)]
     for name, count in counts.items():
         (folder / name).mkdir(parents=True)
