@@ -1,4 +1,4 @@
-"""The README's commands work: on a tiny run if they can run here; of the others the subcommand must exist.
+"""The README's commands work on a tiny run; for commands that cannot run here, the subcommand must exist.
 
 1. The lines of code blocks that begin with `python -m jobs` are the commands, in the order of the README.
 2. `places` maps names in the README to replacements, for example `runs/digits` to the tiny run. The commands run with

@@ -45,7 +45,7 @@ def test_every_script_can_be_imported() -> None:
 
 
 def test_tests_named_for_mutants_exist() -> None:
-    """The table says which tests run which modules in processes of their own."""
+    """The table lists the tests that run modules in separate processes."""
     for module, tests in mutation.WORKER_TESTS.items():
         assert (ROOT / module).exists(), module
         for name in tests:

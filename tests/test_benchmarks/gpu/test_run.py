@@ -1,4 +1,4 @@
-"""The runner of `make gpu`: a page that grows and is never half written, time limits, the budget, and killed parts."""
+"""The runner of `make gpu`: a growing page without partial writes, time limits, the budget, and killed parts."""
 
 import json
 import os

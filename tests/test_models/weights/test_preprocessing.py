@@ -1,4 +1,4 @@
-"""From an image file to logits: timm and transformers make of an export what our evaluation makes of the weights."""
+"""From image file to logits: timm and transformers compute with an export what our evaluation computes."""
 
 import json
 import math
@@ -30,14 +30,14 @@ LEVEL = 2 / 255  # of pixels from −1 to 1: one number of 0 … 255. Pillow rou
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> dict[str, Path]:
-    """Photographs that evaluation shrinks, and one that it enlarges."""
+    """Write photographs that evaluation shrinks, and one that it enlarges."""
     small = tmp_path_factory.mktemp("files") / "small.png"
     cv2.imwrite(str(small), cv2.resize(cv2.imread(str(PHOTOS / "china.jpg")), (200, 150), interpolation=cv2.INTER_AREA))
     return {"china": PHOTOS / "china.jpg", "flower": PHOTOS / "flower.jpg", "small": small}
 
 
 def exported(ops: str | None, format: str, tmp_path: Path, **config) -> tuple[torch.nn.Module, Path]:
-    """Weights with the preprocessing of these ops, sealed, and what the command makes of their folder."""
+    """Export sealed weights with the preprocessing of these ops; return their folder and the command's output."""
     # With its first values a model answers smoothly to its pixels; the head alone is zero.
     torch.manual_seed(3)
     model = models.build("mu/16", **{"image_size": 224, "classes": 5, **config}).eval()
@@ -61,7 +61,7 @@ def logits_of(model: torch.nn.Module, pixels: np.ndarray) -> np.ndarray:
 
 
 def opened(library, format: str, folder: Path):
-    """The library's own model, and its own way from an image to pixels, of an exported folder."""
+    """Load a library's model and image preprocessing from an exported folder."""
     if format == "hf":
         processor = library.AutoImageProcessor.from_pretrained(folder)
         theirs = library.ViTForImageClassification.from_pretrained(folder).eval()
@@ -104,7 +104,7 @@ def test_an_image_file_becomes_the_same_pixels_and_logits(ops, format, files, tm
 
 
 def test_every_preprocessing_of_timm_makes_its_own_pixels(timm, files):
-    """All distinct settings of timm's pretrained ViTs, on a photograph."""
+    """Tests all distinct settings of timm's pretrained ViTs on a photograph."""
     from timm.data import create_transform
 
     settings = {}
@@ -214,7 +214,7 @@ def test_an_imported_folder_seals_its_preprocessing_and_is_exported_with_it(libr
 
 
 def cropped(file: Path) -> np.ndarray:
-    """What timm makes of an image unless told otherwise: bicubic, crop_pct 0.875, the middle cut out."""
+    """Preprocess an image with timm's defaults: bicubic, crop_pct 0.875, centre crop."""
     image = Image.open(file).convert("RGB")
     scale = 256 / min(image.size)
     image = image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC)
@@ -287,6 +287,6 @@ def test_an_npz_has_no_place_for_it_and_a_folder_of_ours_keeps_it(tmp_path, caps
     file.write_text(file.read_text().replace("256", "248"))
     assert main(["export", str(tmp_path / "again"), str(tmp_path / "out"), "--format", "timm"]) == 65
     assert "preprocessing.json has changed: its sha256 is" in capsys.readouterr().err
-    # What an earlier owner left is not taken for these weights'.
+    # Files of earlier weights in the folder are not used for these weights.
     models.save(random_model(), tmp_path / "ours")
     assert models.load_preprocessing(tmp_path / "ours") is None

@@ -1,4 +1,4 @@
-"""timm's files: its own models compute the same from ours, and ours from its."""
+"""timm's files: timm's models reproduce our outputs from our exports, and ours reproduce timm's from its files."""
 
 import json
 import math

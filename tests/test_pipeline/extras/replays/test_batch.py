@@ -1,4 +1,4 @@
-"""Step records of a stage belong to the right attempt and shards; the records are made by hand."""
+"""Step records of a stage belong to the right attempt and shards; the records are handwritten."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ A, B = ["train-000001.tar"], ["train-000002.tar"]
 
 
 def stage_of(*attempts: tuple[int, Sequence[str], int | None]) -> TrainedStage:
-    """A stage whose attempts started from a step, without shards, and reported up to a step; None: nothing."""
+    """Return a stage without shards from the first and last reported step of its attempts (None: no report)."""
     records: list[dict[str, Any]] = []
     for number, (start, drop, end) in enumerate(attempts, 1):
         head = {"attempt": number, "world": number, "time": 0.0}
