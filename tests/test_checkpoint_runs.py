@@ -206,7 +206,7 @@ def test_a_signal_at_any_moment_commits_and_exits_75_and_a_second_ctrl_c_ends_at
             context = f"{signals} after step {step}, FAULT_SEED={SEED}\n{said(run)}"
             newest = committed(stage(run) / "checkpoints")
             if signals == [signal.SIGINT] * 2:
-                assert process.exitcode == 130 and "ended without a commit" in said(run), context
+                assert process.exitcode == 130 and "stopped without a commit" in said(run), context
                 assert checkpoint_reader.verify(newest[0]).step >= 1
             else:
                 stopped = read_manifest(newest[0]).step
