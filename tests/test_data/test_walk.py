@@ -77,6 +77,15 @@ def test_hidden_files_broken_links_and_devices_are_counted(tmp_path: Path) -> No
     assert skipped == {HIDDEN: 3, NO_FILE: 2}
 
 
+@pytest.mark.parametrize("name", ["@eaDir", ".hidden"])
+def test_a_skipped_folder_without_files_counts_for_nothing(tmp_path: Path, name: str) -> None:
+    tree(tmp_path, "cat/1.jpg")
+    (tmp_path / name / "deep").mkdir(parents=True)
+    files, skipped = below(tmp_path)
+    assert files == ["cat/1.jpg"]
+    assert not skipped
+
+
 def test_files_in_any_order_are_the_same_files(tmp_path: Path) -> None:
     tree(tmp_path, "cat/1.jpg", "cat/deep/2.jpg", "3.jpg", ".hidden.jpg", "@eaDir/4.jpg")
     first, second = Counter(), Counter()

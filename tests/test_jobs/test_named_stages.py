@@ -62,7 +62,7 @@ def test_a_name_selects_the_newest_finished_stage_and_reports_it(run, capsys, ty
     assert message.count("\n") == (expected is not None)
     if expected is not None:
         assert message.startswith(f"{path}: using {expected}, finished 1970-01-01 ")
-    assert ("to select another stage, type" in message) == (typed == "")
+    assert ("to select another stage, use" in message) == (typed == "")
 
 
 def test_a_folder_with_the_name_of_a_stage_is_not_a_stage(run):
@@ -101,7 +101,7 @@ def test_an_unfinished_stage_is_used_for_checkpoints_if_no_other_has_any(run, ca
             with pytest.raises(DataError, match="is at step 14 of 200\n") as error:
                 find_stage(f"{run}/{typed}")
             assert f"to resume it, run {command}\n" in str(error.value)
-            assert f"newest checkpoint (step 12), type\n  python -m jobs checkpoints export {run}/finetune --to" in str(
+            assert f"newest checkpoint (step 12), run\n  python -m jobs checkpoints export {run}/finetune --to" in str(
                 error.value
             )
 

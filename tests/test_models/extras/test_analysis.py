@@ -104,6 +104,10 @@ def test_components_rebuild_the_filters_they_come_from():
     assert explained.sum().item() == pytest.approx(1)
     assert (explained.diff() <= 0).all()
     assert components.shape == (32, 3, 4, 4)  # at most the number of filters
+    # Figure 7 of the paper shows 28.
+    first, explained_by_first = analysis.embedding_components(model)
+    assert torch.equal(first, components[:28])
+    assert torch.equal(explained_by_first, explained[:28])
 
 
 def test_masked_models_are_looked_into_and_models_without_attention_refused():

@@ -225,3 +225,12 @@ def test_a_table_with_a_flipped_bit_or_of_another_set_is_reported(tmp_path):
         assert "set-000000.npy: not a valid table of set-000000.tar: its sha256" in "\n".join(report.lines(1))
     table.write_bytes(content)
     assert check(index).ok
+
+
+def test_repair_keeps_the_declared_number_of_classes(tmp_path):
+    """The labels of three digits end far below the 12 classes that the index declares."""
+    folder = tmp_path / "few"
+    folder.mkdir()
+    write_tar(folder / "s.tar", [member for number in range(3) for member in sample(number)])
+    index = build_index(folder, output=tmp_path / "index", classes=12)
+    assert repair(index, tmp_path / "well").classes == 12

@@ -2,6 +2,7 @@
 
 import zipfile
 
+import cv2
 import numpy as np
 import pytest
 
@@ -36,4 +37,13 @@ def test_ambiguous_objectnet_name_is_rejected(tmp_path):
     folder = archives.objectnet(tmp_path / "objectnet-1.0")
     (folder / "mappings" / "objectnet_to_imagenet_1k.json").write_text('{"Banana": "crane"}')
     with pytest.raises(DataError, match="'crane' does not name exactly one ImageNet class"):
+        list(objectnet.samples(folder))
+
+
+@pytest.mark.parametrize("sides", [(4, 16), (12, 4)])
+def test_image_that_is_all_border_is_rejected(sides, tmp_path):
+    folder = archives.objectnet(tmp_path / "objectnet-1.0")
+    red = np.full((*sides, 3), (0, 0, 255), np.uint8)
+    (folder / "images/banana/cc.png").write_bytes(cv2.imencode(".png", red)[1].tobytes())
+    with pytest.raises(DataError, match=r"images/banana/cc\.png: not an image, or too small for a border"):
         list(objectnet.samples(folder))
