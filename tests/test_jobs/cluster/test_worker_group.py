@@ -406,7 +406,7 @@ def test_places_of_an_ended_embedded_cluster_are_not_used_in_the_next(restart) -
     assert restart.after.reserve("test", [2], print, do_nothing) == 2
 
 
-def test_sigterm_during_and_after_the_start_of_a_cluster_is_heard_by_our_handler(restart) -> None:
+def test_sigterm_during_and_after_the_start_of_a_cluster_reaches_our_handler(restart) -> None:
     assert restart.sigterms == [signal.SIGTERM, 0, signal.SIGTERM]
 
 
