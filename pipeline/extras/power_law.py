@@ -284,7 +284,7 @@ class ValueTests:
     """Tests for all quantities of a study; random numbers are fixed, so a study always has the same intervals."""
 
     def __init__(self, x: np.ndarray, y: np.ndarray, weights: np.ndarray, draws: int) -> None:
-        """Prepare tests for laws of y (n,) at x (n, k), divided by the scale, with residuals relative to `weights` (n,)."""
+        """Prepare the tests for y (n,) at x (n, k), divided by the scale; residuals are relative to `weights` (n,)."""
         from scipy.stats import f as f_distribution  # imported here because checking a recipe does not need it
 
         n, k = x.shape
