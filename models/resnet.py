@@ -68,10 +68,8 @@ class BiTConv(StdConv):
 
 
 class StemUnit(nn.Module):
-    """Post-activation bottleneck; the stride is on the 3x3."""
-
     """Post-activation bottleneck with the stride on its 3x3 convolution."""
-    is_repeated = True  # models.blocks finds it by that
+
     is_repeated = True  # for models.blocks
 
     def __init__(self, inside: int, width: int, stride: int) -> None:
