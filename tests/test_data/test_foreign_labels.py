@@ -1,4 +1,4 @@
-"""Labels, keys and class lists as people have them: one reader for every source, and the same answer from all."""
+"""Labels, keys and class lists in users' formats: all sources use the same reader and give the same result."""
 
 import json
 import pickle

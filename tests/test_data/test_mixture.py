@@ -1,4 +1,4 @@
-"""Several sets by weight, from the recipe to the last checkpoint: exact counts, one ledger, exact resume."""
+"""Weighted mixtures of sets, from the recipe to the last checkpoint: exact counts, one ledger, exact resume."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Sealed records, cache entries and journals: every flipped bit and every cut is noticed."""
+"""Sealed records, cache entries and journals: every flipped bit and every truncation is detected."""
 
 import hashlib
 import json

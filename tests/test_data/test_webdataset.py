@@ -1,4 +1,4 @@
-"""Shards go both ways between Patchline and webdataset's own, plain `ShardWriter` and `WebDataset`."""
+"""Shards can be exchanged in both directions with webdataset's `ShardWriter` and `WebDataset`."""
 
 import json
 from pathlib import Path
@@ -27,12 +27,12 @@ def noise(seed: int, kind: str = ".jpg") -> bytes:
 
 
 def written_by_webdataset(folder: Path, count: int = 23, suffix: str = "tar") -> list[dict[str, object]]:
-    """Shards of seven samples by `wds.ShardWriter` as its page shows it: an image, its class, and whatever else."""
+    """Write shards of seven samples with `wds.ShardWriter` as documented: an image, its class, and other members."""
     samples: list[dict[str, object]] = []
     folder.mkdir()
     with wds.ShardWriter(f"{folder}/theirs-%06d.{suffix}", maxcount=7, verbose=0) as writer:
         for number in range(count):
-            # Keys with folders, one longer than a tar header's 100 bytes; PNG among JPEG; members that are not read.
+            # Keys with folders, one longer than a tar header's 100 bytes; PNG among JPEG; ignored members.
             key = f"part/{'long' * 30 if number == 5 else 'x'}{number:04d}"
             kind = "png" if number % 4 == 0 else "jpg"
             sample = {"__key__": key, kind: noise(number, f".{kind}"), "cls": number % CLASSES, "txt": "a caption"}

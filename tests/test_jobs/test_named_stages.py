@@ -91,7 +91,7 @@ def test_an_unfinished_stage_is_used_for_checkpoints_if_no_other_has_any(run, ca
         (run / name).rename(run / f"old-{name}")
     assert find_stage(f"{run}/finetune", "checkpoints") == f"{run}/finetune-00000005"
     assert "finetune-00000005, not finished, started 1970" in capsys.readouterr().err
-    # Of weights that are still being trained: how far they are, and what goes on.
+    # For weights of unfinished training, the error reports the progress and the command that resumes it.
     (run / "finetune-00000005" / "metrics.jsonl").write_text('{"kind": "train", "step": 14, "steps": 200}\n')
     (run / "finetune-00000005" / "checkpoints" / "step-0000000012").mkdir()
     (run / "finetune-00000005" / "checkpoints" / "step-0000000012" / "MANIFEST.json").write_text("{}")
@@ -125,7 +125,7 @@ def test_a_copy_of_a_run_has_the_same_newest_stages(run, tmp_path):
     for name in ("finetune-00000003", "pretrain-00000002", "finetune-00000005", "finetune-00000004"):
         shutil.copytree(run / name, tmp_path / "copy" / name, copy_function=shutil.copyfile)
     assert find_stage(f"{tmp_path}/copy/finetune") == f"{tmp_path}/copy/finetune-00000003"
-    # Of an older record, or one that was altered, the file's time is all that is known.
+    # For an older or altered record, only the file's time is known.
     (run / "finetune-00000004" / "done.json").write_text("{}")
     assert find_stage(f"{run}/finetune") == f"{run}/finetune-00000004"
 

@@ -1,4 +1,4 @@
-"""The JSON of an index: read from its folder, wherever both lie, and refused if it is not what was written."""
+"""The JSON of an index: read from its folder, wherever that is, and refused if it was altered."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""What an index says of a set of 3, 2 and 4 samples, counted by hand."""
+"""The content of an index of 3, 2 and 4 samples, counted by hand."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""How often, and after which pauses, a store is asked again; the clock is the test's own."""
+"""How often, and after which pauses, a request to a store is retried; the tests use a fake clock."""
 
 import logging
 from itertools import pairwise
@@ -18,7 +18,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seconds = 500.0
-        self.pauses: list[float] = []  # the longest that may be drawn
+        self.pauses: list[float] = []  # the longest possible draw
         monkeypatch.setattr(urls, "time", SimpleNamespace(monotonic=lambda: self.seconds, sleep=self.sleep))
         monkeypatch.setattr(urls, "random", SimpleNamespace(uniform=self.uniform))
 

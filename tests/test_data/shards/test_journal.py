@@ -1,4 +1,4 @@
-"""A packing that was stopped continues from its journal, unless what it recorded has changed."""
+"""Interrupted packing resumes from its journal unless the recorded inputs have changed."""
 
 import contextlib
 import os

@@ -262,14 +262,14 @@ def test_a_finished_set_takes_no_other_samples(tmp_path, given, options):
     with pytest.raises(DataError, match=r"(?s)finished set.*[0-9a-f]{64}.*use another folder or --name"):
         pack(given(), tmp_path, **{"shard_samples": 5, **options})
     assert contents(tmp_path) == before
-    # The same samples are no others, and nothing is written.
+    # The same samples make the same set, and nothing is written.
     times = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     assert pack(samples(12), tmp_path, shard_samples=5) == finished
     assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == times
 
 
 def test_a_folder_of_the_same_names_and_older_files_is_another_source(tmp_path):
-    """By names, labels and times alone, neither a finished nor a stopped set could tell them apart."""
+    """Names, labels and times alone could not distinguish the sources, for finished and interrupted sets alike."""
     for number, root in enumerate("ab"):
         for name in ("1", "2", "3"):
             path = tmp_path / root / "cat" / f"{name}.jpg"
@@ -325,7 +325,7 @@ def test_a_source_never_holds_its_output(tmp_path, capsys):
 
 
 def png_header(width: int, height: int) -> bytes:
-    """A PNG that says so many pixels and holds none."""
+    """Return a PNG header with these sides and without pixels."""
     body = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     chunks = b""
     for kind, content in ((b"IHDR", body), (b"IDAT", b""), (b"IEND", b"")):
@@ -354,7 +354,7 @@ def test_packing_and_indexing_count_what_is_no_image_by_the_same_reasons_as_the_
     assert made.refused.counts == expected
     assert made.refused.first["truncated"] == "cat/c of x-000000.tar"
     assert check(made).bad.counts == expected
-    # Asked to, both decode all of it: what has a header and an end may still be none.
+    # On request, both decode the whole image: a file with a header and an end may still be broken.
     whole = cv2.imencode(".png", np.zeros((9, 9, 3), np.uint8))[1].tobytes()
     torn = whole[:45] + bytes(20) + whole[65:]
     (tmp_path / "torn").mkdir()

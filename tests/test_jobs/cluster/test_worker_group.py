@@ -52,7 +52,7 @@ ROOT = Path(__file__).parents[3]
 BACKENDS = ["processes", "ray"]
 # Ray's own processes on every node: two agents, and idle workers.
 OF_EVERY_NODE = {"DashboardAgent", "RuntimeEnvAgent", "IDLE"}
-# Processes of Ray's head that are not needed.
+# Dispensable processes of Ray's head.
 NOT_NEEDED_OF_HEAD = {"monitor.py", "log_monitor.py"}
 FAILURES = [
     # backend, act, cause, exit code
@@ -346,12 +346,12 @@ def test_frozen_fork_server_is_named_and_replaced(backend, phase, two, tmp_path,
     assert run(sleep, task, two[backend], tmp_path, name="next") == "stopped"
 
 
-# ------------------------------------------------------------------------ a cluster that is too small or absent
+# ------------------------------------------------------------------------ a cluster too small or absent
 
 
 @dataclasses.dataclass
 class Restart:
-    """Observations while an embedded cluster that was too small is replaced by a larger one."""
+    """Observations while a larger embedded cluster replaces one that is too small."""
 
     cpus_before: float
     cpus: float

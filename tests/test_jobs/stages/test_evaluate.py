@@ -365,7 +365,7 @@ def test_training_sets_are_identified_by_digest_not_path(
         "pairs": [],
     }
     (tmp_path / "leaks.json").write_text(seal(leaks))
-    # Another data set at the same path: the one that was compared.
+    # Replace the data set at this path by the one of the comparison.
     shutil.rmtree(tmp_path / "set")
     shutil.copytree(tmp_path / "new", tmp_path / "set")
     shutil.rmtree(tmp_path / "part")

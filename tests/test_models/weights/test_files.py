@@ -1,4 +1,4 @@
-"""Weights of any format by one call: our own folder, what a format cannot hold, and all formats in turn."""
+"""Read and write weights of any format with one call: our folder, the formats' limits, and chains of conversions."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Class names and preprocessing of a folder of weights, from files that are written by hand."""
+"""Class names and preprocessing of a folder of weights, read from handwritten files."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Files of other projects are recognised by their names, and what cannot be read is refused with what to do."""
+"""Files of other projects are recognised by name; errors about unreadable files suggest a remedy."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Every family of transformers that is a ViT: in with its own outputs, and out again with its own bits."""
+"""Every ViT family of transformers: imports reproduce the original outputs, and exports the original bits."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The names and shapes of stored tensors: what does not fit is listed, and refused."""
+"""Names and shapes of stored tensors: mismatches are listed and refused."""
 
 import json
 
