@@ -103,8 +103,9 @@ def analyze(weights: str, paths: list[str], output: str, limit: int) -> None:
     if bad:
         name, reason = next(iter(bad.items()))
         echo(f"skipped {len(bad)} unreadable images; the first is {name}: {reason}")
-    echo(f"analyzed {len(images)} images of {config.image_size[0]}×{config.image_size[1]} px across {config.depth}
-    layers") echo(f"mean attention distance {reach[0]:.1f} px in the first layer, {reach[-1]:.1f} px in the last")
+    size = f"{config.image_size[0]}×{config.image_size[1]}"
+    echo(f"analyzed {len(images)} images of {size} px across {config.depth} layers")
+    echo(f"mean attention distance {reach[0]:.1f} px in the first layer, {reach[-1]:.1f} px in the last")
     echo(f"written  {folder}/attention.png  inside.png  analysis.json")
 
 

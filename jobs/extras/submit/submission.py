@@ -156,7 +156,7 @@ def submit(
 
 
 def list_jobs() -> list[RayJob]:
-    """Return all jobs submitted by Patchline: running, then pending, then ended jobs, latest first within each group."""
+    """Return all jobs submitted by Patchline: running, then pending, then ended jobs; within each, latest first."""
     client = _connect()
     jobs = []
     for job in reversed(_submitted_jobs(client)):
