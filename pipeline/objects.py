@@ -1,9 +1,9 @@
-"""Sends objects between workers as JSON: torch's collectives of objects would pickle them.
+"""Sends objects between workers as JSON, because torch's object collectives would pickle them.
 
-Unpickling can execute arbitrary code. Torch's store and gloo accept connections from anyone who reaches their ports, so
-an attacker could run code in the workers. `send_as_json` replaces the pickler of `torch.distributed` in this
-process, for `all_gather_object`, `broadcast_object_list` and their callers in DeepSpeed. A received object can only be:
-a JSON value, a tuple, a dict with other keys, an array of numbers, a tensor, or an instance of CLASSES.
+Unpickling can execute arbitrary code. Torch's store and gloo accept connections from anyone who can reach their ports,
+so an attacker could run code in the workers. `send_as_json` replaces the pickler of `torch.distributed` in this
+process, for `all_gather_object`, `broadcast_object_list` and their callers in DeepSpeed. A received object can only be
+a JSON value, a tuple, a dict with other keys, an array of numbers, a tensor, or an instance of a class in CLASSES.
 
     Decision(None, "full disk", False)  →  {"class": "pipeline….Decision", "fields": {"manifest": null, …}}
     (1, 2.5)                            →  {"class": "tuple", "items": [1, 2.5]}
@@ -36,7 +36,7 @@ NUMBERS = "biuf"  # accepted kinds of NumPy arrays: booleans, integers, floats; 
 
 
 def send_as_json() -> None:
-    """Make the object collectives of this process send JSON. Raises RuntimeError if torch's private names changed."""
+    """Make object collectives in this process send JSON. Raises RuntimeError if torch's private names have changed."""
     if not (hasattr(torch_objects, "_pickler") and hasattr(torch_objects, "_unpickler")):
         raise RuntimeError(f"torch {torch.__version__} pickles objects in another way (pipeline/objects.py)")
     torch_objects._pickler = JsonWriter  # type: ignore[assignment]
@@ -66,7 +66,7 @@ class JsonReader:
 
 
 def encoded(value: Any) -> Any:
-    """Return the JSON values of an object."""
+    """Convert an object to JSON values."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list):
