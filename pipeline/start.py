@@ -378,7 +378,7 @@ def report_start(worker: Worker, progress: Progress, manifest: Manifest | None) 
         changed = config.differences(flat_values(before), flat_values({name: record[name] for name in before}))
         if changed:
             group.telemetry.log(
-                f"this attempt computes under other conditions than the last: {'; '.join(changed)}\n"
+                f"conditions have changed since the previous attempt: {'; '.join(changed)}\n"
                 "  the last bits may differ from here on"
             )
     if worker.data.index.remote:

@@ -188,9 +188,9 @@ class Phase:
 
 @dataclass(frozen=True)
 class TrainConfig(SavingConfig, EngineConfig):
-    """The config of a trained stage.
+    """The config of a trained stage; defaults: the paper's ViT-B/16 on JFT-300M, except for `optim.clip`.
 
-    The defaults are those of the paper's ViT-B/16 pretraining on JFT-300M (table 3), except for `optim.clip`.
+    The paper's values are in its table 3.
 
     The objective "masked" (paper, B.1.2) trains a "Masked-…" model; `target`, `corrupted`, `masked` and `swapped` are
     keys of `model`. Labels are not read and may be missing. A later stage can fine-tune the ViT inside this model.
@@ -250,7 +250,7 @@ class TrainConfig(SavingConfig, EngineConfig):
         at_least(self, 1, "batch_size micro_batch log_every max_skipped")
         require(
             not self.mixup or self.micro_batch > 1,
-            f"mixup is {self.mixup} with micro_batch 1: it blends images of the same micro-batch, so nothing would be "
+            f"mixup is {self.mixup} with micro_batch 1: it blends images within a micro-batch, so nothing would be "
             "mixed\n  expected a micro_batch of 2 or more\n  set micro_batch=2, or mixup=0",
         )
         if self.exact_parts:

@@ -91,10 +91,10 @@ def batch_arithmetic(cfg: TrainConfig, world: int) -> Arithmetic:
     smallest_share = cfg.batch_size // world
     require(
         not cfg.mixup or smallest_share >= 2 * accumulation,
-        f"mixup blends images of the same micro-batch, but a share of {smallest_share} images in {accumulation} "
-        f"micro-batches leaves some with a single image\n"
+        f"mixup blends images within a micro-batch, but splitting a worker's {smallest_share} images into "
+        f"{accumulation} micro-batches leaves some with a single image\n"
         f"  expected micro-batches of 2 images or more on each of {world} workers\n"
-        f"  set micro_batch={max(largest_share, 2)} or fewer workers, or mixup=0",
+        f"  set micro_batch={max(largest_share, 2)} or mixup=0, or use fewer workers",
     )
     return Arithmetic(cfg.batch_size, cfg.micro_batch, world, accumulation)
 

@@ -434,7 +434,7 @@ def damage_message(path: Path, problems: Mapping[int, str]) -> str:
     return (
         f"{path} is damaged: {'; '.join(shown)}\n"
         "  expected each record with the digest that the run wrote; the storage has changed the file\n"
-        f"  restore the file from a copy; to compute results without these records, type: sed -i '{delete}' {path}"
+        f"  restore the file from a copy; to compute results without these records, run: sed -i '{delete}' {path}"
     )
 
 
