@@ -124,7 +124,7 @@ class RayNodes(RayPlaces):
             self.start_agent(node_id)
 
     def start_agent(self, node_id: str) -> Any:
-        """Return the actor of a node's agent; start it if it is not running."""
+        """Return the actor of a node's agent; start the actor if it is not running."""
         if node_id not in self.actors:
             self.actors_started += 1
             remote: Any = ray.remote(RayAgent).options(

@@ -257,7 +257,7 @@ class Evaluate(StageKind):
         return {"metrics": metrics}
 
     def model(self, cfg: EvaluateConfig, source_model: SourceModel) -> ModelConfig | None:
-        """Return the architecture of the weights, which may come from another project; None if they are missing."""
+        """Return the architecture of the weights, which may be another project's; None if the weights are missing."""
         if any_weights.is_foreign(cfg.init):
             return any_weights.load(cfg.init, cfg.model).config
         return source_model(cfg.init)

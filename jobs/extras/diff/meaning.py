@@ -90,7 +90,7 @@ class ComparedStage:
 
     @property
     def steps(self) -> int | None:
-        """Return the number of training steps; None if it depends on an unknown number of samples."""
+        """Return the number of training steps; None if this depends on an unknown number of samples."""
         if self.config.steps is None and self.samples is None:
             return None
         return steps_of(self.config, self.samples or 0)

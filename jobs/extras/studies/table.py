@@ -332,7 +332,7 @@ def rows_as_json(rows: Sequence[Row]) -> dict[str, dict[str, object]]:
 
 
 def result_of(name: str, cfg: RunConfig, table: TableConfig, context: Context) -> Result:
-    """Read the result of a finished run. Raises DataError if it lacks the metric of the table."""
+    """Read the result of a finished run. Raises DataError if the result lacks the metric of the table."""
     best = table.best
     folder = Path(context.campaign.path_of(cfg.stage))
     done = artifacts.read_done(folder)
