@@ -146,8 +146,8 @@ class Agent:
     def warm_up(self) -> None:
         """Start the fork server, unless it is already running, without waiting until it is ready.
 
-        The fork server imports modules only for workers without GPUs: importing torch or DeepSpeed may initialize CUDA,
-        and a process that has initialized CUDA must not fork.
+        The fork server imports modules only for workers without GPUs: importing torch or DeepSpeed may initialise CUDA,
+        and a process that has initialised CUDA must not fork.
         """
         with self.changed:
             if self.server is None:

@@ -115,7 +115,7 @@ class FigureRow:
 
 
 def published(table: str, x: str, y: str) -> list[Point]:
-    """Return the published values of a table in the paper. Raises ConfigError if there are none."""
+    """Return the published values of a table in the paper. Raises ConfigError if there are no such values."""
     tables: dict[str, dict[tuple[str, str], dict[str, str]]] = {}  # table → (series, row) → values by name
     with open(PAPER, newline="") as file:
         for entry in csv.DictReader(file):
