@@ -61,7 +61,7 @@ _umask_lock = threading.Lock()
 
 @dataclass(frozen=True)
 class StartRequest:
-    """A request to an agent to start the workers of an attempt on its node."""
+    """A request that tells an agent to start the workers of an attempt on its node."""
 
     ranks: Sequence[RankInfo]
     payload: bytes  # pickled (function, task)
@@ -212,7 +212,7 @@ class Agent:
             return self.files is not None
 
     def poll(self, news: int, wait_s: float, acknowledged: Mapping[str, Mark]) -> NodeReport:
-        """Return the state of the workers after `wait_s`, or at once if there are events after event number `news`.
+        """Return the state of the workers after `wait_s`, or at once if there are events newer than number `news`.
 
         `acknowledged` contains the marks of file changes that the driver has written.
         """

@@ -99,7 +99,7 @@ def is_too_small(cluster: ClusterConfig) -> bool:
 
 
 def start(cluster: ClusterConfig) -> Embedded:
-    """Start an embedded cluster with enough CPUs for these workers, without waiting; stop a smaller cluster first.
+    """Start, without waiting, an embedded cluster with enough CPUs for these workers; first stop a smaller one.
 
     Raises ClusterError if the token cannot be stored, and OSError.
     """

@@ -97,7 +97,7 @@ class ComparedStage:
 
 
 def of_campaign(campaign: Campaign) -> Iterator[ComparedStage]:
-    """Yield the stages of a recipe that train or evaluate; for a sweep, only the first run of each row."""
+    """Yield the stages of a recipe that train or evaluate; for a sweep, only the first run in each row."""
     available = Available(campaign)
     table_of: dict[str, Stage] = {}  # name of a run → its sweep's table
     referenced: set[str] = set()  # tables whose chosen values other stages use

@@ -168,7 +168,7 @@ class Table(StageKind):
         expand.make_absolute(name, section, patterns, absolute)
 
     def placeholders(self, cfg: TableConfig) -> Mapping[str, object]:
-        """Return the first values of the grid, which other stages use until the table exists."""
+        """Return the first values in the grid, which other stages use until the table exists."""
         if not cfg.chooses:
             return {}
         return next(iter(cfg.runs.values())).values
@@ -367,7 +367,7 @@ def result_of(name: str, cfg: RunConfig, table: TableConfig, context: Context) -
 
 
 def rows_of(results: Sequence[Result]) -> list[Row]:
-    """Combine runs into rows, in the order of their first runs."""
+    """Combine runs that differ only by seed into rows, ordered by their first runs."""
     rows = []
     runs_of: dict[str, list[Result]] = {}
     for result in results:
