@@ -206,7 +206,7 @@ def test_a_signal_at_any_moment_commits_and_exits_75_and_a_second_ctrl_c_ends_at
             context = f"{signals} after step {step}, FAULT_SEED={SEED}\n{said(run)}"
             newest = committed(stage(run) / "checkpoints")
             if signals == [signal.SIGINT] * 2:
-                assert process.exitcode == 130 and "ended without a commit" in said(run), context
+                assert process.exitcode == 130 and "stopped without a commit" in said(run), context
                 assert checkpoint_reader.verify(newest[0]).step >= 1
             else:
                 stopped = read_manifest(newest[0]).step
@@ -246,7 +246,7 @@ HANGS = {
 
 
 @pytest.mark.parametrize("places", [("reduce",), pytest.param(tuple(HANGS), marks=SOAK)])
-def test_a_run_that_hangs_anywhere_is_ended_named_and_goes_on(places, few, twin, run) -> None:
+def test_hung_run_is_ended_with_its_cause_and_resumes(places, few, twin, run) -> None:
     patch = f"hanging {','.join(places)}"
     assert finish(run, "pretrain.stall_s=8", f"pretrain.data.evaluate={few}", patch=patch) == 0, said(run)
     for place, found in zip(places, incidents(stage(run)), strict=True):
@@ -315,7 +315,7 @@ def test_all_ranks_agree_on_the_commit_if_a_rank_is_killed_or_slow_during_a_save
         assert_same(run, twin)
 
 
-def test_failed_saves_are_said_and_training_goes_on(twin, run) -> None:
+def test_failed_saves_are_logged_and_training_continues(twin, run) -> None:
     assert finish(run, "pretrain.max_failed_saves=4", patch="full_disk_for_a_while") == 0, said(run)
     text = said(run)
     for step, file, count in ((10, "rank-00001", 1), (15, "rank-00001", 2), (20, "MANIFEST.json", 3)):
@@ -347,7 +347,7 @@ def test_a_commit_implies_its_metrics(twin, run) -> None:
 
 
 @pytest.mark.parametrize(("evaluate_every", "stopped"), [(8, 8), (0, 40)])
-def test_a_stop_is_heard_between_two_batches_of_an_evaluation(evaluate_every, stopped, few, twin, run) -> None:
+def test_stop_is_noticed_between_two_batches_of_an_evaluation(evaluate_every, stopped, few, twin, run) -> None:
     """During the steps, when step 8 would not be saved otherwise, and at the end."""
     options = [f"pretrain.evaluate_every={evaluate_every}", f"pretrain.data.evaluate={few}"]
     process = start(run, *options, patch="stopped_in_an_evaluation")
@@ -381,7 +381,7 @@ def stop_at_the_first_batch(process: BaseProcess, run: Path) -> None:
     assert process.exitcode == 75 and "stopped while waiting for the first batch" in said(run), said(run)
 
 
-def test_a_stop_is_heard_while_the_first_batch_does_not_come(run) -> None:
+def test_stop_is_noticed_while_waiting_for_the_first_batch(run) -> None:
     process = start(run, patch="no_first_batch")
     stop_at_the_first_batch(process, run)
     assert "restarting" not in said(run)
@@ -390,7 +390,7 @@ def test_a_stop_is_heard_while_the_first_batch_does_not_come(run) -> None:
     assert finish(run, "pretrain.steps=5", patch="no_first_batch") == 0, said(run)
 
 
-def test_a_stop_in_the_wait_behind_an_excluded_stretch_keeps_the_steps_before_it(run) -> None:
+def test_stop_while_waiting_after_an_excluded_range_keeps_the_steps_before_it(run) -> None:
     stop_at(run, 6, "pretrain.log_every=1", patch="slowly")
     before = read_manifest(committed(stage(run) / "checkpoints")[0]).step
     # Simulate a fallback to an older checkpoint: the excluded range begins two steps after the loaded checkpoint.
@@ -692,7 +692,7 @@ def test_of_concurrent_runs_one_trains_and_the_others_exit_73(starts, twin, run)
     assert_same(run, twin)
 
 
-def test_the_best_is_handed_on_and_patience_ends_at_the_same_step_whatever_is_killed(few, run) -> None:
+def test_best_checkpoint_is_exported_and_patience_ends_at_the_same_step_whatever_is_killed(few, run) -> None:
     """Kills between the commit of the last evaluated step and its evaluation, and before the stage's end.
 
     The expected result is derived by hand from a run that keeps all steps and has no `keep_best`.
@@ -755,9 +755,7 @@ def found_folder(run: Path, step: int) -> Path:
 
 
 @pytest.mark.parametrize("frozen", ["driver and workers", "driver"])
-def test_a_driver_that_wakes_up_after_its_run_was_taken_over_ends_with_73_and_changes_nothing(
-    frozen, twin, run
-) -> None:
+def test_driver_that_wakes_up_after_a_takeover_of_its_run_exits_with_73_and_changes_nothing(frozen, twin, run) -> None:
     first = start(run, patch="hasty_lease")
     family = []
 

@@ -375,7 +375,7 @@ def test_a_bit_of_the_journal_of_a_stopped_packing_makes_no_other_set(tmp_path):
         assert written == json.loads((tmp_path / "whole" / "train.index.json").read_text())
 
 
-def test_a_log_or_status_that_has_changed_is_named_and_never_taken_for_a_bug(tmp_path, capsys, monkeypatch):
+def test_altered_log_or_status_is_named_and_never_reported_as_a_bug(tmp_path, capsys, monkeypatch):
     stage = tmp_path / "run" / "pretrain-1a2b3c4d"
     telemetry = Telemetry(stage, rank=0, attempt=1)
     telemetry.report("start", {"step": 0, "world": 2, "claimed": 1.0, "drop": [], "text": "random weights"})

@@ -267,7 +267,7 @@ def test_a_host_that_dies_in_mid_save_changes_nothing(rounds, cluster, twin, sha
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_after_two_hosts_died_at_once_the_run_waits_and_goes_on_when_they_are_back(cluster, twin, shared) -> None:
+def test_run_waits_after_two_hosts_died_at_once_and_continues_when_they_return(cluster, twin, shared) -> None:
     run = shared / "two-deaths"
     driver = begin(cluster, run)
     driver.until(has_reported(run, 12), AGAIN_S)
@@ -337,7 +337,7 @@ def steps_of(record: Record) -> range:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_goes_on_with_fewer_workers_and_with_more_as_hosts_are_lost_for_good_and_join(cluster, shared) -> None:
+def test_run_continues_with_fewer_or_more_workers_as_hosts_are_lost_and_join(cluster, shared) -> None:
     """Two workers, one, two: the same bits as an undisturbed single worker, because the parts are fixed."""
     exact = ["pretrain.exact_parts=4", "pretrain.steps=1000", "pretrain.save_every=20"]
     alone = shared / "alone"
@@ -429,7 +429,7 @@ def test_a_node_that_the_head_has_given_up_joins_again_as_soon_as_its_link_is_wh
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_whoever_follows_a_submitted_run_is_told_that_the_head_is_gone_and_goes_on_when_there_is_one(shared) -> None:
+def test_following_a_submitted_run_reports_a_lost_head_and_continues_when_it_returns(shared) -> None:
     """First the head is cut off, which closes no connection; then it loses power, and returns with an empty disk."""
     token = shared / "token"
     token.write_text(os.urandom(32).hex())
@@ -525,7 +525,7 @@ def black_hole(cluster: RayHosts, host: str) -> None:
 @pytest.mark.parametrize("rounds", [ONCE, HALF])
 @pytest.mark.parametrize("fault", [cut, black_hole])
 @pytest.mark.slow
-def test_a_host_behind_a_dead_link_is_noticed_and_cannot_commit(fault, rounds, cluster, twin, shared) -> None:
+def test_host_with_a_dead_link_is_detected_and_cannot_commit(fault, rounds, cluster, twin, shared) -> None:
     rng = random.Random(SEED + 2)
     times_s: list[float] = []
     for number in range(rounds):
@@ -556,7 +556,7 @@ def test_a_host_behind_a_dead_link_is_noticed_and_cannot_commit(fault, rounds, c
 @pytest.mark.parametrize("fault", [cut, black_hole])
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_link_that_is_dead_for_5_s_restarts_nothing(fault, cluster, twin, shared) -> None:
+def test_dead_link_of_5_s_restarts_nothing(fault, cluster, twin, shared) -> None:
     run = shared / f"blip-{fault.__name__}"
     driver = begin(cluster, run)
     driver.until(has_reported(run, 12), AGAIN_S)
@@ -718,7 +718,7 @@ for port, path in ((8265, "/api/jobs/"), (52365, "/logs"), (52365, "/api/job_age
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_another_host_without_the_token_is_told_nothing(cluster) -> None:
+def test_host_without_the_token_learns_nothing(cluster) -> None:
     """The README's commands started the cluster; metrics ports require no token (docs/design/cluster.md)."""
     told = cluster.network["h1"].run([sys.executable, "-c", STRANGER, cluster.head.address])
     print(told)

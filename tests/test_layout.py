@@ -430,7 +430,7 @@ def test_a_name_that_was_moved_is_missed(source: str, name: str) -> None:
     assert missing_names(source) == [(len(source.splitlines()), name)]
 
 
-def test_a_name_that_is_there_is_not_missed() -> None:
+def test_existing_name_is_not_reported_as_missing() -> None:
     there = "from pipeline.checkpoints import saver\nimport models as m\nimport torch\n"
     assert missing_names(f"{there}saver.host_memory\nm.ViT\nm.__file__\ntorch.nothing") == []
     shadowed = "from data import files\ndef test(files):\n    files.values()"
@@ -480,7 +480,7 @@ def test_a_circle_is_seen_in_either_way_of_writing_an_import() -> None:
     assert targets("from data.shards.index import Shard", known) == {"data.shards.index"}
 
 
-def test_a_circle_between_wings_is_seen_where_no_module_is_on_one() -> None:
+def test_cycle_between_wings_is_found_even_without_a_cycle_of_modules() -> None:
     arrows_of = {
         "data.images.decode": {"data.shards.tar"},
         "data.shards.tar": {"data.order"},

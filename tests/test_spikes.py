@@ -42,7 +42,7 @@ pretrain:
 
 
 @pytest.mark.slow
-def test_a_poisoned_sample_is_found_beside_training_and_masked_for_good(tmp_path: Path) -> None:
+def test_a_poisoned_sample_is_found_during_training_and_masked_permanently(tmp_path: Path) -> None:
     """The patterns are learned in a few epochs; from then on the mislabelled one causes a spike in each epoch."""
     rng = np.random.default_rng([0, 1])
     samples = []

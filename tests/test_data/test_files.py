@@ -90,7 +90,7 @@ def test_weights_that_the_disk_refuses_are_named_like_any_file(tmp_path) -> None
         write_tensors(path, {"a": torch.zeros(3)}, nullcontext)
 
 
-def test_a_full_disk_is_told_with_the_path_what_was_needed_and_what_is_free(tmp_path, monkeypatch) -> None:
+def test_full_disk_error_names_the_path_the_needed_and_the_free_space(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(os, "fsync", refusing(os.fsync, errno.ENOSPC, lambda *_: True))
     with pytest.raises(OSError) as refused:
         files.write_atomically(tmp_path / "file", b"x" * 2500)
@@ -282,7 +282,7 @@ def test_two_processes_of_one_pid_on_shared_storage_create_each_name_once(tmp_pa
         assert (tmp_path / f"{number}.json").read_text() == "ab"[answers.index(b"True")]
 
 
-def test_a_save_that_was_swept_is_never_published_even_where_its_folder_cannot_be_deleted(tmp_path, monkeypatch):
+def test_swept_save_is_never_published_even_if_its_folder_cannot_be_deleted(tmp_path, monkeypatch):
     """NFS keeps a folder while a process on the same host has a file in it open."""
     storage = Folder(tmp_path)
     (tmp_path / "saved").mkdir()
@@ -513,7 +513,7 @@ def test_quota_and_missing_permission_are_explained_by_their_cause(tmp_path):
     assert f"run ls -ld {tmp_path} " in refused
 
 
-def test_user_without_a_home_folder_is_told_to_set_one(monkeypatch):
+def test_error_without_a_home_folder_says_to_set_one(monkeypatch):
     for name in ("HOME", "PATCHLINE_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     program = "import os; from data import files; os.setuid(54321)\n{}"

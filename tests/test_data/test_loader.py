@@ -313,7 +313,7 @@ def runs(pid: str) -> bool:
 
 # Within the timeout of a hung process another one must start, also on a busy machine.
 @pytest.mark.parametrize(("blow", "timeout_s"), [(signal.SIGKILL, 60.0), (signal.SIGSTOP, 5.0)])
-def test_a_dead_or_hung_process_is_replaced_and_the_sequence_goes_on(index, order, blow, timeout_s):
+def test_dead_or_hung_process_is_replaced_and_the_sequence_continues(index, order, blow, timeout_s):
     whole = run(index, order, steps=8)
     before = children()
     loader = TrainLoader(
@@ -395,7 +395,7 @@ def is_shared(address: int) -> bool:
     return False
 
 
-def test_processes_end_with_a_loader_that_is_killed(index, order, tmp_path):
+def test_processes_end_with_their_killed_loader(index, order, tmp_path):
     script = (
         "import pickle, sys, time\n"
         "from data.loader import TrainLoader\n"
@@ -431,7 +431,7 @@ def test_a_data_error_in_a_process_reaches_the_loop(index, order):
         run(replace(index, shards=shards), order, steps=2, processes=1)
 
 
-def test_an_error_of_the_system_in_a_process_is_not_taken_for_its_death(index, order):
+def test_system_error_in_a_process_is_not_mistaken_for_its_death(index, order):
     failing = copy(order)
     failing.batch = partial(os.open, "/nonexistent")  # called with a step, which it takes for its flags
     with pytest.raises(FileNotFoundError):

@@ -259,7 +259,7 @@ def test_saves_and_starts_outlast_a_store_that_fails_often(group, run, proxy, tm
     assert_is_step(start(run, tmp_path / "other", monkeypatch)[0], 40)
 
 
-def test_a_store_that_is_away_costs_a_save_and_blames_no_checkpoint(group, run, proxy, tmp_path, monkeypatch) -> None:
+def test_unreachable_store_costs_a_save_and_blames_no_checkpoint(group, run, proxy, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(bucket_module, "ATTEMPTS", 2)
     proxy.fault_of_any = lambda method, path: 503
     made = savers.WorkerGroup(tmp_path / "run", remote=run)
@@ -292,9 +292,7 @@ def test_after_a_failed_upload_few_other_requests_are_sent(group, proxy) -> None
     assert len(asked) <= 23
 
 
-def test_a_stop_that_a_worker_has_heard_asks_a_store_that_is_gone_for_nothing(
-    group, run, proxy, tmp_path, monkeypatch
-) -> None:
+def test_stop_sends_no_requests_to_a_lost_store(group, run, proxy, tmp_path, monkeypatch) -> None:
     stops: list[str] = []  # reason for the driver's stop
     asked: list[str] = []
 
@@ -320,9 +318,7 @@ def supervise(url: str, run: Path, stops: Sequence[str]) -> None:
     supervisor.supervise(print, lambda attempt: {}, context, worlds=(1,), stall_s=60.0)
 
 
-def test_how_a_worker_failed_is_written_down_also_where_the_store_is_gone(
-    group, run, proxy, tmp_path, monkeypatch
-) -> None:
+def test_cause_of_a_worker_failure_is_recorded_even_without_the_store(group, run, proxy, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(bucket_module, "ATTEMPTS", 2)
 
     def fail(*_: Any, **options: Any) -> None:
@@ -383,9 +379,7 @@ def test_of_old_checkpoints_the_milestones_stay_and_two_at_least_are_kept(group,
     assert committed_steps(run) == [50, 40, 20]
 
 
-def test_a_deletion_that_is_interrupted_leaves_no_checkpoint_without_its_files(
-    group, run, bucket, tmp_path, monkeypatch
-) -> None:
+def test_interrupted_deletion_leaves_no_checkpoint_without_its_files(group, run, bucket, tmp_path, monkeypatch) -> None:
     assert group.save(30)
     delete = Bucket.delete
     calls: list[Any] = []
@@ -406,7 +400,7 @@ def test_a_deletion_that_is_interrupted_leaves_no_checkpoint_without_its_files(
     assert left == {key(10, "MANIFEST.json"), key(10, SWEPT)}, "the next attempt clears up"
 
 
-def test_a_start_that_is_not_the_newest_attempt_any_more_touches_nothing(group, run, bucket, tmp_path) -> None:
+def test_start_of_an_outdated_attempt_changes_nothing(group, run, bucket, tmp_path) -> None:
     group.begin(30)
     assert [claim_attempt(Bucket(run, SCRATCH)), claim_attempt(Bucket(run, SCRATCH))] == [2, 3]
     before = objects(bucket, run)
@@ -481,7 +475,7 @@ def test_what_was_not_put_before_a_kill_is_still_there_in_the_same_folder(run, m
     assert said[-1].startswith("taking over the run: no lease renewal")
 
 
-def test_an_owner_that_is_dead_is_followed_and_puts_nothing_when_it_wakes_up(run, machines, bucket) -> None:
+def test_frozen_owner_is_replaced_and_uploads_nothing_when_it_wakes_up(run, machines, bucket) -> None:
     said: list[str] = []
     frozen = left_elsewhere(run, machines[0])
     (machines[0] / "log.txt").write_text("of the frozen one")

@@ -77,7 +77,7 @@ def test_json_labels_of_shard_writer_are_read_too(tmp_path):
     assert [json.loads(label) for label in ShardReader(index).labels(0)][1] == {"labels": [0, 1]}
 
 
-def test_compressed_shards_of_shard_writer_are_packed_anew(tmp_path):
+def test_compressed_shards_of_shard_writer_are_repacked(tmp_path):
     samples = written_by_webdataset(tmp_path / "theirs", suffix="tar.gz")
     assert main(["pack", "tars", str(tmp_path / "theirs"), str(tmp_path / "ours"), "--name", "ours"]) == 0
     index = load_index(tmp_path / "ours")

@@ -454,7 +454,7 @@ def test_a_sequential_image_with_a_scan_for_each_component_is_counted_too():
         read_header(disguised)
 
 
-def test_a_header_that_is_not_the_image_s_is_a_bad_image():
+def test_image_with_a_wrong_header_is_a_bad_image():
     data = encoded(scene(16, 16), "PNG")
     with pytest.raises(BadImage, match="size differs from the header"):
         decode_crop(data, replace(read_header(data), height=3000), (100, 0, 50, 16), 0)

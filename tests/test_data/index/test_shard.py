@@ -89,7 +89,7 @@ def test_a_large_index_is_mapped_and_says_what_its_json_says(path, state, monkey
     assert len(list(state.glob("*.columns"))) == 1
 
 
-def test_an_index_that_changed_is_mapped_anew(path, state):
+def test_changed_index_is_mapped_again(path, state):
     before = load_index(path)
     content = json.loads(path.read_text())
     content["shards"] = [["s3://b/x.tar", 1, 2, "0" * 64, ""], *content["shards"]]

@@ -323,7 +323,7 @@ def shard_of(content: bytes) -> cache_module.Shard:
         pytest.param(".tar", slice(0, 0), (0, 100), id="what a power cut left is fetched again"),
     ],
 )
-def test_what_an_earlier_fetch_left_is_used_only_where_it_is_right(tmp_path, monkeypatch, suffix, left, first_asked):
+def test_partial_download_is_reused_only_if_it_is_correct(tmp_path, monkeypatch, suffix, left, first_asked):
     content = os.urandom(1000)
     asked = fake_storage(monkeypatch, content)
     shard = shard_of(content)
@@ -344,7 +344,7 @@ def test_the_cache_stays_within_its_limit_and_drops_the_longest_unused(tmp_path,
         cache.path("s3://b/x.tar", replace(shard_of(contents[0]), bytes=3000))
 
 
-def test_a_shard_that_is_evicted_before_it_is_open_is_fetched_again(tmp_path, local, monkeypatch):
+def test_shard_evicted_before_it_is_open_is_downloaded_again(tmp_path, local, monkeypatch):
     reader = ShardReader(replace(local, directory="s3://b"), cache=CacheConfig(str(tmp_path)))
     asked = fake_storage(monkeypatch, Path(local.location(0)).read_bytes())
     path, calls = Cache.path, []
@@ -362,7 +362,7 @@ def test_a_shard_that_is_evicted_before_it_is_open_is_fetched_again(tmp_path, lo
     assert asked
 
 
-def test_a_shard_that_is_evicted_before_its_use_is_noted_is_fetched_again(tmp_path, local, monkeypatch):
+def test_shard_evicted_before_its_use_is_recorded_is_downloaded_again(tmp_path, local, monkeypatch):
     cfg = CacheConfig(str(tmp_path))
     asked = fake_storage(monkeypatch, Path(local.location(0)).read_bytes())
     ShardReader(replace(local, directory="s3://b"), cache=cfg).read(0, 3)
@@ -421,9 +421,7 @@ def test_who_is_stopped_waits_for_no_other_s_download(tmp_path):
         (2500, {"coming.part", "x.lock"}),
     ],
 )
-def test_room_is_made_by_the_longest_unused_and_by_downloads_that_nobody_goes_on_with(
-    wanted, left, tmp_path, monkeypatch
-):
+def test_least_recently_used_shards_and_abandoned_downloads_are_evicted(wanted, left, tmp_path, monkeypatch):
     """2,200 of 2,500 bytes are used; a download that grew within the last hour stays even if space is short."""
     now_s = 1_800_000_000
     ages = {"used.tar": (900, 5), "older.tar": (400, 3000), "coming.part": (700, 3590), "given-up.part": (200, 3610)}
@@ -435,7 +433,7 @@ def test_room_is_made_by_the_longest_unused_and_by_downloads_that_nobody_goes_on
     assert {path.name for path in tmp_path.iterdir()} - {"eviction.lock"} == left
 
 
-def test_another_s_download_is_told_of_whenever_it_has_grown(tmp_path, monkeypatch):
+def test_progress_of_another_process_download_is_reported(tmp_path, monkeypatch):
     shard = shard_of(b"x")
     part = tmp_path / f"{shard.sha256}.part"
     sizes = [None, 0, 0, 5, 5, 5, 9, 9]  # sizes of the file at successive polls
@@ -466,14 +464,14 @@ def test_a_missing_client_is_named_at_once(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("scheme", "package"), urls.CLIENTS.items())
-def test_a_client_whose_retries_are_not_where_they_were_is_named(scheme, package, monkeypatch):
+def test_client_without_its_known_retry_settings_is_named(scheme, package, monkeypatch):
     monkeypatch.setattr("fsspec.filesystem", lambda *_, **options: object())
     urls.forget_credentials()
     with pytest.raises(DataError, match=rf"{package} \S+ .*pip install {package}==2026"):
         urls.client(scheme, 1.0)
 
 
-def test_the_clients_that_are_named_as_tested_are_those_of_the_constraints():
+def test_documented_tested_clients_match_the_constraints():
     pinned = (Path(__file__).parents[3] / "constraints.txt").read_text().splitlines()
     assert {f"{name}=={number}" for name, number in urls.TESTED.items()} <= set(pinned)
 

@@ -231,7 +231,7 @@ def test_an_answer_without_its_last_byte_is_asked_for_again(faulty, local, tmp_p
     assert not list(tmp_path.glob("*.tar"))
 
 
-def test_a_loader_that_is_iterated_again_reads_by_range_again(faulty, local, tmp_path):
+def test_second_iteration_of_a_loader_reads_by_range_again(faulty, local, tmp_path):
     cfg = CacheConfig(str(tmp_path), **PATIENT)
     loader = loader_of(faulty.index, cfg)
     for _ in range(2):
@@ -274,7 +274,7 @@ def test_ranges_that_do_not_come_are_given_up_once_and_shards_are_waited_for(
     assert len(faulty.gets) == len(list(tmp_path.glob("*.tar"))), "each shard once, and nothing else"
 
 
-def test_a_shard_that_is_gone_or_rotten_in_the_store_ends_the_run_as_before(faulty, local, tmp_path, monkeypatch):
+def test_missing_or_corrupt_shard_in_the_store_ends_the_run_as_before(faulty, local, tmp_path, monkeypatch):
     gone = replace(faulty.index, directory="s3://images/elsewhere")
     with pytest.raises(DataError, match=r"elsewhere/train-00000\d.tar: this shard or its bucket does not exist"):
         take(gone, CacheConfig(str(tmp_path / "a"), **PATIENT))
@@ -288,7 +288,7 @@ def test_a_shard_that_is_gone_or_rotten_in_the_store_ends_the_run_as_before(faul
 
 
 @pytest.mark.parametrize("far", [0, 100, 1 << 17])
-def test_image_and_label_are_one_request_where_they_lie_close(tmp_path, monkeypatch, far):
+def test_image_and_label_are_one_request_if_they_are_close(tmp_path, monkeypatch, far):
     content = bytes(np.random.default_rng(0).integers(0, 256, 300_000, np.uint8))
     asked = []
 
@@ -329,7 +329,7 @@ def test_a_window_that_training_has_overtaken_moves_on(faulty, tmp_path, monkeyp
     assert asked == [5, 40, 41, 42]
 
 
-def test_what_the_first_batch_waits_for_is_said(faulty, local, tmp_path):
+def test_cause_of_waiting_for_the_first_batch_is_logged(faulty, local, tmp_path):
     cfg = CacheConfig(str(tmp_path), **PATIENT)
     loader = loader_of(faulty.index, cfg)
     shards = np.unique(loader.decoder.order.batch(0).shard).tolist()
@@ -406,7 +406,7 @@ def refuse(running: ranges.Ranges) -> None:
     raise RuntimeError("cannot schedule new futures after shutdown")
 
 
-def test_a_reader_that_is_stopped_does_not_begin_to_fetch_whole_shards(faulty, tmp_path, monkeypatch):
+def test_stopped_reader_does_not_start_to_download_whole_shards(faulty, tmp_path, monkeypatch):
     by_range = ShardReader(faulty.index, cache=CacheConfig(str(tmp_path), **PATIENT), by_range=True)
     monkeypatch.setattr(ranges.Ranges, "request", lambda self, place, url, row: self.stop())
     with pytest.raises(StorageError, match="stopped before the sample arrived"):

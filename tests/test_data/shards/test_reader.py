@@ -91,7 +91,7 @@ def image_start(path: Path, number: int = 0) -> int:
 # ------------------------------------------------------------------------------------------- shards
 
 
-def test_a_hundred_flips_after_the_first_reading_are_found_or_are_of_no_sample(made):
+def test_a_hundred_bit_flips_after_the_first_reading_are_detected_or_outside_samples(made):
     original = contents_by_tarfile(made)
     path = Path(made.location(1))
     of_samples = bytes_of_samples(path)
@@ -340,7 +340,7 @@ def test_what_is_typed_for_an_index_of_tars_in_several_folders_makes_it_again(ma
 
 
 @pytest.mark.parametrize("position", [0, 1])
-def test_a_label_that_rots_is_found_by_whoever_reads_labels_alone(made, tmp_path, position):
+def test_corrupt_label_is_detected_when_only_labels_are_read(made, tmp_path, position):
     """A shard's sha256 is compared once per node; a subset compares the indexed digests of labels."""
     rule = Rule(shots=2, seed=3)
     few = make_subset(made, tmp_path / "few", rule)

@@ -467,7 +467,7 @@ def test_both_folders_may_move_together_and_what_is_missing_is_named(tmp_path, p
         make_subset(load_index(tmp_path / "elsewhere" / "train"), tmp_path / "new", Rule(shots=1, seed=0))
 
 
-def test_a_subset_of_tars_behind_a_url_names_the_url(tmp_path, parent, monkeypatch):
+def test_subset_of_remote_tars_names_their_url(tmp_path, parent, monkeypatch):
     at = "https://host.example/train"
     remote = build_index(parent.directory, output=tmp_path / "remote", name="train", at=at, names=NAMES, classes=5)
 
@@ -519,7 +519,7 @@ def test_a_list_of_what_is_not_there_is_refused(tmp_path, parent, lines, reason)
         make_subset(parent, tmp_path / "s", Rule(keep=("eel",)))
 
 
-def test_a_leaks_document_names_the_samples_of_this_set_alone(tmp_path, parent):
+def test_leaks_document_names_only_the_samples_of_this_set(tmp_path, parent):
     other = pack([Sample("s04", picture(40, 16), (0,))], tmp_path / "other", classes=5)
     document = {
         "schema": SCHEMA,
@@ -638,7 +638,7 @@ few:
         ),
     ],
 )
-def test_a_recipe_is_refused_where_a_subset_could_not_be_made(tmp_path, section, reason):
+def test_recipe_with_an_impossible_subset_is_refused(tmp_path, section, reason):
     path = tmp_path / "recipe.yaml"
     path.write_text(f"run: {tmp_path}/run\nshards: {{kind: pack, sets: {{train: {section}}}}}\n")
     with pytest.raises(ConfigError, match=reason):

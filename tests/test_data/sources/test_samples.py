@@ -51,7 +51,7 @@ def test_the_sets_of_the_recipe_keep_their_digests(tmp_path):
         assert index.digest == digest
 
 
-def test_the_file_has_its_licence_beside_it_and_both_are_packaged():
+def test_the_file_and_its_licence_are_packaged_together():
     licence = DIGITS_FILE.with_name("digits.LICENSE").read_text()
     assert sha256(DIGITS_FILE.read_bytes()).hexdigest() in licence
     assert "CC BY 4.0" in licence

@@ -406,7 +406,7 @@ def test_places_of_an_ended_embedded_cluster_are_not_used_in_the_next(restart) -
     assert restart.after.reserve("test", [2], print, do_nothing) == 2
 
 
-def test_sigterm_during_and_after_the_start_of_a_cluster_is_heard_by_our_handler(restart) -> None:
+def test_sigterm_during_and_after_the_start_of_a_cluster_reaches_our_handler(restart) -> None:
     assert restart.sigterms == [signal.SIGTERM, 0, signal.SIGTERM]
 
 
@@ -576,7 +576,7 @@ def test_stop_before_any_worker_has_started_ends_the_attempt(two, tmp_path) -> N
             ["unused GPUs: 2 of 8 in this machine; set cluster.workers.most=4"],
         ),
         (8, {"gpus_per_worker": 3, "workers": 2}, ["unused GPUs: 2 of 8 in this machine; too few for one more worker"]),
-        (1, {"workers": 4}, ["unused GPUs: 1 of 1 in this machine: the workers use the CPU; type"]),
+        (1, {"workers": 4}, ["unused GPUs: 1 of 1 in this machine: the workers use the CPU; set"]),
     ],
 )
 def test_unused_gpus_are_counted_on_both_backends(gpus, cluster, said, two, restart, monkeypatch) -> None:

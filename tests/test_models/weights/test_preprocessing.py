@@ -231,7 +231,7 @@ def test_timm_resizes_to_the_side_that_the_ops_name_whatever_the_rounding(size):
         assert told["crop_mode"] == "center"
 
 
-def test_sides_that_are_not_equal_stay_so(timm, transformers, files, tmp_path):
+def test_unequal_sides_stay_unequal(timm, transformers, files, tmp_path):
     _, folder = exported("resize((32, 48), antialias=True)", "hf", tmp_path, image_size=(32, 48))
     expected = ours(files["china"], "resize((32, 48), antialias=True)")
     _, pixels_of = opened(transformers, "hf", folder)

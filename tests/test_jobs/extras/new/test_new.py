@@ -306,6 +306,7 @@ def test_odd_folders_are_read_or_refused_with_advice(tmp_path, capsys):
         if code == 0:
             load(output, [])
     assert main(["new", str(tmp_path / "nowhere")]) == 65
+    assert f"no file or folder at {tmp_path}/nowhere" in capsys.readouterr().err
     assert main(["new", str(tmp_path / "one class"), "--unlabelled", "--output", "u.yaml"]) == 0
     assert "objective: masked" in Path("u.yaml").read_text()
 
