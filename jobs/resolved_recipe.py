@@ -114,7 +114,7 @@ class StageKind:
         return True
 
     def checks(self, stage: "Stage", available: "Available") -> Iterable["CheckResult"]:
-        """Check a stage before it runs: raise an exception for each error, and yield all other results."""
+        """Check a stage before it runs: raise an exception for an error, and yield all other results."""
         return ()
 
     def check_outputs(self, stage: "Stage", available: "Available") -> Iterable["CheckResult"]:

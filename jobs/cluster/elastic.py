@@ -68,7 +68,7 @@ class Sizes:
         self.proven = Proven(world, nodes)
 
     def fall_back(self, world: int) -> Proven | None:
-        """Return the proven attempt to fall back to after a failure with `world` workers, if it was smaller, or None."""
+        """Return the smaller proven attempt to fall back to after a failure with `world` workers, or None."""
         if self.proven is None or world <= self.proven.world:
             return None
         self.limit = self.proven.world

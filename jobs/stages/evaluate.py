@@ -263,7 +263,7 @@ class Evaluate(StageKind):
         return source_model(cfg.init)
 
     def shared_classes(self, cfg: EvaluateConfig) -> list[SharedClasses]:
-        """Return groups that must agree on class ids: each test set with the head, if used, and with its training set."""
+        """Return groups that must agree on class ids: each test set with the head (if used) and its training set."""
         shared = []
         for name, evaluated in cfg.sets.items():
             test = {f"sets.{name}.test": evaluated.test}
