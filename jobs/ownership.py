@@ -162,7 +162,7 @@ class Lease:
             )
 
     def take(self) -> None:
-        """Take over the run. Raises RunOwned if its owner is alive, StorageError."""
+        """Take over the run. Raises RunOwned if the owner is alive, and StorageError."""
         # 1. In a store without conditional writes, two commands could create the same number.
         self.storage.check_exclusive_create(f"{ATTEMPTS}/{0:06d}.json")
         while True:

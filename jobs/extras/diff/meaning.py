@@ -408,7 +408,7 @@ def facts_of_model(stage: ComparedStage) -> dict[str, Fact]:
 
 
 def fact_of_ops(ops: str | None, size: tuple[int, int] | None) -> Fact:
-    """Return a fact for preprocessing ops, with the image size replaced by "size" and without `decode`."""
+    """Return a fact for preprocessing ops, with the image size replaced with "size", and without `decode`."""
     if ops is None:
         if size is None:
             return Fact(None, "")
