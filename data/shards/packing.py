@@ -62,9 +62,9 @@ def pack(
     """Write `<name>-000000.tar` … with at most this many samples and image bytes each, and `<name>.index.json`.
 
     `names` are class names in the order of their ids. `restarts` adds restart markers to JPEGs (`data.images.decode`):
-    equal pixels, faster crops. `report` gets the number of finished shards and the number of finished samples. The command can be killed and
-    run again with the same samples; finished shards are kept. Raises DataError for a label ≥ `classes` (None: ≥ a
-    million), a repeated key in a shard, no samples, or a finished set with other samples.
+    equal pixels, faster crops. `report` gets the number of finished shards and the number of finished samples. The
+    command can be killed and run again with the same samples; finished shards are kept. Raises DataError for a label ≥
+    `classes` (None: ≥ a million), a repeated key in a shard, no samples, or a finished set with different samples.
     """
     check_name(name, "a set", "give its name: --name train")
     directory = Path(directory)
