@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.freed_memory [--rounds 3] [--only B/16] [--thread]
 
-Each variant runs steps of the training loop without the loader (forward, backward, engine) on one worker, in a separate
-process, in turn. The table shows CPU seconds and page faults per step, as medians and for the most expensive step. With
+Each variant runs training steps without the loader (forward, backward, engine) on one worker. The variants take turns,
+each in a separate process. The table shows the median and the maximum of CPU seconds and page faults per step. With
 `--thread`, the loop does not run in the main thread, as under Ray.
 """
 

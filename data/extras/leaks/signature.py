@@ -114,7 +114,7 @@ def trimmed(grey: np.ndarray) -> np.ndarray:
 
 
 def border_lines(lines: np.ndarray) -> int:
-    """Return how many leading lines of an array (lines, pixels) have one uniform colour; 0 if the first has several."""
+    """Count the leading lines of an array (lines, pixels) with one uniform colour; 0 if the first is not uniform."""
     colour = int(np.median(lines[0]))
     for number, line in enumerate(lines):
         is_other = np.abs(line.astype(np.int16) - colour) > OF_ONE_COLOUR
