@@ -105,4 +105,5 @@ def _count_skipped(folder: Path, skipped: Counter[str]) -> None:
     """Count the files below a hidden or system folder, without following links."""
     kind = HIDDEN if folder.name.startswith(".") else f"file in a system folder ({folder.name})"
     for _, _, names in os.walk(folder):
-        skipped[kind] += len(names)
+        if names:
+            skipped[kind] += len(names)

@@ -200,7 +200,7 @@ def _keep_sigterm_handler(work: Callable[[], Any]) -> Any:
 
 
 def require_reachable(address: str) -> None:
-    """Raise ClusterError if no server listens at HOST:PORT or a URL. Ray itself takes a minute to report less."""
+    """Raise ClusterError if no server listens at HOST:PORT or a URL. Ray itself takes a minute and reports less."""
     try:
         # urlsplit recognizes host and port only after a scheme, so add one.
         with_scheme = address
@@ -240,7 +240,7 @@ def require_ray(address: str) -> None:
 
 
 def explain(error: Exception, address: str) -> ClusterError:
-    """Convert an exception of Ray to a ClusterError with the reason and a remedy."""
+    """Convert an exception raised by Ray to a ClusterError with a reason and a remedy."""
     # Ray wraps exceptions: the relevant words may be in the error, its cause or its context.
     reasons = []
     for link in (error, error.__cause__, error.__context__):

@@ -275,7 +275,7 @@ def refuse_file(target: Path) -> None:
 
 
 def check(context: typer.Context, index: "Index", *, workers: int, cache: str | None = None) -> int:
-    """Decode every sample of a new data set with `data check`; return that command's exit code."""
+    """Decode every sample of a new data set by running `data check`; return its exit code."""
     from data.index.document import SUFFIX
 
     exit_code: int = context.obj.load("data check")(
@@ -285,7 +285,7 @@ def check(context: typer.Context, index: "Index", *, workers: int, cache: str | 
 
 
 def cache_config(folder: str | None) -> "CacheConfig":
-    """Return the cache settings for remote shards, as `data.cache` in a recipe; None selects the default folder."""
+    """Return the cache settings for remote shards, like `data.cache` in a recipe; None selects the default folder."""
     from data.remote.config import CacheConfig
 
     if folder is None:
@@ -296,7 +296,7 @@ def cache_config(folder: str | None) -> "CacheConfig":
 def summary(index: "Index", *, with_gap: bool = False) -> list[str]:
     """Return lines that describe a data set: size, folder, class names and skipped samples.
 
-    With `with_gap`, one of them reports class ids that do not occur, if these are most of all.
+    With `with_gap`, one line reports the unused class ids, if these are the majority.
     """
     from data.index.names import gap_in_ids, preview
     from data.shards.indexing import decoded_samples

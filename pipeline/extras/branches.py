@@ -34,7 +34,7 @@ class BranchConfig(TrainConfig):
 
     @property
     def first_step(self) -> int:
-        """Return the step that the stage starts from: the step of the trunk's checkpoint for a branch."""
+        """Return the step that the stage starts from; for a branch, the step of the trunk's checkpoint."""
         return self.begin or super().first_step
 
 

@@ -1,4 +1,4 @@
-"""What workers send each other is JSON, and bytes that are something else execute nothing."""
+"""Workers exchange objects as JSON; received bytes that are not JSON never execute code."""
 
 import io
 import math

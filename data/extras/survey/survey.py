@@ -377,7 +377,7 @@ def parts_of_files(files: Sequence[Path]) -> dict[str, str]:
         pattern = pattern_of(of_parts) or train
         raise DataError(
             f"{files[0].parent}: {preview(sorted(file.name for file in rest))} have neither train nor test in their "
-            f"names, unlike the other files\n  rename them; or, to use only the others, type "
+            f"names, unlike the other files\n  rename them; or, to use only the others, run "
             f"python -m jobs new '{pattern}'"
         )
     return parts

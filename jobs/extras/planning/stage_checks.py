@@ -1,4 +1,4 @@
-"""Check a training stage using only its recipe and this machine: inputs, cores, feed, memory."""
+"""Check a training stage using only its recipe and this machine: inputs, cores, decoding speed, memory."""
 
 import math
 from collections.abc import Iterator
@@ -94,7 +94,7 @@ def cores(facts: TrainedFacts) -> Iterator[CheckVerdict]:
 
 
 def feed(facts: TrainedFacts) -> Iterator[CheckVerdict]:
-    """Check whether a worker's decoding processes can feed its GPU."""
+    """Check whether a worker's decoding processes are fast enough for its GPU."""
     cfg = facts.cfg
     if not facts.is_gpu or facts.model is None:
         return

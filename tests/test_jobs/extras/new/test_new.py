@@ -111,7 +111,7 @@ def test_the_recipe_packs_or_indexes_every_kind_of_source(kind, tmp_path):
 
 
 def test_the_held_out_part_is_disjoint_and_has_its_share_of_every_class(tmp_path):
-    """Compares the keys and labels that were written with those in the index tables."""
+    """Compares the written keys and labels with those in the index tables."""
     samples = [sample for sample in digits(train=True, image_size=16) if sample.labels[0] < 3][:300]
     campaign = new(tars(tmp_path / "input", samples, lambda sample: {"cls": name_of(sample)}))
     for stage in ("shards", "parts"):
@@ -306,6 +306,7 @@ def test_odd_folders_are_read_or_refused_with_advice(tmp_path, capsys):
         if code == 0:
             load(output, [])
     assert main(["new", str(tmp_path / "nowhere")]) == 65
+    assert f"no file or folder at {tmp_path}/nowhere" in capsys.readouterr().err
     assert main(["new", str(tmp_path / "one class"), "--unlabelled", "--output", "u.yaml"]) == 0
     assert "objective: masked" in Path("u.yaml").read_text()
 

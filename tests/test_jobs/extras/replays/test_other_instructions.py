@@ -1,4 +1,4 @@
-"""A run that is audited or resumed under another instruction set: reported as such, and not as corruption."""
+"""A run audited or resumed with another CPU instruction set is reported as such, not as corrupt."""
 
 import os
 import subprocess
