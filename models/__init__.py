@@ -44,7 +44,7 @@ LATER = {
 
 
 def __getattr__(name: str) -> object:
-    """Import a name of LATER, or the module `masked`, at its first use (PEP 562)."""
+    """Import a name listed in LATER, or the module `masked`, on first use (PEP 562)."""
     if name == "masked":
         return import_module("models.masked")
     for module, names in LATER.items():

@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 
 
 def pair(name: str, value: object) -> tuple[int, int]:
-    """Return a single number as an equal pair, and a pair as Python integers.
+    """Return a single number n as (n, n), and a pair as Python integers.
 
     Raises ValueError unless the value is one positive integer or two.
     """
@@ -57,7 +57,7 @@ def multiple(name: str, value: int, step: int, divisor: str, nearest: str = "nea
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
-    """Return "; did you mean 'x'?" with the closest known name; if none is close, list all known names."""
+    """Return "; did you mean 'x'?" with the closest known name, or a list of all known names if none is close."""
     names = sorted(known)
     # difflib counts a difference in capitals as an error: without lower case, "b" would not be close to "B".
     by_lower_case: dict[str, list[str]] = {}  # names that differ only in capitals share an entry: the sizes G and g

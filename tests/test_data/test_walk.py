@@ -1,4 +1,4 @@
-"""The walk that all sources of images share: links, loops, hidden files and folders of operating systems."""
+"""The folder walk of all image sources: links, loops, hidden files and system folders."""
 
 import os
 from collections import Counter
@@ -75,6 +75,15 @@ def test_hidden_files_broken_links_and_devices_are_counted(tmp_path: Path) -> No
     files, skipped = below(tmp_path)
     assert files == ["1.jpg"]
     assert skipped == {HIDDEN: 3, NO_FILE: 2}
+
+
+@pytest.mark.parametrize("name", ["@eaDir", ".hidden"])
+def test_a_skipped_folder_without_files_counts_for_nothing(tmp_path: Path, name: str) -> None:
+    tree(tmp_path, "cat/1.jpg")
+    (tmp_path / name / "deep").mkdir(parents=True)
+    files, skipped = below(tmp_path)
+    assert files == ["cat/1.jpg"]
+    assert not skipped
 
 
 def test_files_in_any_order_are_the_same_files(tmp_path: Path) -> None:

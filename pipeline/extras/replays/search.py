@@ -1,11 +1,11 @@
-"""Find the samples that cause a spike, by repeating one step with different samples masked.
+"""Find the samples that cause a gradient spike, by repeating a step with different samples masked.
 
 1. The attempt starts from a commit and repeats the steps up to the step with the spike. It keeps the state before this
    step and the micro-batches of the step in memory.
 2. The step is repeated without a mask. The limit is the midpoint, on a log scale, of its metric and the usual value.
 3. A bisection masks prefixes of the batch: the last sample of the shortest prefix that removes the spike is a culprit.
    Each sample contributes to the metric with the weight 1 / batch_size for any mask, so that a smaller batch is not
-   noisier than the full one.
+   noisier than the full batch.
 4. Only the culprit is masked. If the spike remains, samples with the same bytes are masked too. If it still remains,
    the search continues among the samples before the culprit, until the spike is gone or 2·log₂(batch) steps have run.
 
@@ -38,9 +38,9 @@ LEAST_SPIKE = 2.0  # a metric below this multiple of the usual value is not a sp
 
 
 def search(task: Mapping[str, Any]) -> dict[str, Any]:
-    """Find the samples of a step that cause its spike. Collective; raises the errors of training.
+    """Collective: find the samples that cause the spike at a step; raises the same errors as training.
 
-    In the result, non-finite numbers are None, rows are slots of the global batch, and `range` is a mask's range.
+    In the result, non-finite numbers are None, rows are slots of the global batch, and `range` is a range for a mask.
     """
     worker, progress = set_up(read_task(task))
     cfg = worker.cfg
@@ -153,9 +153,9 @@ def culprits(
     most: int,
     twins_of: Callable[[int], list[int]],
 ) -> Culprits:
-    """Return a smallest set of rows without which the value is within the limit, with at most `most` evaluations.
+    """Find a smallest set of rows that, when masked, brings the value within the limit, in at most `most` evaluations.
 
-    `twins_of` returns the rows with the same bytes as a given row. The value without all rows is assumed to be 0.
+    `twins_of` returns the rows with the same bytes as a given row. With all rows masked, the value is assumed to be 0.
     """
     smallest = Culprits(list(range(count)), [], False, 0.0)
     needed: list[int] = []

@@ -1,4 +1,4 @@
-"""`make gpu-bundle`: which versions it takes, when it is too large to travel, and how it is unpacked on the machine."""
+"""`make gpu-bundle`: the package versions, the size limit for transfers, and the unpacking on the GPU machine."""
 
 import os
 import subprocess

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from data.errors import ConfigError, DataError
-from data.extras.gpu_decoding import torchcodec
-from data.images.augment import AugmentConfig
+from data.extras.gpu_decoding import DeviceDecoder, torchcodec
+from data.images.augment import AugmentConfig, Encoded
 from data.loader import TrainLoader
 from data.order import Order
 from data.shards.packing import pack
@@ -29,7 +29,7 @@ def picture(number: int, side: int, extension: str = ".jpg") -> bytes:
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory):
-    """JPEGs of many sizes, a PNG, a file that ends early, one without an image, one too large for its row."""
+    """Pack JPEGs of many sizes, a PNG, a truncated file, a file without an image, and one too large for its row."""
     images = {n: picture(n, 60 + 17 * n) for n in range(24)}
     noise = np.random.default_rng(0).integers(0, 256, (300, 300, 3), dtype=np.uint8)
     images |= {
@@ -42,7 +42,7 @@ def index(tmp_path_factory):
 
 
 def stand_in(sources: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """What nvJPEG would do: all of a call or nothing."""
+    """Decode like nvJPEG: all images of a call or none."""
     images = [cv2.imdecode(source.numpy(), cv2.IMREAD_COLOR_RGB) for source in sources]
     if any(image.shape[0] == 60 + 17 * 5 for image in images):
         raise RuntimeError("number 5 is not for this decoder")
@@ -93,6 +93,19 @@ def test_images_rejected_by_both_decoders_have_the_same_replacement(index, monke
         assert torch.equal(batch.images, other.images)
         assert torch.equal(batch.ids, other.ids)
         assert batch.bad == other.bad
+
+
+def test_rows_hold_the_device_pixels_unless_the_sides_differ_from_the_header(monkeypatch):
+    """The loader decodes rejected rows itself, so that the batch alone does not show who decoded them."""
+    decoded = [torch.full((3, 10, 20), 77, dtype=torch.uint8), torch.full((3, 20, 10), 99, dtype=torch.uint8)]
+    monkeypatch.setattr("data.extras.gpu_decoding.torchcodec", lambda: lambda sources, device: decoded)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    images = torch.zeros(3, 8, 8, 3, dtype=torch.uint8)
+    encoded = [Encoded(row, 50, sides=(10, 20), box=(1, 2, 8, 8), flip=False) for row in (0, 2)]
+    rows, rejected = DeviceDecoder(reduced=False).rows(images, encoded)
+    assert (rows[0] == 77).all()
+    assert (rows[1:] == 0).all()
+    assert rejected == [2]
 
 
 def test_gpu_out_of_memory_raises_and_rejects_no_image(index, monkeypatch):

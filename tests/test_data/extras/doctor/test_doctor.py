@@ -29,7 +29,7 @@ GOOD = list(islice(digits(True), 60))
 
 
 def sample(number: int, image: bytes | None = None, label: bytes | None = None):
-    """Members of one sample; None keeps what is good, an empty image or label leaves the member out."""
+    """Return the members of a sample; None means a good one, an empty image or label omits the member."""
     good = GOOD[number]
     image = good.image if image is None else image
     label = str(good.labels[0]).encode() if label is None else label
@@ -38,7 +38,7 @@ def sample(number: int, image: bytes | None = None, label: bytes | None = None):
 
 @pytest.fixture
 def sick(tmp_path):
-    """Six shards of ten: two with faults inside, three that are faulty as a whole, one without."""
+    """Make six shards of ten samples: two with faulty samples, three unusable, one intact."""
     folder = tmp_path / "sick"
     folder.mkdir()
     image = bytearray(GOOD[4].image)
@@ -138,7 +138,7 @@ def test_page_is_self_contained(sick, tmp_path):
 
 
 def test_shard_statistics_agree_with_numpy():
-    """Of unequal sides and sizes; two are equal, one has a label twice, none has the class 1."""
+    """Images of different sides and sizes; two are equal, one has a repeated label, and class 1 is absent."""
     images = [
         (3, 5, b"a" * 1049),
         (500, 333, b"b" * 1051),
@@ -225,3 +225,12 @@ def test_a_table_with_a_flipped_bit_or_of_another_set_is_reported(tmp_path):
         assert "set-000000.npy: not a valid table of set-000000.tar: its sha256" in "\n".join(report.lines(1))
     table.write_bytes(content)
     assert check(index).ok
+
+
+def test_repair_keeps_the_declared_number_of_classes(tmp_path):
+    """The labels of three digits end far below the 12 classes that the index declares."""
+    folder = tmp_path / "few"
+    folder.mkdir()
+    write_tar(folder / "s.tar", [member for number in range(3) for member in sample(number)])
+    index = build_index(folder, output=tmp_path / "index", classes=12)
+    assert repair(index, tmp_path / "well").classes == 12

@@ -2,6 +2,7 @@
 
 import zipfile
 
+import cv2
 import numpy as np
 import pytest
 
@@ -19,7 +20,7 @@ def test_objectnet_images_get_all_imagenet_ids_and_lose_their_border(tmp_path, c
     folder = archives.objectnet(tmp_path / "objectnet-1.0")
     samples = packed(tmp_path, "objectnet", folder, "--split", "test")
     labels = {key: label for key, (_, label) in samples.items()}
-    # By the miniature's files: analog clock is line 3 and so class 1, digital clock is line 0 and so class 3.
+    # In the miniature's files, analog clock is on line 3 (class 1), and digital clock on line 0 (class 3).
     assert labels == {"alarm_clock/aa": b"1 3", "alarm_clock/bb_v2": b"1 3", "banana/cc": b"4"}
     for key, value in (("alarm_clock/aa", 10), ("alarm_clock/bb_v2", 20), ("banana/cc", 30)):
         assert np.array_equal(decode(samples[key][0]), np.full((8, 12, 3), value, np.uint8))
@@ -36,4 +37,13 @@ def test_ambiguous_objectnet_name_is_rejected(tmp_path):
     folder = archives.objectnet(tmp_path / "objectnet-1.0")
     (folder / "mappings" / "objectnet_to_imagenet_1k.json").write_text('{"Banana": "crane"}')
     with pytest.raises(DataError, match="'crane' does not name exactly one ImageNet class"):
+        list(objectnet.samples(folder))
+
+
+@pytest.mark.parametrize("sides", [(4, 16), (12, 4)])
+def test_image_that_is_all_border_is_rejected(sides, tmp_path):
+    folder = archives.objectnet(tmp_path / "objectnet-1.0")
+    red = np.full((*sides, 3), (0, 0, 255), np.uint8)
+    (folder / "images/banana/cc.png").write_bytes(cv2.imencode(".png", red)[1].tobytes())
+    with pytest.raises(DataError, match=r"images/banana/cc\.png: not an image, or too small for a border"):
         list(objectnet.samples(folder))

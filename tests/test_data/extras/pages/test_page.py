@@ -22,8 +22,11 @@ def test_chart_uses_page_colours_and_is_deterministic():
     assert svg(figure, 'loss <of> "a"') == first
 
 
-@pytest.mark.parametrize(("sides", "expected"), [((300, 150), (112, 56)), ((2, 2000), (1, 112)), ((50, 40), (112, 89))])
-def test_thumbnail_keeps_its_aspect_ratio_and_at_least_one_row(sides, expected):
+@pytest.mark.parametrize(
+    ("sides", "expected"),
+    [((300, 150), (112, 56)), ((2, 2000), (1, 112)), ((2000, 2), (112, 1)), ((50, 40), (112, 89))],
+)
+def test_thumbnail_keeps_its_aspect_ratio_and_at_least_one_pixel_a_side(sides, expected):
     pixels = cv2.imdecode(np.frombuffer(jpeg_bytes(np.full((*sides, 3), 90, np.uint8)), np.uint8), cv2.IMREAD_COLOR)
     assert pixels.shape[:2] == expected
     assert max(pixels.shape) <= THUMBNAIL

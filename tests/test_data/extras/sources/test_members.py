@@ -83,3 +83,17 @@ def test_a_compression_that_python_cannot_read_is_named_with_its_program(tmp_pat
     (tmp_path / "a.tar.x").write_bytes(start + bytes(600))
     with pytest.raises(DataError, match=rf"compressed with {program}\n.*run {program} -d .*a\.tar\.x"):
         list(members(tmp_path / "a.tar.x"))
+
+
+def test_skipped_files_of_a_folder_are_counted_in_a_warning(tmp_path, caplog):
+    folder = write_folder(tmp_path / "files", {**FILES, "@eaDir/t.jpg": b"no", "c/._d.jpg": b"no"})
+    assert read(folder) == READ
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{folder}: skipped 2 × hidden file, 1 × file in a system folder (@eaDir)"
+    ]
+    caplog.clear()
+    (folder / "@eaDir/t.jpg").unlink()
+    for name in ("a/._x.jpg", "c/._d.jpg"):
+        (folder / name).unlink()
+    assert read(folder) == READ
+    assert not caplog.records

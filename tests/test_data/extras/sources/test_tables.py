@@ -61,3 +61,10 @@ def test_hugging_face_parquet_has_images_labels_and_names(tmp_path):
     samples = list(image_parquet(tmp_path))
     assert [sample.labels for sample in samples] == [(1,), (0,), (1,)]
     assert {sample.image for sample in samples} == {IMAGE}
+
+
+def test_text_labels_of_a_parquet_without_class_names_are_numbered_in_order_of_the_names(tmp_path):
+    rows = {"image": [{"bytes": IMAGE, "path": None}] * 3, "label": ["dog", "cat", "dog"]}
+    parquet.write_table(pyarrow.table(rows), tmp_path / "train.parquet")
+    assert parquet_classes(tmp_path) == ("cat", "dog")
+    assert [sample.labels for sample in image_parquet(tmp_path)] == [(1,), (0,), (1,)]

@@ -1,16 +1,19 @@
 """Folders of images are recognised by their content, and counted by class."""
 
+from itertools import islice
+
 import pytest
 
-from data.errors import DataError
-from data.extras.survey.survey import FoundSet, Sets, survey
+from data.errors import DataError, UsageError
+from data.extras.survey.survey import FoundSet, Sets, one_place, survey
 from data.sources.samples import digits
+from tests.support.tars import write_tar
 
 pytestmark = pytest.mark.quick
 
 
 def write_images(folder, counts: dict[str, int]) -> None:
-    """Write so many images a class, each into the folder of its class."""
+    """Write this many images per class, each into its class folder."""
     images = [sample.image for sample in digits(train=False, image_size=16)]
     for name, count in counts.items():
         (folder / name).mkdir(parents=True)
@@ -40,3 +43,57 @@ def test_small_set_holds_out_a_larger_share_than_a_large_one(count, percent) -> 
     found = FoundSet("folder", "photos", images=2 * count)
     found.class_counts.update({"cat": count, "dog": count})
     assert Sets(found).held_out == percent
+
+
+def test_notes_name_only_classes_that_differ_in_case_alone(tmp_path) -> None:
+    write_images(tmp_path / "plain", {"cat": 2, "dog": 2})
+    assert survey(str(tmp_path / "plain"), report=lambda _: None).train.notes == []
+    write_images(tmp_path / "mixed", {"Cat": 2, "cat": 2, "dog": 2})
+    assert survey(str(tmp_path / "mixed"), report=lambda _: None).train.notes == [
+        "1 class names differ from another one only in upper and lower case"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "header", "row"),
+    [
+        ("metadata.csv", "file_name,label\n", "{name},{label}\n"),
+        ("metadata.jsonl", "", '{{"file_name": "{name}", "label": "{label}"}}\n'),
+    ],
+)
+def test_folder_with_a_table_of_paths_is_a_table_whose_images_are_opened(name, header, row, tmp_path) -> None:
+    write_images(tmp_path / "images", {"a": 3, "b": 2})
+    paths = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.jpg"))
+    (tmp_path / name).write_text(header + "".join(row.format(name=path, label=path[7]) for path in paths))
+    (tmp_path / "costs.csv").write_text("month,cost\nMay,3\n")  # has no column of paths
+    found = survey(str(tmp_path), report=lambda _: None).train
+    assert (found.source, found.path) == ("table", str(tmp_path / name))
+    assert found.class_counts == {"a": 3, "b": 2}
+    assert found.sides == [(16, 16)] * 5
+    assert not found.bad
+
+
+def test_images_of_tars_are_opened_at_their_offsets(tmp_path) -> None:
+    samples = list(islice(digits(train=False, image_size=16), 6))
+    (tmp_path / "tars").mkdir()
+    for shard in range(2):
+        members = []
+        for number, sample in enumerate(samples[3 * shard : 3 * shard + 3]):
+            members += [(f"{number}.jpg", sample.image), (f"{number}.cls", b"%d" % sample.labels[0])]
+        write_tar(tmp_path / "tars" / f"{shard}.tar", members)
+    found = survey(str(tmp_path / "tars"), report=lambda _: None).train
+    assert found.images == 6
+    assert found.sides == [(16, 16)] * 6
+    assert found.examples == [sample.image for sample in samples]
+
+
+def test_paths_that_the_shell_expanded_become_their_pattern_again(tmp_path) -> None:
+    names = ["cifar10-train-0.tar", "cifar10-train-1.tar", "cifar10-test-0.tar", "notes.txt"]
+    paths = [tmp_path / name for name in names]
+    for path in paths:
+        path.touch()
+    assert one_place([str(path) for path in paths]) == str(tmp_path)
+    assert one_place([str(path) for path in paths[:3]]) == str(tmp_path / "cifar10-*.tar")
+    assert one_place([str(path) for path in paths[:2]]) == str(tmp_path / "cifar10-train-*.tar")
+    with pytest.raises(UsageError, match="no folder or pattern matches exactly these paths"):
+        one_place([str(paths[0]), str(paths[2])])

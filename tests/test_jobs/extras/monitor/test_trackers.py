@@ -44,7 +44,7 @@ def train_line(step: int, attempt: int = 1) -> str:
 
 @pytest.fixture
 def stage(tmp_path: Path) -> Path:
-    """The folder of a stage that has reported ten steps."""
+    """Return the folder of a stage with ten reported steps."""
     directory = tmp_path / "digits" / "pretrain-1a2b3c4d"
     directory.mkdir(parents=True)
     (directory / "metrics.jsonl").write_text("".join(train_line(step) for step in range(1, 11)))

@@ -115,7 +115,7 @@ def test_the_recipe_packs_or_indexes_every_kind_of_source(kind, tmp_path):
 
 
 def test_the_held_out_part_is_disjoint_and_has_its_share_of_every_class(tmp_path):
-    """Compares the keys and labels that were written with those in the index tables."""
+    """Compares the written keys and labels with those in the index tables."""
     samples = [sample for sample in digits(train=True, image_size=16) if sample.labels[0] < 3][:300]
     campaign = new(tars(tmp_path / "input", samples, lambda sample: {"cls": name_of(sample)}))
     for stage in ("shards", "parts"):
