@@ -109,7 +109,10 @@ def micro_batches(worker: "Worker", start_step: int) -> Iterator[Batch]:
 
 
 def wait_for_first_batch(worker: "Worker", loader: TrainLoader) -> Generator[Batch]:
-    """Iterate over the loader's batches; a stop request interrupts the wait for the first (minutes on a cold cache).
+    """Iterate over the loader's batches; a stop request interrupts the wait for the first batch.
+
+    With a cold cache, this wait can take minutes.
+
 
     Call this only at the start of the loop, when all steps are committed and each worker may stop independently.
     Raises Preempted in the waiting worker.
@@ -148,7 +151,7 @@ def wait_for_first_batch(worker: "Worker", loader: TrainLoader) -> Generator[Bat
 
 
 def next_batch(worker: "Worker", batches: Iterator[Batch], step: int, planned: Ids) -> Batch:
-    """Return the next micro-batch of a step; `planned` holds the samples of the step's global batch."""
+    """Return the next micro-batch of a step; `planned` holds the sample ids of the step's global batch."""
     # Report the shard of this worker's first sample to the driver, which shows it if the wait is long.
     first_slot = worker.data.arithmetic.slots(worker.group.rank).start
     worker.group.phases.enter("data", step, worker.data.index.shards[planned.shard[first_slot]].name)

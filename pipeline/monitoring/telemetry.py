@@ -145,7 +145,7 @@ class Window:
         self.evaluated_s = 0.0
 
     def extend(self, later: Window) -> None:
-        """Append the steps of the window that follows this one."""
+        """Append the steps of `later`, the window that follows this window."""
         self.since = min(self.since, later.since)
         self.losses += later.losses
         self.norms += later.norms
@@ -247,7 +247,7 @@ class Telemetry:
             sync(self.directory / "metrics.jsonl")
 
     def _append(self, name: str, text: str) -> bool:
-        """Append text to a file of the stage; a full disk loses lines but never stops the run.
+        """Append text to one of the stage's files; on a full disk, lines are lost but the run continues.
 
         Before the next successful write, the number of lost lines is written. Returns False if the disk rejected the
         text.
@@ -439,7 +439,7 @@ def damage_message(path: Path, problems: Mapping[int, str]) -> str:
 
 
 def has_altered_seal(line: bytes) -> bool:
-    """Return whether a line nearly ends like a record with a digest: at least 9 of the 12 fixed bytes match."""
+    """Return whether the end of a line nearly matches that of a record with a digest: 9 of 12 fixed bytes match."""
     template = b', "crc": "\0\0\0\0\0\0\0\0"}'  # zeros for the digits
     end = line[-SEAL_BYTES:]
     if len(end) < SEAL_BYTES:

@@ -95,7 +95,7 @@ class TrainedStage:
 
     @cached_property
     def steps(self) -> int:
-        """Return the total number of steps of the stage."""
+        """Return the stage's total number of steps."""
         return steps_of(self.cfg, sum(training_set.samples for training_set in self.sets))
 
     @cached_property
@@ -108,7 +108,7 @@ class TrainedStage:
 
     @property
     def outcome(self) -> Mapping[str, Any]:
-        """Return the results of the stage from done.json. Raises UsageError if it has not finished."""
+        """Return the stage's results from done.json. Raises UsageError if the stage has not finished."""
         outcome = artifacts.read_done(self.folder)
         if outcome is None:
             raise UsageError(f"{self.folder} has not finished\n  expected a finished stage")
