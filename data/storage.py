@@ -96,7 +96,7 @@ class Folder:
         """
 
     def limit_retries(self) -> None:
-        """Reduce the number of retries from now on, so that an exiting command does not wait minutes for the storage."""
+        """Reduce the number of retries from now on: an exiting command must not wait minutes for the storage."""
 
     def put(self, name: str, content: bytes) -> None:
         """Write or replace a file atomically. Raises StorageError, OSError."""

@@ -1,11 +1,11 @@
-"""Bundles the packages that a bare GPU machine lacks, to copy with the checkout: `make gpu-bundle` writes `.gpu/`.
+"""Bundles the packages that a bare GPU machine lacks, to be copied with the checkout; `make gpu-bundle` writes `.gpu/`.
 
     make gpu-bundle                                  here; a few minutes, 41 MB
     python3 -m benchmarks.gpu --bundle --out OUT     there, in the checkout
 
 The machine has Python 3.12 on x86-64 with torch, torchvision, timm, transformers, OpenCV, pyarrow and pytest. It has no
-network and perhaps no git. It lacks Ray, DeepSpeed, webdataset, omegaconf and their requirements. Versions are those of
-constraints.txt.
+network and perhaps no git. It lacks Ray, DeepSpeed, webdataset, omegaconf and their dependencies. constraints.txt
+defines the versions.
 
 1. Wheels are downloaded for the machine's Python, independent of the Python that runs this. DeepSpeed has no wheel: it
    is built from source without its operators, which needs no compiler.

@@ -113,7 +113,7 @@ def samples(task: VtabTask, path: Path, split: str) -> Iterator[Sample]:
 
 
 def rows_of(file: Path, task: VtabTask, split: str, start: int, wanted: range, changed: Refusals) -> Iterator[Sample]:
-    """Yield the wanted rows of a file with first row `start`; raises DataError if the file ends before the last one."""
+    """Yield the wanted rows of a file whose first row is `start`; raises DataError if the file ends too early."""
     # Imported here to keep commands fast: all of them import the table of sets below.
     import cv2
     import numpy as np
