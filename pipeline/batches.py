@@ -113,7 +113,6 @@ def wait_for_first_batch(worker: "Worker", loader: TrainLoader) -> Generator[Bat
 
     With a cold cache, this wait can take minutes.
 
-
     Call this only at the start of the loop, when all steps are committed and each worker may stop independently.
     Raises Preempted in the waiting worker.
     """

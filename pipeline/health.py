@@ -138,7 +138,7 @@ class Health:
         self.telemetry.report("spike", values, line)
 
     def roll_back_or_fail(self, step: int) -> None:
-        """Collective: raise RolledBack to exclude the bad steps, or Diverged if excluding steps has not helped before.
+        """Collective: raise RolledBack to exclude the bad steps, or Diverged if a previous exclusion did not help.
 
         The caller must have committed the save in flight, so that the run rolls back no further than necessary.
         """
