@@ -182,7 +182,7 @@ def resize_patches(weight: Tensor, patch: tuple[int, int]) -> Tensor:
 
 
 def neighbour_similarity(state: dict[str, Tensor], config: ViTConfig) -> float:
-    """Return the mean cosine similarity of adjacent entries in the first position table; 1.0 for a single patch."""
+    """Return the mean cosine similarity of adjacent position embeddings in the first table; 1.0 for a single patch."""
     table = position_table(state, config)[0, config.position_slots :]
     image = F.normalize(table.double().reshape(*config.grid, -1), dim=-1)  # (rows, columns, D)
     down = (image[1:] * image[:-1]).sum(-1)

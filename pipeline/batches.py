@@ -173,7 +173,7 @@ def without_rows(batch: Batch, masked: np.ndarray) -> Batch:
 
 
 def begin_forward(worker: "Worker", step: int, batch: Batch) -> Tensor:
-    """Seed the random draws of a micro-batch's forward pass; return its images (b, 3, S, S) as the model's input."""
+    """Seed the random draws for a micro-batch's forward pass; return the images (b, 3, S, S) as the model's input."""
     # Seeded only by the step and the samples, so a resumed run draws the same dropout as an uninterrupted one.
     torch.manual_seed(seed_of_micro_batch(worker.cfg.seed, step, batch.ids, DROPOUT))
     worker.group.phases.enter("forward", step)
@@ -181,7 +181,7 @@ def begin_forward(worker: "Worker", step: int, batch: Batch) -> Tensor:
 
 
 def seed_of_micro_batch(seed: int, step: int, ids: Tensor, *purpose: int) -> int:
-    """Derive the seed of a micro-batch's random draws from the seed, step, sample ids and purpose."""
+    """Derive the seed for a micro-batch's random draws from the run's seed, the step, sample ids and purpose."""
     # Torch's generators take 64-bit seeds; 15 hexadecimal digits are 60 bits.
     return int(config.digest((seed, step, *ids.flatten().tolist(), *purpose))[:15], 16)
 

@@ -284,7 +284,7 @@ class Saver:
         dist.barrier()
 
     def wait_for_deleting(self) -> None:
-        """Wait for the deletion of old checkpoints, or log that it is not finished after DELETING_S."""
+        """Wait for the deletion of old checkpoints; log if it has not finished after DELETING_S."""
         if self.deleting is None:
             return
         self.deleting.join(DELETING_S)

@@ -198,7 +198,7 @@ def fit(x: Tensor, labels: Tensor, l2: float = L2) -> LinearMap:
 
 
 def fit_all(train: FeatureStore, l2: float, beat: Beat) -> LinearMap:
-    """Fit the linear map to all rows of a training set that may exceed memory; the result equals that of `fit`."""
+    """Fit the linear map to all rows of a training set that may exceed memory; the result is the same as with `fit`."""
     labels = torch.from_numpy(train.labels[:, 0])
     classes = int(labels.max()) + 1
     mean, std = moments(train, train.rows, beat)

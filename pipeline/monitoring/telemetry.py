@@ -63,7 +63,7 @@ NOT_SCORES = ("time", "seconds")  # numbers in an evaluation's record other than
 
 
 def log_line(report: Record) -> str:
-    """Return a report as one log line of at most 89 characters, with its fields always in the same order.
+    """Format a report as a log line of at most 89 characters, with the fields always in the same order.
 
     The terminal adds the stage's name. Other values, such as memory and mfu, are only in metrics.jsonl.
     """
@@ -95,7 +95,7 @@ def memory_gb() -> float:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return the peak bf16 FLOP/s of a GPU; None on the CPU or if the GPU is not in the table."""
+    """Return the peak bf16 FLOP/s of a GPU; None on the CPU, or if the GPU is unknown."""
     import torch
 
     if device.type != "cuda":

@@ -1,4 +1,4 @@
-"""Read the records of a trained stage needed to replay its steps, and rebuild the global batch of a step.
+"""Read the records needed to replay a trained stage's steps, and rebuild the global batch of a step.
 
 1. task.json contains the config and the data sets of the stage.
 2. metrics.jsonl contains the results of each step, and the shards that each attempt excluded.
@@ -120,7 +120,7 @@ class TrainedStage:
 
     @cached_property
     def records(self) -> Sequence[Record]:
-        """Return all records of metrics.jsonl."""
+        """Return all records in metrics.jsonl."""
         return read_metrics(self.folder, None)
 
     @cached_property
