@@ -67,7 +67,7 @@ def load_kinds(names: Mapping[str, str]) -> dict[str, StageKind]:
 
 
 def load_extras(*names: str) -> list[Any]:
-    """Return instances of these extras ("module:Class"), skipping those that are not in this checkout."""
+    """Return instances of these extras ("module:Class"), skipping extras that are not in this checkout."""
     extras: list[Any] = []
     for name in names:
         try:

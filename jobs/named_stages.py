@@ -71,7 +71,7 @@ def stage_at(folder: Path) -> StageFolder | None:
 
 
 def stages_in(run: Path) -> list[StageFolder]:
-    """Return the stages of a run directory, finished ones first, then newest first; [] for any other folder."""
+    """Return the stages in a run directory, finished stages first, and newer before older; [] for any other folder."""
     stages = filter(None, map(stage_at, run.glob("*/")))
     return sorted(stages, key=attrgetter("is_finished", "time"), reverse=True)
 
@@ -181,7 +181,7 @@ def near_path(path: str) -> str:
 
 
 def not_finished(stage: StageFolder) -> DataError:
-    """Return the error for an unfinished stage, which has no weights; it reports progress and how to get weights."""
+    """Return the error for an unfinished stage; the message reports the progress and how to get weights."""
     run = stage.path.parent
     last = last_metrics(stage.path)
     place = "has not reported a step yet"

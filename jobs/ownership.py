@@ -94,7 +94,7 @@ class SeenLease:
 
     @property
     def is_released(self) -> bool:
-        """Return whether the holder has released the lease before it ended."""
+        """Return whether the holder has released the lease."""
         return self.record is not None and self.record["is_released"]
 
     @property
@@ -162,7 +162,7 @@ class Lease:
             )
 
     def take(self) -> None:
-        """Take over the run. Raises RunOwned if its owner is alive, StorageError."""
+        """Take over the run. Raises RunOwned if the owner is alive, and StorageError."""
         # 1. In a store without conditional writes, two commands could create the same number.
         self.storage.check_exclusive_create(f"{ATTEMPTS}/{0:06d}.json")
         while True:
@@ -269,7 +269,7 @@ class Lease:
 
 
 def newest_lease(storage: Storage) -> SeenLease | None:
-    """Return the newest lease of a run; None if there has never been one. Raises StorageError, OSError."""
+    """Return the newest lease of a run; None if there has never been a lease. Raises StorageError, OSError."""
     seen: SeenLease | None = None
     for _ in range(READ_TRIES):
         names = storage.list(LEASES)

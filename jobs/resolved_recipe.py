@@ -92,7 +92,7 @@ class StageKind:
         return ()
 
     def set_classes(self, cfg: Any, name: str) -> int | str | None:
-        """Return the minimum number of classes of a data set that the stage writes; None if it is unknown.
+        """Return the minimum number of classes of a data set that the stage writes; None if the number is unknown.
 
         If the data set has the classes of another data set, return the path of the other or a reference to it.
         """
@@ -114,7 +114,7 @@ class StageKind:
         return True
 
     def checks(self, stage: "Stage", available: "Available") -> Iterable["CheckResult"]:
-        """Check a stage before it runs: raise an exception for an error, yield all other results."""
+        """Check a stage before it runs: raise an exception for an error, and yield all other results."""
         return ()
 
     def check_outputs(self, stage: "Stage", available: "Available") -> Iterable["CheckResult"]:
@@ -138,7 +138,7 @@ class StageKind:
     # Methods that work on the whole recipe.
 
     def expand(self, sections: "Sections", kinds: "Kinds") -> "Sections":
-        """Replace sections of a recipe before parsing, for example one section by several; return all sections."""
+        """Replace sections of a recipe before parsing, for example one section with several; return all sections."""
         return sections
 
     def placeholders(self, cfg: Any) -> Mapping[str, object]:
@@ -374,7 +374,7 @@ class CheckResult:
 
 
 def index_if_made(path: str) -> Index | None:
-    """Load the index of a data set; return None if it cannot be read, for example before its pack stage has run."""
+    """Load the index of a data set; return None if it cannot be read, for example because the set is not packed yet."""
     try:
         return load_index(path)
     except PatchlineError:

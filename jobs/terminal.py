@@ -91,7 +91,7 @@ class LiveBar:
 
 
 class Activity:
-    """Shows the current activity if it takes longer than WAIT_S: as a bar on a terminal, else as a line on stderr."""
+    """Shows an activity that takes longer than WAIT_S: as a bar on a terminal, otherwise as a line on stderr."""
 
     def __init__(self) -> None:
         self.text = ""  # "" if there is nothing to show

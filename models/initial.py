@@ -96,5 +96,5 @@ def fill(name: str, tensor: Tensor, config: ViTConfig | BiTConfig, generator: Ge
         nn.init.trunc_normal_(tensor, std=sigma, a=-2 * sigma, b=2 * sigma, generator=generator)
     else:
         # Without a rule, the parameter would keep arbitrary memory: `empty` and `to_empty` initialise nothing.
-        raise AssertionError(f"no rule in models/initial.py fits parameter {name}")
+        raise AssertionError(f"no rule in models/initial.py matches parameter {name}")
     return tensor

@@ -61,7 +61,7 @@ _umask_lock = threading.Lock()
 
 @dataclass(frozen=True)
 class StartRequest:
-    """A request to an agent to start the workers of an attempt on its node."""
+    """A request that tells an agent to start the workers of an attempt on its node."""
 
     ranks: Sequence[RankInfo]
     payload: bytes  # pickled (function, task)
@@ -144,10 +144,10 @@ class Agent:
         remove_folders_of_killed_agents(parent)
 
     def warm_up(self) -> None:
-        """Start the fork server if it is not running, without waiting for it.
+        """Start the fork server, unless it is already running, without waiting until it is ready.
 
-        The fork server imports modules only for workers without GPUs: importing torch or DeepSpeed may initialize CUDA,
-        and a process that has initialized CUDA must not fork.
+        The fork server imports modules only for workers without GPUs: importing torch or DeepSpeed may initialise CUDA,
+        and a process that has initialised CUDA must not fork.
         """
         with self.changed:
             if self.server is None:
@@ -212,7 +212,7 @@ class Agent:
             return self.files is not None
 
     def poll(self, news: int, wait_s: float, acknowledged: Mapping[str, Mark]) -> NodeReport:
-        """Return the state of the workers after `wait_s`, or at once if there are events after event number `news`.
+        """Return the state of the workers after `wait_s`, or at once if there are events newer than number `news`.
 
         `acknowledged` contains the marks of file changes that the driver has written.
         """
@@ -293,7 +293,7 @@ class Agent:
         shutil.rmtree(self.base, ignore_errors=True)
 
     def _hear(self, server: ForkServer) -> None:
-        """Process the replies of a fork server until it ends; runs in a thread."""
+        """Process the replies from a fork server until the server ends; runs in a thread."""
         with suppress(EOFError, OSError):
             while True:
                 answer = server.connection.recv()
@@ -336,7 +336,7 @@ class Agent:
             server.close()
 
     def _end_frozen_server(self, limit_s: float) -> None:
-        """Kill the fork server if a signal has stopped it for `limit_s`; called repeatedly, with the lock held."""
+        """Kill the fork server if a signal has stopped the server for `limit_s`; called with the lock held."""
         if self.server is None or not self.server.is_stopped():
             self.stopped_since = math.inf
             return

@@ -37,7 +37,7 @@ class ClusterState:
 
     @classmethod
     def now(cls, without: Set[str] = frozenset()) -> "ClusterState":
-        """Request the current state from the head, excluding the nodes in `without`. Thread-safe."""
+        """Query the head for the current state, excluding the nodes in `without`. Thread-safe."""
         status = get_cluster_status(ray.get_runtime_context().gcs_address)
         total: dict[str, dict[str, float]] = {}
         free: dict[str, dict[str, float]] = {}

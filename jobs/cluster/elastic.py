@@ -51,7 +51,7 @@ class Sizes:
         return [world for world in self.worlds if self.limit is None or world <= self.limit]
 
     def begins(self, world: int) -> None:
-        """Record that an attempt has places for `world` workers; if it missed the target, postpone scaling up."""
+        """Record that an attempt has places for `world` workers; if the target was higher, postpone scaling up."""
         if world < self.target:
             self.postpone_growth()
         self.target = 0
@@ -68,7 +68,7 @@ class Sizes:
         self.proven = Proven(world, nodes)
 
     def fall_back(self, world: int) -> Proven | None:
-        """Return the proven attempt to fall back to after a larger one failed; None if `world` is not larger."""
+        """Return the smaller proven attempt to fall back to after a failure with `world` workers, or None."""
         if self.proven is None or world <= self.proven.world:
             return None
         self.limit = self.proven.world
@@ -83,7 +83,7 @@ class Sizes:
 
 @dataclass
 class Growth:
-    """Watches the cluster during one attempt, and determines when the attempt should stop to scale up."""
+    """Watches the cluster during an attempt, and decides when the attempt should stop to scale up."""
 
     larger: Sequence[int]  # larger numbers of workers that the stage allows
     patience_s: float
@@ -99,7 +99,7 @@ class Growth:
     has_ended: threading.Event = field(default_factory=threading.Event)  # set when the attempt ends
 
     def start(self) -> None:
-        """Start the thread if the stage allows more workers; setting `has_ended` stops it."""
+        """Start the thread if the stage allows more workers; setting `has_ended` stops the thread."""
         # Use a daemon thread, because the driver may exit while it waits for a response.
         if self.larger:
             threading.Thread(target=self.watch, name="growth", daemon=True).start()
@@ -125,7 +125,7 @@ class Growth:
             self.step = self.last_step()
 
     def is_due(self) -> bool:
-        """Return whether to stop this attempt so that the next one can use more workers.
+        """Return whether to stop this attempt so that the next attempt can use more workers.
 
         This is true if there has been room for `patience_s`, and a checkpoint was committed after that. Once true, it
         stays true.

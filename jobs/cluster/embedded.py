@@ -66,7 +66,7 @@ EMBEDDED_ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Embedded:
-    """A cluster started by this process; it may not be ready to join yet."""
+    """A cluster started by this process; the cluster may not be ready to join yet."""
 
     guard: subprocess.Popen[str]
     directory: Path  # ours (mode 0700); Ray's own directory inside it is open to everybody (0777)
@@ -81,7 +81,7 @@ _started: list[Embedded] = []  # at most one
 
 
 def is_wanted() -> bool:
-    """Return whether an embedded cluster is needed, because RAY_ADDRESS does not name an existing one."""
+    """Return whether an embedded cluster is needed, because RAY_ADDRESS does not name an existing cluster."""
     return os.environ.get("RAY_ADDRESS", "") in ("", "local")
 
 
@@ -99,7 +99,7 @@ def is_too_small(cluster: ClusterConfig) -> bool:
 
 
 def start(cluster: ClusterConfig) -> Embedded:
-    """Start an embedded cluster with enough CPUs for these workers, without waiting; stop a smaller cluster first.
+    """Start, without waiting, an embedded cluster with enough CPUs for these workers; first stop a smaller one.
 
     Raises ClusterError if the token cannot be stored, and OSError.
     """
@@ -179,7 +179,7 @@ def token_path() -> Path:
 
 
 def make_token() -> None:
-    """Enable Ray's token authentication; if there is no token yet, create one that only this user can read.
+    """Enable Ray's token authentication; if there is no token yet, create a token that only this user can read.
 
     Call this before Ray is imported, because Ray reads RAY_AUTH_MODE at import. Raises ClusterError.
     """

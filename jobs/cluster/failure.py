@@ -84,7 +84,7 @@ class Evidence:
     losses: Mapping[int, str]  # ranks on lost nodes → how the node was lost
 
     def ends(self) -> dict[int, WorkerRecord]:
-        """Return the records of the ended workers."""
+        """Return the records of the workers that have ended."""
         ends = {}
         for rank, state in self.states.items():
             if state.record is not None and "ended" in state.record:

@@ -13,7 +13,7 @@
    and exits.
 
 The imports must not start threads or use GPUs, because neither survives a fork. If workers use GPUs, nothing is
-imported here and each worker imports separately: a forked process can use CUDA only if its parent has never initialized
+imported here and each worker imports separately: a forked process can use CUDA only if its parent has never initialised
 it.
 """
 

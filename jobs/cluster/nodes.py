@@ -45,7 +45,7 @@ class ThisMachine:
         self.agent.warm_up()
 
     def reserve(self, run: str, worlds: Sequence[int], log: Callable[[str], None], on_tick: Callable[[], None]) -> int:
-        """Reserve places for as many workers as possible; return their number, one of `worlds` (largest first).
+        """Reserve places for as many workers as possible; return the number, which is in `worlds` (largest first).
 
         `run` is the name under which other users see the reservation. `on_tick` is called several times a second
         during the wait and may end it by raising an exception. Raises ClusterError; on this machine, only if it has too
@@ -84,7 +84,7 @@ class ThisMachine:
         """Kill an unresponsive agent and its workers, and avoid its node; the next attempt starts a new agent."""
 
     def room(self) -> int:
-        """Return how many workers the cluster can hold now, including the running ones. Thread-safe."""
+        """Return how many workers the cluster can hold now, including running workers. Thread-safe."""
         return 0  # this machine never gets more places
 
     def status(self) -> tuple[Set[str], Set[str]]:
@@ -142,7 +142,7 @@ def nodes_of(cluster: ClusterConfig) -> Nodes:
 
 
 def start_early(cluster: ClusterConfig) -> None:
-    """Start the fork server or an embedded Ray cluster early, because it takes seconds."""
+    """Start the fork server or an embedded Ray cluster early, because this takes seconds."""
     if cluster.backend == "processes":
         nodes_of(cluster).warm_up()
     # An existing cluster is joined only when workers are needed.

@@ -1,4 +1,5 @@
-"""Connect this process to a Ray cluster: the one at RAY_ADDRESS, or an embedded one that ends with this process.
+"""Connect this process to a Ray cluster: the cluster at RAY_ADDRESS, or an embedded cluster that ends with this
+process.
 
 Steps of `connect`:
 1. Stop an embedded cluster that has too few CPUs or no GPUs for these workers.
@@ -62,7 +63,7 @@ _dashboards: list[str] = []  # dashboard URL of the joined cluster; at most one
 
 
 def connect(cluster: ClusterConfig) -> ClusterInfo:
-    """Join the cluster at RAY_ADDRESS, or an embedded one that ends with this process.
+    """Join the cluster at RAY_ADDRESS, or an embedded cluster that ends with this process.
 
     Raises ClusterError if the cluster does not exist or refuses the connection, and UsageError if the checkout contains
     a link that must not be shipped.
@@ -127,7 +128,7 @@ def connect(cluster: ClusterConfig) -> ClusterInfo:
 
 
 def disconnect() -> None:
-    """Leave the cluster; stop an embedded one and remove its temporary directory."""
+    """Leave the cluster; if it is embedded, stop it and remove its temporary directory."""
     if _is_joined():
         import ray
 
@@ -143,7 +144,7 @@ def _is_joined() -> bool:
 
 
 def _join_embedded(cluster: ClusterConfig) -> None:
-    """Join the embedded cluster, starting it if it was not started early; stop it if joining fails."""
+    """Join the embedded cluster, starting it first unless it was started early; stop it if joining fails."""
     started = embedded.start(cluster)
     try:
         # The guard writes one line when the cluster can be joined.

@@ -114,8 +114,8 @@ class RayNodes(RayPlaces):
     def warm_up_spares(self, spare: Set[str]) -> None:
         """Start agents on a few of these spare nodes, in case the next attempt moves there.
 
-        If workers use GPUs, start none: their agents import nothing early, and an autoscaler does not remove a node
-        with an agent.
+        If workers use GPUs, start no agents: these agents would import nothing early, and an autoscaler does not remove
+        a node with an agent.
         """
         if self.cluster.gpus_per_worker:
             return
@@ -124,7 +124,7 @@ class RayNodes(RayPlaces):
             self.start_agent(node_id)
 
     def start_agent(self, node_id: str) -> Any:
-        """Return the actor of a node's agent; start it if it is not running."""
+        """Return the actor of a node's agent; start the actor if it is not running."""
         if node_id not in self.actors:
             self.actors_started += 1
             remote: Any = ray.remote(RayAgent).options(

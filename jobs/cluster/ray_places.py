@@ -319,7 +319,7 @@ class RayPlaces:
         return missing(workers, self.share, self._open_to_us(state, set()), state)
 
     def _adjust_request(self, worlds: Sequence[int], log: Callable[[str], None], *, is_patient: bool) -> bool:
-        """Fit the request to the room in the cluster; return whether it is now for fewer than the maximum of workers.
+        """Fit the request to the room in the cluster; return whether it is now below the maximum number of workers.
 
         If `is_patient`, only the sizes of the bundles change, and the number of workers stays the same.
         """

@@ -215,7 +215,7 @@ def end_if_requested(context: Context) -> None:
 
 
 def last_step(context: Context) -> int:
-    """Return the step of a stage's newest committed checkpoint; −1 if there is none."""
+    """Return the step of a stage's newest committed checkpoint; −1 if there are no checkpoints."""
     newest_first = context.checkpoints.committed_steps()
     return newest_first[0] if newest_first else -1
 

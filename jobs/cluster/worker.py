@@ -67,7 +67,7 @@ class WorkerRecord(TypedDict):
 
 @dataclass(frozen=True)
 class RankInfo:
-    """A worker's place in its group, and the resources that it may use."""
+    """A worker's rank and position in the worker group, and the resources that the worker may use."""
 
     rank: int
     world: int

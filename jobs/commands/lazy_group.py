@@ -75,7 +75,7 @@ class LazyGroup(TyperGroup):
                     self.add_placeholder(words.removeprefix(prefix), summary, heading)
 
     def add_placeholder(self, words: str, summary: str, heading: str) -> None:
-        """Add a placeholder for a command; if the name has two words, add it to the group named by the first."""
+        """Add a placeholder for a command; if the name has two words, add the group named by the first word."""
         name, _, rest = words.partition(" ")
         if name in self.commands:
             return

@@ -268,7 +268,7 @@ def index(
 
 
 def refuse_file(target: Path) -> None:
-    """Raise UsageError if the folder to write to, or one of its parents, is a file."""
+    """Raise UsageError if the output folder or one of its parents is a file."""
     for path in (target, *target.parents):
         if path.exists() and not path.is_dir():
             raise UsageError(f"{path} is a file\n  expected a folder for the shards (created if it does not exist)")

@@ -50,7 +50,7 @@ def run_or_stage(path: str) -> Path:
 
 
 def print_status(run: Path, store: "Bucket | None" = None) -> None:
-    """Print one line per stage in the order of their first start, or only the line of one stage.
+    """Print one line per stage, in the order of the stages' first start, or only the line of one stage.
 
     For a run in an object store, `run` is a local copy of the run or of one stage; the output shows the URL. Raises
     UsageError if there is no run, and StorageError if the object store cannot be read.

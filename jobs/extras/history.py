@@ -85,7 +85,7 @@ class StageHistory:
         return [record for record in self.records if record["kind"] in kinds]
 
     def read_steps(self) -> None:
-        """Fill `steps`, `lost` and `kept_reports`; if several attempts trained a step, the last one is final."""
+        """Fill `steps`, `lost` and `kept_reports`; if several attempts trained a step, the last attempt counts."""
         kept = [np.recarray(0, STEP)]
         lost = [np.recarray(0, STEP)]
         repeated_from = math.inf  # first step repeated by an attempt after this report

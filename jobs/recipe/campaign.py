@@ -198,7 +198,7 @@ class Placeholders:
         return self.known[source]
 
     def fill(self, name: str, references: Mapping[str, str]) -> object:
-        """Return a stage's section with its references replaced by placeholders."""
+        """Return a stage's section with its references replaced with placeholders."""
         values = {}
         for field, value in references.items():
             source, part = value[1:].split("/", 1)

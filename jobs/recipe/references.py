@@ -81,7 +81,7 @@ def known_values(stage: Stage) -> dict[str, object]:
 
 
 def check_same(campaign: Campaign, stage: Stage, known: Mapping[str, object]) -> None:
-    """Raise DataError if a stage has already run with values that differ from the current ones."""
+    """Raise DataError if a stage has already run with values that differ from the current values."""
     path = campaign.directory(stage) / "stage.json"
     if not path.exists():
         return

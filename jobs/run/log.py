@@ -39,7 +39,7 @@ MOST_VALUES = 6  # values in a row of the table of results
 
 
 class RunLog(Watcher):
-    """The log of a command: prints lines to the terminal, and writes them to the log.txt of the run and of the stage.
+    """The log of a command: writes lines to the terminal and to the log.txt files of the run and the stage.
 
     Worker lines are read from the stage's log.txt, printed, and copied to the run's log.txt. RunLog is the first
     watcher, because the other watchers log through it.
@@ -92,7 +92,7 @@ class RunLog(Watcher):
         self.shown_bytes.setdefault(self.stage_file, size_of(self.stage_file))
 
     def status(self, message: StatusMessage) -> None:
-        """Show new log lines and the stage's progress; after QUIET_S without output, also what it is waiting for."""
+        """Show new log lines and the stage's progress; after QUIET_S without output, also what the stage awaits."""
         if message.state == "waiting":
             return
         self.show_new_lines(message)

@@ -241,5 +241,5 @@ def records_since(path: Path, offset: int, most_bytes: int = TAIL_BYTES) -> tupl
 
 
 def size_of(path: Path) -> int:
-    """Return the size of a file in bytes; 0 if it does not exist yet."""
+    """Return the size of a file in bytes; 0 if the file does not exist yet."""
     return path.stat().st_size if path.exists() else 0

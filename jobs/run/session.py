@@ -136,7 +136,7 @@ class Session:
     fresh: bool  # restart an unfinished stage whose config has changed
 
     def run_or_skip(self, name: str) -> dict[str, Any]:
-        """Run a stage unless it has finished; return its row of the table of results."""
+        """Run a stage unless it has finished; return the stage's row for the table of results."""
         # Fill in values that earlier stages have determined.
         self.campaign = with_values(self.campaign)
         stage = self.campaign.stage(name)

@@ -1,4 +1,4 @@
-"""Synchronize the small files of a run in an object store with its local folder.
+"""Synchronise the small files of a run in an object store with its local folder.
 
 In the store, next to the checkpoints (data/bucket.py), under the run's URL:
     leases/, attempts/      the owner of the run (jobs/ownership.py); attempts/000000.json tests the store
@@ -38,7 +38,7 @@ Log = Callable[[str], None]
 
 @contextmanager
 def synced(storage: Storage, lease: Lease, log: Log) -> Iterator[Callable[[], None]]:
-    """Synchronize a run's local folder with its object store during the block; yield a function that uploads changes.
+    """Synchronise a run's local folder with its object store during the block; yield a function that uploads changes.
 
     The yielded function raises RunOwned if another command has taken over the run. For a run in a shared folder, it
     uploads nothing and only checks the owner. Raises StorageError.
@@ -184,7 +184,7 @@ def last_owner(run: Path) -> tuple[str, dict[str, list[int]]]:
 
 
 def is_synced(name: Path) -> bool:
-    """Return whether a file is one of the synchronized small files; `name` is relative to the run."""
+    """Return whether a file is one of the synchronised small files; `name` is relative to the run."""
     is_elsewhere = any(part in NOT_SYNCED for part in name.parts[:-1])
     return not is_elsewhere and name.as_posix() != SYNC_FILE and not name.name.startswith(".tmp-")
 

@@ -103,7 +103,7 @@ class Watchers:
                     watcher.status(message)
 
     def close(self) -> None:
-        """Close the watchers in reverse order, the terminal last, because it shows the lines of the others."""
+        """Close the watchers in reverse order, the terminal last, because the other watchers print to it."""
         for watcher in reversed(self.watchers):
             with self.failures_logged(watcher):
                 watcher.close()

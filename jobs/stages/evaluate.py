@@ -257,13 +257,13 @@ class Evaluate(StageKind):
         return {"metrics": metrics}
 
     def model(self, cfg: EvaluateConfig, source_model: SourceModel) -> ModelConfig | None:
-        """Return the architecture of the weights, which may come from another project; None if they are missing."""
+        """Return the architecture of the weights, which may be another project's; None if the weights are missing."""
         if any_weights.is_foreign(cfg.init):
             return any_weights.load(cfg.init, cfg.model).config
         return source_model(cfg.init)
 
     def shared_classes(self, cfg: EvaluateConfig) -> list[SharedClasses]:
-        """Return what each test set must agree with on class ids: the head, if used, and the training set."""
+        """Return groups that must agree on class ids: each test set with the head (if used) and its training set."""
         shared = []
         for name, evaluated in cfg.sets.items():
             test = {f"sets.{name}.test": evaluated.test}

@@ -78,7 +78,7 @@ class TrainingExtra:
         return {}
 
     def checks(self, stage: Stage, available: Available) -> Iterable[CheckResult]:
-        """Check a stage before it runs: raise an exception for an error, yield all other results."""
+        """Check a stage before it runs: raise an exception for an error, and yield all other results."""
         return ()
 
     def before(self, cfg: TrainConfig, context: Context) -> None:

@@ -87,7 +87,7 @@ def load_preprocessing(path: str | Path) -> Preprocessing | None:
             fields[name] = tuple(value) if isinstance(value, list) else value
         return Preprocessing(**fields)
     except (AttributeError, TypeError) as error:
-        raise ValueError(f"{file} is not a valid record of a preprocessing: {error}") from None
+        raise ValueError(f"{file} is not a valid preprocessing record: {error}") from None
 
 
 def load_foreign_preprocessing(folder: Path) -> Preprocessing | None:

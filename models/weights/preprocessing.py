@@ -168,7 +168,7 @@ class Preprocessing:
         resized = (math.floor(height / crop_pct), math.floor(width / crop_pct))
         if resized != sides or (height != width and not is_squashed):
             raise ValueError(
-                f"timm has one crop_pct for both sides, and no value gives the pixels of {self.ops!r}\n"
+                f"timm has one crop_pct for both sides, and no crop_pct reproduces {self.ops!r}\n"
                 "  save as safetensors, or use ops that squash both sides: --preprocess 'resize(SIZE)'"
             )
         return {
@@ -215,13 +215,13 @@ class Preprocessing:
         if self.resize is None:
             raise ValueError(
                 f"{library} resizes an image once and then crops its centre, but {self.ops!r} does something else\n"
-                "  save as safetensors, or use such ops: --preprocess 'resize_small(SIZE)|central_crop(SIZE)'"
+                "  save as safetensors, or use ops of that form: --preprocess 'resize_small(SIZE)|central_crop(SIZE)'"
             )
         remaining = REMAINING[self.interpolation]
         if remaining:
             warnings.warn(
-                f"{library} resizes with another filter than {self.ops!r}: images of that size get the same pixels, "
-                f"larger images differ (by {remaining} of −1 … 1 on average for a photograph shrunk 3 times: "
+                f"{library} resizes with a different filter than {self.ops!r}: images of that size get the same "
+                f"pixels, larger images differ (by {remaining} of −1 … 1 on average for a photograph shrunk 3 times: "
                 "docs/models.md)",
                 stacklevel=4,
             )

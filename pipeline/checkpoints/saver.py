@@ -139,7 +139,7 @@ class Saver:
         file = f"rank-{dist.get_rank():05d}.safetensors"
         self.snapshot = copy_to_host(fragments, self.snapshot)
         # `write` replaces this result. If its thread dies unexpectedly, this one stays and the save counts as failed.
-        self.result = WrittenFile(file, error=f"{file}: the thread that writes it has died, see stderr")
+        self.result = WrittenFile(file, error=f"{file}: the thread writing it has died; see stderr")
         # A daemon thread, so that a slow disk does not keep a failed worker from exiting.
         arguments = (file, self.snapshot.numpy().data)
         self.thread = threading.Thread(target=self.write, args=arguments, name="checkpoint", daemon=True)

@@ -68,7 +68,7 @@ def check_names(owner: object, of: str) -> None:
         raise ConfigError(
             f"DeepSpeed {version}: {of} has no {', '.join(missing)}\n"
             f"  expected DeepSpeed {EXPECTED}, whose private names Patchline uses (pipeline/engine/deepspeed.py)\n"
-            f"  type: pip install deepspeed=={EXPECTED}"
+            f"  run: pip install deepspeed=={EXPECTED}"
         )
 
 

@@ -36,7 +36,7 @@ def use_deterministic_kernels() -> None:
         raise ConfigError(
             f"{CUBLAS_VARIABLE} is {value!r}: with this value cuBLAS may add in a different order each time\n"
             f"  expected {' or '.join(CUBLAS_VALUES)}, because exact_parts guarantees bitwise equal results\n"
-            f"  run unset {CUBLAS_VARIABLE}, or cluster.environment.{CUBLAS_VARIABLE}={CUBLAS_VALUES[0]}"
+            f"  run unset {CUBLAS_VARIABLE}, or set cluster.environment.{CUBLAS_VARIABLE}={CUBLAS_VALUES[0]}"
         )
     torch.use_deterministic_algorithms(True)
     # Otherwise torch fills every new tensor with NaN, which helps to find bugs but changes no bit of a correct program.

@@ -127,7 +127,8 @@ class KeepBest(Hook):
         # The last step has been committed and evaluated, but on a full disk the records may be missing.
         if best is None:
             raise CheckpointError(
-                f"{self.stage / 'metrics.jsonl'} contains no evaluation with the metric of keep_best={metric}\n"
-                "  free some disk space and run the same command again: it resumes with the evaluation"
+                f"{self.stage / 'metrics.jsonl'} contains no evaluation with the metric keep_best={metric}\n"
+                "  a full disk may have lost the records: free some space, then run the same command again to repeat "
+                "the evaluation"
             )
         return {"metric": metric, **best}

@@ -30,7 +30,10 @@ class BranchConfig(TrainConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(self, 1, "begin")
-        require(self.begin is None or self.init is not None, "begin is a step of stage init, but init is not set")
+        require(
+            self.begin is None or self.init is not None,
+            "begin is a step of the stage in init, but init is not set",
+        )
 
     @property
     def first_step(self) -> int:

@@ -125,7 +125,7 @@ def merge_file(ours: Mapping[str, Any], path: str, zero: int) -> Mapping[str, An
         elif key == "communication_data_type" and "bf16" in ours:
             require(
                 value in ("fp32", "bf16"),
-                f"{where}: {key} is {value!r}\n  expected fp32; or bf16, which halves the bytes and rounds every sum",
+                f"{where}: {key} is {value!r}\n  expected fp32, or bf16, which halves the traffic but rounds every sum",
             )
             merged[key] = value
         else:

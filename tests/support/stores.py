@@ -274,7 +274,7 @@ def listing(contents: dict[str, bytes], prefix: str) -> bytes:
 
 @contextmanager
 def store(scheme: str, files: Files, proxy: Proxy | None = None) -> Iterator[Proxy]:
-    """Run a store with the files in its bucket `images`, behind a proxy to which the environment directs clients."""
+    """Run a store with the files in its bucket `images`, and a proxy to which the environment directs clients."""
     proxy = proxy or Proxy()
     start = {"s3": s3, "gs": gs, "az": az}[scheme]
     with served(proxy.handler()) as port, start(proxy, port, files):

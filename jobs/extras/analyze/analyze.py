@@ -188,7 +188,7 @@ def draw_attention(images: dict[str, np.ndarray], maps: Tensor, path: Path) -> N
 
 
 def enlarged(attention_map: Tensor, size: tuple[int, ...]) -> np.ndarray:
-    """Upscale an attention map bicubically to the size of its image, and normalize it to the range 0 to 1."""
+    """Upscale an attention map bicubically to the size of its image, and normalise it to the range 0 to 1."""
     large = F.interpolate(attention_map[None, None].float(), size=size, mode="bicubic", align_corners=False)[0, 0]
     # Bicubic interpolation overshoots below zero.
     large = large.clamp(min=0)

@@ -1,5 +1,6 @@
-"""Use spare resources during training: evaluate checkpoints asynchronously (`evaluate_on: spare`), and search for the
-samples that caused a loss spike (`health.on_spike: bisect`).
+"""Use spare resources during training, to evaluate checkpoints and to find the samples that cause loss spikes.
+
+The recipe keys are `evaluate_on: spare` and `health.on_spike: bisect`.
 """
 
 from data.errors import CheckpointError, StorageError

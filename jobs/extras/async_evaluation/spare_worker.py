@@ -1,5 +1,6 @@
-"""Runs a spare worker during a stage's training: it evaluates commits (`evaluate_on: spare`) and searches for the
-causes of loss spikes (`health.on_spike: bisect`), one task at a time.
+"""Evaluate commits and find the causes of loss spikes on a spare worker, one task at a time, during training.
+
+The recipe keys are `evaluate_on: spare` and `health.on_spike: bisect`.
 
 1. While an attempt runs, a thread checks once a second whether resources are free (spare_places.py). If so, it creates
    a file, and rank 0 then requests an evaluation instead of pausing the workers for it
@@ -163,7 +164,7 @@ class SpareWorker:
             self.context.log(f"could not delete old checkpoints: {error}")
 
     def report_records(self) -> None:
-        """Report the results that rank 0 did not report before it ended."""
+        """Report the results that rank 0 had not reported when it ended."""
         attempt = int(self.attempt_folder.name.rpartition("-")[2])
         if async_evaluation.records(self.stage):
             telemetry = Telemetry(self.stage, 0, attempt)
@@ -337,7 +338,7 @@ class SpareWorker:
     def run_there(
         self, what: str, function: WorkerFunction, task: Task, folder: Path
     ) -> tuple[dict[str, Any] | None, WorkerGroupError | None]:
-        """Run a worker on the spare resources until it finishes, another job needs them, or the attempt ends.
+        """Run a worker on the spare resources until it finishes, another job needs the resources, or the attempt ends.
 
         Returns (outcome, None), (None, failure), or (None, None) if the worker was interrupted.
         """
@@ -378,13 +379,13 @@ class SpareWorker:
 
 
 def evaluate_nicely(task: Task) -> object:
-    """Worker function: evaluate one checkpoint at the lowest CPU priority."""
+    """Evaluate a checkpoint at the lowest CPU priority; the function that the spare worker runs."""
     # On a shared machine, the evaluation could otherwise slow down training.
     os.nice(NICE)
     return evaluate_commit(task)
 
 
 def search_nicely(task: Task) -> object:
-    """Worker function: search for the cause of one spike at the lowest CPU priority."""
+    """Search for the cause of a spike at the lowest CPU priority; the function that the spare worker runs."""
     os.nice(NICE)
     return search(task)

@@ -166,7 +166,7 @@ def is_slightly_different(value: Any, other: Any) -> bool:
 
 
 def keys_to_type(name: str, mine: ComparedStage, other: ComparedStage, fact: Fact) -> Iterator[str]:
-    """Yield the overrides that change a fact of `mine` to that of `other`; yield nothing if the fact is a data set."""
+    """Yield the overrides that set a fact of `mine` to the value in `other`; yield nothing if it is a data set."""
     written = flat(config.plain(mine.config))
     values = fact.keys
     if name == "images":

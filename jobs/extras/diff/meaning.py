@@ -90,14 +90,14 @@ class ComparedStage:
 
     @property
     def steps(self) -> int | None:
-        """Return the number of training steps; None if it depends on an unknown number of samples."""
+        """Return the number of training steps; None if this depends on an unknown number of samples."""
         if self.config.steps is None and self.samples is None:
             return None
         return steps_of(self.config, self.samples or 0)
 
 
 def of_campaign(campaign: Campaign) -> Iterator[ComparedStage]:
-    """Yield the stages of a recipe that train or evaluate; for a sweep, only the first run of each row."""
+    """Yield the stages of a recipe that train or evaluate; for a sweep, only the first run in each row."""
     available = Available(campaign)
     table_of: dict[str, Stage] = {}  # name of a run → its sweep's table
     referenced: set[str] = set()  # tables whose chosen values other stages use
@@ -408,7 +408,7 @@ def facts_of_model(stage: ComparedStage) -> dict[str, Fact]:
 
 
 def fact_of_ops(ops: str | None, size: tuple[int, int] | None) -> Fact:
-    """Return a fact for preprocessing ops, with the image size replaced by "size" and without `decode`."""
+    """Return a fact for preprocessing ops, with the image size replaced with "size", and without `decode`."""
     if ops is None:
         if size is None:
             return Fact(None, "")

@@ -123,7 +123,7 @@ def list_samples(
 
 
 def examine(path: str, *, decode: bool, page: str | None, world: int, workers: int, cache: str | None) -> "Report":
-    """Check every sample of a data set, print the report, and write it as HTML to `page` if given."""
+    """Check every sample of a data set, print a report, and also write the report as HTML to `page`, if given."""
     from data.extras.doctor.doctor import check
     from data.extras.doctor.page import write_page
     from data.index.document import load_index

@@ -121,7 +121,7 @@ class Gauges(ThreadedWatcher):
             self.gauges[name].set(value, tags={"run": message.run, "stage": message.stage})
 
     def show_run(self) -> None:
-        """Set the gauges of the command: the age of its lease, and its exit code once it has ended."""
+        """Set the gauges of the command: the age of the lease and, once the command has ended, the exit code."""
         assert self.campaign is not None and self.lease is not None
         run = self.campaign.run
         tags = {"run": run.name}

@@ -48,7 +48,7 @@ class ThreadedWatcher(Watcher):
         """Show the state of the command; runs in the thread at regular intervals and once at the end."""
 
     def start(self, log: Callable[[str], None]) -> None:
-        """Start the thread, which also shows messages stored before the start."""
+        """Start the thread, which also shows the messages stored before it started."""
         self.log = log
         self.thread = threading.Thread(target=self.work, name=self.name, daemon=True)
         self.thread.start()

@@ -316,7 +316,7 @@ def write_probe(path: Path, name: str, sets: Sets, init: str) -> None:
 
 
 def render(template: str, **values: Any) -> str:
-    """Render a template of this folder."""
+    """Render a template in this folder."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         undefined=StrictUndefined,

@@ -240,7 +240,7 @@ def links(facts: ClusterFacts) -> Iterator[CheckVerdict]:
 
 
 def run_folder(facts: ClusterFacts) -> Iterator[CheckVerdict]:
-    """Check that driver and nodes share the run directory's storage, and that it supports the required operations."""
+    """Check that driver and nodes share the run directory, and that its storage supports the required operations."""
     if not facts.requirements.is_shared:
         yield CheckVerdict("OK", "separate on each node, because the run is in an object store")
         return
@@ -389,7 +389,7 @@ def open_files(facts: ClusterFacts) -> Iterator[CheckVerdict]:
 
 
 def sets(facts: ClusterFacts) -> Iterator[CheckVerdict]:
-    """Check that every node can read every data set, and that it is fast enough."""
+    """Check that every node can read every data set, and that reading is fast enough."""
     for path, rate_needed in facts.requirements.sets.items():
         rates: dict[str, float] = {}  # node → bytes/s
         for place in facts.everywhere:

@@ -254,7 +254,7 @@ class PlannedTraining(TrainedFacts):
         text = f"every {cfg.save_every:,} steps; "
         if with_best_s < (1 - LEAST_GAIN) * seconds:
             sooner = "at all" if math.isinf(seconds) else f"{1 - with_best_s / seconds:.0%} sooner"
-            text += f"every {best_every:,} steps, it finishes {sooner} (Young 1974): set "
+            text += f"saving every {best_every:,} steps would make it finish {sooner} (Young 1974): set "
             text += f"{self.name}.save_every={best_every}"
         else:
             text += f"no other interval would make it finish {LEAST_GAIN:.0%} sooner (Young 1974)"

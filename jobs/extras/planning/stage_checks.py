@@ -66,7 +66,7 @@ class TrainedFacts:
 
     @property
     def fits(self) -> bool:
-        """Return False if a worker's device is known to have too little memory."""
+        """Return whether the stage fits into the memory of a worker's device; True if the limit is unknown."""
         return not self.limit or self.device_bytes <= self.limit
 
 

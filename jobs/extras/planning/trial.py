@@ -122,7 +122,7 @@ def trial_key(campaign: Campaign, stage: Stage) -> str:
 
 
 def try_stage(campaign: Campaign, stage: Stage) -> None:
-    """Run and measure the steps of one stage in a temporary folder; print and save the result."""
+    """Run the steps of a stage in a temporary folder and measure them; print and save the result."""
     # 1. Change the length, saves and evaluations in the stage's config.
     cfg: TrainConfig = stage.config
     init = campaign.path_of(cfg.init)
@@ -206,7 +206,7 @@ class StepPrinter:
         self.last_step = 0
 
     def poll(self, _attempt: int, _step: int) -> None:
-        """Print the step of the newest report, unless it has been printed."""
+        """Print the step of the newest report, unless that step has already been printed."""
         reports = read_metrics(self.directory)
         if reports and reports[-1]["step"] > self.last_step:
             self.last_step = reports[-1]["step"]

@@ -59,7 +59,7 @@ class StateDifference:
 
 @dataclass
 class Finding:
-    """The result of one repeated stretch."""
+    """The result of repeating one stretch of steps."""
 
     start: int
     last: int
@@ -291,7 +291,7 @@ def compare(before: TrainedStage, after: TrainedStage, finding: Finding) -> None
 
 
 def first_difference(theirs: RecordedStep, ours: RecordedStep) -> tuple[str, int | None]:
-    """Return the first quantity that differs in a step ("" if none does), and the run's worker with it, if known."""
+    """Return the first quantity that differs in a step ("" if none does), and the worker that differs, if known."""
     pairs: list[tuple[str, Sequence[float], Sequence[float]]]
     pairs = [("loss", [theirs.loss], [ours.loss]), ("gradient", [theirs.grad_norm], [ours.grad_norm])]
     if theirs.trace and ours.trace:

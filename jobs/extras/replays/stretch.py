@@ -63,7 +63,7 @@ class Replay(training.Training):
     def __init__(
         self, name: str, class_names: tuple[str, ...], last: int, masked: Sequence[Sequence[int]], work: Work | None
     ) -> None:
-        """Train up to the step `last` without the `masked` samples; if `work` is given, run it instead of training."""
+        """Train up to the step `last` without the `masked` samples; run `work` instead of training if it is given."""
         super().__init__([*load_extras(*OF_STEPS), AlwaysMasked(masked)])
         self.inputs = {}
         self.name = name  # kind of the original stage

@@ -1,5 +1,4 @@
-"""Render the images of the HTML report as small base64 JPEGs: evaluated samples, batches with spikes, and the
-images of replays and `analyze`.
+"""Render the images in the HTML report, such as evaluated samples and batches with spikes, as small base64 JPEGs.
 
 A report has at most `MOST` images, which keeps it below two megabytes for any number of stages. If an image cannot be
 read, the report shows the reason instead.

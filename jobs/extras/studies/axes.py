@@ -1,4 +1,4 @@
-"""Computes the size and cost of a run: the axes of a study's figures (as in the paper's figures 3 to 5 and table 6).
+"""Compute the size and cost of a run: the axes of a study's figures (as in the paper's figures 3 to 5 and table 6).
 
 In:  the folder of a finished stage and, if it trained, its metrics.jsonl
 Out: {"parameters": 86567656, "gmacs": 17.56, "exaflops": 1.27, "images": 1281167, "samples": 12000000, "steps": 2930,

@@ -221,7 +221,7 @@ def starred(section: object) -> Iterator[str]:
 
 
 def starred_as(section: Any, suffix: str) -> Any:
-    """Return a section with each "@pretrain.*" replaced by "@pretrain.<suffix>"."""
+    """Return a section with each "@pretrain.*" replaced with "@pretrain.<suffix>"."""
     if isinstance(section, str):
         return EACH_RUN.sub(rf"@\g<sweep>.{suffix}\g<part>", section)
     if isinstance(section, Mapping):

@@ -115,7 +115,7 @@ class FigureRow:
 
 
 def published(table: str, x: str, y: str) -> list[Point]:
-    """Return the published values of a table in the paper. Raises ConfigError if there are none."""
+    """Return the published values of a table in the paper. Raises ConfigError if there are no such values."""
     tables: dict[str, dict[tuple[str, str], dict[str, str]]] = {}  # table → (series, row) → values by name
     with open(PAPER, newline="") as file:
         for entry in csv.DictReader(file):
@@ -318,7 +318,7 @@ def read_rows(cfg: FigureConfig, campaign: Campaign) -> list[FigureRow]:
 
 
 def point_of(cfg: FigureConfig, row: FigureRow) -> Point:
-    """Return the point for a row, with an error bar if y is a metric from several runs or with an interval."""
+    """Return the point for a row, with an error bar if y is a metric that has several runs or an interval."""
     series = "" if cfg.groups else str(row.value(cfg.series))
     for name, pattern in cfg.groups.items():
         if not series and fnmatchcase(row.name, pattern):

@@ -1,4 +1,4 @@
-"""Adds the recipe keys of scaling studies: a stage can branch off another stage, or have its result forecast.
+"""Add the recipe keys for scaling studies: a stage can branch off another stage, or have its result forecast.
 
 1. A branch (`begin`) continues from a checkpoint of its trunk, the stage named by `init`: weights, optimizer moments,
    data order and step count. Only its length and cool-down may differ. The result is bit-identical to a separate run

@@ -168,7 +168,7 @@ class Table(StageKind):
         expand.make_absolute(name, section, patterns, absolute)
 
     def placeholders(self, cfg: TableConfig) -> Mapping[str, object]:
-        """Return the first values of the grid, which other stages use until the table exists."""
+        """Return the first values in the grid, which other stages use until the table exists."""
         if not cfg.chooses:
             return {}
         return next(iter(cfg.runs.values())).values
@@ -332,7 +332,7 @@ def rows_as_json(rows: Sequence[Row]) -> dict[str, dict[str, object]]:
 
 
 def result_of(name: str, cfg: RunConfig, table: TableConfig, context: Context) -> Result:
-    """Read the result of a finished run. Raises DataError if it lacks the metric of the table."""
+    """Read the result of a finished run. Raises DataError if the result lacks the metric of the table."""
     best = table.best
     folder = Path(context.campaign.path_of(cfg.stage))
     done = artifacts.read_done(folder)
@@ -367,7 +367,7 @@ def result_of(name: str, cfg: RunConfig, table: TableConfig, context: Context) -
 
 
 def rows_of(results: Sequence[Result]) -> list[Row]:
-    """Combine runs into rows, in the order of their first runs."""
+    """Combine runs that differ only by seed into rows, ordered by their first runs."""
     rows = []
     runs_of: dict[str, list[Result]] = {}
     for result in results:

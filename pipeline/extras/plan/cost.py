@@ -67,7 +67,7 @@ class Assumptions:
             )
         for option, value in (("--price", self.price), ("--mtbf", self.mtbf_hours)):
             if value is not None and not 0 < value < math.inf:
-                raise ConfigError(f"{option} is {value:g}, expected more than 0 and finite, for example {option} 2.5")
+                raise ConfigError(f"{option} is {value:g}, expected a finite number above 0, for example {option} 2.5")
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ BATCH = 20
 
 @pytest.fixture(scope="module")
 def s3(local, tmp_path_factory):
-    """Run moto, which serves the S3 protocol, behind a proxy that counts requests and injects faults."""
+    """Run moto, which serves the S3 protocol, and a proxy that counts requests and injects faults."""
     files = {f"set/{shard.name}": Path(local.location(number)) for number, shard in enumerate(local.shards)}
     with store("s3", files) as proxy:
         at = "s3://images/set"

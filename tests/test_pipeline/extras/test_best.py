@@ -74,7 +74,7 @@ def test_best_and_patience_refuse_damaged_records(tmp_path, damage):
     path.write_bytes(altered)
     for decide in decisions:
         with pytest.raises(
-            DataError, match=rf"metrics\.jsonl is damaged: line {line}: .*\n.*\n.*type: sed -i '{line}d'"
+            DataError, match=rf"metrics\.jsonl is damaged: line {line}: .*\n.*\n.*run: sed -i '{line}d'"
         ):
             decide()
 

@@ -71,5 +71,5 @@ def test_resume_under_other_instructions_reports_them(folder: Path) -> None:
         newest.rename(folder / newest.name)
     code, output = jobs(folder, "run small.yaml pretrain.steps=15 run=longer", **OTHER)
     assert code == 0, output
-    assert "this attempt computes under other conditions than the last" in output, output
+    assert "conditions have changed since the previous attempt" in output, output
     assert "MKL_CBWR" in output and "the last bits may differ from here on" in output, output

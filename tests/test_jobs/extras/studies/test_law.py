@@ -1,6 +1,7 @@
 """A branch is bit-equal to its trunk and to a separate run; forecasts are scored; a budget is enforced."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -8,10 +9,10 @@ import pytest
 import yaml
 
 import models
-from data.errors import ConfigError
+from data.errors import ConfigError, DataError
 from jobs.__main__ import main
 from jobs.extras.studies.axes import AT_A_STEP, axes_at
-from jobs.extras.studies.law import compute_of, forecast_of
+from jobs.extras.studies.law import branch_off, compute_of, forecast_of
 from jobs.resolved_recipe import Context
 from pipeline import artifacts
 from pipeline.extras.power_law import fit
@@ -110,7 +111,7 @@ NEXT = {"kind": "pretrain", "init": "@trunk", "begin": 16, "steps": 24, "law": "
         ({"apart.begin": 8, "apart.init": "other/trunk"}, "apart.begin: init is other/trunk, expected a stage of th"),
         ({"cool.optim": {"schedule": {"cooldown_steps": 12}}}, "the learning rate of step 8 is 0.003 in trunk, but"),
         ({"cool.init": "@far"}, "cool.init is @far, the table of a sweep"),
-        ({"apart.begin": 8}, "begin is a step of stage init, but init is not set"),
+        ({"apart.begin": 8}, "begin is a step of the stage in init, but init is not set"),
         ({**law_of("seconds"), "next": NEXT}, "@curves/figure.json needs seconds, which is unknown until"),
         ({**law_of("samples", y="5shot"), "next": NEXT}, "predicts 5shot, which the stage does not report"),
         ({"next": {**NEXT, "law": "@trunk/figure.json"}}, "next.law: @trunk/figure.json has no fit\n  expected @FIG"),
@@ -157,3 +158,29 @@ def test_the_evaluation_of_the_last_step_is_scored(step, was, verdict, tmp_path,
     score = forecast.score(was, log.append)
     assert score["is_inside"] == (forecast.low <= was <= forecast.high)
     assert log[0].endswith(f"at step {step}, measured {was:.4f}: {verdict}")
+
+
+def test_branch_inherits_the_excluded_steps_before_its_first_step(tmp_path):
+    trunk = tmp_path / "trunk"
+    branch = tmp_path / "branch"
+    branch.mkdir()
+    for step in (8, 16):
+        checkpoint = trunk / "checkpoints" / f"step-{step:010d}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "MANIFEST.json").touch()
+    artifacts.write_record(trunk / artifacts.EXCLUDED_STEPS, {"stretches": [[2, 4], [6, 9], [8, 10], [12, 14]]})
+    adopted = []
+    context: Any = SimpleNamespace(
+        campaign=SimpleNamespace(path_of=lambda link: str(trunk)),
+        stage=SimpleNamespace(name="branch", key="k"),
+        directory=branch,
+        checkpoints=SimpleNamespace(adopt=lambda source, key: adopted.append(source.name)),
+    )
+    cfg: Any = SimpleNamespace(init="@trunk")
+    branch_off(cfg, 8, context)
+    assert adopted == ["step-0000000008"]
+    assert artifacts.read_record(branch / artifacts.EXCLUDED_STEPS)["stretches"] == [[2, 4], [6, 9]]
+    with pytest.raises(
+        DataError, match=r"branch\.begin is 12, but .* has no commit of this step\n  expected one of 8, 16"
+    ):
+        branch_off(cfg, 12, context)
