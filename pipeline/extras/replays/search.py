@@ -97,8 +97,8 @@ def search(task: Mapping[str, Any]) -> dict[str, Any]:
     # 2. The original value and the limit.
     value = value_without([])
     outcome: dict[str, Any] = {"loss": loss, "grad_norm": norm, "value": value, "usual": usual}
-    outcome["limit"] = math.sqrt(usual * value) if math.isfinite(value) else SPIKE * usual
-    outcome["is_spike"] = value > LEAST_SPIKE * usual
+    outcome["limit"] = limit_of(value, usual)
+    outcome["is_spike"] = is_spike(value, usual)
     result = Culprits([], [], False, value)
 
     # 3 and 4: search with these two functions.
@@ -124,6 +124,16 @@ def search(task: Mapping[str, Any]) -> dict[str, Any]:
     worker.engine.close()
     dist.destroy_process_group()
     return without_nan({**outcome, **result._asdict(), "replays": replays, "samples": samples})  # type: ignore[return-value]
+
+
+def is_spike(value: float, usual: float) -> bool:
+    """Return whether a step's metric is so far above its usual value that samples can be the cause."""
+    return value > LEAST_SPIKE * usual
+
+
+def limit_of(value: float, usual: float) -> float:
+    """Return the limit of a step's metric without its culprits; `value` is the metric with all samples."""
+    return math.sqrt(usual * value) if math.isfinite(value) else SPIKE * usual
 
 
 class Culprits(NamedTuple):

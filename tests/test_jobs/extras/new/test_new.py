@@ -9,14 +9,18 @@ import re
 import tarfile
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import models
+from data.extras.survey.survey import Sets, survey
 from data.index.document import load_index
 from data.sources.samples import digits
 from jobs.__main__ import main
+from jobs.extras.new.new import write_recipe
+from jobs.extras.new.training import Machine, choose
 from tests.support.campaigns import load
 from tests.support.foreign_vits import transformers_model
 from tests.support.image_sources import (
@@ -393,3 +397,13 @@ def test_each_recipe_has_a_run_of_its_own(tmp_path, capsys):
     runs = [str(load(Path(f"{name}.yaml"), []).run) for name in ("mine", "other", "third")]
     assert [Path(run).name for run in runs] == ["mine", "other", "third-2"]
     assert "writes runs/third-2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("steps", "length"), [(2, "2 steps of 30 images, 1 pass, "), (4, "2 passes, ")])
+def test_the_length_is_printed_in_passes(tmp_path, capsys, steps, length):
+    images = survey(str(class_folders(tmp_path / "input", three_digits())), report=lambda count: None).train
+    sets = Sets(images, test=images)  # nothing is held out of the 60 images
+    machine = Machine("1 core", 1, 0, 1, 10**11, "fp32")
+    choice = replace(choose(sets, machine, 1.0, name="mu/8", init=None), steps=steps, batch_size=30)
+    write_recipe(Path("length.yaml"), "length", sets, choice, machine)
+    assert length in capsys.readouterr().out

@@ -4,10 +4,12 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
+import models
 from data.extras.survey.survey import FoundSet, Sets
 from jobs.__main__ import main
-from jobs.extras.new.training import Machine, by_images, candidates_for, choose
+from jobs.extras.new.training import Machine, by_images, candidates_for, choose, images_per_s
 from tests.support.image_sources import NAMES, class_folders, new, table, tars, three_digits
 
 
@@ -113,3 +115,11 @@ def test_the_level_of_augmentation_is_the_first_reason(monkeypatch):
         "level medium1 of AugReg (Steiner et al. 2022)",
         "crops of at least 30 % of the area, because the images are small",
     ]
+
+
+@pytest.mark.gpu
+def test_speed_is_measured_until_the_gpu_has_finished():
+    """Launching a pass of ViT-L takes a fraction of its time: without a wait, the GPU is still busy at the end."""
+    machine = Machine("1 × GPU", 16, 1, 1, 80 * 10**9, "bf16")
+    assert images_per_s(models.config_of("L/16", 224, 1000), machine, decode_s=1e-9) > 0
+    assert torch.cuda.current_stream().query()
