@@ -402,7 +402,7 @@ def main() -> None:
     parser.add_argument("paths", nargs="*", type=Path, help="files and folders, counted together")
     parser.add_argument("--markdown", action="store_true", help="print rows of a Markdown table")
     parser.add_argument("--centre", action="store_true", help="count core and extras")
-    parser.add_argument("--names", action="store_true", help="with --centre: name what is counted")
+    parser.add_argument("--names", action="store_true", help="with --centre: print the counted names")
     parser.add_argument("--root", type=Path, default=ROOT, help="with --centre: another checkout")
     options = parser.parse_args()
     if options.centre:

@@ -506,7 +506,7 @@ def explain(error: OSError) -> str:
     if error.errno in (errno.ENOENT, errno.ENOTDIR) and error.filename is not None:
         return f"{line}\n  expected an existing file or folder, or a path that can be created; check the path"
     if error.errno == errno.EISDIR and error.filename is not None:
-        return f"{line}\n  expected a file of this name\n  restore the file from a copy, or move the folder away"
+        return f"{line}\n  expected a file with this name\n  restore the file from a copy, or move the folder away"
     return line
 
 
@@ -517,7 +517,7 @@ def room_remedy(error: OSError) -> str:
     if error.errno == errno.EDQUOT:
         return (
             "  expected: a quota with room for the files of a run, in bytes and in number\n"
-            f"  type quota -s to see this user's quota; delete files, have the quota raised, {again}"
+            f"  run quota -s to see this user's quota; delete files, have the quota raised, {again}"
         )
     if error.errno == errno.EFBIG:
         return (

@@ -1,4 +1,4 @@
-"""The models of the paper, and loading, saving and transferring their weights.
+"""The paper's models, and functions to load, save and transfer their weights.
 
 models.build("B/16", image_size=224, classes=1000)    a freshly initialised model
 models.load(path), models.save(model, path, format)   read and write our own and other libraries' weight files

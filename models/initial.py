@@ -1,4 +1,4 @@
-"""Initial values of every parameter, as in the original code (SPEC 1.2): one table of rules for all families.
+"""Initialise parameters as in the original code (SPEC 1.2), with one table of rules for all model families.
 
 How a parameter is initialised:
 1. its full name, such as "blocks.0.attention.qkv.weight", is matched against the patterns of RULES, top to bottom;

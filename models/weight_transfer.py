@@ -33,7 +33,7 @@ HEAD = ("pre_logits.", "head.")
 
 @dataclass(frozen=True)
 class TransferReport:
-    """What happened to every parameter, and the similarity of neighbouring positions before and after."""
+    """The changes to every parameter, and the similarity of neighbouring positions before and after the transfer."""
 
     kept: tuple[Change, ...] = ()
     resized: tuple[Change, ...] = ()
@@ -61,7 +61,7 @@ def transfer(
 ) -> tuple[dict[str, Tensor], TransferReport]:
     """Convert the source's weights to a complete state dict for the target; return it and a report.
 
-    The head (with its tanh layer) is replaced by a zero-initialised one if `new_head` is set or one of the family's
+    The head (with its tanh layer) is replaced with a zero-initialised head if `new_head` is set or one of the family's
     `head_fields` differs (SPEC 1.5); its bias is the target's `head_bias`. Raises ValueError listing every key that
     does not fit.
     """
@@ -132,7 +132,7 @@ def transfer(
 
 
 def resize(name: str, old: Tensor, source: ModelConfig, target: ModelConfig) -> Tensor:
-    """Adapt one parameter of the source to the target; most are returned unchanged."""
+    """Adapt one of the source's parameters to the target; most parameters are returned unchanged."""
     if isinstance(source, BiTConfig) or isinstance(target, BiTConfig):
         return old  # no parameter of a ResNet depends on the image size
     # Between two masked models, the ViT's names have this prefix.
@@ -182,7 +182,7 @@ def resize_patches(weight: Tensor, patch: tuple[int, int]) -> Tensor:
 
 
 def neighbour_similarity(state: dict[str, Tensor], config: ViTConfig) -> float:
-    """Return the mean cosine similarity of adjacent entries in the first position table; 1.0 for a single patch."""
+    """Return the mean cosine similarity of adjacent position embeddings in the first table; 1.0 for a single patch."""
     table = position_table(state, config)[0, config.position_slots :]
     image = F.normalize(table.double().reshape(*config.grid, -1), dim=-1)  # (rows, columns, D)
     down = (image[1:] * image[:-1]).sum(-1)

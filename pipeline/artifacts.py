@@ -85,7 +85,7 @@ def read_done(folder: Path) -> dict[str, Any] | None:
 
 
 def started_s(folder: Path) -> float:
-    """Return the time of a stage's first start, in seconds since 1970."""
+    """Return the time at which a stage first started, in seconds since 1970."""
     return recorded_s(folder / "stage.json", "started")
 
 
@@ -156,7 +156,7 @@ def recorded_sha256(folder: Path) -> str | None:
 
 
 def check_files(folder: Path, log: Callable[[str], None]) -> bool:
-    """Verify every recorded output file of a folder against its digest; return False if no digests are recorded.
+    """Verify every output file recorded for a folder against its digest; return False if no digests are recorded.
 
     Logs a line if the verification took long. Raises DataError for the first altered file.
     """

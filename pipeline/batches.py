@@ -109,7 +109,9 @@ def micro_batches(worker: "Worker", start_step: int) -> Iterator[Batch]:
 
 
 def wait_for_first_batch(worker: "Worker", loader: TrainLoader) -> Generator[Batch]:
-    """Iterate over the loader's batches; a stop request interrupts the wait for the first (minutes on a cold cache).
+    """Iterate over the loader's batches; a stop request interrupts the wait for the first batch.
+
+    With a cold cache, this wait can take minutes.
 
     Call this only at the start of the loop, when all steps are committed and each worker may stop independently.
     Raises Preempted in the waiting worker.
@@ -148,7 +150,7 @@ def wait_for_first_batch(worker: "Worker", loader: TrainLoader) -> Generator[Bat
 
 
 def next_batch(worker: "Worker", batches: Iterator[Batch], step: int, planned: Ids) -> Batch:
-    """Return the next micro-batch of a step; `planned` holds the samples of the step's global batch."""
+    """Return the next micro-batch of a step; `planned` holds the sample ids of the step's global batch."""
     # Report the shard of this worker's first sample to the driver, which shows it if the wait is long.
     first_slot = worker.data.arithmetic.slots(worker.group.rank).start
     worker.group.phases.enter("data", step, worker.data.index.shards[planned.shard[first_slot]].name)
@@ -171,7 +173,7 @@ def without_rows(batch: Batch, masked: np.ndarray) -> Batch:
 
 
 def begin_forward(worker: "Worker", step: int, batch: Batch) -> Tensor:
-    """Seed the random draws of a micro-batch's forward pass; return its images (b, 3, S, S) as the model's input."""
+    """Seed the random draws for a micro-batch's forward pass; return the images (b, 3, S, S) as the model's input."""
     # Seeded only by the step and the samples, so a resumed run draws the same dropout as an uninterrupted one.
     torch.manual_seed(seed_of_micro_batch(worker.cfg.seed, step, batch.ids, DROPOUT))
     worker.group.phases.enter("forward", step)
@@ -179,7 +181,7 @@ def begin_forward(worker: "Worker", step: int, batch: Batch) -> Tensor:
 
 
 def seed_of_micro_batch(seed: int, step: int, ids: Tensor, *purpose: int) -> int:
-    """Derive the seed of a micro-batch's random draws from the seed, step, sample ids and purpose."""
+    """Derive the seed for a micro-batch's random draws from the run's seed, the step, sample ids and purpose."""
     # Torch's generators take 64-bit seeds; 15 hexadecimal digits are 60 bits.
     return int(config.digest((seed, step, *ids.flatten().tolist(), *purpose))[:15], 16)
 

@@ -147,7 +147,7 @@ def with_defaults(config: Config, names: str) -> Config:
 
 
 def default_of(field: "dataclasses.Field[Any]") -> Any:
-    """Return the default value of a dataclass field; the field must have one."""
+    """Return the default value of a dataclass field, which must have a default."""
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return field.default
@@ -278,7 +278,7 @@ def keys_of(kind: type[ConfigDataclass]) -> Iterator[str]:
 
 
 def section_kind(hint: object) -> type[ConfigDataclass] | None:
-    """Return the dataclass `Inner` of a type `Inner`, `Inner | None` or `dict[str, Inner]`; None for other types."""
+    """Return the dataclass `Inner` in a type `Inner`, `Inner | None` or `dict[str, Inner]`; None for other types."""
     for candidate in (hint, *get_args(hint)):
         if isinstance(candidate, type) and dataclasses.is_dataclass(candidate):
             return candidate

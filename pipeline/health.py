@@ -8,7 +8,7 @@ If a step's gradient norm is not finite:
 
 A spike is a non-finite gradient norm, or a norm ten times the usual value; it is reported with the preceding steps.
 
-In:  steps 12 … 16 (counted from 0) are not finite, the last checkpoint is that of step 10, max_skipped is 5
+In:  steps 12 … 16 (counted from 0) are not finite, the last checkpoint holds step 10, max_skipped is 5
 Out: excluded-steps.json contains the range [[10, 17]]: the next attempt loads step 10 and continues with step 17
 """
 
@@ -138,7 +138,7 @@ class Health:
         self.telemetry.report("spike", values, line)
 
     def roll_back_or_fail(self, step: int) -> None:
-        """Collective: raise RolledBack for a range of bad steps, or Diverged if excluding steps has not helped.
+        """Collective: raise RolledBack to exclude the bad steps, or Diverged if a previous exclusion did not help.
 
         The caller must have committed the save in flight, so that the run rolls back no further than necessary.
         """

@@ -29,7 +29,7 @@ HookOptions = Mapping[str, Mapping[str, Any]]  # "module:Class" → arguments of
 
 
 class ExportChoice(TypedDict):
-    """The step whose weights a stage exports instead of the last step's, and the metric value that decided it."""
+    """The step whose weights a stage exports instead of the last step's, and the metric value behind this choice."""
 
     metric: str
     value: float
@@ -39,7 +39,7 @@ class ExportChoice(TypedDict):
 class StageEvaluator:
     """Evaluates a stage during training and at its end.
 
-    This base class evaluates nothing, for stages without evaluation sets. The evaluator that runs on the training
+    This base class, for stages without evaluation sets, does nothing. The evaluator that runs on the training
     workers is in pipeline/evaluation/in_training.py; a hook may replace it.
     """
 

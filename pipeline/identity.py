@@ -100,7 +100,7 @@ class Identity(TypedDict):
 
 
 def workers_per_gpu() -> int:
-    """Return how many workers may share a GPU: 1, or more for trying distributed training on a single GPU.
+    """Return how many workers may share a GPU: 1, or more to try distributed training on a single GPU.
 
     Raises ConfigError if the environment variable is not a positive whole number.
     """

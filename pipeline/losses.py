@@ -28,7 +28,7 @@ def dense_targets(labels: Tensor, classes: int, smoothing: float = 0.0) -> Tenso
 
 
 def sigmoid_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the sigmoid cross-entropy (B,) of logits and targets (B, C), summed over classes.
+    """Return the sigmoid cross-entropy (B,) between logits and targets (B, C), summed over classes.
 
     Matches big_vision's `utils.sigmoid_xent`.
     """
@@ -37,7 +37,7 @@ def sigmoid_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def softmax_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the softmax cross-entropy (B,) of logits and targets (B, C); targets need not sum to 1.
+    """Return the softmax cross-entropy (B,) between logits and targets (B, C); targets need not sum to 1.
 
     Matches big_vision's `utils.softmax_xent`.
     """

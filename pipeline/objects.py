@@ -50,7 +50,7 @@ class JsonWriter:
         self.file = file
 
     def dump(self, value: object) -> None:
-        """Write an object. Raises TypeError if the receiver would not accept a part of it."""
+        """Write an object. Raises TypeError if the receiver would reject any part of the object."""
         self.file.write(json.dumps(encoded(value)).encode())
 
 

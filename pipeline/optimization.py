@@ -61,7 +61,7 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """The optimizer, its learning rate and weight decay; all defaults except `clip` are the paper's for JFT-300M."""
+    """The optimizer, its learning rate and weight decay; defaults except for `clip` are the paper's for JFT-300M."""
 
     name: Literal["adam", "sgd"] = "adam"  # adam uses decoupled weight decay, like torch's AdamW
     lr: float = 8e-4  # peak learning rate; 8e-4 is for batch_size 4096 (paper, table 3: B/16 and B/32 on JFT)

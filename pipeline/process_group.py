@@ -61,7 +61,7 @@ SKEW_S = 1.0  # log clock differences above this: records, incidents and the acc
 
 
 def join_group(timeout_s: float) -> torch.device:
-    """Join (or adopt) the process group and return this worker's device; NCCL on GPUs, gloo otherwise.
+    """Join the process group (NCCL on GPUs, gloo otherwise) if necessary, and return this worker's device.
 
     Workers that share a GPU also use gloo, because NCCL does not support GPU sharing. The time-out also applies to
     later groups, because DeepSpeed creates groups without passing a time-out. Raises ClusterError if there are too few
@@ -188,7 +188,7 @@ def keep_freed_memory() -> str:
 
 
 class MallocInfo(ctypes.Structure):
-    """The result of mallinfo2(3): ten numbers."""
+    """The result of mallinfo2(3), a struct of ten numbers."""
 
     _fields_ = [("numbers", ctypes.c_size_t * 10)]
 

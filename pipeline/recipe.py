@@ -110,7 +110,7 @@ def not_yaml(path: Path, text: str, error: YAMLError) -> ConfigError:
 def with_overrides(values: DictConfig | Mapping[str, object], overrides: Sequence[str]) -> dict[str, object]:
     """Apply `key=value` overrides to nested plain values, and resolve interpolations.
 
-    Environment variables are replaced by their values. Raises ConfigError if an override is invalid, an interpolation
+    Environment variables are replaced with their values. Raises ConfigError if an override is invalid, an interpolation
     refers to a missing key, or an environment variable looks like a secret.
     """
     if not isinstance(values, DictConfig):
@@ -190,7 +190,7 @@ def refuse_secret_variables(values: object, key: str = "") -> None:
 
 
 def refuse_secret_values(unresolved: object, resolved: object, key: str = "") -> None:
-    """Raise ConfigError if an interpolation was replaced by a value that looks like a secret."""
+    """Raise ConfigError if an interpolation resolved to a value that looks like a secret."""
     parts = dict(entries(resolved))
     for name, part in entries(unresolved):
         # An interpolation may resolve to a whole section, which is checked under its own key.

@@ -94,7 +94,7 @@ class DataConfig:
         return {name: part.train for name, part in sorted(self.mixture.items())}
 
     def weights(self) -> list[float]:
-        """Return the weights of the sets, in the order of `sets`."""
+        """Return the weights of the training sets, in the order of `sets`."""
         return [part.weight for _name, part in sorted(self.mixture.items())] or [1.0]
 
 
@@ -188,9 +188,9 @@ class Phase:
 
 @dataclass(frozen=True)
 class TrainConfig(SavingConfig, EngineConfig):
-    """The config of a trained stage; defaults: the paper's ViT-B/16 on JFT-300M, except for `optim.clip`.
+    """The config of a trained stage; its defaults, except for `optim.clip`, are the paper's for ViT-B/16 (table 3).
 
-    The paper's values are in its table 3.
+    They are the values for pretraining on JFT-300M.
 
     The objective "masked" (paper, B.1.2) trains a "Masked-…" model; `target`, `corrupted`, `masked` and `swapped` are
     keys of `model`. Labels are not read and may be missing. A later stage can fine-tune the ViT inside this model.
@@ -312,7 +312,7 @@ def phase_at(step: int, phases: Sequence[Phase]) -> Phase:
 
 
 def has_whole_images(phases: Sequence[Phase]) -> bool:
-    """Return whether the model sees all patches of an image in any phase."""
+    """Return whether there is a phase in which the model sees all patches of an image."""
     return any(phase.kept is None for phase in phases)
 
 

@@ -32,7 +32,7 @@ MOST_SAMPLES = 2**63 - 1  # limit of the sample counter of a stage
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """How a global batch is divided among workers and micro-batches."""
+    """The division of a global batch among workers and micro-batches."""
 
     batch_size: int
     micro_batch: int

@@ -134,7 +134,7 @@ class TrainingLog:
 
 @dataclass(frozen=True)
 class Setup:
-    """The objects that a worker trains with; `pipeline.start.Worker` adds those that extras may replace."""
+    """The objects that a worker trains with; `pipeline.start.Worker` adds the objects that extras can replace."""
 
     cfg: TrainConfig
     job: Job

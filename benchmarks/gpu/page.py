@@ -53,7 +53,7 @@ TABLES = {
             "largest difference": ("largest_difference", ".3g"),
             "s": ("seconds", ".0f"),
         },
-        "bf16. Compared: the losses of all steps, repeated ones too, and the sha256 of the last checkpoint's files.",
+        "bf16. Compared: the losses of all steps, with repeated steps, and the sha256 of the last checkpoint's files.",
     ),
     "ray": Table(
         "Embedded Ray",
@@ -98,7 +98,7 @@ TABLES = {
             "allocated in, s": ("snapshot_s", ".2f"),
             "pinned": ("is_pinned", ""),
         },
-        "GiB: the most that torch had allocated on the GPU of rank 0; on a CPU the whole process, while the plan "
+        "GiB: the peak that torch allocated on the GPU of rank 0; on a CPU the whole process, while the plan "
         "counts tensors. Idle: the share of three profiled steps in which the GPU ran no kernel. Deterministic: "
         "the time of a step with the kernels of exact mode. Snapshot: the host memory of a save.",
     ),

@@ -66,7 +66,7 @@ def parse_ops(ops: str) -> tuple[tuple[Op, tuple[object, ...]], ...]:
         if name not in OPS:
             raise ValueError(
                 f"preprocessing op {name!r} in {ops!r} is unknown; expected one of {', '.join(OPS)}\n"
-                "  join ops by |, for example resize_small(256)|central_crop(224)"
+                "  join ops with |, for example resize_small(256)|central_crop(224)"
             )
         values: tuple[object, ...] = ()
         if arguments:

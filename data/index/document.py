@@ -47,7 +47,7 @@ HELD_PER_BYTE = 3.6  # bytes of Python objects per byte of JSON: 139 MiB for 38 
 def load_index(path: str | os.PathLike[str]) -> Index:
     """Load an index from its JSON file, or from a folder with exactly one index; raises DataError."""
     if "://" in str(path):
-        raise DataError(f"{path}: an index must be local; create one by `python -m jobs index URL --output FOLDER`")
+        raise DataError(f"{path}: an index must be local; create one with `python -m jobs index URL --output FOLDER`")
     path = Path(path)
     if path.is_dir():
         path = json_in(path)

@@ -243,7 +243,7 @@ class Index:
         except Exception as error:  # numpy raises many kinds for invalid tables: ValueError, EOFError, TokenError
             problem = f"not a valid table of {entry.name}: {error}"
         if problem:
-            raise DataError(f"{path}: {problem}\n  expected the original table of this index\n  type: {self.command}")
+            raise DataError(f"{path}: {problem}\n  expected the original table of this index\n  run {self.command}")
         return table
 
 
@@ -344,7 +344,7 @@ def exclude(sets: Sequence[Index], names: Sequence[str]) -> list[Index]:
         if len(named) != 1:
             which = ", ".join(list(named)[:3]) or f"a name such as {sets[0].location(0)}"
             raise DataError(
-                f"data.drop: {len(named)} shards match {name}, expected one: {which}; give more of its path"
+                f"data.drop: {len(named)} shards match {name}, expected one: {which}; use a longer part of its path"
             )
         (numbers,) = named.values()
         for set_number, shard_number in numbers:

@@ -97,9 +97,9 @@ def agreed_names(named: Iterable[tuple[str, Sequence[str]]], stage: str) -> Name
             raise DataError(
                 f"{stage}: {place} and {other_place} number their classes differently: {problem}\n"
                 "  expected one name for each class id\n"
-                "  pack or index one of them again, numbered as the other: --classes-of INDEX (in recipes classes_of)\n"
-                "  or --names FILE (in a recipe names), such as the classes.json of weights; if weights use other\n"
-                "  words for the same classes, import them again with the set's: --names SET.index.json"
+                "  pack or index one of them again with the other's numbering: --classes-of INDEX (in a recipe\n"
+                "  classes_of) or --names FILE (names), such as the classes.json of weights; if weights name\n"
+                "  the same classes differently, import them again with the set's names: --names SET.index.json"
             )
         if len(names) > len(longest):
             longest = names

@@ -182,7 +182,7 @@ def reopened(path: Path, digest: bytes, excluded: frozenset[int]) -> MappedShard
     if shards is None or shards.digest != digest:
         raise DataError(
             f"{path}: missing, or changed since the worker read it\n"
-            "  expected the unchanged column file of an index\n  run the same command again, which writes it again"
+            "  expected the unchanged column file of an index\n  run the same command again, which recreates it"
         )
     return MappedShards(path, shards.memory, shards.columns, excluded)
 

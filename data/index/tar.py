@@ -474,9 +474,9 @@ def check_nothing_excluded(folder: str | os.PathLike[str]) -> None:
                 below.append(f"{path.name}/{tar.name}")
     if compressed:
         raise DataError(
-            f"{folder}: {preview(compressed)} would be ignored: compressed tars\n"
-            "  expected uncompressed tars, in which samples can be read at any offset: uncompress them (gzip -d, "
-            f"zstd -d), or name those you mean: {folder}/*.tar"
+            f"{folder}: {preview(compressed)} are compressed tars and would be ignored\n"
+            "  expected uncompressed tars, in which samples can be read at any offset: decompress them (gzip -d, "
+            f"zstd -d), or name the tars to use: {folder}/*.tar"
         )
     if below:
         raise DataError(

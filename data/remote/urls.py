@@ -106,7 +106,7 @@ class ErrorPage(StorageError):
 
     def __str__(self) -> str:
         return (
-            f"instead of the expected answer, the store sent an error page: {self.args[0]}\n"
+            f"instead of the expected response, the store sent an error page: {self.args[0]}\n"
             "  run again when the store responds; check the endpoint, the proxy and the credentials"
         )
 
@@ -216,8 +216,8 @@ def list_tars(url: str, timeout_s: float) -> dict[str, int]:
             tars[f"{scheme}://{check_file_name(path, redacted(url))}"] = entry["size"]
     if compressed:
         raise Refused(
-            f"{redacted(url)}: {preview(compressed)} would be ignored: compressed tars; "
-            f"uncompress them, or name the tars to use: {redacted(url).rstrip('/')}/*.tar"
+            f"{redacted(url)}: {preview(compressed)} are compressed tars and would be ignored; "
+            f"decompress them, or name the tars to use: {redacted(url).rstrip('/')}/*.tar"
         )
     return tars
 

@@ -278,7 +278,7 @@ def problem_of(index: Index, *, unlabelled: bool) -> str:
         if DOTTED in index.refused.counts:
             reason += ", because the key of a sample ends at the first dot of its name, as in webdataset"
             expected = (
-                "expected names without other dots, such as IMG_1.jpg for IMG.1.jpg; to write the tars anew with such "
+                "expected names without other dots, such as IMG_1.jpg for IMG.1.jpg; to rewrite the tars with such "
                 "names: python -m jobs pack tars FOLDER NEW-FOLDER"
             )
     elif failed == tried:

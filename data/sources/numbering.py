@@ -216,5 +216,5 @@ def check_known(wanted: Iterable[str], names: Sequence[str], what: str) -> None:
         return
     expected = f"expected some of its {len(names)} classes: {preview(names)}"
     if not names:
-        expected = "its class names are unknown: type class ids, or the names in a file (names: FILE)"
+        expected = "its class names are unknown: use class ids, or list the names in a file (names: FILE)"
     raise DataError(f"{what} has {preview(unknown)}, which this source does not have\n  {expected}")

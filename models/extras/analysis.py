@@ -97,7 +97,7 @@ def attention_map(weights: Sequence[Tensor], config: ViTConfig) -> Tensor:
 
 
 def attention_distance(weights: Sequence[Tensor], config: ViTConfig, renormalise: bool = False) -> Tensor:
-    """Return the mean distance in pixels between query and key patch (figures 7 and 11), (layers, H).
+    """Return the mean distance in pixels between query and key patches (figures 7 and 11), as (layers, H).
 
     Distances are weighted by attention and averaged over queries and images (128 in the paper). Prefix tokens have no
     position and are excluded; `renormalise` scales the remaining weights to sum to 1, otherwise the excluded weights
@@ -118,7 +118,7 @@ def attention_distance(weights: Sequence[Tensor], config: ViTConfig, renormalise
 
 
 def position_similarity(model: nn.Module) -> Tensor:
-    """Return the cosine similarity between all positions (figure 7, centre), (rows, columns, rows, columns).
+    """Return the cosine similarity of all pairs of positions (figure 7, centre), as (rows, columns, rows, columns).
 
     If every layer has a position table, the first table is used. Raises ValueError if no table is added to the patches.
     """

@@ -1,4 +1,4 @@
-"""The preprocessing used to evaluate weights, and its conversion from and to the formats of other libraries.
+"""Preprocessing of images for evaluation, and its conversion from and to the formats of other libraries.
 
 1. A stage writes its preprocessing to preprocessing.json next to its weights; one digest seals both. An import writes
    the other library's preprocessing, which `from_timm` and `from_hf` read.
@@ -52,7 +52,7 @@ HF_PROCESSORS: dict[str, tuple[tuple[float, ...], tuple[float, ...], str, bool, 
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """How an image becomes a model's input: resized, cropped at its centre, and normalised."""
+    """The steps that turn an image into a model's input: resize, centre crop and normalisation."""
 
     ops: str  # as in a recipe
     size: tuple[int, int]  # of the result, (height, width)
@@ -63,9 +63,9 @@ class Preprocessing:
 
     @classmethod
     def from_timm(cls, described: Mapping[str, Any], size: tuple[int, int]) -> Preprocessing:
-        """Return the preprocessing of timm.data.create_transform for these `pretrained_cfg` fields and this image size.
+        """Return the preprocessing that timm.data.create_transform applies for these `pretrained_cfg` fields.
 
-        Raises ValueError if we have no ops for it.
+        `size` is the image size. Raises ValueError if we have no ops for this preprocessing.
         """
         # timm's own defaults for missing fields.
         crop_pct = described.get("crop_pct") or 0.875
@@ -94,9 +94,9 @@ class Preprocessing:
 
     @classmethod
     def from_hf(cls, described: Mapping[str, Any]) -> Preprocessing:
-        """Return the preprocessing of transformers for the contents of a preprocessor_config.json.
+        """Return the preprocessing that transformers applies for the contents of a preprocessor_config.json.
 
-        Raises ValueError if we have no ops for it.
+        Raises ValueError if we have no ops for this preprocessing.
         """
         kind = described.get("image_processor_type") or described.get("feature_extractor_type") or ""
         name = kind.removesuffix("Fast").removesuffix("Pil").removesuffix("ImageProcessor")
@@ -211,7 +211,7 @@ class Preprocessing:
         return self.interpolation if self.interpolation in RESAMPLE else "bilinear"
 
     def check(self, library: str) -> None:
-        """Raise ValueError if a library cannot do the same preprocessing; warn if its pixels will differ."""
+        """Raise ValueError if a library cannot do the same preprocessing; warn if its output pixels will differ."""
         if self.resize is None:
             raise ValueError(
                 f"{library} resizes an image once and then crops its centre, but {self.ops!r} does something else\n"

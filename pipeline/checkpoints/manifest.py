@@ -113,7 +113,7 @@ def attempt_folder(directory: Path, attempt: int) -> Path:
 
 
 def committed(folder: Path) -> list[Path]:
-    """List the checkpoints in a folder, newest step first; for equal steps the later attempt first."""
+    """List the checkpoints in a folder, newest step first; for equal steps, the later attempt comes first."""
     return [folder / name for name in Folder(folder).published("")]
 
 

@@ -97,12 +97,12 @@ class Saver:
 
     @property
     def in_flight(self) -> bool:
-        """Return whether a save has begun and has not been committed yet."""
+        """Return whether a save has begun but has not been committed yet."""
         return self.thread is not None
 
     @property
     def written(self) -> bool:
-        """Return whether this worker's writing thread has ended, successfully or not."""
+        """Return whether this worker's writing thread has ended, whether or not it succeeded."""
         return self.thread is not None and not self.thread.is_alive()
 
     def is_due(self, step: int, *, is_evaluated: bool, is_finite: bool) -> bool:
@@ -284,7 +284,7 @@ class Saver:
         dist.barrier()
 
     def wait_for_deleting(self) -> None:
-        """Wait for the deletion of old checkpoints, or log that it is not finished after DELETING_S."""
+        """Wait for the deletion of old checkpoints; log if it has not finished after DELETING_S."""
         if self.deleting is None:
             return
         self.deleting.join(DELETING_S)
@@ -384,7 +384,7 @@ def check_disk_space(cfg: TrainConfig, model: ModelConfig, checkpoints: StageChe
 
 
 def bytes_to_come(cfg: TrainConfig, model: ModelConfig, checkpoints: StageCheckpoints) -> tuple[int, str]:
-    """Return the bytes that a stage still needs for checkpoints and weights, and a text that lists the parts.
+    """Return the bytes that a stage still needs for checkpoints and weights, and a description of the parts.
 
     At peak usage, the disk holds one checkpoint more than `keep`, because the oldest is deleted only after the newest
     is complete. Leftover files that the next start deletes before its first save count as free space.

@@ -100,7 +100,7 @@ class StageCheckpoints:
     # ------------------------------------------------------------------------ listing and reading
 
     def committed(self) -> Sequence[str]:
-        """List the names of the checkpoints, newest step first; for equal steps the later attempt first."""
+        """List the names of the checkpoints, newest step first; for equal steps, the later attempt comes first."""
         return self.storage.published(self.folder)
 
     def committed_steps(self) -> list[int]:

@@ -123,7 +123,7 @@ def import_deepspeed() -> ModuleType:
 
 
 def check_zero_section(section: Mapping[str, Any]) -> None:
-    """Raise ValueError (pydantic's, with `errors()`) if DeepSpeed's schema rejects a value of zero_optimization."""
+    """Raise ValueError (pydantic's, with `errors()`) if DeepSpeed's schema rejects a value in zero_optimization."""
     # Without the variable DeepSpeed warns on machines without a GPU. It is removed again, because workers that inherit
     # the environment may have other devices.
     key = "DS_ACCELERATOR"
@@ -254,7 +254,7 @@ class Replicas(ZeroState):
         return start, {kind: view[start:stop] for kind, view in views.items()}
 
     def held(self, p: Any, kinds: tuple[str, ...]) -> Part:
-        """Return the whole parameter."""
+        """Return the complete parameter, which every worker holds."""
         views = {}
         for kind in kinds:
             views[kind] = p.data.view(-1) if kind == "master" else self.zero.state[p][kind].view(-1)

@@ -53,7 +53,7 @@ class Fragment(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """Checksums that identify the inputs and results of a step bit for bit."""
+    """Checksums that identify a step's inputs and results bit for bit."""
 
     losses: list[float]  # loss of every part
     gradients: list[float]  # checksum of every part's gradient

@@ -52,7 +52,7 @@ def exchange(outgoing: Tensor, incoming: Tensor, peer: int) -> None:
 
 
 def tree_sum(flat: Tensor) -> None:
-    """Collective: sum a tensor in place over a power of two of workers, as ((0 + 1) + (2 + 3)) + …, on all of them.
+    """Collective: sum a tensor in place over all workers (a power of two of them), as ((0 + 1) + (2 + 3)) + …
 
     Uses recursive halving, then doubling (Thakur, Rabenseifner, Gropp 2005), which transfers as many bytes as a ring.
     It does not matter which worker adds two elements, because a + b and b + a are bitwise equal.

@@ -38,7 +38,7 @@ Beat = Callable[[], None]  # called between two blocks of a long computation, wh
 
 
 class FeatureStore:
-    """Labels, predictions and features by the sample's number in the data set; unreadable samples have no row."""
+    """Stores labels, predictions and features by sample number in the data set; unreadable samples have no row."""
 
     def __init__(self, index: Index, folder: Path) -> None:
         self.index = index

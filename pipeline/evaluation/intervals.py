@@ -38,10 +38,11 @@ def wilson(share: float, samples: float, quantile: float = Z) -> tuple[float, fl
 def over_draws(right: np.ndarray) -> tuple[float, float]:
     """Return the interval of the mean over all axes: runs, draws and, as the last axis, test samples.
 
-    The variance is that of several readers of the same cases (Gallas 2006, Acad Radiol 13): for S draws and n samples
-    s²(means of draws) / S + s²(means of samples) / n − s²(residual) / (S · n), and at least its largest part. Because a
-    few draws estimate their variance badly, the quantile is Student's, with Satterthwaite's degrees of freedom. An axis
-    of length 1 gives no estimate of its variance, and the interval does not include it.
+    The variance is computed as for several readers of the same cases (Gallas 2006, Acad Radiol 13). For S draws and n
+    samples, it is s²(means of draws) / S + s²(means of samples) / n − s²(residual) / (S · n), and at least the largest
+    of these terms. Because a few draws give a poor estimate of their variance, the quantile is Student's, with
+    Satterthwaite's degrees of freedom. An axis of length 1 gives no estimate of its variance, which is therefore not
+    included in the interval.
     """
     samples = right.shape[-1]
     lengths = [length for length in right.shape[:-1] if length > 1]

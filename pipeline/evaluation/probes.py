@@ -105,12 +105,12 @@ def predict(fitted: LinearMap | Regression, store: FeatureStore, rows: np.ndarra
 
 
 def standardised(features: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """Centre and scale features (N, D), and append the constant feature: (N, D + 1)."""
+    """Centre and scale features (N, D), and append a constant feature; return (N, D + 1)."""
     return pad((features - mean) / std, (0, 1), value=BIAS)
 
 
 def moments(store: FeatureStore, rows: np.ndarray, beat: Beat) -> tuple[Tensor, Tensor]:
-    """Return mean and population standard deviation + 1e-5, both (D,), of a store's rows, in float64."""
+    """Return the mean, and the population standard deviation plus 1e-5, of rows of a store: both (D,), float64."""
     total = torch.zeros(store.width, dtype=torch.float64)
     for _, features in store.blocks(rows):
         total += features.double().sum(0)
@@ -134,7 +134,7 @@ def moments(store: FeatureStore, rows: np.ndarray, beat: Beat) -> tuple[Tensor, 
 
 
 def few_shot(inputs: Inputs, settings: FewShotConfig) -> Outcome:
-    """Fit the closed form to the shots drawn with every seed; the values are named 1shot, 5shot, …
+    """Fit the closed-form linear map to the shots drawn with every seed; the values are named 1shot, 5shot, …
 
     Seeds that pick the same images count as one draw: only the first of these seeds has a result.
     """
@@ -173,7 +173,7 @@ def few_shot(inputs: Inputs, settings: FewShotConfig) -> Outcome:
 
 
 def linear(inputs: Inputs, settings: LinearConfig) -> Outcome:
-    """Fit the closed form to all training samples."""
+    """Fit the closed-form linear map to all training samples."""
     fitted = fit_all(inputs.training_set(), settings.l2, inputs.beat)
     predicted = predict(fitted, inputs.test, inputs.test.rows, inputs.beat)
     return Outcome({"linear": [inputs.is_right(predicted)]})
@@ -198,7 +198,7 @@ def fit(x: Tensor, labels: Tensor, l2: float = L2) -> LinearMap:
 
 
 def fit_all(train: FeatureStore, l2: float, beat: Beat) -> LinearMap:
-    """Fit the linear map to all rows of a training set that may exceed memory; the result equals that of `fit`."""
+    """Fit the linear map to all rows of a training set that may exceed memory; the result is the same as with `fit`."""
     labels = torch.from_numpy(train.labels[:, 0])
     classes = int(labels.max()) + 1
     mean, std = moments(train, train.rows, beat)
@@ -222,7 +222,7 @@ def solve_gram(gram: Tensor, y: Tensor, l2: float) -> Tensor:
 
 
 def knn(inputs: Inputs, settings: NeighboursConfig) -> Outcome:
-    """Predict the class of a test sample by a vote of the training samples with the most similar features.
+    """Predict each test sample's class by a vote of the training samples with the most similar features.
 
     The similarity of two samples is the cosine of the angle between their features. With weights, each of the k nearest
     neighbours votes with exp(similarity / 0.07), as in DINO's eval_knn.py (Caron et al. 2021, appendix F.1); without

@@ -29,7 +29,7 @@ from pipeline.training_config import L2, ProbeConfig
 
 @dataclass(frozen=True)
 class FewShotConfig:
-    """Protocol fewshot: the paper's few-shot accuracy (section 4.1), as big_vision computes it."""
+    """Protocol fewshot: the paper's few-shot accuracy (section 4.1), computed as in big_vision."""
 
     shots: tuple[int, ...] = (1, 5, 10, 25)  # training images per class (big_vision configs/common_fewshot.py)
     seeds: tuple[int, ...] = (0, 1, 2)  # seeds for picking the shots; the value is the mean over them
@@ -54,7 +54,7 @@ class LinearConfig:
 
 @dataclass(frozen=True)
 class NeighboursConfig:
-    """Protocol knn: vote of the nearest training samples."""
+    """Protocol knn: a vote of the nearest training samples."""
 
     k: tuple[int, ...] = (10, 20)  # numbers of neighbours, with one value for each (DINO eval_knn.py: 20 was best)
     weighted: bool = True  # votes weighted by exp(cosine / temperature); otherwise equal votes

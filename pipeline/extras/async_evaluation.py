@@ -62,7 +62,7 @@ def withdraw(stage: Path, step: int) -> None:
 
 
 def recorded(stage: Path) -> set[int]:
-    """Return the steps with a recorded evaluation: values, an error, or the reason why it was skipped."""
+    """Return the steps with an evaluation record: values, an error, or the reason for skipping it."""
     # The driver reports damaged lines; an evaluation whose record is damaged is repeated.
     steps = recorded_steps(read_metrics(stage, None, []))
     for path in records(stage):

@@ -185,7 +185,7 @@ class Grid:
     """
 
     def __init__(self, x: np.ndarray, weights: np.ndarray, axes: Sequence[np.ndarray]) -> None:
-        """Prepare the points x (n, k) for the exponents exp(axes), relative to `weights` (n,)."""
+        """Prepare the columns for points x (n, k) and exponents exp(axes), divided by `weights` (n,)."""
         self.axes = axes
         self.shape = tuple(map(len, axes))
         self.columns = [1 / weights[None]]  # each (g, n)

@@ -63,7 +63,7 @@ NOT_SCORES = ("time", "seconds")  # numbers in an evaluation's record other than
 
 
 def log_line(report: Record) -> str:
-    """Return a report as one log line of at most 89 characters, with its fields always in the same order.
+    """Format a report as a log line of at most 89 characters, with the fields always in the same order.
 
     The terminal adds the stage's name. Other values, such as memory and mfu, are only in metrics.jsonl.
     """
@@ -95,7 +95,7 @@ def memory_gb() -> float:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return the peak bf16 FLOP/s of a GPU; None on the CPU or if the GPU is not in the table."""
+    """Return the peak bf16 FLOP/s of a GPU; None on the CPU, or if the GPU is unknown."""
     import torch
 
     if device.type != "cuda":
@@ -145,7 +145,7 @@ class Window:
         self.evaluated_s = 0.0
 
     def extend(self, later: Window) -> None:
-        """Append the steps of the window that follows this one."""
+        """Append the steps of `later`, the window that follows this window."""
         self.since = min(self.since, later.since)
         self.losses += later.losses
         self.norms += later.norms
@@ -247,7 +247,7 @@ class Telemetry:
             sync(self.directory / "metrics.jsonl")
 
     def _append(self, name: str, text: str) -> bool:
-        """Append text to a file of the stage; a full disk loses lines but never stops the run.
+        """Append text to one of the stage's files; on a full disk, lines are lost but the run continues.
 
         Before the next successful write, the number of lost lines is written. Returns False if the disk rejected the
         text.
@@ -439,7 +439,7 @@ def damage_message(path: Path, problems: Mapping[int, str]) -> str:
 
 
 def has_altered_seal(line: bytes) -> bool:
-    """Return whether a line nearly ends like a record with a digest: at least 9 of the 12 fixed bytes match."""
+    """Return whether the end of a line nearly matches that of a record with a digest: 9 of 12 fixed bytes match."""
     template = b', "crc": "\0\0\0\0\0\0\0\0"}'  # zeros for the digits
     end = line[-SEAL_BYTES:]
     if len(end) < SEAL_BYTES:

@@ -447,7 +447,7 @@ def inspect_folder(root: Path, unlabelled: bool, report: Report) -> FoundSet:
     keys_of([str(path.relative_to(root)) for path in paths])  # raises the error of packing
     alike = len(image_set.class_counts) - len(set(map(str.lower, image_set.class_counts)))
     if alike:
-        image_set.notes.append(f"{alike} class names differ from another one only in upper and lower case")
+        image_set.notes.append(f"{alike} class names differ from another class name only in case")
     hidden = skipped.pop(HIDDEN, 0)
     if hidden:
         image_set.notes.append(
@@ -579,7 +579,7 @@ def inspect_tars(place: str, unlabelled: bool, report: Report) -> FoundSet:
     if dotted:
         image_set.notes.append(
             f"{dotted:,} × {DOTTED}, first {printable(first_dotted)}: excluded, because a key ends at the first dot, "
-            "as in webdataset; to write the tars anew with other names: python -m jobs pack tars FOLDER NEW-FOLDER"
+            "as in webdataset; to rewrite the tars with other names: python -m jobs pack tars FOLDER NEW-FOLDER"
         )
     return image_set
 

@@ -1,11 +1,11 @@
-"""Return memory traces of training steps: run the tracer in a separate process, and cache its results.
+"""Provide memory traces of training steps: run the tracer in a separate process, and cache its results.
 
 In:  StepToTrace(model={…}, config={…}, world=8, accumulation=2, recomputed=0, is_gpu=True)
 Out: MemoryTrace, which gives the peak device memory for any micro-batch size
 
 The cache key is a digest of everything that affects a trace: the step (the only input of the tracer), the versions of
 torch and DeepSpeed, and the sources in `models/` and `pipeline/`, which include the tracer. A cached trace ends with a
-digest (data/seal.py); a damaged one is traced again.
+digest (data/seal.py); if a cached trace is damaged, the step is traced again.
 """
 
 import dataclasses

@@ -175,7 +175,7 @@ def apply_in_place(module: nn.Module, function: Callable[[Tensor], Tensor]) -> n
 
 
 def take_step(worker: TracedWorker, accumulation: int, images: int, enter: Callable[[str], None]) -> None:
-    """Run a training step like `pipeline.train`, with `images` per micro-batch; call `enter` at each new phase."""
+    """Run a training step like `pipeline.train`, with `images` images per micro-batch; call `enter` at each phase."""
     cfg = worker.cfg
     size = worker.model_config.image_size
     loss_sum = torch.zeros((), device=worker.group.device)

@@ -1,4 +1,4 @@
-"""Check whether the driver and a worker's node share a folder, and whether its file system supports a run.
+"""Check whether the driver and a worker's node share a folder, and whether the folder's file system supports a run.
 
 The driver writes `driver.json` and replies to the nodes' requests (`answering`):
 

@@ -3,7 +3,7 @@
 In:  {"folder": "/runs/x/.preflight-…/shared", "is_shared": true, "sets": ["/data/train"], "largest_bytes": 344000000}
 Out: on rank 0, the reports of all workers: {"workers": [one report per worker], "network": {…}, …}
 
-The first worker of each node tests the shared resources of the node: the folder, the machine and the sets. On a node
+The first worker of each node tests the node's shared resources: the folder, the machine and the data sets. On a node
 without a worker, `examine_node` does this.
 """
 

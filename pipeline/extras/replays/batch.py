@@ -1,4 +1,4 @@
-"""Read the records of a trained stage needed to replay its steps, and rebuild the global batch of a step.
+"""Read the records needed to replay a trained stage's steps, and rebuild the global batch of a step.
 
 1. task.json contains the config and the data sets of the stage.
 2. metrics.jsonl contains the results of each step, and the shards that each attempt excluded.
@@ -95,7 +95,7 @@ class TrainedStage:
 
     @cached_property
     def steps(self) -> int:
-        """Return the total number of steps of the stage."""
+        """Return the stage's total number of steps."""
         return steps_of(self.cfg, sum(training_set.samples for training_set in self.sets))
 
     @cached_property
@@ -108,7 +108,7 @@ class TrainedStage:
 
     @property
     def outcome(self) -> Mapping[str, Any]:
-        """Return the results of the stage from done.json. Raises UsageError if it has not finished."""
+        """Return the stage's results from done.json. Raises UsageError if the stage has not finished."""
         outcome = artifacts.read_done(self.folder)
         if outcome is None:
             raise UsageError(f"{self.folder} has not finished\n  expected a finished stage")
@@ -120,7 +120,7 @@ class TrainedStage:
 
     @cached_property
     def records(self) -> Sequence[Record]:
-        """Return all records of metrics.jsonl."""
+        """Return all records in metrics.jsonl."""
         return read_metrics(self.folder, None)
 
     @cached_property

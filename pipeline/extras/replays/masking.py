@@ -1,4 +1,4 @@
-"""Mask samples: masked samples keep their rows in the batch, but have no weight in the loss.
+"""Mask samples; masked samples keep their rows in the batch, but have no weight in the loss.
 
 A replay masks samples from its first step. A run with `health.on_spike: bisect` masks the samples that its searches
 identify, starting at the next commit, and stores them in the manifest. Each range therefore includes the first step,

@@ -55,6 +55,6 @@ def test_an_altered_table_is_refused_with_the_command_that_makes_it_again(index)
     np.save(path, table)
     assert len(index.table(0)) == 4
     with pytest.raises(
-        DataError, match=r"t-000001.npy: not a valid table of .*altered or replaced\n.*\n  type: python -m jobs index"
+        DataError, match=r"t-000001.npy: not a valid table of .*altered or replaced\n.*\n  run python -m jobs index"
     ):
         index.table(1)

@@ -163,7 +163,7 @@ def test_a_page_of_html_instead_of_a_list_is_quoted_at_once(
     for source in ("s3://images/set", "s3://images/set/*.tar"):
         asked.clear()
         assert main(["index", source, "--output", str(tmp_path / "out")]) == 69
-        assert f"{source}: instead of the expected answer, the store sent an error page: {PAGES[SIGN_IN]}" in (
+        assert f"{source}: instead of the expected response, the store sent an error page: {PAGES[SIGN_IN]}" in (
             capsys.readouterr().err
         )
         assert len(asked) == 1

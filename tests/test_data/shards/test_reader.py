@@ -310,7 +310,7 @@ def test_a_table_of_another_set_is_refused_at_reading(made, tmp_path):
         path.rename(tmp_path / "set" / path.name)
     with pytest.raises(
         DataError,
-        match=r"train-000000.npy: not a valid table of train-000000.tar.*\n.*\n  type: python -m jobs index /",
+        match=r"train-000000.npy: not a valid table of train-000000.tar.*\n.*\n  run python -m jobs index /",
     ):
         ShardReader(made).read(0, 0)
 
@@ -334,7 +334,7 @@ def test_what_is_typed_for_an_index_of_tars_in_several_folders_makes_it_again(ma
     (tmp_path / "index" / "part 1--0.npy").unlink()
     with pytest.raises(DataError, match=r"part 1--0.npy: not a valid table of part 1/0.tar") as caught:
         ShardReader(index).read(1, 0)
-    assert main(shlex.split(str(caught.value).partition("type: ")[2])[3:]) == 0
+    assert main(shlex.split(str(caught.value).partition("\n  run ")[2])[3:]) == 0
     assert load_index(tmp_path / "index") == index
     assert ShardReader(index).read(1, 0)
 

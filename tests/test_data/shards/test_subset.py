@@ -420,7 +420,7 @@ def test_of_a_subset_without_a_table_no_sample_is_good_and_none_is_packed(tmp_pa
     report = check(index)
     assert report.good == intact
     assert not report.ok
-    assert f"type: {index.command}" in "\n".join(report.lines(1))
+    assert f"run {index.command}" in "\n".join(report.lines(1))
     with pytest.raises(DataError, match=r"train-000001\.npy(?s:.*)jobs subset .*--shots=2 --seed=0"):
         repair(index, tmp_path / "repaired", name="s")
     assert not (tmp_path / "repaired").exists()

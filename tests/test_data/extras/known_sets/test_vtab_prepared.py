@@ -219,7 +219,7 @@ def test_wrong_prepared_set_and_damaged_file_are_rejected(tmp_path: Path, monkey
         file.write_bytes(whole[:cut])
         refused("dtd", tmp_path / "dtd", "truncated or damaged in record")
     file.write_bytes(whole[: 3 * len(whole) // 5])
-    refused("dtd", tmp_path / "dtd", "ends before row 3, expected rows to 4")
+    refused("dtd", tmp_path / "dtd", "ends before row 3, expected rows up to 4")
 
 
 def test_example_without_label_or_image_is_rejected(tmp_path: Path, monkeypatch) -> None:

@@ -50,7 +50,7 @@ def test_notes_name_only_classes_that_differ_in_case_alone(tmp_path) -> None:
     assert survey(str(tmp_path / "plain"), report=lambda _: None).train.notes == []
     write_images(tmp_path / "mixed", {"Cat": 2, "cat": 2, "dog": 2})
     assert survey(str(tmp_path / "mixed"), report=lambda _: None).train.notes == [
-        "1 class names differ from another one only in upper and lower case"
+        "1 class names differ from another class name only in case"
     ]
 
 

@@ -345,7 +345,7 @@ def test_the_current_folder_similar_classes_and_repeated_rows_are_named(tmp_path
     folder = class_folders(tmp_path / "input", three_digits())
     (folder / "eins").rename(folder / "NULL")
     new(folder)
-    assert "1 class names differ from another one only in upper and lower case" in capsys.readouterr().out
+    assert "1 class names differ from another class name only in case" in capsys.readouterr().out
     Path("recipe.yaml").unlink()
     with monkeypatch.context() as patch:
         patch.chdir(folder)

@@ -22,3 +22,24 @@ def test_the_papers_points_are_drawn_in_a_separate_panel(tmp_path) -> None:
     assert figure.texts[-1].get_text() == "commit abc"
     write_study_chart(record, tmp_path)
     assert (tmp_path / "figure.png").stat().st_size > 1000
+
+
+def test_a_law_is_a_line_in_our_panel_and_series_differ_without_colours() -> None:
+    record = {**panel("ours", "hybrids"), "log": ["x"], "stamp": "", "paper": panel("paper")}
+    without = [len(axes.lines) for axes in study_figure(record, {}).axes]
+    figure = study_figure({**record, "fit": {"line": [[1.0, 3.0, 10.0], [0.4, 0.5, 0.6]]}}, {})
+    assert [len(axes.lines) for axes in figure.axes] == [without[0] + 1, without[1]]
+    assert figure.axes[0].lines[-1].get_xydata().tolist() == [[1.0, 0.4], [3.0, 0.5], [10.0, 0.6]]
+    first, second = (container.lines[0] for container in figure.axes[0].containers)
+    assert first.get_marker() != second.get_marker()
+    assert first.get_linestyle() != second.get_linestyle()
+
+
+def test_names_stand_at_whole_numbers_in_order_of_appearance() -> None:
+    record = {**panel("ours"), "log": [], "stamp": ""}
+    for point, name in zip(record["points"], ("small", "big"), strict=True):
+        point["x"] = name
+    (axes,) = study_figure(record, {}).axes
+    (container,) = axes.containers
+    assert container.lines[0].get_xdata().tolist() == [0, 1]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["small", "big"]
